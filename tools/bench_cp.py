@@ -57,6 +57,7 @@ from titan_linear.models import mixers
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.ops import attention, build_cp_context
 from titan_linear.ops.exchange import kcp
+from titan_linear.ops.layout.context import SOFTMAX_METHODS
 from titan_linear.ops.layout.levels import fastest
 from titan_linear.planner.memory import Batch, layers
 from titan_linear.planner.timing import Clock, Machine, read_rates, shipped
@@ -67,7 +68,7 @@ from tools.peers import split_keys
 D = 128
 PROFILED = 5  # rounds
 Row = tuple[str, str, str]  # whose op ("" for ours), documents, layout
-METHODS = ("ring", "allgather", "ulysses")
+METHODS = SOFTMAX_METHODS
 LAYOUTS = ("contiguous", "zigzag")
 LENGTHS = {"web": (1000, 1.0), "mixed": (4000, 1.5)}  # documents' lengths: median, and standard deviation of the log
 SMALL = 0.05  # share of the op's time
@@ -232,7 +233,7 @@ def planned(H: int, Hkv: int) -> Iterator[tuple[str, MixerOptions, tuple[str, st
         for method in ("kcp", "ulysses"):
             mixer = of(heads=H, v_heads=H, head_dim=D, v_head_dim=D)
             yield f"{of.__name__}, {method}", mixer, ("contiguous", "auto", method)
-    for method in METHODS:
+    for method in METHODS[:-1]:  # the last is another's where all ranks are on one node
         layout = "zigzag" if method == "ring" else "contiguous"
         yield f"attention, {method}", mixers.Attention(heads=H, kv_heads=Hkv, head_dim=D), (layout, method, "kcp")
 

@@ -117,7 +117,10 @@ def seconds_of(received: Sequence[dict[int, float]], rank: int, node: int, rates
 
 def planned(config: Config, model: ModelConfig, machine: Machine) -> tuple[float, float, float]:
     """Seconds of a rank's forward and backward without exchanges, those of exchanges, and bytes held."""
-    cp, clock = config.parallelism.context_parallel_degree, Clock(machine, Planned.of(config), config.compile.enable)
+    cp, clock = (
+        config.parallelism.context_parallel_degree,
+        Clock(machine, Planned.of(config, node=machine.node_size), config.compile.enable),
+    )
     exchanges = sum(p.parts["communication"] for layer in passes_of(clock, config, model) for p in layer)
     parts = step(config, model, cp, machine).parts
     own = sum(seconds for part, seconds in parts.items() if part not in ("optimizer", "communication"))

@@ -33,6 +33,7 @@ from titan_linear.ops import build_cp_context
 from titan_linear.ops.attention import pairs_computed
 from titan_linear.ops.layout import tables
 from titan_linear.ops.layout.boundaries import CHUNK, Boundaries
+from titan_linear.ops.layout.context import SOFTMAX_METHODS
 from titan_linear.ops.layout.tables import to_device
 from titan_linear.step.batch import BatchSharding
 
@@ -172,7 +173,7 @@ SPLIT = [
         ("mamba2", {"linear_method": "ulysses"}),
         ("short_conv", {}),
         ("two heads", {"linear_method": "ulysses"}),
-        *(("attention", {"softmax_method": method}) for method in ("ring", "allgather", "ulysses")),
+        *(("attention", {"softmax_method": method}) for method in SOFTMAX_METHODS),
         ("mla", {}),
     )
 ]
@@ -253,6 +254,7 @@ def compiled(
         ("attention", {"softmax_method": "ring"}, "auto"),
         ("attention", {"softmax_method": "allgather"}, "auto"),
         ("attention", {"softmax_method": "ulysses"}, "auto"),
+        ("attention", {"softmax_method": "ulysses+ring"}, "auto"),
         ("mla", {}, "auto"),
     ],
 )
@@ -283,7 +285,7 @@ def test_scans_of_gpus_are_planned_for() -> None:
     ):
         over_heads = cp > 1 and linear == "ulysses"
         for device, expected in (("cuda", programs), ("cpu", ())):
-            dims = SimpleNamespace(tp=tp, cp=cp)
+            dims = SimpleNamespace(tp=tp, cp=cp, cp_group=None)
             sharding = BatchSharding.of(
                 model, dims, torch.device(device), torch.bfloat16, linear_method=linear, **methods
             )
@@ -303,7 +305,7 @@ def test_scans_of_gpus_are_planned_for() -> None:
 )
 def test_a_run_says_where_ranks_wait(methods: dict[str, str], tokens: int, said: bool) -> None:
     """Four ranks do not divide 30 heads: "auto" gathers keys while one head's fit, then takes the ring."""
-    model, dims = preset("olmo-hybrid", "7B"), SimpleNamespace(tp=1, cp=4)
+    model, dims = preset("olmo-hybrid", "7B"), SimpleNamespace(tp=1, cp=4, cp_group=None)
     sharding = BatchSharding.of(model, dims, torch.device("cpu"), torch.bfloat16, linear_method="kcp", **methods)
     line = sharding.uneven(tokens) or ""
     assert ("1.75 times" in line and 'context_parallel_layout = "zigzag"' in line) == said == bool(line)
@@ -319,6 +321,7 @@ def test_a_run_says_where_ranks_wait(methods: dict[str, str], tokens: int, said:
         (("kda", "attention"), 2, "auto", set()),  # ulysses
         (("kda", "attention"), 2, "allgather", {"allgather"}),
         (("kda", "attention"), 2, "ring", {"ring"}),
+        (("kda", "attention"), 2, "ulysses+ring", {"ulysses+ring"}),
         (("three heads",), 2, "auto", {"allgather"}),
         (("attention", "three heads"), 2, "auto", {"allgather"}),  # ulysses, too
     ],
@@ -338,7 +341,8 @@ def test_a_batch_is_planned_for_what_its_layers_read(
         dims = SimpleNamespace(tp=1, cp=cp, cp_group=group)
         sharding = BatchSharding.of(model, dims, torch.device("cpu"), torch.float32, **methods)
         mine, labels, plan = sharding(batch)
-        tables = {"ring": plan.cp_context.for_ring, "allgather": plan.cp_context.for_allgather}
+        of = plan.cp_context
+        tables = {"ring": of.for_ring, "allgather": of.for_allgather, "ulysses+ring": of.for_nodes}
         assert {name for name, x in tables.items() if x is not None} == planned
         whole, used = build_cp_context(cu, group, layout="zigzag" if cp > 1 else "contiguous"), sharding.methods(64)
         assert plan.pairs == (pairs_computed(whole, used[0] if used else "ring") if sharding.softmax else 0)
@@ -355,7 +359,7 @@ def test_the_whole_stream_is_planned_for() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tables, "to_device", lambda *given: copies.append(given) or to_device(*given))
         for layout in ("contiguous", "zigzag"):
-            split = {"rank": 1, "world_size": 2, "layout": layout}
+            split = {"rank": 1, "world_size": 2, "layout": layout, "attention": ()}
             plans = [build_cp_context(boundaries([4000, 96]), stream_programs=n, **split) for n in (None, (), (8,))]
             for stream, chunks, segments in zip((p.stream for p in plans), ([], [CHUNK], [CHUNK]), ([], [], [8])):
                 assert stream.cu_seqlens.tolist() == stream.cu_seqlens_cpu.tolist() == [0, 4000, 4096]

@@ -223,8 +223,9 @@ class Parallelism(Section):
     context_parallel_layout: Literal["contiguous", "zigzag"] = "contiguous"
     """One fragment of each stream per rank (contiguous), or two mirrored ones (zigzag), which balance causal ring
     attention; all-to-all over heads and all-gather are balanced in both, and linear layers are faster in the first."""
-    context_parallel_method: Literal["auto", "ring", "allgather", "ulysses"] = "auto"
-    """Exchange in the softmax layers; "auto" is all-to-all over heads ("ulysses") where possible."""
+    context_parallel_method: Literal["auto", "ring", "allgather", "ulysses", "ulysses+ring"] = "auto"
+    """Exchange in the softmax layers; "auto" is all-to-all over heads ("ulysses") where possible; "ulysses+ring" is
+    that inside a node, and a ring between nodes."""
     context_parallel_linear_method: Literal["kcp", "ulysses"] = "kcp"
     """Exchange in the linear layers: states of the recurrence (KCP), or all-to-all over heads."""
     tensor_parallel_degree: int = Field(1, ge=1)

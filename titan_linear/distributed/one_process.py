@@ -26,6 +26,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, count
+from math import gcd
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -209,7 +210,7 @@ class LocalGroup(dist.ProcessGroup):
     def __init__(self, shared: _Shared, rank: int):
         super().__init__(rank, shared.size)
         self._shared, self._rank, self._count = shared, rank, 0
-        self.node_size = shared.size  # ranks per node, as far as costs go
+        self.node_size = gcd(shared.size, 8)  # ranks per node, which decides by what way things travel
         # Each rank's view has a name of its own, so that looking up a group by its name finds this rank's.
         self._name = f"one process, group {shared.number}, rank {rank}"
 

@@ -10,14 +10,15 @@ import torch.nn.functional as F
 
 from titan_linear.ops.exchange.allgather import GATHER_LIMIT, allgather_attention, slice_bytes
 from titan_linear.ops.exchange.ring import ring_attention
-from titan_linear.ops.exchange.ulysses import key_head_copies, ulysses_attention
+from titan_linear.ops.exchange.ulysses import key_head_copies, ulysses_attention, ulysses_ring_attention
 from titan_linear.ops.layout.balance import entries, pairs_by_rank
 from titan_linear.ops.layout.boundaries import Boundaries, checked, distinct
 from titan_linear.ops.layout.context import SOFTMAX_METHODS, CPContext
 from titan_linear.ops.runtime.options import check_usable
 from titan_linear.ops.torch.local_attention import local_attention
 
-METHODS = dict(zip(SOFTMAX_METHODS, (ring_attention, allgather_attention, ulysses_attention), strict=True))
+BY_METHOD = ring_attention, allgather_attention, ulysses_attention, ulysses_ring_attention
+METHODS = dict(zip(SOFTMAX_METHODS, BY_METHOD, strict=True))
 IMPLS = ("auto", "torch")
 
 
@@ -47,8 +48,8 @@ def attention(
             b before first_key[b] are padding.
         cp_context: the tensors are this rank's tokens (B = 1, Tq = Tk), the documents are the context's, and the
             result is what one device would give for these tokens, gradients included. Nothing is copied to the host.
-        method: how ranks communicate: "ring", "allgather", "ulysses" (see `ops/exchange/`), or "auto" (see
-            `choose_method`). It matters only with a `cp_context` of several ranks.
+        method: how ranks communicate: "ring", "allgather", "ulysses", "ulysses+ring" (see `ops/exchange/`), or "auto"
+            (see `choose_method`). It matters only with a `cp_context` of several ranks.
         impl: "torch", or "auto", which means the same here.
 
     Returns:
@@ -76,8 +77,8 @@ def attention(
     if cp_context.world_size == 1:
         return local_attention(q, k, v, scale, causal, cp_context.stream)
     if method == "auto":
-        tokens, width = cp_context.stream_tokens, k.shape[-1] + v.shape[-1]
-        method = choose_method(cp_context.world_size, tokens, q.shape[2], k.shape[2], width, k.dtype)
+        ranks, width = (cp_context.world_size, cp_context.node_size), k.shape[-1] + v.shape[-1]
+        method = choose_method(*ranks, cp_context.stream_tokens, q.shape[2], k.shape[2], width, k.dtype)
     return METHODS[method](q, k, v, scale, causal, cp_context)
 
 
@@ -94,31 +95,37 @@ def _decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, fir
     return o.transpose(1, 2)
 
 
-def choose_method(W: int, tokens: int, Hq: int, Hkv: int, width: int, dtype: torch.dtype) -> str:
-    """The method that "auto" stands for. tokens: those of all W ranks; width = D + Dv.
+def choose_method(W: int, node_size: int, tokens: int, Hq: int, Hkv: int, width: int, dtype: torch.dtype) -> str:
+    """The method that "auto" stands for. tokens: those of all W ranks, `node_size` to a node; width = D + Dv.
 
     "ulysses" where W divides the key heads, or where several ranks share each key head and send no more than the
     all-gather would: all ranks have equal work, whatever the documents and the layout, and memory does not grow with W.
     Else "allgather" while slices of one key head keep within `GATHER_LIMIT`: all ranks have equal work again, blocks
-    are larger than the ring's, and one call computes all documents. Else "ring". The choice depends on shapes alone, so
-    every rank makes the same.
+    are larger than the ring's, and one call computes all documents. Else "ulysses+ring" where the ranks of a node can
+    share the heads: each sends only its share to other nodes. Else "ring". The choice depends on shapes alone, so every
+    rank makes the same.
     """
     copies = key_head_copies(Hq, Hkv, W)
     sends_less = Hq + W <= W * Hkv  # q, o and W heads' K|V of 1/W of the stream, against all its K|V
     if copies == 1 or (copies and sends_less):
         return "ulysses"
-    return "allgather" if slice_bytes(tokens, 1, Hkv, width, dtype) <= GATHER_LIMIT else "ring"
+    if slice_bytes(tokens, 1, Hkv, width, dtype) <= GATHER_LIMIT:
+        return "allgather"
+    return "ulysses+ring" if 1 < node_size < W and key_head_copies(Hq, Hkv, node_size) else "ring"
 
 
 def pairs_computed(cp: CPContext, method: str) -> float:
     """Number of pairs of query and key under the causal mask that this rank computes, summed over heads and divided by
-    their number: a rank that has a W-th of the heads ("ulysses") counts a W-th of all pairs.
+    their number: a rank that has a W-th of the heads ("ulysses") counts a W-th of all pairs ("ulysses+ring": of
+    its node's).
 
     method: one of `METHODS`."""
     if method == "allgather":
         return cp.gathered.pairs[1].tolist()[cp.rank]
     own = pairs_by_rank(entries(cp.all_fragments, cp.documents), cp.world_size, causal=True).tolist()
-    return sum(own) / cp.world_size if method == "ulysses" else own[cp.rank]
+    ranks = {"ulysses": cp.world_size, "ulysses+ring": cp.node_size}.get(method, 1)
+    first = cp.rank - cp.rank % ranks
+    return sum(own[first : first + ranks]) / ranks
 
 
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> None:

@@ -24,6 +24,7 @@ With training.enable_cpu_offload, shards, their gradients and moments are not in
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import NamedTuple
@@ -174,9 +175,10 @@ class Batch(NamedTuple):
     tp: int
     ep: int
     dtype: torch.dtype
+    node: int = 8  # GPUs per node
 
     @classmethod
-    def of(cls, config: Config, mean: int | None = None) -> Batch:
+    def of(cls, config: Config, mean: int | None = None, node: int = 8) -> Batch:
         t, p = config.training, config.parallelism
         layout = p.context_parallel_layout if p.context_parallel_degree > 1 else "contiguous"
         return cls(
@@ -190,6 +192,7 @@ class Batch(NamedTuple):
             tp=p.tensor_parallel_degree,
             ep=p.expert_parallel_degree,
             dtype=DTYPES[t.mixed_precision_param],
+            node=node,
         )
 
     @property
@@ -219,10 +222,13 @@ def context(batch: Batch) -> CPContext:
         world_size=batch.cp,
         layout=batch.layout,
         num_streams=batch.streams,
+        node_size=math.gcd(batch.cp, max(batch.node // batch.tp, 1)),
         device=META,
     )
-    # No exchange runs on this group.
-    return replace(described, group="planned", group_name="planned") if batch.cp > 1 else described
+    if batch.cp == 1:
+        return described
+    planned = {"group": "planned", "group_name": "planned"}  # no exchange runs on it
+    return replace(described, for_nodes=replace(described.for_nodes, **planned), **planned)
 
 
 def layers(model: ModelConfig, batch: Batch) -> list[Layer]:

@@ -222,7 +222,7 @@ class Clock:
     def __init__(self, machine: Machine, batch: Batch, compiled: bool):
         self.machine, self.rates, self.batch, self.compiled = machine, machine.rates, batch, compiled
         self.cp, self.tp = machine.group(batch.cp, batch.tp), machine.group(batch.tp, 1)
-        self.pairs, self.longest = attended(batch)
+        _, self.longest = attended(batch)
         self.gathered = context(batch).gathered
 
     def of(self, mixer: MixerOptions, work: Work, calls: Sequence[Call]) -> Pass:
@@ -262,8 +262,8 @@ class Clock:
             pairs = sum(own)  # all tokens, but fewer heads
         elif "pairs" in call.arguments:  # all-gather, which balances them
             pairs = max(computed)
-        else:
-            pairs = self.pairs
+        else:  # of the ranks that are one on the ring
+            pairs = sum(own[self.batch.cp - call.arguments["stride"] :])
         D = q.shape[3]
         flops = 2 * (D + v.shape[3]) * q.shape[2] * pairs
         forward, both = self.machine.attention_rates(D, self.batch.mean is None)
@@ -283,7 +283,7 @@ class Clock:
             others = self.gathered.keys.coming.sum().item() / k.shape[1]  # times this rank's own
             seconds = slices * (1 + backward) * self.cp.ring + own * others / self.cp.all_gather
         else:
-            slices, hops = SLICES, self.batch.cp - 1
+            slices, hops = SLICES, self.batch.cp // call.arguments["stride"] - 1
             seconds = hops * (self.cp.message + own / self.cp.neighbour)
         return max(seconds - compute, seconds / slices)
 
@@ -307,9 +307,11 @@ class Clock:
         if kind == "halo":
             return cp.message  # a halo is small
         nbytes = arguments["x"].nbytes
-        others_of_cp, others_of_tp = (self.batch.cp - 1) / self.batch.cp, (self.batch.tp - 1) / self.batch.tp
-        if kind == "heads":
-            return cp.message + nbytes * others_of_cp / cp.all_to_all
+        others_of_tp = (self.batch.tp - 1) / self.batch.tp
+        if kind == "heads":  # of all ranks, or of a node's
+            ranks = arguments["world_size"]
+            group = self.machine.group(ranks, self.batch.tp)
+            return group.message + nbytes * (ranks - 1) / ranks / group.all_to_all
         if kind == "gather":
             return tp.ring + nbytes * (self.batch.tp - 1) / tp.all_gather
         if kind == "scatter":
@@ -366,7 +368,7 @@ class Step:
 
 
 def step(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: int | None = None) -> Step:
-    batch, t, u = Batch.of(config, mean), config.training, units(config, model, gpus)
+    batch, t, u = Batch.of(config, mean, machine.node_size), config.training, units(config, model, gpus)
     clock, times = Clock(machine, batch, config.compile.enable), micro_steps(config, gpus)
     passes = passes_of(clock, config, model)
     everything = [p for pair in passes for p in pair]

@@ -289,7 +289,7 @@ def _fewer_heads(mixer: MixerOptions, factor: int, config: Config) -> MixerOptio
         whole = all(count % factor == 0 for count in kinds.values()) and fewer.heads >= 4
         splits = all(count % p.tensor_parallel_degree == 0 for count in fewer.head_counts.values())
         ranks = p.context_parallel_degree * p.tensor_parallel_degree
-        over_heads = mixer.over_heads or cp_method(mixer, p) == "ulysses"
+        over_heads = mixer.over_heads or cp_method(mixer, p) in ("ulysses", "ulysses+ring")
         if whole and splits and not (over_heads and fewer.indivisible_heads(ranks)):
             return fewer
         factor //= 2

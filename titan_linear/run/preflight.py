@@ -89,6 +89,7 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
     check_prompts(config, tokenizer)
     check_splits(model, config)
     check_checkpointing(model, config)
+    check_node_heads(model, config, node_size or world_size)
     if warning := spans_nodes(config, node_size or world_size):
         print(warning, flush=True)
     _check_hugging_face(config, model, tokenizer)
@@ -272,6 +273,20 @@ def check_heads(model: ModelConfig, config: Config) -> None:
             raise ValueError(
                 f"{what} cannot split the {heads} of model.flavor = {config.model.flavor!r} among {ranks} "
                 f"ranks; {remedy} a degree that divides them"
+            )
+
+
+def check_node_heads(model: ModelConfig, config: Config, node_size: int) -> None:
+    """Raise ValueError if a node's ranks cannot share the heads of softmax layers, where they are to do so."""
+    p = config.parallelism
+    ranks = math.gcd(p.context_parallel_degree, max(node_size // p.tensor_parallel_degree, 1))
+    for mixer in model.mixers:
+        heads = None if mixer.linear else mixer.indivisible_heads(ranks * p.tensor_parallel_degree)
+        if heads and p.context_parallel_method == "ulysses+ring":
+            raise ValueError(
+                f"parallelism.context_parallel_method = 'ulysses+ring' cannot split the {heads} of model.flavor = "
+                f"{config.model.flavor!r} among the {ranks} ranks of context_parallel_degree = "
+                f"{p.context_parallel_degree} that share a node of {node_size} processes; use 'ring' or 'allgather'"
             )
 
 

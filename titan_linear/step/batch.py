@@ -13,6 +13,7 @@ from titan_linear.models.layers import widened
 from titan_linear.models.plan import BatchPlan, Rotary
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.attention import choose_method, pairs_computed
+from titan_linear.ops.layout.context import ranks_per_node
 from titan_linear.ops.layout.tables import to_device
 
 
@@ -102,13 +103,20 @@ class BatchSharding:
             return ()
         if self.softmax_method != "auto":
             return (self.softmax_method,) if self.softmax else ()
-        chosen = (choose_method(self.dims.cp, tokens, *sizes, self.compute_dtype) for sizes in self.softmax)
+        ranks = self.dims.cp, self.node_size
+        chosen = (choose_method(*ranks, tokens, *sizes, self.compute_dtype) for sizes in self.softmax)
         return tuple(dict.fromkeys(chosen))
+
+    @property
+    def node_size(self) -> int:
+        """Ranks of cp per node."""
+        return ranks_per_node(self.dims.cp_group, self.dims.cp)
 
     def uneven(self, tokens: int) -> str | None:
         """The message at a run's start if some ranks will wait for others; else None."""
-        W = self.dims.cp
-        if self.layout != "contiguous" or "ring" not in self.methods(tokens):
+        rings = {"ring": self.dims.cp, "ulysses+ring": self.dims.cp // self.node_size}
+        W = max((rings[method] for method in self.methods(tokens) if method in rings), default=1)
+        if self.layout != "contiguous" or W == 1:
             return None
         return (
             f"attention by ring over contiguous fragments: of one document a rank computes {(2 * W - 1) / W:.2f} times "

@@ -52,10 +52,10 @@ STREAMS = {
 }
 
 
-def context(name, rank, world_size, layout, group=None):
+def context(name, rank, world_size, layout, group=None, **more):
     boundaries, num_streams = STREAMS[name]
     kwargs = {"group": group} if group is not None else {"rank": rank, "world_size": world_size}
-    return build_cp_context(torch.tensor(boundaries), layout=layout, num_streams=num_streams, **kwargs)
+    return build_cp_context(torch.tensor(boundaries), layout=layout, num_streams=num_streams, **kwargs, **more)
 
 
 def inputs(name, seed=0, heads=HEADS):
@@ -79,9 +79,9 @@ def on_one_process(name, causal, heads=HEADS):
     return run(reference, *inputs(name, heads=heads), causal=causal, cu_seqlens=torch.tensor(STREAMS[name][0]))
 
 
-def errors_on_rank(rank, world_size, name, layout, method, causal, expected, group=None, heads=HEADS):
+def errors_on_rank(rank, world_size, name, layout, method, causal, expected, group=None, heads=HEADS, **more):
     """Relative errors of o, dq, dk, dv of this rank's tokens."""
-    cp = context(name, rank, world_size, layout, group or dist.group.WORLD)
+    cp = context(name, rank, world_size, layout, group or dist.group.WORLD, **more)
     ours = run(attention, *local_leaves(inputs(name, heads=heads), cp), causal=causal, cp_context=cp, method=method)
     return [error(x, shard(y, cp)) for x, y in zip(ours, expected)]
 
@@ -120,18 +120,47 @@ def test_sixty_four_ranks_share_heads(layout):
     check_in_one_process(64, ["FLA, three"], layout, "ulysses", True, (64, 2, 6, 10))
 
 
-def check_in_one_process(world_size, names, layout, method, causal, heads):
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("node_size", "causal", "heads"), [(2, True, HEADS), (4, True, (8, 2, 6, 10)), (4, False, HEADS), (1, True, HEADS)]
+)
+def test_nodes_on_a_ring(layout, node_size, causal, heads):
+    """All-to-all in nodes of four ranks, two and one, of which some share a key head; a ring of two, four and eight."""
+    check_in_one_process(8, STREAMS, layout, "ulysses+ring", causal, heads, node_size=node_size)
+
+
+def errors_on_nodes_of_two(rank, world_size, layout, expected):
+    case = (layout, "ulysses+ring", True)
+    return [errors_on_rank(rank, world_size, name, *case, want, node_size=2) for name, want in expected.items()]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_processes_on_two_nodes(worlds, layout):
+    expected = {name: on_one_process(name, True) for name in STREAMS}
+    for errors in worlds(4).run(errors_on_nodes_of_two, layout, expected):
+        assert max(map(max, errors)) <= 1e-12
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("world_size", "node_size"), [(64, 8), (256, 16)])
+def test_many_nodes_on_a_ring(layout, world_size, node_size, monkeypatch):
+    monkeypatch.setitem(STREAMS, "long", (lengths(700, 1, 300, 23), 1))
+    where = {"node_size": node_size, "attention": ("ulysses+ring",)}
+    check_in_one_process(world_size, ["long"], layout, "ulysses+ring", True, (16, 4, 6, 10), **where)
+
+
+def check_in_one_process(world_size, names, layout, method, causal, heads, **more):
     for name in names:
         case = (name, layout, method, causal, on_one_process(name, causal, heads))
         errors = run_ranks(
-            lambda g, case=case: errors_on_rank(g.rank(), world_size, *case, group=g, heads=heads), world_size
+            lambda g, case=case: errors_on_rank(g.rank(), world_size, *case, group=g, heads=heads, **more), world_size
         )
         assert max(map(max, errors)) <= 1e-12, name
 
 
-def poisoned_runs(rank, world_size, layout, method, name):
+def poisoned_runs(rank, world_size, layout, method, name, group=None):
     """The tokens outside document i, before and after document i becomes NaN, for each i."""
-    cp = context(name, rank, world_size, layout, dist.group.WORLD)
+    cp = context(name, rank, world_size, layout, group or dist.group.WORLD, node_size=group and 2)
     boundaries = STREAMS[name][0]
     before = run(attention, *local_leaves(inputs(name), cp), cp_context=cp, method=method)
     unchanged = []
@@ -156,6 +185,32 @@ def test_documents_do_not_see_each_other(worlds, layout, method):
     for name in names:
         for unchanged in worlds(4).run(poisoned_runs, layout, method, name):
             assert all(unchanged), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_documents_do_not_see_each_other_on_a_ring_of_nodes(layout):
+    for name in ("over three and more ranks", "after the edges", "two streams, packed"):
+        work = lambda g, name=name: poisoned_runs(g.rank(), 4, layout, "ulysses+ring", name, g)  # noqa: E731
+        assert all(map(all, run_ranks(work, 4))), name
+
+
+def test_bytes_between_nodes():
+    """Of one document over four nodes of eight: on the ring a node's last rank alone sends, in 31 hops; with nodes on
+    the ring each does, in 3."""
+    sent = {"ring": Counter(), "ulysses+ring": Counter()}
+
+    def on_rank(group, method):
+        def counted(tensors, to, tag):
+            sent[method][group.rank()] += tensors[0].nbytes * (group.rank() // 8 != to // 8)
+            return send(tensors, to, tag)
+
+        send, group.send = group.send, counted
+        cp = build_cp_context(torch.tensor([0, 128]), group, attention=(method,))
+        attention(*make(1, 4, 4, 8, 8, 2, 2)[:3], cp_context=cp, method=method)
+
+    for method in sent:
+        run_ranks(lambda group, method=method: on_rank(group, method), 32)
+    assert max(sent["ulysses+ring"].values()) * 31 == max(sent["ring"].values()) * 3 > 0
 
 
 # --- rectangles and spans ----------------------------------------------------------------------------------------
@@ -419,18 +474,21 @@ def test_half_precision(worlds, method):
 def test_the_work_of_each_method():
     ranks = [context("one document", r, 4, "contiguous") for r in range(4)]
     ring, gathered, heads = ([pairs_computed(cp, method) for cp in ranks] for method in METHODS)
+    of_two = [context("one document", r, 4, "contiguous", node_size=2) for r in range(4)]
+    assert [pairs_computed(cp, "ulysses+ring") for cp in of_two] == [264, 264, 776, 776]
     assert ring == [136, 392, 648, 904] and heads == [520.0] * 4
     assert sum(gathered) == sum(ring) and max(gathered) <= 1.04 * 520 + 64  # a query may have as many
 
 
 def test_auto_depends_on_shapes_alone():
-    def choose(T, Hq, Hkv, W=4):
-        return choose_method(W, T, Hq, Hkv, 256, torch.bfloat16)
+    def choose(T, Hq, Hkv, W=4, node=1):
+        return choose_method(W, node, T, Hq, Hkv, 256, torch.bfloat16)
 
     assert choose(131072, 32, 32) == choose(1048576, 32, 4) == "ulysses"
     assert choose(131072, 30, 30) == "allgather"
     assert choose(262144, 30, 30) == choose(1048576, 30, 30) == "allgather"  # in slices that fit: the ring is uneven
-    assert choose(2097152, 30, 30) == "ring"
+    assert choose(2097152, 30, 30) == choose(2097152, 30, 30, W=16, node=8) == "ring"
+    assert choose(2097152, 30, 30, W=16, node=2) == choose(2097152, 16, 2, W=64, node=8) == "ulysses+ring"
     assert choose(131072, 32, 8, W=16) == choose(131072, 32, 8, W=32) == "ulysses"  # of a key head 2 and 4 ranks
     assert choose(131072, 16, 2, W=4) == "allgather"  # it sends less: K|V of 2 heads, not 16 + 4 of a fourth
 
@@ -441,6 +499,7 @@ def errors_raised(rank, world_size):
     one, three = torch.zeros(1, T, 1, 8), torch.zeros(1, T, 3, 8)
     attempts = {
         "ulysses": lambda: attention(three, three, three, cp_context=cp, method="ulysses"),
+        "among 2 ranks": lambda: attention(three, three, three, cp_context=cp, method="ulysses+ring"),
         "split 3 heads": lambda: tokens_to_heads(three, cp),
         "cu_seqlens": lambda: attention(one, one, one, cp_context=cp, cu_seqlens=torch.tensor([0, T])),
         "tokens": lambda: attention(one[:, 1:], one[:, 1:], one[:, 1:], cp_context=cp),
@@ -463,6 +522,6 @@ def test_errors_name_the_argument(worlds):
 
 def test_a_context_of_one_rank_needs_no_group():
     cp = context("FLA, seven", 0, 1, "zigzag")
-    for method in METHODS:
+    for method in (*METHODS, "ulysses+ring"):
         ours = run(attention, *local_leaves(inputs("FLA, seven"), cp), cp_context=cp, method=method)
         assert all(error(x, y) <= 1e-12 for x, y in zip(ours, on_one_process("FLA, seven", True)))

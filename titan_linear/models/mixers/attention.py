@@ -75,7 +75,7 @@ class AttentionMixer(nn.Module):
         self.head_dim, self.rotary, self.qk_norm = options.head_dim, options.rotary, options.qk_norm
         self.scale = options.scale
         q_dim, k_dim = options.heads * self.head_dim, options.kv_heads * self.head_dim
-        self.cp_method = "auto"  # "auto" | "ring" | "allgather" | "ulysses", under context parallelism
+        self.cp_method = "auto"  # "auto" or one of SOFTMAX_METHODS, under context parallelism
         self.q_proj = nn.Linear(config.dim, q_dim, bias=False)
         self.k_proj = nn.Linear(config.dim, k_dim, bias=False)
         self.v_proj = nn.Linear(config.dim, k_dim, bias=False)

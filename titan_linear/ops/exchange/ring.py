@@ -33,11 +33,13 @@ from titan_linear.ops.torch.attention import (
 
 
 def ring_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, cp: CPContext
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, cp: CPContext, stride: int = 1
 ) -> torch.Tensor:
-    """q [1, T_local, Hq, D], k [1, T_local, Hkv, D], v [1, T_local, Hkv, Dv] → o [1, T_local, Hq, Dv]."""
+    """q [1, T_local, Hq, D], k [1, T_local, Hkv, D], v [1, T_local, Hkv, Dv] → o [1, T_local, Hq, Dv].
+
+    stride: neighbours on the ring lie so many ranks of the group apart."""
     rectangles = cp.rectangles if causal else cp.full_rectangles
-    where = list(document_spans(cp.boundaries)), rectangles.by_hop, rectangles.hops, cp.group_name
+    where = list(document_spans(cp.boundaries)), rectangles.by_hop, rectangles.hops, cp.group_name, stride
     return Attention.apply(q, k, v, (ring_forward, ring_backward), where, scale, causal)
 
 
@@ -50,11 +52,12 @@ def ring_forward(
     by_hop: torch.Tensor,
     hops: torch.Tensor,
     group: str,
+    stride: int,
     scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o like q with Dv, lse [1, Hq, T_local]; squares: the fields of `Spans`, by_hop and hops those of `Rectangles`."""
-    kv = _Travelling(k, v, group, int(hops))
+    kv = _Travelling(k, v, group, stride, int(hops))
     o, lse = attend_spans(q, k, v, scale, causal, Spans(*squares))
     o = o.to(accumulator_dtype(q.dtype))
     rectangles = _by_hop(by_hop, kv.hops)
@@ -86,14 +89,15 @@ def ring_backward(
     by_hop: torch.Tensor,
     hops: torch.Tensor,
     group: str,
+    stride: int,
     scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     acc, D = accumulator_dtype(q.dtype), k.shape[-1]
-    kv = _Travelling(k, v, group, int(hops))
+    kv = _Travelling(k, v, group, stride, int(hops))
     grads = attend_spans_backward(do, q, k, v, o, lse, scale, causal, Spans(*squares))
     dq, home = grads[0].to(acc), torch.cat(grads[1:], dim=-1).to(acc)  # home: dK|dV of this rank's keys
-    gradient = _FollowingGradient(home, group, kv.hops)
+    gradient = _FollowingGradient(home, group, stride, kv.hops)
     for hop, blocks in enumerate(_by_hop(by_hop, kv.hops)):
         k_hop, v_hop = kv.arrive(hop)
         dkv = home if hop == 0 else gradient.blank(hop)
@@ -129,8 +133,8 @@ def _add_rectangle(rectangle: Rectangle, do, q, k, v, o, lse, scale: float, dq, 
 class _Travelling:
     """K|V on their way around the ring, double-buffered: the next hop is in flight during this one's blocks."""
 
-    def __init__(self, k: torch.Tensor, v: torch.Tensor, group: str, hops: int):
-        self.own, self.group, self.hops, self.works = (k, v), group, hops, []
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, group: str, stride: int, hops: int):
+        self.own, self.group, self.stride, self.hops, self.works = (k, v), group, stride, hops, []
         if hops:
             packed = torch.cat([k, v], dim=-1)  # [1, T, Hkv, D + Dv]
             self.buffers = [packed, torch.empty_like(packed)]
@@ -147,14 +151,14 @@ class _Travelling:
         return k, v
 
     def _send(self, hop: int) -> None:
-        self.works = _shift(self.buffers[hop % 2], self.buffers[(hop + 1) % 2], 1, self.group)
+        self.works = _shift(self.buffers[hop % 2], self.buffers[(hop + 1) % 2], self.stride, self.group)
 
 
 class _FollowingGradient:
     """dK|dV of the keys in hand: computed while the other ranks' sum arrives, added to it, and sent on."""
 
-    def __init__(self, home: torch.Tensor, group: str, hops: int):
-        self.home, self.group, self.hops, self.works = home, group, hops, []
+    def __init__(self, home: torch.Tensor, group: str, stride: int, hops: int):
+        self.home, self.group, self.stride, self.hops, self.works = home, group, stride, hops, []
         self.buffers = [torch.empty_like(home) for _ in range(min(hops, 2) + 1)] if hops else []
 
     def blank(self, hop: int) -> torch.Tensor:
@@ -168,7 +172,8 @@ class _FollowingGradient:
         here, next_ = self.buffers[(hop - 1) % 2], self.buffers[hop % 2]
         if hop > 1:
             here += self.mine
-        self.works = _shift(here, next_, 1 if hop < self.hops else -self.hops, self.group)
+        step = 1 if hop < self.hops else -self.hops
+        self.works = _shift(here, next_, step * self.stride, self.group)
         self.arriving = next_
 
     def come_home(self) -> None:

@@ -12,28 +12,31 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from titan_linear.ops.exchange.collectives import group_named
+from titan_linear.ops.exchange.collectives import all_to_all, group_named
+from titan_linear.ops.exchange.ring import ring_attention
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.runtime.operators import check_first_derivative, operator, register_fake
 from titan_linear.ops.torch.local_attention import local_attention
 
 
-def tokens_to_heads(x: torch.Tensor, cp: CPContext) -> torch.Tensor:
+def tokens_to_heads(x: torch.Tensor, cp: CPContext, *, in_node: bool = False) -> torch.Tensor:
     """x [1, T_local, H, ...], this rank's tokens → [1, T, H/W, ...], all tokens of this rank's heads.
 
-    Differentiable. Raises ValueError where W does not divide H.
+    in_node: the ranks of a node alone exchange; [1, T_node, H/node_size, ...] are the node's tokens in the order in
+    which a rank of `cp.of_nodes` holds them. Differentiable. Raises ValueError where the ranks do not divide H.
     """
-    if x.shape[2] % cp.world_size:
+    ranks = cp.node_size if in_node else cp.world_size
+    if x.shape[2] % ranks:
         raise ValueError(
-            f"an all-to-all over heads cannot split {x.shape[2]} heads among {cp.world_size} ranks; "
+            f"an all-to-all over heads cannot split {x.shape[2]} heads among {ranks} ranks; "
             "use a number of ranks that divides the heads, or another method"
         )
-    return _ExchangeHeads.apply(x, cp, True)
+    return _ExchangeHeads.apply(x, cp, in_node, True)
 
 
-def heads_to_tokens(x: torch.Tensor, cp: CPContext) -> torch.Tensor:
+def heads_to_tokens(x: torch.Tensor, cp: CPContext, *, in_node: bool = False) -> torch.Tensor:
     """x [1, T, H/W, ...], all tokens of this rank's heads → [1, T_local, H, ...]: undoes `tokens_to_heads`."""
-    return _ExchangeHeads.apply(x, cp, False)
+    return _ExchangeHeads.apply(x, cp, in_node, False)
 
 
 def ulysses_attention(
@@ -44,17 +47,31 @@ def ulysses_attention(
     W must divide Hq, and divide Hkv or be a multiple of it; a key head is then sent to each rank that has queries
     for it, and autograd sums its gradients.
     """
-    Hq, Hkv, W = q.shape[2], k.shape[2], cp.world_size
-    copies = key_head_copies(Hq, Hkv, W)
-    if not copies:
-        raise ValueError(
-            f"method = 'ulysses' cannot split {Hq} query and {Hkv} key heads among {W} ranks: the ranks must divide "
-            "the query heads, and divide or be a multiple of the key heads; use method 'ring' or 'allgather'"
-        )
-    if copies > 1:
-        k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
+    k, v = (_copied(x, "ulysses", q.shape[2], cp.world_size) for x in (k, v))
     q, k, v = (tokens_to_heads(x, cp) for x in (q, k, v))
     return heads_to_tokens(local_attention(q, k, v, scale, causal, cp.stream), cp)
+
+
+def ulysses_ring_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, cp: CPContext
+) -> torch.Tensor:
+    """Attention in two dimensions (USP, Fang & Zhao 2024): in a node all-to-all over heads, as in `ulysses_attention`;
+    between nodes a ring for each share of the heads, on which a node's ranks are one."""
+    k, v = (_copied(x, "ulysses+ring", q.shape[2], cp.node_size) for x in (k, v))
+    q, k, v = (tokens_to_heads(x, cp, in_node=True) for x in (q, k, v))
+    o = ring_attention(q, k, v, scale, causal, cp.of_nodes, stride=cp.node_size)
+    return heads_to_tokens(o, cp, in_node=True)
+
+
+def _copied(x: torch.Tensor, method: str, Hq: int, ranks: int) -> torch.Tensor:
+    """x [1, T_local, Hkv, ...] with each key head as often as ranks have queries for it."""
+    copies = key_head_copies(Hq, x.shape[2], ranks)
+    if not copies:
+        raise ValueError(
+            f"method = {method!r} cannot split {Hq} query and {x.shape[2]} key heads among {ranks} ranks: the ranks "
+            "must divide the query heads, and divide or be a multiple of the key heads; use 'ring' or 'allgather'"
+        )
+    return x if copies == 1 else x.repeat_interleave(copies, dim=2)
 
 
 def key_head_copies(Hq: int, Hkv: int, W: int) -> int:
@@ -66,19 +83,20 @@ def key_head_copies(Hq: int, Hkv: int, W: int) -> int:
 
 class _ExchangeHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: torch.Tensor, cp: CPContext, to_heads: bool) -> torch.Tensor:
-        ctx.where, ctx.to_heads = (list(cp.order), cp.world_size, cp.group_name), to_heads
+    def forward(ctx, x: torch.Tensor, cp: CPContext, in_node: bool, to_heads: bool) -> torch.Tensor:
+        order, ranks = (cp.order_in_node, cp.node_size) if in_node else (cp.order, cp.world_size)
+        ctx.where, ctx.to_heads = (list(order), ranks, cp.group_name), to_heads
         return exchange_heads(x, *ctx.where, to_heads)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
         check_first_derivative()
-        return exchange_heads(grad, *ctx.where, not ctx.to_heads), None, None
+        return exchange_heads(grad, *ctx.where, not ctx.to_heads), None, None, None
 
 
 @operator(kept_by=("selective",), kind="heads")
 def exchange_heads(x: torch.Tensor, order: list[int], world_size: int, group: str, to_heads: bool) -> torch.Tensor:
-    """to_heads: [1, T_local, H, ...] → [1, T, H/W, ...]; else back."""
+    """to_heads: [1, T_local, H, ...] → [1, T, H/W, ...]; else back. world_size: W, or the ranks of a node."""
     if to_heads:
         parts = x[0].unflatten(1, (world_size, -1)).movedim(1, 0)  # [W, T_local, H/W, ...], by receiver
         return to_global_order(_all_to_all(parts, group), order).unsqueeze(0)
@@ -94,10 +112,14 @@ def _(x, order, world_size, group, to_heads):
 
 
 def _all_to_all(parts: torch.Tensor, group: str) -> torch.Tensor:
-    """parts[r] goes to rank r; the result's [r] came from rank r."""
-    parts = parts.contiguous()
+    """parts[r] goes to rank r; the result's [r] came from rank r. Of fewer parts than ranks: of this rank's node."""
+    ranks, parts = group_named(group), parts.contiguous()
+    if len(parts) < ranks.size():
+        sizes, first = [0] * ranks.size(), ranks.rank() // len(parts) * len(parts)
+        sizes[first : first + len(parts)] = [1] * len(parts)
+        return all_to_all(parts, sizes, sizes, group)
     received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=group_named(group))
+    dist.all_to_all_single(received, parts, group=ranks)
     return received
 
 

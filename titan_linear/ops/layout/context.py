@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
@@ -42,7 +42,7 @@ from titan_linear.ops.layout.rectangles import Rectangles, rectangles
 from titan_linear.ops.layout.spans import GatheredSpans, gathered, span_tables
 from titan_linear.ops.layout.tables import OnHost, Tables, to_tensors
 
-SOFTMAX_METHODS = ("ring", "allgather", "ulysses")
+SOFTMAX_METHODS = ("ring", "allgather", "ulysses", "ulysses+ring")
 
 
 @dataclass(eq=False)  # not frozen: torch 2.11 would then compile a guard for every number in it
@@ -56,6 +56,7 @@ class CPContext:
     world_size: int
     conv1d_kernel_size: int | None
     num_streams: int
+    node_size: int  # ranks of the group per node
     slots: int  # number of fragments per rank
     tokens: int  # number of tokens of this rank, T_local
     stream_tokens: int  # and of all ranks, T
@@ -72,6 +73,7 @@ class CPContext:
     halo: HaloRoutes | None  # for convolutions of conv1d_kernel_size taps
     for_ring: Rectangles | None  # for causal attention; None: not planned
     for_allgather: GatheredSpans | None  # likewise
+    for_nodes: CPContext | None  # of a stream that nodes share as ranks do, for a ring of nodes; None: not planned
 
     @property
     def rectangles(self) -> Rectangles:
@@ -82,6 +84,19 @@ class CPContext:
     def gathered(self) -> GatheredSpans:
         """For causal attention in which queries and keys travel to the rank that computes. ValueError: not planned."""
         return _planned(self.for_allgather, "allgather")
+
+    @property
+    def of_nodes(self) -> CPContext:
+        """The context in which a node is a rank, in the same group. ValueError: not planned."""
+        return _planned(self.for_nodes, "ulysses+ring")
+
+    @property
+    def order_in_node(self) -> tuple[int, ...]:
+        """`order` of the fragments of a node's ranks, as `of_nodes` has them: what ranks of a node hold in one slot is
+        one fragment of the node."""
+        ranks = range(self.node_size)
+        mirrored = [self.layout == "zigzag" and slot % 2 for slot in range(self.slots)]
+        return tuple(r * self.slots + s for s in range(self.slots) for r in (ranks[::-1] if mirrored[s] else ranks))
 
     @property
     def cu_seqlens(self) -> torch.Tensor:
@@ -125,6 +140,8 @@ class CPContext:
         tables = [t for b in (self.boundaries, self.stream) for t in (*b.chunks.values(), *b.segments.values())]
         for table in (*counted, *(x for of in filter(None, tables) for x in of)):
             torch._dynamo.mark_dynamic(table, 0)
+        if self.for_nodes is not None:
+            self.for_nodes.mark_dynamic()
 
     def halo_of(self, width: int) -> HaloRoutes:
         """Routes of the `width` tokens before each fragment: those planned if the width fits, else made once."""
@@ -253,6 +270,18 @@ def build_cp_context(
         tables["halo"] = HaloRoutes, halo_routes(fragments, rank, world_size, conv1d_kernel_size - 1)
     moved = to_tensors(tables, cu_seqlens.device if device is None else torch.device(device))
     boundaries = _boundaries("entries", moved, programs, joined=world_size > 1)
+    for_nodes = None
+    if "ulysses+ring" in attention and world_size > 1:
+        described = build_cp_context(
+            torch.from_numpy(documents),
+            layout=layout,
+            rank=rank // node_size,
+            world_size=world_size // node_size,
+            num_streams=num_streams,
+            device=boundaries.cu_seqlens.device,
+            attention=("ring",),
+        )
+        for_nodes = replace(described, group=group, group_name="" if group is None else group.group_name)
     return CPContext(
         group=group,
         group_name="" if group is None else group.group_name,
@@ -261,6 +290,7 @@ def build_cp_context(
         world_size=world_size,
         conv1d_kernel_size=conv1d_kernel_size,
         num_streams=num_streams,
+        node_size=node_size,
         slots=len(mine),
         tokens=int(local[-1]),
         stream_tokens=int(documents[-1]),
@@ -275,10 +305,11 @@ def build_cp_context(
         halo=moved.get("halo"),
         for_ring=rectangles(fragments, rank, world_size, causal=True) if ring else None,
         for_allgather=gathered(moved) if allgather else None,
+        for_nodes=for_nodes,
     )
 
 
-Planned = TypeVar("Planned", Rectangles, GatheredSpans)
+Planned = TypeVar("Planned", Rectangles, GatheredSpans, CPContext)
 
 
 class _OfTokens(NamedTuple):
