@@ -1,4 +1,4 @@
-"""Expert parallelism, and the balancing of experts' loads between steps."""
+"""Expert parallelism: rows travel to the ranks that have their experts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def apply_ep(model: Decoder, ranks: Ranks) -> frozenset[str]:
 
 
 class AllToAllDispatch:
-    """Rows on their way to the ranks that have their experts. See `LocalDispatch` in models/moe.py.
+    """Rows on their way to the ranks that have their experts. See `LocalDispatch` in models/mlps/moe.py.
 
     Every row travels, however many an expert gets. The host reads these numbers once, in forward.
     """

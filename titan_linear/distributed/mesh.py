@@ -1,4 +1,5 @@
-"""The ranks of a run and their groups: one DeviceMesh `dp_replicate, dp_shard, cp, tp`."""
+"""The ranks of a run and their groups: the DeviceMesh `dp_replicate, dp_shard, cp, tp`, and the same ranks as FSDP2 and
+experts see them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a plain decoder to one that many ranks train: tensor and expert parallelism, context parallelism, torch.compile,
+"""From a plain decoder to one that many ranks train: expert and tensor parallelism, context parallelism, torch.compile,
 activation checkpointing, then FSDP2."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def parallelize(model: Decoder, dims: ParallelDims, config: Config, device: torc
         model.parts = Parts(splits, dims.parameter_mesh, experts, dims.expert_parameter_mesh if experts else None)
     apply_cp(model, p)
 
-    # Layers are compiled one by one, and recomputed as a whole, so checkpointing is around what is compiled.
+    # Layers are compiled one by one. What a checkpointed one keeps is looked up at run time, outside graphs (kept.py).
     if config.compile.enable:
         from titan_linear.distributed.compiling import apply_compile  # imports the compiler
 

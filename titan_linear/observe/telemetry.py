@@ -2,9 +2,9 @@
 loss by position and source, experts' loads.
 
     grad_norm, update_norm, weight_norm   of each layer, embedding and head: 2-norms of the gradient before clipping, of
-                                          what AdamW adds to the weights (before they are rounded to their dtype), and
-                                          of the weights after it
-    half_life, state_norm, carried_share  of delta rules, by head (models/mixers/delta.py)
+                                          what the optimizer adds to the weights (before these are rounded to their
+                                          dtype), and of the weights after it
+    half_life, state_norm, carried_share  of linear layers, by head (models/mixers/recurrent.py)
     fragment_share                        likewise, under context parallelism, of ACROSS layers at a time
     attention_entropy                     of softmax attention, by head, as a share of the greatest (models/layers.py)
     router_load                           tokens sent to each expert; 1 is an equal share

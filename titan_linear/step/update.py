@@ -43,8 +43,8 @@ class Update:
         self.sums, self.counted = gradient_sums(model, dims), counted_parameters(model, dims)
 
     def run(self, losses: torch.Tensor, step: int, signal: int = 0) -> HostCopy:
-        """Sum gradients, clip, update, move the experts' biases, and free the gradients. The host does not wait for the
-        device, except with offload or Muon (`update`).
+        """Sum gradients, clip and update (`update`, optimizer.py), move the experts' biases, and free the gradients.
+        The host does not wait for the device, except with offload or Muon.
 
         Args:
             losses: [micro-steps], this rank's parts (`Passes.run`).

@@ -1,4 +1,4 @@
-"""What the mixers of linear layers have in common, as published and as in FLA's layers.
+"""What KDA and Gated DeltaNet have in common, as published and as in FLA's layers.
 
 Kimi Delta Attention and Gated DeltaNet project to q, k, v, run one short causal convolution with silu over the three,
 apply a delta rule to normalised q and k, norm and gate each head's output, and project back. Their gates differ.

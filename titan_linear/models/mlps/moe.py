@@ -2,7 +2,7 @@
 
 There are two ways to balance the experts' loads. The load-balance loss (Switch Transformers, section 2.2) is computed
 per stream, so that it does not depend on how streams are split among ranks and micro-steps. The selection bias
-(DeepSeek-V3, section 2.1.2) moves after each step: see `move_selection_biases` in distributed/experts.py.
+(DeepSeek-V3, section 2.1.2) moves after each step: see `move_selection_biases` in step/update.py.
 """
 
 from __future__ import annotations

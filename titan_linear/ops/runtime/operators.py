@@ -28,7 +28,7 @@ class Spec:
 
     kept_by: tuple[str, ...] = ()  # modes of checkpointing (ops/runtime/kept.py) that keep its results
     kind: Kind = "fused"  # how its time is planned; fused: one kernel that reads its inputs and writes its outputs
-    # The delta rule's driver calls it. Unless compiled, checkpointing keeps what the driver's call gives as a whole.
+    # The recurrences' driver calls it. Unless compiled, checkpointing keeps what the driver's call gives as a whole.
     of_driver: bool = False
     # "forward": gives what backward computes again, by the same operator or by one of its own, "backward". The compiler
     # would find that both calls are the same, and keep all that the first one gave.

@@ -1,9 +1,10 @@
 """Which implementation of an op runs where: the fastest that is supported, or the reason why not.
 
-Each op states its own implementations (`Op`); ops/registry.py is the table of all. A model decides when it is built:
-its modules hold the answers and hand them to their ops as `impl`, and a run prints and saves them. An op that is called
-by itself, with a name, decides at every call. "auto" takes the fastest implementation that is supported, and never
-fails; an implementation that is named but not supported is a ValueError that says why.
+Each op states its own implementations (`Op`); ops/registry.py is the table of all. `parallelize` decides for a run:
+modules hold the answers and hand them to their ops as `impl`, and the run prints and saves them. Softmax attention
+alone takes its kernel at each call, by lengths (`block_kernel`, torch/attention.py). An op that is called by itself,
+with a name, decides at every call. "auto" takes the fastest implementation that is supported, and never fails; an
+implementation that is named but not supported is a ValueError that says why.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ Remark = Callable[[Target, Mapping[str, str | None]], str]  # what a choice cost
 
 
 def on_gpu(t: Target) -> str | None:
-    """The meta device stands for a GPU: what runs there is only planned (counting.py)."""
+    """The meta device stands for a GPU: what runs there is only planned (planner/counting.py)."""
     return None if t.device in ("cuda", "meta") or t.interpreted else f"it needs tensors on a GPU, not on {t.device}"
 
 
