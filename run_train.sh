@@ -7,8 +7,8 @@
 # ./run_train.sh --help documents every key. The Python environment is made if needed (tools/env.sh).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/tools/env.sh"
-if [[ -z "${CONFIG_FILE:-}" && " $*" != *" --job.config_file"* &&
-  " $*" =~ \ --(model\.|training\.(dataset|mixture)|checkpoint\.initial_load)[^\ =]* ]]; then
+not_the_demos=' --(model\.|training\.(dataset|mixture)|checkpoint\.initial_load)[^ =]*'
+if [[ -z "${CONFIG_FILE:-}" && " $*" != *" --job.config_file"* && " $*" =~ $not_the_demos ]]; then
   echo "error:${BASH_REMATCH[0]} needs a CONFIG_FILE: without one the demo runs, whose learning rate and length are for" \
     "its own model and texts; begin from one of train_configs/" >&2
   exit 2
