@@ -2,7 +2,7 @@
 loss by position and source, experts' loads.
 
     grad_norm, update_norm, weight_norm   of each layer, embedding and head: 2-norms of the gradient before clipping, of
-                                          what AdamW adds to the weights (before they are rounded to their dtype), and
+                                          what is added to the weights (before they are rounded to their dtype), and
                                           of the weights after it
     half_life, state_norm, carried_share  of delta rules, by head (models/mixers/delta.py)
     fragment_share                        likewise, under context parallelism, of ACROSS layers at a time

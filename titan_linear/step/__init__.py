@@ -4,6 +4,6 @@ feed.py       the micro-batches of each step, read ahead, with the step's counts
 batch.py      which tokens of a batch this rank computes, and what is planned for its mixers
 passes.py     forward and backward, by micro-batch; mixed precision
 update.py     gradients summed over ranks, the update, the experts' biases
-optimizer.py  AdamW, the learning rate, clipping
+optimizer.py  AdamW and Muon, the learning rate, clipping
 hooks.py      what hangs on a step: telemetry, reports, saves, ...
 """
