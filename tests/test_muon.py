@@ -68,13 +68,18 @@ CUTS = {
 }
 
 
+def device() -> torch.device:
+    """In worlds of the CPU no GPU is seen."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def dims_of(**degrees: int) -> ParallelDims:
-    return build_mesh("cpu", **{"dp_replicate": 1, "dp_shard": 1, "cp": 1} | degrees)
+    return build_mesh(device().type, **{"dp_replicate": 1, "dp_shard": 1, "cp": 1} | degrees)
 
 
 def built(config: ModelConfig, dims: ParallelDims, seed: int) -> Decoder:
     keys = ["--training.dtype=float64", f"--training.enable_cpu_offload={str(dims.cpu_offload).lower()}"]
-    model = build_model(load_config(keys), config, dims, torch.device("cpu"))
+    model = build_model(load_config(keys), config, dims, device())
     initialise(model, seed, named_parameters(model))
     return model
 
@@ -82,7 +87,7 @@ def built(config: ModelConfig, dims: ParallelDims, seed: int) -> Decoder:
 def trained(config: ModelConfig, dims: ParallelDims) -> tuple[Decoder, float]:
     """A model after some updates whose gradients are other models' weights, none of them zero; and how far off the
     squares of what the last one added are. One more, of a loss that is not finite, changes nothing."""
-    model, numbers = built(config, dims, seed=0), torch.zeros(3, dtype=torch.float64)
+    model, numbers = built(config, dims, seed=0), torch.zeros(3, dtype=torch.float64, device=device())
     optimizer, ps = build_optimizer(model, CONFIG), [p for p in model.parameters() if p.requires_grad]
     for step in range(STEPS):
         others = built(config, dims, seed=1 + step).parameters()
@@ -91,8 +96,8 @@ def trained(config: ModelConfig, dims: ParallelDims) -> tuple[Decoder, float]:
             p.grad = grad.detach() + 0.01
         update(optimizer, numbers, CONFIG.lr / (1 + step), max_norm=1.0)
     added = [local_tensor(p).detach() - old for p, old in zip(ps, before, strict=True)]
-    want = squares_of_each(added, torch.device("cpu"))
-    off = (update_squares(optimizer, ps, torch.device("cpu")) - want).abs().max() / want.max()
+    want = squares_of_each(added, device())
+    off = (update_squares(optimizer, ps, device()) - want).abs().max() / want.max()
     after = tensors(ps, optimizer)
     for p in ps:
         p.grad = torch.full_like(p, float("nan"))
@@ -119,16 +124,18 @@ def on_ranks(rank: int, world_size: int, name: str, split: dict[str, int]) -> tu
         model, off = trained(MODELS[name], dims_of(**split))
     get = gather(model)
     assert off < 1e-10 and len(seen) == STEPS + 1 and all(shapes == seen[0] for shapes in seen)
-    return {n: get(n).clone() for n, _ in model.named_parameters()}, seen[0]
+    return {n: get(n).cpu() for n, _ in model.named_parameters()}, seen[0]
 
 
-def by_torch(name: str) -> dict[str, torch.Tensor]:
+def by_torch(name: str, device: str = "cpu") -> dict[str, torch.Tensor]:
     """The same updates by torch's optimizers, of which Muon is given each matrix as a parameter."""
     config = MODELS[name]
     plain = [Decoder(config).double() for _ in range(1 + STEPS)]
     for seed, model in enumerate(plain):
         initialise(model, seed)
-    weights, *gradients = ({n: p.detach() for n, p in model.named_parameters() if p.requires_grad} for model in plain)
+    weights, *gradients = (
+        {n: p.detach().to(device) for n, p in model.named_parameters() if p.requires_grad} for model in plain
+    )
     matrices = {n: list(weights[n].view(-1, *p.shape[-2:])) for n, p in hidden_matrices(plain[0]).items()}
     own = [nn.Parameter(x) for stack in matrices.values() for x in stack]
     rest = {n: nn.Parameter(x) for n, x in weights.items() if n not in matrices}
@@ -152,7 +159,7 @@ def by_torch(name: str) -> dict[str, torch.Tensor]:
             for group in optimizer.param_groups:
                 group["lr"] = CONFIG.lr / (1 + step)
             optimizer.step()
-    return weights
+    return {n: x.cpu() for n, x in weights.items()}
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -182,6 +189,16 @@ def test_updates_are_torchs_under_every_split(
     assert set(shapes) == set(whole) and shapes >= whole
     if name == "hybrid" and degrees.get("tp", 1) == 1:
         assert shapes == whole
+
+
+@pytest.mark.cuda(2)
+@pytest.mark.parametrize(
+    "split", [{"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "ep": 2}, {"cpu_offload": True}], ids=str
+)
+def test_on_gpus(split: dict[str, int], worlds: Callable[..., World]) -> None:
+    want = by_torch("experts", "cuda")
+    for got, _ in worlds(1 if "cpu_offload" in split else 2, "nccl").run(on_ranks, "experts", split):
+        assert max(((got[n] - w).norm() / w.norm()).item() for n, w in want.items()) < 1e-9
 
 
 def refused(rank: int, world_size: int) -> str:

@@ -1,7 +1,7 @@
 """The trainer: `python -m titan_linear.train` in each process of a run (see launch.py, which starts them).
 
 build   what is trained → mesh → model (meta → parallelize → allocate) → optimizer → weights → feed
-step    batch → forward → backward, summed over micro-batches → update: sums over ranks, clipping, AdamW
+step    batch → forward → backward, summed over micro-batches → update: sums over ranks, clipping, optimizer
 loop    steps, saves and validations until the last step or a signal; all else hangs on it (step/hooks.py)
 """
 

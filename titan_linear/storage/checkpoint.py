@@ -73,6 +73,7 @@ from titan_linear.storage.tensors import (
     reasons,
 )
 
+READ_AHEAD = 10_000_000  # bytes that a save has on their way from the device, as DCP by default
 AT_LAST = 600.0  # seconds for an async save to end, when an error ends the run
 
 
@@ -272,7 +273,8 @@ class Checkpointer:
         self._together(lambda: self.rank == 0 and self._prepare(tmp, content))
         # It would sync before its last block is written. What is in host memory already is not read ahead: that waits
         # for what the device does meanwhile, which waits for the other ranks, and one of them may be waiting for us.
-        writer = _Writer(tmp, sync_files=False, **({"per_thread_copy_ahead": 0} if self._thread else {}))
+        ahead = 0 if self._thread else READ_AHEAD
+        writer = _Writer(tmp, sync_files=False, per_thread_copy_ahead=ahead)
         dcp.save(state, storage_writer=writer, planner=planner, process_group=self.group)
         own = writer.fs.written | ({PROGRESS: checksum(content)} if self.rank == 0 else {})
         parts = self._together(lambda: (own, self._sync(tmp, own)))
