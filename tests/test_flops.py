@@ -19,7 +19,7 @@ from titan_linear.config import load_config
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig, MoEConfig
 from titan_linear.models.decoder import Block, Decoder
 from titan_linear.models.init import initialise
-from titan_linear.models.mixers import GDN, KDA, MLA, Attention, Mamba2, ShortConv
+from titan_linear.models.mixers import GDN, KDA, MLA, Attention, Lightning, Mamba2, ShortConv
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from titan_linear.observe import flops
@@ -36,6 +36,7 @@ MIXERS: dict[str, MixerOptions] = {
     "kda, softplus gate": KDA(heads=2, v_heads=2, head_dim=8, v_head_dim=12, lower_bound=None, conv_size=3),
     "gdn": GDN(heads=2, v_heads=4, head_dim=8, v_head_dim=12),
     "mamba2": Mamba2(heads=4, head_dim=12, state_dim=8, groups=2),
+    "lightning": Lightning(heads=4, head_dim=12),
     "short_conv": ShortConv(channels=16),
 }
 MOE = MoEConfig(num_experts=8, top_k=2, hidden_dim=16, shared_hidden_dim=20, shared_gate=True)

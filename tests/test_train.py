@@ -350,12 +350,12 @@ def test_a_compiled_run_is_equal(corpus: Path, worlds: Callable[[int], World], o
         assert max(((got[2][n] - w).norm() / w.norm()).item() for n, w in weights.items()) < 1e-9
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "kimi-linear", "nemotron-h", "granite-h"])
+@pytest.mark.parametrize("name", ["qwen3.5", "kimi-linear", "nemotron-h", "granite-h", "minimax"])
 def test_mixtures_of_experts(
     name: str, corpus: Path, worlds: Callable[[int], World], one_process: Callable[[dict], tuple]
 ) -> None:
-    """A load-balance loss, a selection bias that moves, latent attention, Mamba-2 of one group and of several, over
-    FSDP and both layouts."""
+    """A load-balance loss, a selection bias that moves, latent attention, Lightning attention, Mamba-2 of one group and
+    of several, over FSDP and both layouts."""
     keys = FLOAT64 | {"training.steps": 5, "model.name": name, "activation_checkpoint.mode": "full"}
     losses, norms, weights = one_process(keys)
     splits = ("accumulation", "dp 2", "dp 2 x cp 2", "cp 2 zig-zag", "tp 2 x cp 2 zig-zag")

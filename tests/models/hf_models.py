@@ -17,6 +17,8 @@ from transformers import (
     KimiLinearForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
+    MiniMaxConfig,
+    MiniMaxForCausalLM,
     NemotronHConfig,
     NemotronHForCausalLM,
     OlmoHybridConfig,
@@ -144,6 +146,18 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
             layer_types=["conv", "full_attention"],
         )
     ),
+    "MiniMax": lambda: MiniMaxForCausalLM(
+        MiniMaxConfig(
+            **SIZES,
+            **HEADS,
+            head_dim=16,
+            intermediate_size=16,
+            layer_types=["linear_attention", "full_attention"],
+            rope_parameters=dict(rope_type="default", rope_theta=1e4),
+            **{f"{branch}_alpha_factor": 2.5 for branch in ("linear_attn", "full_attn", "mlp")},
+            **{f"{branch}_beta_factor": 0.5 for branch in ("linear_attn", "full_attn", "mlp")},
+        )
+    ),
     "Granite-H, dense": lambda: GraniteMoeHybridForCausalLM(
         GraniteMoeHybridConfig(**GRANITE, num_local_experts=0, mamba_n_groups=2, position_embedding_type="rope")
     ),
@@ -166,11 +180,13 @@ def randomise(model: PreTrainedModel) -> PreTrainedModel:
     rng = torch.Generator().manual_seed(0)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         noise = torch.randn(tensor.shape, generator=rng)
+        if name.endswith(("inv_freq", "slope_rate", "_decay")):
+            continue
         if name.endswith("A_log"):
             tensor.copy_(-3 + 0.5 * noise)
         elif tensor.dim() > 1:
             tensor.copy_(noise * max(tensor.shape[-1], 1) ** -0.5)
-        elif "inv_freq" not in name:
+        else:
             tensor.add_(0.2 * noise)
     return model.eval()
 

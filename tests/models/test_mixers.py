@@ -18,11 +18,13 @@ from titan_linear.models.mixers import (
     MIXERS,
     MLA,
     Attention,
+    Lightning,
     Mamba2,
     ShortConv,
     attention,
     gdn,
     kda,
+    lightning,
     mamba2,
     mla,
     recurrent,
@@ -35,6 +37,7 @@ OPTIONS: dict[str, MixerOptions] = {
     "kda": KDA(heads=2, v_heads=4, head_dim=8, v_head_dim=12),
     "gdn": GDN(heads=2, v_heads=4, head_dim=8, v_head_dim=12, conv_size=3),
     "mamba2": Mamba2(heads=4, head_dim=12, state_dim=8, groups=2),
+    "lightning": Lightning(heads=4, head_dim=12),
     "short_conv": ShortConv(channels=12),
     "attention": Attention(heads=4, kv_heads=2, head_dim=8, rotary_fraction=0.5),
     "mla": MLA(heads=4, kv_rank=16, nope_dim=8, shared_k_dim=4, v_dim=10),
@@ -68,6 +71,7 @@ def test_ops_are_those_that_it_calls(name: str, monkeypatch: pytest.MonkeyPatch)
     for module, op in ((kda, "chunk_kda"), (gdn, "chunk_gated_delta_rule")):
         record(module, op, lambda q, k, v, *gates: {"K": q.shape[-1], "V": v.shape[-1]})
     record(mamba2, "chunk_ssd", lambda x, dt, A, B, C: {"K": B.shape[-1], "V": x.shape[-1]})
+    record(lightning, "chunk_simple_gla", lambda q, k, v: {"K": q.shape[-1], "V": v.shape[-1]})
     for module in (attention, mla):
         record(module, "attention", lambda q, k, v: {"D": q.shape[-1], "Dv": v.shape[-1]})
     for module in (recurrent, short_conv):
@@ -124,7 +128,7 @@ def test_key_heads_that_cannot_be_split() -> None:
 
 
 def test_rotary_channels() -> None:
-    assert [OPTIONS[name].rotary for name in MIXERS] == [None, None, None, None, (10000.0, 4), None]
+    assert [OPTIONS[name].rotary for name in MIXERS] == [None, None, None, None, None, (10000.0, 4), None]
     assert replace(OPTIONS["attention"], rope_theta=None).rotary is None
 
 

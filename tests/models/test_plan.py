@@ -26,7 +26,7 @@ from titan_linear.distributed.tensor_parallel import apply_tp
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.models.decoder import Block, Decoder
 from titan_linear.models.init import initialise
-from titan_linear.models.mixers import GDN, KDA, MLA, Attention, Mamba2, ShortConv
+from titan_linear.models.mixers import GDN, KDA, MLA, Attention, Lightning, Mamba2, ShortConv
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from titan_linear.ops import build_cp_context
@@ -43,6 +43,7 @@ MIXERS: dict[str, MixerOptions] = {
     "kda": KDA(heads=1, v_heads=1, head_dim=32, v_head_dim=32),
     "gdn": GDN(heads=1, v_heads=1, head_dim=32, v_head_dim=32),
     "mamba2": Mamba2(heads=2, head_dim=32, state_dim=16, groups=2),
+    "lightning": Lightning(heads=2, head_dim=32),
     "short_conv": ShortConv(channels=32, conv_size=4),
     "attention": Attention(heads=4, kv_heads=2, head_dim=32, qk_norm="head"),
     "mla": MLA(heads=2, kv_rank=16, nope_dim=16, shared_k_dim=16, v_dim=32),
@@ -171,6 +172,8 @@ SPLIT = [
         ("gdn", {}),
         ("mamba2", {}),
         ("mamba2", {"linear_method": "ulysses"}),
+        ("lightning", {}),
+        ("lightning", {"linear_method": "ulysses"}),
         ("short_conv", {}),
         ("two heads", {"linear_method": "ulysses"}),
         *(("attention", {"softmax_method": method}) for method in SOFTMAX_METHODS),

@@ -54,7 +54,17 @@ class Model(Section):
     """The network and its tokenizer."""
 
     name: Literal[
-        "hybrid", "kda", "gdn", "qwen3.5", "qwen3-next", "olmo-hybrid", "kimi-linear", "nemotron-h", "granite-h", "lfm2"
+        "hybrid",
+        "kda",
+        "gdn",
+        "qwen3.5",
+        "qwen3-next",
+        "olmo-hybrid",
+        "kimi-linear",
+        "nemotron-h",
+        "granite-h",
+        "lfm2",
+        "minimax",
     ] = "hybrid"
     """Family: linear layers only (kda, gdn), a pattern with softmax attention (hybrid), or a published hybrid."""
     flavor: str = Field("debug", min_length=1)

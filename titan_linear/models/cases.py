@@ -7,11 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 
+from titan_linear.models.layers import widen
 from titan_linear.models.plan import BatchPlan
-from titan_linear.ops import attention, causal_conv1d
+from titan_linear.ops import attention, causal_conv1d, chunk_simple_gla
 from titan_linear.ops.reference.attention import attention as direct_attention
 from titan_linear.ops.reference.convolution import direct_causal_conv1d
+from titan_linear.ops.reference.linear_attention import recurrent_simple_gla
 
 Tensors = dict[str, torch.Tensor]
 Draws = Callable[..., torch.Tensor]  # (name, *shape) -> normal numbers, float64
@@ -53,3 +56,18 @@ def convolution_case(draw: Draws, D: int, W: int, bias: bool = False, activation
 
     parameters = {"weight": draw("weight", D, W) / 2} | ({"bias": draw("bias", D)} if bias else {})
     return OpCase("causal_conv1d", {"x": (D,)}, (D,), parameters, run, oracle, {"": 1.5}, by_head=False)
+
+
+def simple_gla_case(heads: int, K: int, V: int, scale: float | None = None) -> OpCase:
+    """With decays that last for hundreds of tokens, so that a leak does not fade."""
+
+    def run(x: Tensors, plan: BatchPlan, impl: str, cp_method: str) -> torch.Tensor:
+        x = x | {"g": -F.softplus(widen(x["g"]) - 7)}
+        return chunk_simple_gla(**x, scale=scale, impl=impl, cp_method=cp_method, **plan.documents)[0]
+
+    def oracle(x: Tensors, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        x = x | {"g": -F.softplus(x["g"] - 7)}
+        return recurrent_simple_gla(**x, scale=scale, cu_seqlens=cu_seqlens)[0]
+
+    tokens = {"q": (heads, K), "k": (heads, K), "v": (heads, V), "g": (heads,)}
+    return OpCase("chunk_simple_gla", tokens, (heads, V), {}, run, oracle, {"": 1.5, "g": 3.0})

@@ -45,8 +45,8 @@ class MixerOptions(ABC):
     growing: ClassVar[tuple[str, ...]] = ()  # tensors of its cache that are [B, tokens, ...]; others have a fixed size
 
     @abstractmethod
-    def build(self, config: ModelConfig) -> nn.Module:
-        """Build the module: forward(x [B, T, dim], plan, cache) -> [B, T, dim]. It may have the attributes
+    def build(self, config: ModelConfig, layer: int) -> nn.Module:
+        """Build the module of a layer: forward(x [B, T, dim], plan, cache) -> [B, T, dim]. It may have the attributes
 
         initial: parameter -> its Draw, where it is not normal
         kept_whole: parameters that FSDP neither shards nor casts
@@ -126,6 +126,8 @@ class ModelConfig:
     activation: Activation = "swiglu"  # of MLPs
     embedding_factor: float = 1.0  # on the embedding's output
     residual_factor: float = 1.0  # on what each branch adds
+    kept_factor: float = 1.0  # on what it adds that to
+    normed_residual: bool = False  # that is the norm of the layer's input, which the branch has too
     logits_divisor: float = 1.0
 
     @property

@@ -22,16 +22,18 @@ class LayerCache(UserDict[str, torch.Tensor]):
 
 class Block(nn.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x)), or one of the two; post-norm: x + norm(mixer(x)), x + norm(mlp(x)).
-    What is added is multiplied by `config.residual_factor`."""
+    `config.residual_factor` multiplies what is added, `kept_factor` what it is added to: x, or norm(x) if
+    `normed_residual`."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         self.options = options = config.layers[layer]
-        self.post_norm, self.factor = options.name in config.post_norm, config.residual_factor
+        self.post_norm, self.normed_residual = options.name in config.post_norm, config.normed_residual
+        self.factor, self.kept_factor = config.residual_factor, config.kept_factor
         self.mixer = self.mlp = None
         if options.mixer is not None:
             self.mixer_norm = RMSNorm(config.dim, config.norm_eps, config.zero_centred_norm)
-            self.mixer = options.mixer.build(config)
+            self.mixer = options.mixer.build(config, layer)
         if options.mlp is not None:
             self.mlp_norm = RMSNorm(config.dim, config.norm_eps, config.zero_centred_norm)
             self.mlp = options.mlp.build(config.dim)
@@ -42,17 +44,22 @@ class Block(nn.Module):
         """x [B, T, dim] -> [B, T, dim], and the load-balance loss of the experts, if there is one."""
         balance = None
         if self.mixer is not None:
-            x = self._added(x, self.mixer(self.mixer_input(x), plan, cache), self.mixer_norm)
+            given = self.mixer_input(x)
+            x = self._added(x, given, self.mixer(given, plan, cache), self.mixer_norm)
         if self.mlp is not None:
-            y = self.mlp(x if self.post_norm else self.mlp_norm(x), plan)
+            given = x if self.post_norm else self.mlp_norm(x)
+            y = self.mlp(given, plan)
             y, balance = y if isinstance(y, tuple) else (y, None)
-            x = self._added(x, y, self.mlp_norm)
+            x = self._added(x, given, y, self.mlp_norm)
         return x, balance
 
     def mixer_input(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.post_norm else self.mixer_norm(x)
 
-    def _added(self, x: torch.Tensor, y: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    def _added(self, x: torch.Tensor, given: torch.Tensor, y: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """given: what the branch got; y: what came of it."""
+        x = given if self.normed_residual else x
+        x = x if self.kept_factor == 1 else x * self.kept_factor
         y = norm(y) if self.post_norm else y
         return x + (y if self.factor == 1 else y * self.factor)
 

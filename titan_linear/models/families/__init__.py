@@ -9,6 +9,7 @@ from titan_linear.models.families.granite_h import GRANITE_H, GRANITE_H_MODELS
 from titan_linear.models.families.kimi import KIMI_LINEAR, KIMI_LINEAR_MODELS
 from titan_linear.models.families.layout import Family
 from titan_linear.models.families.lfm2 import LFM2, LFM2_MODELS
+from titan_linear.models.families.minimax import MINIMAX, MINIMAX_MODELS
 from titan_linear.models.families.nemotron_h import NEMOTRON_H, NEMOTRON_H_MODELS
 from titan_linear.models.families.olmo import OLMO_HYBRID, OLMO_HYBRID_MODELS
 from titan_linear.models.families.own import OWN_FAMILY
@@ -23,6 +24,7 @@ FAMILIES: dict[str, Family] = {  # by architecture
     "NemotronHForCausalLM": NEMOTRON_H,
     "GraniteMoeHybridForCausalLM": GRANITE_H,
     "Lfm2ForCausalLM": LFM2,
+    "MiniMaxForCausalLM": MINIMAX,
     "KDAForCausalLM": FLA_KDA_FAMILY,
     "GatedDeltaNetForCausalLM": FLA_GDN_FAMILY,
     "TitanLinearForCausalLM": OWN_FAMILY,
@@ -36,4 +38,5 @@ PUBLISHED: dict[str, dict[str, ModelConfig]] = {  # by name and flavor, from the
     "nemotron-h": NEMOTRON_H_MODELS,
     "granite-h": GRANITE_H_MODELS,
     "lfm2": LFM2_MODELS,
+    "minimax": MINIMAX_MODELS,
 }

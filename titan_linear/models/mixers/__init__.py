@@ -7,10 +7,13 @@ from titan_linear.models.config import MixerOptions
 from titan_linear.models.mixers.attention import Attention
 from titan_linear.models.mixers.gdn import GDN
 from titan_linear.models.mixers.kda import KDA
+from titan_linear.models.mixers.lightning import Lightning
 from titan_linear.models.mixers.mamba2 import Mamba2
 from titan_linear.models.mixers.mla import MLA
 from titan_linear.models.mixers.short_conv import ShortConv
 
-MIXERS: dict[str, type[MixerOptions]] = {kind.name: kind for kind in (KDA, GDN, Mamba2, ShortConv, Attention, MLA)}
+MIXERS: dict[str, type[MixerOptions]] = {
+    kind.name: kind for kind in (KDA, GDN, Mamba2, Lightning, ShortConv, Attention, MLA)
+}
 
-__all__ = ["GDN", "KDA", "MIXERS", "MLA", "Attention", "Mamba2", "ShortConv"]
+__all__ = ["GDN", "KDA", "MIXERS", "MLA", "Attention", "Lightning", "Mamba2", "ShortConv"]

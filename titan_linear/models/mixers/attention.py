@@ -61,7 +61,7 @@ class Attention(MixerOptions):
     def cases(self, draw: Draws) -> Iterator[OpCase]:
         yield attention_case(self.heads, self.kv_heads, self.head_dim, self.head_dim, self.scale)
 
-    def build(self, config: ModelConfig) -> AttentionMixer:
+    def build(self, config: ModelConfig, layer: int) -> AttentionMixer:
         return AttentionMixer(self, config)
 
 

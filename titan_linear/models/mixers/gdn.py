@@ -31,7 +31,7 @@ class GDN(DeltaOptions):
     def cases(self, draw: Draws) -> Iterator[OpCase]:
         return self.delta_cases(draw, chunk_gated_delta_rule, gdn_gate, (self.v_heads,))
 
-    def build(self, config: ModelConfig) -> GDNMixer:
+    def build(self, config: ModelConfig, layer: int) -> GDNMixer:
         return GDNMixer(self, config)
 
 

@@ -48,7 +48,7 @@ class KDA(DeltaOptions):
         gates = (self.v_heads, self.head_dim)
         return self.delta_cases(draw, chunk_kda, kda_gate, gates, lower_bound=self.lower_bound)
 
-    def build(self, config: ModelConfig) -> KDAMixer:
+    def build(self, config: ModelConfig, layer: int) -> KDAMixer:
         return KDAMixer(self, config)
 
 

@@ -92,7 +92,7 @@ class Mamba2(MixerOptions):
     def indivisible_heads(self, ranks: int) -> str | None:
         return f"{self.groups} groups" if self.groups % ranks else super().indivisible_heads(ranks)
 
-    def build(self, config: ModelConfig) -> Mamba2Mixer:
+    def build(self, config: ModelConfig, layer: int) -> Mamba2Mixer:
         return Mamba2Mixer(self, config)
 
 

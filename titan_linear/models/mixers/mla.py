@@ -47,7 +47,7 @@ class MLA(MixerOptions):
     def cases(self, draw: Draws) -> Iterator[OpCase]:
         yield attention_case(self.heads, self.heads, self.nope_dim + self.shared_k_dim, self.v_dim)
 
-    def build(self, config: ModelConfig) -> MLAMixer:
+    def build(self, config: ModelConfig, layer: int) -> MLAMixer:
         return MLAMixer(self, config)
 
 

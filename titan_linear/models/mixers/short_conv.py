@@ -43,7 +43,7 @@ class ShortConv(MixerOptions):
     def indivisible_heads(self, ranks: int) -> None:
         """No all-to-all splits it: ranks exchange the tokens before their fragments."""
 
-    def build(self, config: ModelConfig) -> ShortConvMixer:
+    def build(self, config: ModelConfig, layer: int) -> ShortConvMixer:
         return ShortConvMixer(self, config)
 
 

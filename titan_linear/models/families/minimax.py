@@ -1,0 +1,152 @@
+"""MiniMax-01: Lightning and softmax attention, each followed by experts; a branch adds to its normed input."""
+
+from __future__ import annotations
+
+from titan_linear.models.config import ModelConfig, MoEConfig
+from titan_linear.models.families.layout import (
+    MODEL,
+    NORMS,
+    Family,
+    Json,
+    Keys,
+    Layout,
+    common_from_hf,
+    common_to_hf,
+    experts,
+    fused,
+    options_of,
+    renamed,
+    same,
+)
+from titan_linear.models.mixers import Attention, Lightning
+
+# --- Tensors ---------------------------------------------------------------------------------------------------------
+
+LAYERS = {
+    Lightning: (
+        *NORMS,
+        fused(("q_proj", "k_proj", "v_proj"), "self_attn.qkv_proj.weight", groups="heads"),
+        *renamed("mixer.", "self_attn.", g_proj="output_gate", o_norm="norm", o_proj="out_proj"),
+    ),
+    Attention: (*NORMS, *same("mixer.", "self_attn.", "q_proj", "k_proj", "v_proj", "o_proj")),
+}
+DISK, LIVE = "block_sparse_moe.", "mlp."
+EXPERTS = (
+    tuple(Layout(("mlp.router.weight",), (f"{place}gate.weight",)) for place in (DISK, LIVE)),
+    *(
+        (on_disk, stacked)
+        for (on_disk, _), (_, stacked) in zip(
+            experts(f"{DISK}experts.", "w1", "w3", "w2"), experts(f"{LIVE}experts.", "w1", "w3", "w2"), strict=True
+        )
+    ),
+)
+
+# --- config.json -----------------------------------------------------------------------------------------------------
+
+BRANCHES = ("full_attn", "linear_attn", "mlp")
+
+
+def _from_hf(config: Json) -> ModelConfig:
+    key = Keys(config)
+    key.only("sliding_window", None)
+    key.only("router_jitter_noise", 0.0)
+    default = ["linear_attention" if i % 2 else "full_attention" for i in range(key("num_hidden_layers"))]
+    return ModelConfig(
+        **common_from_hf(key),
+        pattern=key.pattern(lambda: _attention_from_hf(key), lambda: _lightning_from_hf(key), default),
+        hidden_dim=0,
+        moe=MoEConfig(key("num_local_experts"), key("num_experts_per_tok"), key("intermediate_size")),
+        normed_residual=True,
+        kept_factor=_of_all(key, "alpha"),
+        residual_factor=_of_all(key, "beta"),
+    )
+
+
+def _of_all(key: Keys, name: str) -> float:
+    """A factor that is the same for all kinds of branches."""
+    factors = {f"{branch}_{name}_factor": float(key(f"{branch}_{name}_factor", 1)) for branch in BRANCHES}
+    if len(set(factors.values())) > 1:
+        raise ValueError(f"config.json: {factors} must be one number; fetch it again")
+    return factors.popitem()[1]
+
+
+def _head_dim(key: Keys) -> int:
+    return key("head_dim", None) or key("hidden_size") // key("num_attention_heads")
+
+
+def _lightning_from_hf(key: Keys) -> Lightning:
+    return Lightning(heads=key("num_attention_heads"), head_dim=_head_dim(key))
+
+
+def _attention_from_hf(key: Keys) -> Attention:
+    theta, fraction = key.rope(1e6, 1.0)
+    return Attention(
+        heads=key("num_attention_heads"),
+        kv_heads=key("num_key_value_heads"),
+        head_dim=_head_dim(key),
+        rope_theta=float(theta),
+        rotary_fraction=float(fraction),
+    )
+
+
+def _to_hf(config: ModelConfig) -> Json:
+    moe = config.moe
+    written = dict(
+        model_type="minimax",
+        **common_to_hf(config),
+        num_local_experts=moe.num_experts,
+        num_experts_per_tok=moe.top_k,
+        intermediate_size=moe.hidden_dim,
+        **{f"{branch}_alpha_factor": config.kept_factor for branch in BRANCHES},
+        **{f"{branch}_beta_factor": config.residual_factor for branch in BRANCHES},
+    )
+    if lightning := options_of(config, Lightning):
+        written |= dict(num_attention_heads=lightning.heads, head_dim=lightning.head_dim)
+    if attention := options_of(config, Attention):
+        written |= dict(
+            num_attention_heads=attention.heads,
+            num_key_value_heads=attention.kv_heads,
+            head_dim=attention.head_dim,
+            rope_parameters=dict(
+                rope_type="default",
+                rope_theta=attention.rope_theta,
+                partial_rotary_factor=attention.rotary_fraction,
+            ),
+        )
+    return written
+
+
+MINIMAX = Family(
+    MODEL,
+    LAYERS,
+    (),
+    EXPERTS,
+    _from_hf,
+    _to_hf,
+    ignored=(r".*\.self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)",),  # constants
+)
+
+# --- Presets ---------------------------------------------------------------------------------------------------------
+
+
+def _minimax(
+    vocab_size: int, dim: int, heads: int, kv_heads: int, head_dim: int, num_layers: int, moe: MoEConfig, period: int
+) -> ModelConfig:
+    linear = Lightning(heads=heads, head_dim=head_dim)
+    softmax = Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope_theta=1e7)
+    return ModelConfig(
+        vocab_size=vocab_size,
+        dim=dim,
+        pattern=(*[linear] * (period - 1), softmax),
+        num_layers=num_layers,
+        hidden_dim=0,
+        moe=moe,
+        normed_residual=True,
+        kept_factor=3.5565588200778455,
+    )
+
+
+MINIMAX_MODELS = {
+    "debug": _minimax(320, 128, 4, 2, 32, 2, MoEConfig(8, 2, 64), 2),
+    "text-01": _minimax(200064, 6144, 64, 8, 128, 80, MoEConfig(32, 2, 9216), 8),
+}

@@ -1,0 +1,107 @@
+"""Lightning attention (MiniMax-01, section 2.2): linear attention whose decays are constants of head and layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from titan_linear.models.cases import Draws, OpCase, simple_gla_case
+from titan_linear.models.config import Documents, MixerOptions, ModelConfig
+from titan_linear.models.layers import RMSNorm, cut, project, widened
+from titan_linear.models.mixers.recurrent import Cache, Inputs, RecurrentMixer
+from titan_linear.models.plan import BatchPlan
+from titan_linear.ops import chunk_simple_gla
+from titan_linear.ops.exchange.collectives import Ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lightning(MixerOptions):
+    heads: int
+    head_dim: int
+    o_norm_eps: float = 1e-6
+
+    name: ClassVar[str] = "lightning"
+    linear: ClassVar[bool] = True
+
+    @property
+    def ops(self) -> dict[str, dict[str, int]]:
+        return {"chunk_simple_gla": {"K": self.head_dim, "V": self.head_dim}}
+
+    def flops(self, dim: int, documents: Documents) -> int:
+        """Projections to q, k, v, the output gate and from the output; per token 4 K V for the state, per pair of a
+        chunk 4 K."""
+        width = self.heads * self.head_dim
+        return 10 * dim * width * documents.tokens + 4 * width * (
+            self.head_dim * documents.tokens + documents.chunk_pairs
+        )
+
+    def cases(self, draw: Draws) -> Iterator[OpCase]:
+        yield simple_gla_case(self.heads, self.head_dim, self.head_dim, scale=1.0)
+
+    @property
+    def head_counts(self) -> dict[str, int]:
+        return {"heads": self.heads}
+
+    def build(self, config: ModelConfig, layer: int) -> LightningMixer:
+        return LightningMixer(self, config, layer)
+
+
+class LightningMixer(RecurrentMixer):
+    """Its states are [B, heads, K, V]."""
+
+    split: ClassVar[dict[str, int]] = {
+        **{f"{x}_proj.weight": 0 for x in "qkvg"},
+        "o_norm.weight": 0,
+        "o_proj.weight": 1,
+    }
+
+    def __init__(self, options: Lightning, config: ModelConfig, layer: int):
+        super().__init__()
+        self.heads, self.head_dim = options.heads, options.head_dim
+        self.depth = 1 - layer / (config.num_layers - 1 + 1e-5) + 1e-5  # from 1 in the first layer to 0 in the last
+        width = options.heads * options.head_dim
+        self.q_proj, self.k_proj, self.v_proj, self.g_proj = (
+            nn.Linear(config.dim, width, bias=False) for _ in range(4)
+        )
+        self.o_norm = RMSNorm(width, options.o_norm_eps)
+        self.o_proj = nn.Linear(width, config.dim, bias=False)
+        self.ranks: Ranks | None = None  # of tensor parallelism
+
+    def _inputs(self, x: torch.Tensor, plan: BatchPlan, cache: Cache) -> tuple[Inputs, torch.Tensor]:
+        """q, k, v [B, T, heads, K]; the output gate [B, T, heads·K]."""
+        projections = self.q_proj, self.k_proj, self.v_proj, self.g_proj
+        *qkv, gate = cut(project(x, *projections), *(len(p.weight) for p in projections))
+        return tuple(F.silu(y).unflatten(-1, (-1, self.head_dim)) for y in qkv), gate
+
+    def _recurrence(
+        self, inputs: Inputs, plan: BatchPlan, state: torch.Tensor | None = None, final: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return chunk_simple_gla(
+            *inputs,
+            g_gamma=self._decays(inputs),
+            scale=1.0,
+            initial_state=state,
+            output_final_state=final,
+            impl=self.implementations.get("chunk_simple_gla", "auto"),
+            cp_method=self.cp_method,
+            **plan.documents,
+        )
+
+    def _decays(self, inputs: Inputs) -> torch.Tensor:
+        """Log decays of this rank's heads: −depth · 2^(−8 h / heads) for head h = 1, 2, …"""
+        q, *_ = inputs
+        own = q.shape[2]
+        first = 0 if self.ranks is None else self.ranks.rank * own
+        h = torch.arange(first + 1, first + own + 1, dtype=widened(q.dtype), device=q.device)
+        return -self.depth * torch.exp2(-8 / self.heads * h)
+
+    def _output(self, o: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return self.o_proj(self.o_norm(o.flatten(-2)) * gate.sigmoid())
+
+    def _log_decay(self, inputs: Inputs) -> torch.Tensor:
+        return self._decays(inputs).expand(inputs[0].shape[:3])
