@@ -1,4 +1,4 @@
-"""Forty small wrong changes of the package, each of which the tests that it names must notice.
+"""Sixty small wrong changes of the package, each of which the tests that it names must notice.
 
     python -m tests.mutants                  # a line for each; exits with 1 if one survives
     python -m tests.mutants kcp packing      # those whose lines hold one of these words
@@ -51,7 +51,20 @@ MUTANTS = [
         "test_attention_cp.py",
     ),
     Mutant("1 if hop < self.hops else -self.hops", "1", "test_attention_cp.py"),
+    Mutant("own.masked_fill((own < 0)", "own.masked_fill((own <= 0)", "test_tensor_parallel.py"),
+    Mutant("(own >= rows), ELSEWHERE", "(own > rows), ELSEWHERE", "test_tensor_parallel.py"),
+    Mutant(".where(labels != IGNORE, IGNORE)", ".where(labels != IGNORE, ELSEWHERE)", "test_tensor_parallel.py"),
+    Mutant("token_losses[rows] = losses", "token_losses[: len(losses)] = losses", "ops/test_cross_entropy.py"),
+    Mutant("keepdim=True) + 1e-6) for x in (q, k)", "keepdim=True) + 1e-5) for x in (q, k)", "ops/test_delta_rule.py"),
     # --- models
+    Mutant("LATENT_EPS = 1e-6", "LATENT_EPS = 1e-5", "test_families.py: theirs"),
+    Mutant(
+        "GatedRMSNorm(self.v_head_dim, eps, act", "GatedRMSNorm(self.v_head_dim, 1e-5, act", "test_families.py: theirs"
+    ),
+    Mutant("angle = position_ids.double()", "angle = position_ids.float()", "test_layers.py"),
+    Mutant("device=position_ids.device, dtype=torch.float64)", "device=position_ids.device)", "test_layers.py"),
+    Mutant("several = (count > 1)", "several = (count > 0)", "test_telemetry.py: definitions"),
+    Mutant("plan.cu_seqlens, self.scale)}", "plan.cu_seqlens)}", "test_telemetry.py: definitions"),
     Mutant(
         "a, b, rest = widen(x).split([half, half, x.shape[-1] - 2 * half], dim",
         "b, a, rest = widen(x).split([half, half, x.shape[-1] - 2 * half], dim",
@@ -71,7 +84,18 @@ MUTANTS = [
     Mutant("(n * dp_degree + dp_rank) * local_batch_size", "(n * dp_degree) * local_batch_size", "test_loader.py"),
     Mutant("self.next_stream += self.global_batch_size", "self.next_stream += self.local_batch_size", "test_loader.py"),
     Mutant("(places[:, 0] < end) & (begin", "(places[:, 0] <= end) & (begin", "test_chat.py"),
+    Mutant("self.corpus.loss_mask(positions + 1)", "self.corpus.loss_mask(positions)", "test_answers.py"),
+    Mutant("np.minimum(document_ends, last) - begin", "document_ends - begin", "test_packing.py"),
+    Mutant("math.ceil(holdout * 2**53)", "math.floor(holdout * 2**53)", "test_packing.py"),
+    Mutant("least = -(-self.sums[-1] // min(counts))", "least = self.sums[-1] // min(counts)", "test_mixture.py"),
+    Mutant("np.array([0, 0, 1, self.start]", "np.array([0, 0, 1, 0]", "test_mixture.py"),
     # --- the step
+    Mutant("y[self.order.argsort()]", "y[self.order]", "test_experts.py"),
+    Mutant("balance / module.ranks.size", "balance", "test_train.py: mixtures and qwen"),
+    Mutant("(name in splits or of_tp == 0)", "of_tp == 0", "test_train.py: float64 and tp"),
+    Mutant("if name not in splits]", "if name in splits]", "test_train.py: float64 and tp"),
+    Mutant("(load.mean() - load) * finite", "(load.mean() - load)", "test_moe.py"),
+    Mutant("elsewhere = (own < 0)", "elsewhere = (own <= 0)", "test_tensor_parallel.py"),
     Mutant("(p.dim() > 1, mesh)", "(p.dim() > 0, mesh)", "test_optim.py"),
     Mutant("peak * step / config.warmup_steps", "peak * (step - 1) / config.warmup_steps", "test_optim.py"),
     Mutant("(norm + 1e-6)).clamp(max=1.0)", "(norm + 1e-6))", "test_optim.py"),

@@ -42,6 +42,13 @@ def test_sources_are_mixed_within_a_cycle_and_by_the_seed() -> None:
     assert [Interleaving(WEIGHTS, seed=42).place(i) for i in range(6)] == PINNED  # it may never change
 
 
+@pytest.mark.parametrize("weights", [[1, 255], [2, 511], [2, 8191]])
+def test_each_source_has_a_stream_in_a_cycle(weights: list[float]) -> None:
+    """Also if its share is just less than one in a power of two."""
+    turns = Interleaving(weights, 0)
+    assert min(turns.counts(turns.cycle)) >= 1
+
+
 @pytest.mark.parametrize("counts", [[3, 1], [1, 700, 2], [5]])
 def test_a_pass_has_each_once(counts: list[int]) -> None:
     turns = Interleaving(counts, seed=0, finite=True)

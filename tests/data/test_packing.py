@@ -9,6 +9,7 @@ import pytest
 
 from tests.data.conftest import documents_of, packed, random_documents
 from titan_linear.data import IGNORE
+from titan_linear.data.streams.split import _threshold
 
 LENGTHS = [1, 7, 30, 2, 1, 13, 64, 5]  # 123 tokens: streams end before, on and after documents' ends
 
@@ -123,6 +124,13 @@ def test_split_is_by_content(make_corpus: Callable):
     assert {documents[::-1][i].tobytes() for i in documents_of(shuffled, 0.1, "validation")} == texts["v"]
     assert set(held_out) < set(documents_of(corpus, 0.2, "validation"))
     assert len(documents_of(corpus, 0, "train")) == 1500
+
+
+@pytest.mark.parametrize("holdout", [0.1, 0.25, 1e-12, 2.0**-53, 0.7])
+def test_the_hashes_below_the_share_are_held_out(holdout: float):
+    """By a hash's first 53 bits: the last that is below the share, and the first that is not."""
+    first = int(_threshold(holdout)) >> 11
+    assert (first - 1) / 2**53 < holdout <= first / 2**53
 
 
 def test_split_empty_sides(make_corpus: Callable):

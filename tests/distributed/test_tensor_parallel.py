@@ -14,6 +14,7 @@ from titan_linear.models.config import ModelConfig, MoEConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.mixers import GDN, KDA, MLA, Attention, Lightning, Mamba2, ShortConv
 from titan_linear.models.plan import BatchPlan
+from titan_linear.ops.cross_entropy import IGNORE, chunked_cross_entropy
 from titan_linear.ops.exchange.collectives import Ranks
 
 MIXERS = {
@@ -88,3 +89,21 @@ def test_every_token_of_the_vocabulary_is_some_rank_s() -> None:
         logits, loss = whole(tokens, plan), whole(tokens, plan, labels)
     (first, one), (second, other) = run_ranks(on_rank, 2)
     torch.testing.assert_close([first, second, one + other], [logits, logits, loss], rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_of_a_vocabulary_in_parts() -> None:
+    """A label at each border, in both parts, and none."""
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(7, 8, generator=rng, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(12, 8, generator=rng, dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([0, 5, IGNORE, 6, 11, IGNORE, 3])
+    chunked_cross_entropy(x, weight, labels, 3).backward()
+
+    def on_rank(group: LocalGroup) -> tuple[torch.Tensor, ...]:
+        own = weight.detach().chunk(2)[group.rank()].requires_grad_()
+        mine = x.detach().requires_grad_()
+        loss = chunked_cross_entropy(mine, own, labels, 3, Ranks(group.group_name, 2, group.rank()))
+        return torch.autograd.grad(loss, [mine, own])
+
+    (dx, first), (more, second) = run_ranks(on_rank, 2)
+    torch.testing.assert_close([dx + more, torch.cat([first, second])], [x.grad, weight.grad], rtol=1e-12, atol=1e-14)

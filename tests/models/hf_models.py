@@ -182,7 +182,9 @@ def randomise(model: PreTrainedModel) -> PreTrainedModel:
         noise = torch.randn(tensor.shape, generator=rng)
         if name.endswith(("inv_freq", "slope_rate", "_decay")):
             continue
-        if name.endswith("A_log"):
+        if "kv_a_proj" in name:  # latents so small that the eps of their norm shows
+            tensor.copy_(noise * 1e-3 * tensor.shape[-1] ** -0.5)
+        elif name.endswith("A_log"):
             tensor.copy_(-3 + 0.5 * noise)
         elif tensor.dim() > 1:
             tensor.copy_(noise * max(tensor.shape[-1], 1) ** -0.5)

@@ -18,8 +18,10 @@ def test_value_and_gradients(chunk: int) -> None:
     labels[::3] = IGNORE
     labels[1], labels[2] = 0, 10  # the first and the last of the vocabulary
     want = F.cross_entropy(x @ weight.T, labels, ignore_index=IGNORE, reduction="sum")
-    got = chunked_cross_entropy(x, weight, labels, chunk)
+    terms = torch.full((20,), torch.nan, dtype=torch.float64)
+    got = chunked_cross_entropy(x, weight, labels, chunk, token_losses=terms)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
+    torch.testing.assert_close(terms, F.cross_entropy(x @ weight.T, labels, reduction="none"), rtol=1e-12, atol=1e-14)
     gradients = [torch.autograd.grad(loss / 3, [x, weight]) for loss in (got, want)]
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-14)
 

@@ -1,0 +1,112 @@
+"""A tiny run is killed at random moments and resumed until it ends. (Flipped bits are in test_checkpoint.py.)
+
+    python -m tests.kills              # 40 kills
+    python -m tests.kills 100 7        # 100, by another seed
+
+SIGKILL comes to the launcher, to a worker, or to all at once, while they start, compute or save. When a run ends,
+its losses must be those of one that nobody killed, to the last digit; then the next begins.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from tests.processes import children, gone, until
+
+ROOT = Path(__file__).parents[1]
+STEPS = 200
+KEYS = {
+    "model.name": "kda",
+    "model.num_layers": 1,
+    "training.dataset": "text",
+    "training.dataset_path": ROOT / "titan_linear" / "train.py",
+    "training.seq_len": 64,
+    "training.global_batch_size": 2,
+    "training.steps": STEPS,
+    "checkpoint.interval": 2,
+    "checkpoint.async_mode": "async",
+    "checkpoint.keep_latest_k": 2,
+    "validation.enable": "false",
+    "metrics.log_freq": 1,
+}
+
+
+def start(folder: Path) -> subprocess.Popen:
+    argv = [f"--{key}={value}" for key, value in KEYS.items()]
+    return subprocess.Popen(
+        [sys.executable, "-m", "titan_linear.launch", f"--job.dump_folder={folder / 'run'}", *argv],
+        env=os.environ | {"NGPU": "2", "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder.parent / "cache")},
+        stdout=(folder / "output").open("a"),
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def outcome(folder: Path) -> tuple[dict[int, float], str]:
+    """The losses of a run that has ended, and all that it said."""
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1)), folder
+    return {line["step"]: line["loss"] for line in lines}, (folder / "output").read_text()
+
+
+def lives_on(run: subprocess.Popen, folder: Path, rng: random.Random) -> bool:
+    """Whether a run is still there some steps later, or in one of four cases, some time after its start."""
+    metrics = folder / "run" / "metrics.jsonl"
+    wanted = rng.randint(1, 20) + (metrics.read_text().count("\n") if metrics.exists() else 0)
+    deadline = time.monotonic() + rng.choice([rng.uniform(0, 10), 600, 600, 600])
+    while run.poll() is None and time.monotonic() < deadline:
+        if metrics.exists() and metrics.read_text().count("\n") >= wanted:
+            time.sleep(rng.uniform(0, 0.2))
+            break
+        time.sleep(0.01)
+    return run.poll() is None
+
+
+def kill(launcher: subprocess.Popen, rng: random.Random) -> str:
+    """SIGKILL to some of a run's processes, and wait for the others to follow."""
+    workers = children(launcher.pid)
+    whom = rng.choice(["launcher", "all", *["worker"] * bool(workers)])
+    chosen = {"launcher": [launcher.pid], "all": [launcher.pid, *workers], "worker": workers and [rng.choice(workers)]}
+    for pid in chosen[whom]:
+        if not gone(pid):
+            os.kill(pid, signal.SIGKILL)
+    launcher.wait()
+    until(lambda: all(map(gone, workers)))
+    return whom
+
+
+def main(kills: int = 40, seed: int = 0) -> int:
+    rng, done, ended = random.Random(seed), [], 0
+    with tempfile.TemporaryDirectory() as place:
+        whole = Path(place, "whole")
+        whole.mkdir()
+        assert start(whole).wait() == 0, (whole / "output").read_text()
+        expected, _ = outcome(whole)
+        while len(done) < kills:
+            folder = Path(place, str(ended))
+            folder.mkdir()
+            run = start(folder)
+            while len(done) < kills and lives_on(run, folder, rng):
+                done.append(kill(run, rng))
+                run = start(folder)
+            assert run.wait() == 0, (folder / "output").read_text()
+            losses, said = outcome(folder)
+            assert losses == expected, [step for step in expected if losses[step] != expected[step]]
+            ended += 1
+            resumed = said.count("resuming from step")
+            print(f"run {ended}: equal, resumed {resumed} times; {len(done)} kills so far", flush=True)
+        print(f"{ended} runs, killed {len(done)} times ({dict(Counter(done))}): all equal", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])))
