@@ -22,13 +22,11 @@ from pathlib import Path
 
 from tests.processes import children, gone, until
 
-ROOT = Path(__file__).parents[1]
-STEPS = 200
+STEPS = 100
 KEYS = {
     "model.name": "kda",
     "model.num_layers": 1,
     "training.dataset": "text",
-    "training.dataset_path": ROOT / "titan_linear" / "train.py",
     "training.seq_len": 64,
     "training.global_batch_size": 2,
     "training.steps": STEPS,
@@ -41,7 +39,8 @@ KEYS = {
 
 
 def start(folder: Path) -> subprocess.Popen:
-    argv = [f"--{key}={value}" for key, value in KEYS.items()]
+    texts = folder.parent / "texts"
+    argv = [f"--{key}={value}" for key, value in (KEYS | {"training.dataset_path": texts}).items()]
     return subprocess.Popen(
         [sys.executable, "-m", "titan_linear.launch", f"--job.dump_folder={folder / 'run'}", *argv],
         env=os.environ | {"NGPU": "2", "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder.parent / "cache")},
@@ -61,7 +60,7 @@ def outcome(folder: Path) -> tuple[dict[int, float], str]:
 def lives_on(run: subprocess.Popen, folder: Path, rng: random.Random) -> bool:
     """Whether a run is still there some steps later, or in one of four cases, some time after its start."""
     metrics = folder / "run" / "metrics.jsonl"
-    wanted = rng.randint(1, 20) + (metrics.read_text().count("\n") if metrics.exists() else 0)
+    wanted = rng.randint(1, 8) + (metrics.read_text().count("\n") if metrics.exists() else 0)
     deadline = time.monotonic() + rng.choice([rng.uniform(0, 10), 600, 600, 600])
     while run.poll() is None and time.monotonic() < deadline:
         if metrics.exists() and metrics.read_text().count("\n") >= wanted:
@@ -87,6 +86,7 @@ def kill(launcher: subprocess.Popen, rng: random.Random) -> str:
 def main(kills: int = 40, seed: int = 0) -> int:
     rng, done, ended = random.Random(seed), [], 0
     with tempfile.TemporaryDirectory() as place:
+        Path(place, "texts").write_text("".join(rng.choices("aabcdefgh \n", k=20_000)))
         whole = Path(place, "whole")
         whole.mkdir()
         assert start(whole).wait() == 0, (whole / "output").read_text()

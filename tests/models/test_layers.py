@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from titan_linear.models.layers import angles, rotate
+from titan_linear.models.layers import QUERIES, angles, attention_entropy, rotate
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -26,3 +26,11 @@ def test_rotation_one_channel_at_a_time(dim: int, rows: bool, dtype: torch.dtype
         want[..., c] = (a * angle.cos().to(wide) - b * angle.sin().to(wide)).to(dtype)
         want[..., c + dim // 2] = (b * angle.cos().to(wide) + a * angle.sin().to(wide)).to(dtype)
     assert torch.equal(got, want)
+
+
+def test_queries_that_see_one_key_have_no_entropy() -> None:
+    """They are not counted: the first of each document."""
+    q, k = torch.randn(2, 1, QUERIES, 2, 4, generator=torch.Generator().manual_seed(0))
+    shares, count = attention_entropy(q, torch.zeros_like(k), torch.tensor([0, 1, QUERIES]))
+    assert count.tolist() == [QUERIES - 2] * 2
+    torch.testing.assert_close(shares, count.to(shares.dtype))
