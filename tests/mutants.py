@@ -1,4 +1,4 @@
-"""Forty small wrong changes of the package, each of which the tests that it names must notice.
+"""Some forty small wrong changes of the package, each of which the tests that it names must notice.
 
     python -m tests.mutants                  # a line for each; exits with 1 if one survives
     python -m tests.mutants kcp packing      # those whose lines hold one of these words
@@ -35,7 +35,7 @@ MUTANTS = [
     Mutant(
         "torch.cat([k * gamma * beta, v * beta], -1)", "torch.cat([k * gamma, v * beta], -1)", "ops/test_delta_rule.py"
     ),
-    Mutant("u, k * (last - G).exp(), q * gamma", "u, k * last.exp(), q * gamma", "ops/test_delta_rule.py"),
+    Mutant("u, k * sums_after(g).exp(), q", "u, k * G.exp(), q", "ops/test_delta_rule.py"),
     Mutant("G = g.cumsum(-2)  #", "G = g.cumsum(-2) - g  #", "ops/test_delta_rule.py"),
     Mutant("own - (weight.shape[1] - 1)", "own - weight.shape[1]", "test_convolution.py"),
     Mutant("torch.sigmoid(lse_block - lse)", "torch.sigmoid(lse - lse_block)", "test_attention.py"),
@@ -43,7 +43,8 @@ MUTANTS = [
     Mutant("-= (target >= 0).to(d.dtype)", "-= (target > 0).to(d.dtype)", "ops/test_cross_entropy.py"),
     # --- ops: context parallelism
     Mutant("first if fragments[before].through else before", "before", "test_kcp.py"),
-    Mutant("M_rows[m].mT if reverse else M_rows[m]", "M_rows[m]", "test_kcp.py"),
+    Mutant("(M.mT if reverse else M).double() @ S", "M.double() @ S", "test_kcp.py"),
+    Mutant("np.where(passed, STATE, NOTHING)", "STATE", "test_levels.py: same"),
     Mutant("max(target.start - width, target.head[0])", "target.start - width", "test_kcp.py"),
     Mutant(
         "if hop > 1:\n            here += self.mine",
@@ -51,13 +52,15 @@ MUTANTS = [
         "test_attention_cp.py",
     ),
     Mutant("1 if hop < self.hops else -self.hops", "1", "test_attention_cp.py"),
+    Mutant("(ranks[::-1] if mirrored[s] else ranks)", "ranks", "test_attention_cp.py: nodes_on"),
+    Mutant("step * self.stride", "step", "test_attention_cp.py: nodes_on"),
     # --- models
     Mutant(
         "a, b, rest = widen(x).split([half, half, x.shape[-1] - 2 * half], dim",
         "b, a, rest = widen(x).split([half, half, x.shape[-1] - 2 * half], dim",
         "test_layers.py",
     ),
-    Mutant("self.beta_range == 2.0", "self.beta_range != 2.0", "test_families.py"),
+    Mutant("allow_neg_eigval=self.beta_range == 2.0", "allow_neg_eigval=self.beta_range != 2.0", "test_families.py"),
     Mutant("grouped.topk(2, -1)", "grouped.topk(1, -1)", "test_moe.py"),
     Mutant("y if self.shared_gate is None else y *", "y if self.shared_gate else y +", "test_moe.py"),
     Mutant("offsets[cut] * strides[cut] -", "0 * strides[cut] -", "test_init.py"),
@@ -75,6 +78,7 @@ MUTANTS = [
     Mutant("(p.dim() > 1, mesh)", "(p.dim() > 0, mesh)", "test_optim.py"),
     Mutant("peak * step / config.warmup_steps", "peak * (step - 1) / config.warmup_steps", "test_optim.py"),
     Mutant("(norm + 1e-6)).clamp(max=1.0)", "(norm + 1e-6))", "test_optim.py"),
+    Mutant("copy == 0 and (name in splits", "(name in splits", "test_train.py: 4 and sharded"),
     Mutant("(~numbers[:2].isfinite().all()).float()", "(~numbers[:1].isfinite().all()).float()", "test_optim.py"),
     Mutant("squares.sum().sqrt(), signals.max()", "squares.sum().sqrt(), signals.min()", "test_optim.py"),
     Mutant("torch.sign(load.mean() - load)", "torch.sign(load - load.mean())", "test_moe.py"),
