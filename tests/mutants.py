@@ -45,6 +45,7 @@ MUTANTS = [
     # --- ops: context parallelism
     Mutant("first if fragments[before].through else before", "before", "test_kcp.py"),
     Mutant("(M.mT if reverse else M).double()", "M.double()", "test_kcp.py"),
+    Mutant("np.where(passed, STATE, NOTHING)", "STATE", "test_levels.py: same"),
     Mutant("max(target.start - width, target.head[0])", "target.start - width", "test_kcp.py"),
     Mutant(
         "if hop > 1:\n            here += self.mine",
@@ -57,6 +58,8 @@ MUTANTS = [
     Mutant(".where(labels != IGNORE, IGNORE)", ".where(labels != IGNORE, ELSEWHERE)", "test_tensor_parallel.py"),
     Mutant("token_losses[rows] = losses", "token_losses[: len(losses)] = losses", "ops/test_cross_entropy.py"),
     Mutant("keepdim=True) + 1e-6) for x in (q, k)", "keepdim=True) + 1e-5) for x in (q, k)", "ops/test_delta_rule.py"),
+    Mutant("(ranks[::-1] if mirrored[s] else ranks)", "ranks", "test_attention_cp.py: nodes_on"),
+    Mutant("step * self.stride", "step", "test_attention_cp.py: nodes_on"),
     # --- models
     Mutant("LATENT_EPS = 1e-6", "LATENT_EPS = 1e-5", "test_families.py: theirs"),
     Mutant(
@@ -100,6 +103,7 @@ MUTANTS = [
     Mutant("(p.dim() > 1, mesh)", "(p.dim() > 0, mesh)", "test_optim.py"),
     Mutant("peak * step / config.warmup_steps", "peak * (step - 1) / config.warmup_steps", "test_optim.py"),
     Mutant("(norm + 1e-6)).clamp(max=1.0)", "(norm + 1e-6))", "test_optim.py"),
+    Mutant("copy == 0 and (name in splits", "(name in splits", "test_train.py: 4 and sharded"),
     Mutant("(~numbers[:2].isfinite().all()).float()", "(~numbers[:1].isfinite().all()).float()", "test_optim.py"),
     Mutant("squares.sum().sqrt(), signals.max()", "squares.sum().sqrt(), signals.min()", "test_optim.py"),
     Mutant("torch.sign(load.mean() - load)", "torch.sign(load - load.mean())", "test_moe.py"),

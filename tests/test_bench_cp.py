@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from titan_linear.models.config import ModelConfig
 from titan_linear.models.mixers import Attention
 from titan_linear.models.presets import preset
 from titan_linear.ops.layout.levels import Network, Sizes, messages, route
-from titan_linear.planner.memory import Batch
-from titan_linear.planner.timing import Machine, read_rates, shipped
+from titan_linear.planner.memory import Batch, layers
+from titan_linear.planner.timing import Clock, Machine, read_rates, shipped
 from tools import bench_cp, bench_ops, one_rank, traces
 
 H200 = read_rates(shipped()["H200"])
@@ -26,6 +27,22 @@ def test_the_share_of_an_all_to_all() -> None:
     message = H200.node.latency + 2 * n * H * D * (W - 1) / W / H200.node.all_to_all
     flops = 4 * D * H * (n * W) * (n * W + 1) / 2 / W
     assert share == pytest.approx(8 * message / (3.5 * flops / H200.attention["flash4"]["128"][1] / 1e12), rel=1e-6)
+
+
+def test_the_time_of_two_dimensions() -> None:
+    """Forward, zig-zag, over two nodes of eight: q, k, v and o travel in the node, then keys to the other one, behind
+    the blocks but for a slice; and each rank computes a sixteenth."""
+    H, D, W, n = 16, 128, 16, 4096
+    batch = Batch(n * W, 1, None, W, "zigzag", "ulysses+ring", "kcp", 1, 1, torch.bfloat16)
+    mixer, machine = Attention(heads=H, kv_heads=H, head_dim=D), Machine(H200, 8, 50e9, "flash4")
+    model = ModelConfig(vocab_size=1024, dim=2048, pattern=(mixer,), num_layers=1, hidden_dim=2048)
+    (layer,), clock = layers(model, batch), Clock(machine, batch, compiled=True)
+    parts = clock.of(mixer, layer.forward, layer.forward.calls).parts
+    flops = 4 * D * H * (n * W) * (n * W + 1) / 2 / W
+    assert parts["attention"] == pytest.approx(flops / H200.attention["flash4"]["128"][0] / 1e12, rel=1e-3)
+    head = H200.node.latency + 2 * n * H * D * 7 / 8 / H200.node.all_to_all
+    keys = H200.node.latency + 2 * 2 * n * H * D / 50e9
+    assert parts["communication"] == pytest.approx(4 * head + max(keys - parts["attention"], keys / 4), rel=1e-6)
 
 
 def test_estimate() -> None:

@@ -68,6 +68,7 @@ RUNS = [
     ("hybrid", "tp 2, offload, accumulation", 2, {TP: 2, "training.local_batch_size": 1} | OFFLOAD),
     ("hybrid", "dp 4", 4, DP_4),
     ("hybrid", "cp 4", 4, {CP: 4}),
+    ("hybrid", "cp 4 sharded over 2", 4, {CP: 4, "parallelism.fsdp_shard_degree": 2}),
     ("hybrid", "tp 4", 4, {TP: 4}),
     ("hybrid", "cp 2 x tp 2", 4, {CP: 2, TP: 2}),
     ("hybrid", "dp 2 x tp 2", 4, {TP: 2} | DP_2),

@@ -7,7 +7,7 @@
     torchrun --nproc-per-node 4 -m tools.bench_cp --compiled                # as a run with compile.enable has them
     torchrun --nproc-per-node 4 -m tools.bench_cp --ops ulysses --heads 32 --key-heads 8 --documents web mixed
     torchrun --nproc-per-node 4 -m tools.bench_cp --peers                   # beside FLA; takes minutes
-    torchrun --nproc-per-node 2 -m tools.bench_cp --ops kda --heads 16 --by-levels 1    # as two nodes of one GPU
+    torchrun --nproc-per-node 2 -m tools.bench_cp --ops kda --heads 16 --node 1 --by-levels      # as two nodes
     python -m tools.bench_cp --as-rank 37 --of 64 256 --model kda/1.3B --tokens 16384 -- --compile.enable true
     python -m tools.bench_cp --estimate H200 --heads 32                     # nothing is run
 
@@ -23,7 +23,8 @@ lengths with a median of 1,000 tokens), "mixed" (a median of 4,000, with long on
 an op with a new number of heads it autotunes for minutes, and keeps what it found in Triton's cache. Its GDN runs
 without its guard against wrong numbers on Hopper: times only.
 
---by-levels: KCP's states travel level by level, on nodes of so many ranks, whatever the rule says.
+--node: the ranks that count as a node, instead of all that are on one; --by-levels: KCP's states travel level by level,
+whatever the rule says.
 
 --as-rank: rank R (-1: the last) of each number of ranks, alone on one GPU or the CPU: forward and backward of a whole
 model on a stream of one document, with so many tokens for each rank (tools/one_rank.py); keys of the run after `--`.
@@ -164,10 +165,12 @@ def rows(op: str, documents: Sequence[str], layouts: Sequence[str], fla: bool) -
             yield "FLA", of, layout
 
 
-def ours(fn: Callable[..., torch.Tensor], compiled: bool, cu: torch.Tensor, layout: str) -> Callable[..., torch.Tensor]:
-    """Our op, on all ranks in this layout, or on each rank alone."""
+def ours(
+    fn: Callable[..., torch.Tensor], compiled: bool, cu: torch.Tensor, layout: str, node: int | None = None
+) -> Callable[..., torch.Tensor]:
+    """Our op, on all ranks in this layout, `node` of them to a node, or on each rank alone."""
     if layout in LAYOUTS and dist.get_world_size() > 1:
-        context = build_cp_context(cu.cuda(), dist.group.WORLD, layout=layout, cu_seqlens_cpu=cu)
+        context = build_cp_context(cu.cuda(), dist.group.WORLD, layout=layout, cu_seqlens_cpu=cu, node_size=node)
     else:
         context = build_cp_context(cu.cuda(), rank=0, world_size=1, cu_seqlens_cpu=cu)
     if compiled:
@@ -202,7 +205,8 @@ def print_rows(args: argparse.Namespace, flush: torch.Tensor) -> None:
         for whose, documents, layout in rows(op, args.documents, args.layouts, args.peers):
             cu = boundaries(documents, T // ranks if layout == "alone" else T)
             inputs = make_inputs(op, T, H, args.key_heads or H) if layout == "whole" else x
-            times = measure(fla(op, cu, layout) if whose else ours(fn, args.compiled, cu, layout), inputs, flush)
+            timed_op = fla(op, cu, layout) if whose else ours(fn, args.compiled, cu, layout, args.node)
+            times = measure(timed_op, inputs, flush)
             if first:
                 rates = tflops(H, cu, ranks if layout in LAYOUTS else 1, times) if op in METHODS else ""
                 name = f"{op}, {whose}" if whose else op
@@ -263,7 +267,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--estimate", choices=sorted(shipped()), metavar="GPU", help="plan instead of running, for %(choices)s"
     )
-    parser.add_argument("--by-levels", type=int, metavar="NODE", help="exchange states level by level")
+    parser.add_argument("--node", type=int, help="ranks per node (default: as torchrun started them; --as-rank: 8)")
+    parser.add_argument("--by-levels", action="store_true", help="exchange states level by level")
     parser.add_argument("--as-rank", type=int, metavar="R", help="run this rank of --of alone")
     parser.add_argument("--of", type=int, nargs="+", default=[8, 64, 256, 1024], metavar="W", help="numbers of ranks")
     parser.add_argument("--model", default="kda/1.3B", help="NAME/FLAVOR for --as-rank (default: kda/1.3B)")
@@ -275,7 +280,7 @@ def main(argv: list[str]) -> int:
             return 2
         name, _, flavor = args.model.partition("/")
         keys = [f"--model.name={name}", f"--model.flavor={flavor or 'debug'}", *keys]
-        for line in one_rank.rows(keys, args.as_rank, args.of, args.tokens[0], "H200", node=8):
+        for line in one_rank.rows(keys, args.as_rank, args.of, args.tokens[0], "H200", args.node or 8):
             print(line, flush=True)
         return 0
     if args.estimate:
@@ -292,7 +297,7 @@ def main(argv: list[str]) -> int:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     if args.by_levels:
-        kcp.route = lambda most, world_size, node_size, sizes: fastest(world_size, args.by_levels, sizes)
+        kcp.route = lambda most, world_size, node_size, sizes: fastest(world_size, node_size, sizes)
     with process_group(timedelta(minutes=10)):
         print_rows(args, torch.empty(24 << 30, dtype=torch.uint8, device="cuda"))
     return 0
