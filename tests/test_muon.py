@@ -86,9 +86,10 @@ def built(config: ModelConfig, dims: ParallelDims, seed: int) -> Decoder:
 
 def trained(config: ModelConfig, dims: ParallelDims) -> tuple[Decoder, float]:
     """A model after some updates whose gradients are other models' weights, none of them zero; and how far off the
-    squares of what the last one added are. One more, of a loss that is not finite, changes nothing."""
+    squares of what the last one added are. One before and one after, of losses that are not finite, change nothing."""
     model, numbers = built(config, dims, seed=0), torch.zeros(3, dtype=torch.float64, device=device())
     optimizer, ps = build_optimizer(model, CONFIG), [p for p in model.parameters() if p.requires_grad]
+    assert unchanged_by_nan(optimizer, ps)
     for step in range(STEPS):
         others = built(config, dims, seed=1 + step).parameters()
         before = [local_tensor(p).detach().clone() for p in ps]
@@ -98,17 +99,24 @@ def trained(config: ModelConfig, dims: ParallelDims) -> tuple[Decoder, float]:
     added = [local_tensor(p).detach() - old for p, old in zip(ps, before, strict=True)]
     want = squares_of_each(added, device())
     off = (update_squares(optimizer, ps, device()) - want).abs().max() / want.max()
-    after = tensors(ps, optimizer)
-    for p in ps:
-        p.grad = torch.full_like(p, float("nan"))
-    update(optimizer, numbers / 0, CONFIG.lr, max_norm=1.0)
-    assert all(torch.equal(a, b) for a, b in zip(tensors(ps, optimizer), after, strict=True))
+    assert unchanged_by_nan(optimizer, ps)
     return model, off.item()
+
+
+def unchanged_by_nan(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> bool:
+    """Of this rank's parts of weights and momenta, which begin at zero. Telemetry looks at such a step, too."""
+    before = tensors(parameters, optimizer)
+    for p in parameters:
+        p.grad = torch.full_like(p, float("nan"))
+    update(optimizer, torch.full((3,), float("nan"), dtype=torch.float64, device=device()), CONFIG.lr, max_norm=1.0)
+    update_squares(optimizer, parameters, device())
+    return all(torch.equal(a, b) for a, b in zip(tensors(parameters, optimizer), before, strict=True))
 
 
 def tensors(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Copies of this rank's parts of weights and momenta."""
-    momenta = [optimizer.state[p]["momentum_buffer"] for p in parameters if "momentum_buffer" in optimizer.state[p]]
+    own = [p for group in optimizer.param_groups if "momentum" in group for p in group["params"]]
+    momenta = [optimizer.state[p].get("momentum_buffer", torch.zeros_like(p)) for p in own]
     return [local_tensor(x).detach().clone() for x in (*parameters, *momenta)]
 
 
@@ -123,7 +131,7 @@ def on_ranks(rank: int, world_size: int, name: str, split: dict[str, int]) -> tu
     with patch.object(optim, "orthogonalised", looking):
         model, off = trained(MODELS[name], dims_of(**split))
     get = gather(model)
-    assert off < 1e-10 and len(seen) == STEPS + 1 and all(shapes == seen[0] for shapes in seen)
+    assert off < 1e-10 and len(seen) == STEPS + 3 and all(shapes == seen[0] for shapes in seen)
     return {n: get(n).cpu() for n, _ in model.named_parameters()}, seen[0]
 
 

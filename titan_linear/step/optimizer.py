@@ -53,17 +53,18 @@ class Muon(AdamW):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         super().step(closure)
-        skipped = getattr(self, "found_inf", None)  # as torch's own kernels read it
-        if skipped is not None and skipped.item():
-            return
+        found_inf = getattr(self, "found_inf", None)  # as torch's own kernels read it
+        skipped = found_inf is not None and found_inf.item()
         for group in self.param_groups:
             if "momentum" in group:
-                self._step_matrices(group)
+                self._step_matrices(group, skipped)
 
-    def _step_matrices(self, group: dict[str, Any]) -> None:
+    def _step_matrices(self, group: dict[str, Any], skipped: bool) -> None:
         for p in group["params"]:
-            if p not in self.state:
+            if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        if skipped:
+            return
         weights, grads, momenta = self._parts(group)
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
         torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
