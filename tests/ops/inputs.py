@@ -6,12 +6,27 @@ from itertools import accumulate
 
 import torch
 
-from titan_linear.ops import CPContext, chunk_gated_delta_rule, chunk_kda, chunk_simple_gla, chunk_ssd
+from titan_linear.ops import (
+    CPContext,
+    chunk_dplr_delta_rule,
+    chunk_gated_delta_rule,
+    chunk_kda,
+    chunk_rwkv7,
+    chunk_simple_gla,
+    chunk_ssd,
+)
 from titan_linear.ops.reference.delta_rule import gdn_gate, kda_gate, l2norm, recurrent_delta_rule
-from titan_linear.ops.reference.linear_attention import recurrent_simple_gla, recurrent_ssd
+from titan_linear.ops.reference.linear_attention import recurrent_dplr, recurrent_simple_gla, recurrent_ssd
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of Triton's kernels, which run in its interpreter there
-OPS = {"kda": chunk_kda, "gdn": chunk_gated_delta_rule, "ssd": chunk_ssd, "gla": chunk_simple_gla}
+OPS = {
+    "kda": chunk_kda,
+    "gdn": chunk_gated_delta_rule,
+    "ssd": chunk_ssd,
+    "gla": chunk_simple_gla,
+    "dplr": chunk_dplr_delta_rule,
+    "rwkv7": chunk_rwkv7,
+}
 STATES = {  # what an op calls its states
     op: ("initial_states", "return_final_states") if op == "ssd" else ("initial_state", "output_final_state")
     for op in OPS
@@ -100,6 +115,22 @@ def decaying_inputs(
     return {"x": x, "dt": randn(B, T, heads), "B": B_, "C": C, **parameters}
 
 
+def dplr_inputs(
+    T: int, *, H: int = 2, K: int = 16, V: int = 24, B: int = 1, gate: str = "usual", seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """Float64 inputs of chunk_dplr_delta_rule as RWKV-7 has them: a reads along a unit vector, b takes a share of its
+    own from each channel."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=rng, dtype=torch.float64)
+
+    x = {"q": randn(B, T, H, K), "k": randn(B, T, H, K), "v": randn(B, T, H, V)}
+    removed = l2norm(randn(B, T, H, K))
+    x |= {"a": -removed, "b": removed * randn(B, T, H, K).sigmoid()}
+    return x | {"gk": -GATES[gate] * torch.rand(B, T, H, K, generator=rng, dtype=torch.float64)}
+
+
 def call(op: str, x: dict[str, torch.Tensor], **options) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The op under test on make_inputs, raw_gate_inputs or decaying_inputs."""
     if op == "ssd":
@@ -118,6 +149,9 @@ def oracle(
         return recurrent_ssd(**x, **{"dt_softplus": True} | options)
     if op == "gla":
         return recurrent_simple_gla(**x, **options)
+    if op == "dplr":
+        options.pop("safe_gate", None)
+        return recurrent_dplr(**x, **options)
     x = dict(x)
     initial_state = x.pop("initial_state", None)
     if "A_log" in x:

@@ -2,6 +2,7 @@
 
 from titan_linear.ops.attention import attention
 from titan_linear.ops.convolution import causal_conv1d
+from titan_linear.ops.dplr import chunk_dplr_delta_rule, chunk_rwkv7
 from titan_linear.ops.gated_delta_rule import chunk_gated_delta_rule
 from titan_linear.ops.kda import chunk_kda
 from titan_linear.ops.layout.context import CPContext, build_cp_context
@@ -13,8 +14,10 @@ __all__ = [
     "attention",
     "build_cp_context",
     "causal_conv1d",
+    "chunk_dplr_delta_rule",
     "chunk_gated_delta_rule",
     "chunk_kda",
+    "chunk_rwkv7",
     "chunk_simple_gla",
     "chunk_ssd",
 ]

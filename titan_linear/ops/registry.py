@@ -8,6 +8,7 @@ import torch
 
 from titan_linear.ops.convolution import CONVOLUTION
 from titan_linear.ops.cross_entropy import CROSS_ENTROPY
+from titan_linear.ops.dplr import DPLR, RWKV7
 from titan_linear.ops.experts import GROUPED_LINEAR
 from titan_linear.ops.gated_delta_rule import GDN
 from titan_linear.ops.kda import KDA
@@ -17,7 +18,8 @@ from titan_linear.ops.ssd import SSD
 from titan_linear.ops.swiglu import SWIGLU
 from titan_linear.ops.torch.attention import ATTENTION, whole_streams
 
-OPS = {op.name: op for op in (KDA, GDN, SSD, SIMPLE_GLA, CONVOLUTION, ATTENTION, SWIGLU, GROUPED_LINEAR, CROSS_ENTROPY)}
+RECURRENCES = (KDA, GDN, SSD, SIMPLE_GLA, DPLR, RWKV7)
+OPS = {op.name: op for op in (*RECURRENCES, CONVOLUTION, ATTENTION, SWIGLU, GROUPED_LINEAR, CROSS_ENTROPY)}
 
 
 def choose_implementations(

@@ -15,6 +15,7 @@ from tests.ops.inputs import (
     boundaries,
     call,
     decaying_inputs,
+    dplr_inputs,
     gradients,
     leaves,
     make_inputs,
@@ -48,6 +49,8 @@ def inputs_of(op: str, lengths: list[int], streams: int = 1) -> dict[str, torch.
         return decaying_inputs("ssd", T, G=2, heads=4, N=8, P=6, bias=-7.0)
     if op in ("ssd", "gla"):
         return decaying_inputs(op, T, G=1, heads=2, N=8, P=6, bias=-7.0)
+    if op == "dplr":
+        return dplr_inputs(T, H=2, K=8, V=6, gate="slow")
     if op == "kda-raw":
         return raw_gate_inputs("kda", T, H=1, HV=2, K=8, V=6)
     return make_inputs(op, T, H=1, HV=2, K=8, V=6, gate="slow")
@@ -56,7 +59,7 @@ def inputs_of(op: str, lengths: list[int], streams: int = 1) -> dict[str, torch.
 def run_op(op: str, x: dict[str, torch.Tensor], **options) -> torch.Tensor:
     if op == "conv":
         return causal_conv1d(**x, activation="silu", **options)[0]
-    return call(op[:3], x, cp_method="ulysses" if op == "ssd-heads" else "kcp", **options)[0]
+    return call(op.partition("-")[0], x, cp_method="ulysses" if op == "ssd-heads" else "kcp", **options)[0]
 
 
 def output_gradient(op: str, like: torch.Tensor) -> torch.Tensor:
@@ -106,13 +109,13 @@ def check(world: World, cases: list[tuple[str, list[int], str, int]], levels: tu
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_edges(worlds: Callable[[int], World], world_size: int) -> None:
-    ops = ["kda", "gdn", "kda-raw", "ssd", "gla", "conv"]
+    ops = ["kda", "gdn", "kda-raw", "ssd", "gla", "dplr", "conv"]
     check(worlds(world_size), [(op, d, layout, 1) for op in ops for d in EDGES.values() for layout in LAYOUTS])
 
 
 @pytest.mark.parametrize("levels", [(Level(1, 2, True), Level(2, 2)), (Level(1, 2), Level(2, 2))])
 def test_states_level_by_level(worlds: Callable[[int], World], levels: tuple[Level, ...]) -> None:
-    cases = [(op, d, layout, 1) for op in ("kda", "gdn", "ssd") for d in EDGES.values() for layout in LAYOUTS]
+    cases = [(op, d, layout, 1) for op in ("kda", "gdn", "ssd", "dplr") for d in EDGES.values() for layout in LAYOUTS]
     check(worlds(4), [*cases, ("kda", [40, 24], "zigzag", 3), ("gdn", [128], "contiguous", 2)], levels)
 
 
@@ -221,7 +224,7 @@ LEVELS = (Level(1, 2, True), Level(2, 4))
 
 
 @pytest.mark.parametrize(
-    ("op", "levels"), [*((op, levels) for op in ("kda", "gdn", "ssd") for levels in ((), LEVELS)), ("conv", ())]
+    ("op", "levels"), [*((op, levels) for op in ("kda", "gdn", "ssd", "dplr") for levels in ((), LEVELS)), ("conv", ())]
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nan_stays_in_its_document(

@@ -29,7 +29,7 @@ DIMS = {
     "grouped_linear": {"I": 128, "O": 64},
     "attention": {"D": 128, "Dv": 128, "recurring": 1},
 }
-WITHOUT_KERNELS = ("chunk_ssd", "chunk_simple_gla")
+WITHOUT_KERNELS = ("chunk_ssd", "chunk_simple_gla", "chunk_dplr_delta_rule", "chunk_rwkv7")
 HOPPER = Target("cuda", (9, 0), BF16, {})
 
 

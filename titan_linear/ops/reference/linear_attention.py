@@ -1,4 +1,4 @@
-"""Token-by-token linear attention and state-space recurrences in float64: oracles. Slow, and obviously right."""
+"""Token-by-token linear attention, state-space and DPLR recurrences in float64: oracles. Slow, and obviously right."""
 
 from __future__ import annotations
 
@@ -66,3 +66,35 @@ def recurrent_ssd(
         C, B, x * dt.unsqueeze(-1), dt * A.double(), scale=1.0, initial_state=start, cu_seqlens=cu_seqlens
     )
     return y if D is None else y + x * D.double().view(x.shape[2], -1), h.mT
+
+
+def recurrent_dplr(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    gk: torch.Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """S_t = Diag(exp gk_t) S_{t−1} + b_t (a_tᵀ S_{t−1}) + k_t v_tᵀ;  o_t = scale · S_tᵀ q_t  (RWKV-7, eq. 17).
+
+    q, k, a, b, gk [B,T,H,K]; v [B,T,H,V]; initial_state [N,H,K,V]. Returns o [B,T,H,V] and the final states, both
+    float64.
+    """
+    B, T, H, K = q.shape
+    q, k, v, a, b, gk = (x.double().flatten(0, 1).unsqueeze(-1) for x in (q, k, v, a, b, gk))  # [B·T, H, ., 1]
+    bounds = [i * T for i in range(B + 1)] if cu_seqlens is None else cu_seqlens.tolist()
+    outputs, states = [], []
+    for n, (start, end) in enumerate(pairwise(bounds)):
+        S = q.new_zeros(H, K, v.shape[2]) if initial_state is None else initial_state[n].double()
+        for t in range(start, end):
+            read = (a[t] * S).sum(1, keepdim=True)  # [H, 1, V]
+            S = gk[t].exp() * S + b[t] * read + k[t] * v[t].mT
+            outputs.append((S * q[t]).sum(1))
+        states.append(S)
+    o = torch.stack(outputs) * (K**-0.5 if scale is None else scale)
+    return o.unflatten(0, (B, T)), torch.stack(states)

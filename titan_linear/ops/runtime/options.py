@@ -36,7 +36,18 @@ class DecayInputs(NamedTuple):
     dt_bias: torch.Tensor | None = None  # [HV]
 
 
-AnyInputs = Inputs | DecayInputs
+class DPLRInputs(NamedTuple):
+    """Those of a recurrence whose transition is a diagonal matrix plus one of rank one."""
+
+    q: torch.Tensor  # [T, H, K]
+    k: torch.Tensor  # [T, H, K]
+    v: torch.Tensor  # [T, H, V]
+    a: torch.Tensor  # [T, H, K], what is read of the state
+    b: torch.Tensor  # [T, H, K], where what was read is written
+    gk: torch.Tensor  # [T, H, K], log decays
+
+
+AnyInputs = Inputs | DecayInputs | DPLRInputs
 
 
 class States(NamedTuple):

@@ -4,7 +4,7 @@ With G the cumulative log gate inside a chunk and A = (I + tril(β (K⊙e^G)(K�
 
     w = A β (K⊙e^G)   u = A β V   kg = K⊙e^{G_last−G}   qg = scale·Q⊙e^G   aqk = scale·tril((Q⊙e^G)(K⊙e^−G)ᵀ)
 
-No stage ever forms e^{−G} over a whole chunk, which overflows: see `_pair_products`. GDN is the case of a gate with one
+No stage ever forms e^{−G} over a whole chunk, which overflows: see `pair_products`. GDN is the case of a gate with one
 channel.
 """
 
@@ -35,7 +35,7 @@ def prepare(
     groups = v.shape[1] // q.shape[1]
     q, k = (chunks.split(x).repeat_interleave(groups, dim=1) for x in (q * scale, k))  # [NC, HV, C, K]
     v, g, beta = chunks.split(v), chunks.split(g), chunks.split(beta.unsqueeze(-1))
-    aqk, akk = _pair_products(q, k, g, safe_gate)
+    aqk, akk = pair_products(torch.cat([q, k], 1), k, g, safe_gate).chunk(2, dim=1)
     G = g.cumsum(-2)  # [NC, HV, C, K or 1]
     gamma = G.exp()
     L = (akk * beta).tril(-1)  # the solver does not read the diagonal and takes it as one
@@ -45,40 +45,37 @@ def prepare(
     return Prepared(w, u, k * sums_after(g).exp(), q * gamma, aqk.tril(), gamma[:, :, -1])
 
 
-def _pair_products(
-    q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, safe_gate: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Σ_c q_ic k_jc e^{G_ic − G_jc} and the same with k_i, both [NC, HV, C, C], valid for j ≤ i.
+def pair_products(rows: torch.Tensor, k: torch.Tensor, g: torch.Tensor, safe_gate: bool) -> torch.Tensor:
+    """Σ_c rows_ic k_jc e^{G_ic − G_jc}, [NC, n·HV, C, C], valid for j ≤ i; rows [NC, n·HV, C, K] are of n kinds.
 
     One channel: multiply the scores by e^{G_i − G_j}. Otherwise take rows in blocks of SUB, the gate of the block's
     first row as reference R: e^{G_i − R} and, for earlier columns, e^{R − G_j} are both at most 1. Columns of the block
     itself have e^{R − G_j} up to e^{5·15} under the promise g ≥ −5, which float32 holds; without it they are summed
     channel by channel with exponents that never exceed 0.
     """
+    n = rows.shape[1] // k.shape[1]
     if g.shape[-1] == 1:
-        relative = sums_between(g).squeeze(-1).exp()
-        return (q @ k.mT) * relative, (k @ k.mT) * relative
-    rows = torch.cat([q, k], 1)  # [NC, 2·HV, C, K]: both products at once
+        return (rows @ k.mT.repeat(1, n, 1, 1)) * sums_between(g).squeeze(-1).exp().repeat(1, n, 1, 1)
     blocks = []
     for i in range(0, CHUNK, SUB):
         own = slice(i, i + SUB)
         G = F.pad(g[:, :, i + 1 : i + SUB], (0, 0, 1, 0)).cumsum(-2)  # [NC, HV, SUB, K], G_own − R
-        left = G.exp().repeat(1, 2, 1, 1) * rows[:, :, own]  # [NC, 2·HV, SUB, K]
+        left = G.exp().repeat(1, n, 1, 1) * rows[:, :, own]  # [NC, n·HV, SUB, K]
         right = k[:, :, :i] * sums_after(g[:, :, : i + 1])[:, :, :i].exp()  # [NC, HV, i, K]
         if safe_gate:
             right = torch.cat([right, k[:, :, own] * (-G).exp()], -2)
-        block = left @ right.mT.repeat(1, 2, 1, 1)
+        block = left @ right.mT.repeat(1, n, 1, 1)
         if not safe_gate:
             block = torch.cat([block, _own_block(rows[:, :, own], k[:, :, own], g[:, :, own])], -1)
         blocks.append(F.pad(block, (0, CHUNK - i - SUB)))
-    return torch.cat(blocks, -2).chunk(2, dim=1)
+    return torch.cat(blocks, -2)
 
 
 def _own_block(rows: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    """A diagonal block's products [NC, 2·HV, SUB, SUB], channel by channel, zero above the diagonal."""
+    """A diagonal block's products [NC, n·HV, SUB, SUB], channel by channel, zero above the diagonal."""
     weighted = sums_between(g).exp() * k.unsqueeze(-3)  # [.., SUB i, SUB j, K]
-    both = rows.unflatten(1, (2, -1)).movedim(1, -1)  # [NC, HV, SUB, K, 2]
-    return (weighted @ both).movedim(-1, 1).flatten(1, 2)
+    kinds = rows.unflatten(1, (-1, k.shape[1])).movedim(1, -1)  # [NC, HV, SUB, K, n]
+    return (weighted @ kinds).movedim(-1, 1).flatten(1, 2)
 
 
 def step(inputs: Inputs, options: DeltaRuleOptions, S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

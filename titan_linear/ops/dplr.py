@@ -1,0 +1,150 @@
+"""Recurrences whose transition is diagonal plus low rank, among them RWKV-7's: the public functions."""
+
+from __future__ import annotations
+
+import torch
+
+from titan_linear.ops.layout.context import CPContext
+from titan_linear.ops.recurrence import Recurrence, check_queries, run
+from titan_linear.ops.runtime.options import DeltaRuleOptions, DPLRInputs, check_chunk_size
+from titan_linear.ops.runtime.support import Choice
+from titan_linear.ops.torch.dplr import TorchDPLR, step
+from titan_linear.ops.triton.configs import without_kernels
+
+BOUND = -5.0  # of the log decays that `safe_gate` promises
+
+
+def _dplr(op: str, **names: str) -> Recurrence:
+    return Recurrence(op, without_kernels(lambda: TorchDPLR), (), step, names)
+
+
+DPLR = _dplr("chunk_dplr_delta_rule")
+RWKV7 = _dplr("chunk_rwkv7", q="r", gk="w")
+
+
+def chunk_dplr_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    gk: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    safe_gate: bool = False,
+    chunk_size: int = 64,
+    disable_recompute: bool = False,
+    cp_context: CPContext | None = None,
+    *,
+    cp_method: str = "kcp",
+    impl: str | Choice = "auto",
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """S_t = Diag(exp gk_t) S_{t−1} + b_t (a_tᵀ S_{t−1}) + k_t v_tᵀ;  o_t = scale·S_tᵀ q_t.
+
+    Arguments are those of FLA's function of this name; the ones not listed are those of `chunk_kda`.
+
+    Args:
+        q, k, a, b: [B, T, H, K]; v: [B, T, H, V].
+        gk: [B, T, H, K], natural logs of the decay, ≤ 0, −∞ too.
+        safe_gate: a promise that gk ≥ −5, which saves work.
+
+    Returns: o [B, T, H, V] in v's dtype; final states [N, H, K, V] float32 (float64 for float64 inputs) or None.
+
+    Raises:
+        ValueError: an argument does not fit the others or is not supported; the message names it. Values of gk are
+            checked only where they are on the CPU.
+    """
+    return _run(
+        DPLR,
+        DPLRInputs(q, k, v, a, b, gk),
+        q.shape[-1] ** -0.5 if scale is None else float(scale),
+        safe_gate,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        chunk_size=chunk_size,
+        disable_recompute=disable_recompute,
+        cp_context=cp_context,
+        cp_method=cp_method,
+        impl=impl,
+    )
+
+
+def chunk_rwkv7(
+    r: torch.Tensor,
+    w: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale: float = 1.0,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = True,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    chunk_size: int = 64,
+    disable_recompute: bool = False,
+    cp_context: CPContext | None = None,
+    *,
+    cp_method: str = "kcp",
+    impl: str | Choice = "auto",
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """RWKV-7's recurrence: `chunk_dplr_delta_rule` with q = r and log decays gk = w, which lie in [−5, 0] (the model's
+    in [−0.6065, 0]). Arguments are those of FLA's function of this name. The final state is returned by default, except
+    with cp_context, which has none."""
+    return _run(
+        RWKV7,
+        DPLRInputs(r, k, v, a, b, w),
+        float(scale),
+        True,
+        initial_state=initial_state,
+        output_final_state=output_final_state and cp_context is None,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        chunk_size=chunk_size,
+        disable_recompute=disable_recompute,
+        cp_context=cp_context,
+        cp_method=cp_method,
+        impl=impl,
+    )
+
+
+def _run(
+    recurrence: Recurrence,
+    given: DPLRInputs,
+    scale: float,
+    safe_gate: bool,
+    *,
+    chunk_size: int,
+    disable_recompute: bool,
+    **options: object,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    check_chunk_size(chunk_size)
+    _check(recurrence, given, BOUND if safe_gate else -torch.inf)
+    return run(
+        recurrence,
+        given,
+        options=DeltaRuleOptions(scale, safe_gate=safe_gate, disable_recompute=disable_recompute),
+        state_v_first=False,
+        **options,
+    )
+
+
+def _check(recurrence: Recurrence, given: DPLRInputs, least: float) -> None:
+    """Raise ValueError for shapes that do not fit, and for log decays on the CPU that do not lie in [least, 0]."""
+    q, k, v, *_, gk = given
+    check_queries(q, k, v)
+    if v.shape[2] != q.shape[2]:
+        raise ValueError(f"v {tuple(v.shape)} must be [B, T, H, V] with the H = {q.shape[2]} of the queries")
+    for name in ("a", "b", "gk"):
+        if getattr(given, name).shape != q.shape:
+            shape = tuple(getattr(given, name).shape)
+            raise ValueError(f"{recurrence.named(name)} {shape} must be [B, T, H, K] = {list(q.shape)}")
+    if gk.device.type == "cpu" and not torch.compiler.is_compiling() and ((gk > 0) | (gk < least)).any():
+        low, high = gk.amin().item(), gk.amax().item()
+        name = recurrence.named("gk")
+        raise ValueError(f"{name} is in [{low:.4g}, {high:.4g}]; give natural logs of decays, in [{least}, 0]")

@@ -1,0 +1,54 @@
+"""The chunked recurrence whose transition is diagonal plus low rank (RWKV-7), S ← e^g ⊙ S + b (aᵀS) + k vᵀ.
+
+With G the cumulative log decay inside a chunk, a token reads y = aᵀS of the state before it. All reads of a chunk solve
+
+    Y = (A⊙e^{G'}) S + A_ak V + A_ab Y        G': sums up to the token before;  A_ab, A_ak strictly lower triangular
+
+by forward substitution: powers of A_ab, which a Neumann series would add, may be large. A chunk then has two rows for
+each token, what it writes (k, v) and where it writes what it read (b, y).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from titan_linear.ops.runtime.options import DeltaRuleOptions, DPLRInputs
+from titan_linear.ops.torch.chunked import Chunks, Prepared, TorchRule, sums_after
+from titan_linear.ops.torch.delta_rule import pair_products
+
+
+class TorchDPLR(TorchRule):
+    @staticmethod
+    def prepare(inputs: DPLRInputs, options: DeltaRuleOptions, chunks: Chunks) -> Prepared:
+        q, k, v, a, b, g = (chunks.split(x) for x in widened(inputs))
+        q = q * options.scale
+        gamma = g.cumsum(-2).exp()  # [NC, H, C, K]
+        before = F.pad(g[:, :, :-1], (0, 0, 1, 0)).cumsum(-2).exp()
+        # A read is of the state after the token before: its products are that token's, one row further down.
+        rows = torch.cat([q, F.pad(a[:, :, 1:], (0, 0, 0, 1))], 1)
+        (qk, ak), (qb, ab) = (pair_products(rows, x, g, options.safe_gate).tril().chunk(2, dim=1) for x in (k, b))
+        ak, ab = (F.pad(x[:, :, :-1], (0, 0, 1, 0)) for x in (ak, ab))  # [NC, H, C, C]
+        w, u = torch.linalg.solve_triangular(
+            -ab, torch.cat([-a * before, ak @ v], -1), upper=False, unitriangular=True
+        ).split([k.shape[-1], v.shape[-1]], -1)
+        return Prepared(
+            w=torch.cat([torch.zeros_like(w), w], -2),
+            u=torch.cat([v, u], -2),
+            kg=torch.cat([k, b], -2) * sums_after(g).exp().repeat(1, 1, 2, 1),
+            qg=q * gamma,
+            aqk=torch.cat([qk, qb], -1),
+            decay=gamma[:, :, -1],
+        )
+
+
+def step(inputs: DPLRInputs, options: DeltaRuleOptions, S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token of each of N sequences: S [N, H, K, V] -> (o [N, H, V], the next states)."""
+    q, k, v, a, b, g = (x.unsqueeze(-2) for x in widened(inputs))  # [N, H, 1, .]
+    S = S * g.exp().mT + b.mT @ (a @ S) + k.mT @ v
+    return ((q * options.scale) @ S).squeeze(-2), S
+
+
+def widened(inputs: DPLRInputs) -> list[torch.Tensor]:
+    """The inputs in the dtype of the computation."""
+    return [x.to(torch.promote_types(inputs.q.dtype, torch.float32)) for x in inputs]
