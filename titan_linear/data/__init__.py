@@ -38,33 +38,3 @@ from titan_linear.data.streams.loader import Batch, StreamLoader, num_labels, va
 from titan_linear.data.streams.mixture import MixedStreams, Phase, Streams
 from titan_linear.data.streams.packing import IGNORE, Length, PackedStreams, Stream
 from titan_linear.data.streams.split import Side, split_corpus
-
-__all__ = [
-    "IGNORE",
-    "Batch",
-    "ByteTokenizer",
-    "Corpus",
-    "Document",
-    "FileGroups",
-    "HuggingFaceTokenizer",
-    "Length",
-    "MixedStreams",
-    "PackedStreams",
-    "Phase",
-    "Side",
-    "Stream",
-    "StreamLoader",
-    "Streams",
-    "Tokenizer",
-    "build_tokenizer",
-    "cached_corpus",
-    "load_corpus",
-    "num_labels",
-    "open_corpus",
-    "split_corpus",
-    "tokenise_corpus",
-    "validation_batches",
-    "verify_changed",
-    "verify_corpus",
-    "write_corpus",
-]

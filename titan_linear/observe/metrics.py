@@ -31,53 +31,56 @@ FEW = 0.01  # share of tokens without a label (such as documents' last ones) tha
 TAGS = {  # name in metrics.jsonl → TensorBoard's; other names stay as they are
     "loss": "loss/train",
     "validation_loss": "loss/validation",
-    "lr": "optim/lr",
-    "grad_norm": "optim/grad_norm",
-    "skipped_steps": "optim/skipped_steps",
-    "tokens": "perf/tokens",
-    "seq_len": "perf/seq_len",
-    "tokens_per_second": "perf/tokens_per_second",
-    "step_seconds": "perf/step_seconds",
-    "data_seconds": "perf/data_seconds",
-    "data_wait": "perf/data_wait",
-    "valid_tokens_per_second": "perf/valid_tokens_per_second",
-    "tflops": "perf/tflops",
-    "mfu": "perf/mfu",
-    "work_balance": "perf/work_balance",
-    "compiled_graphs": "perf/compiled_graphs",
-    "graph_breaks": "perf/graph_breaks",
-    "sm_clock_mhz": "perf/sm_clock_mhz",
-    "power_watts": "perf/power_watts",
     "memory_gib": "memory/allocated_gib",
     "memory_reserved_gib": "memory/reserved_gib",
     "memory_fragmentation": "memory/fragmentation",
 }
+TAGS |= {name: f"optim/{name}" for name in ("lr", "grad_norm", "skipped_steps")}
+TAGS |= {
+    name: f"perf/{name}"
+    for name in (
+        "tokens",
+        "seq_len",
+        "tokens_per_second",
+        "step_seconds",
+        "data_seconds",
+        "data_wait",
+        "valid_tokens_per_second",
+        "tflops",
+        "mfu",
+        "work_balance",
+        "compiled_graphs",
+        "graph_breaks",
+        "sm_clock_mhz",
+        "power_watts",
+    )
+}
 # Custom scalars: category → chart → tags, which are regular expressions.
 CHARTS = {
     "loss": {
-        "train and validation": [TAGS["loss"], TAGS["validation_loss"]],
+        "train and validation": ["loss/train", "loss/validation"],
         "by position in the document": ["loss_by_position/.*"],
         "by source": ["loss_by_source/.*"],
         "tokens by source": ["tokens_by_source/.*"],
     },
     "optimizer": {
-        "learning rate": [TAGS["lr"]],
-        "gradient norm": [TAGS["grad_norm"]],
+        "learning rate": ["optim/lr"],
+        "gradient norm": ["optim/grad_norm"],
         "gradient norm by layer": ["per_layer_grad_norm/.*"],
         "update norm by layer": ["per_layer_update_norm/.*"],
-        "steps that were skipped": [TAGS["skipped_steps"]],
+        "steps that were skipped": ["optim/skipped_steps"],
     },
     "speed": {
-        "tokens a second": [TAGS["tokens_per_second"], TAGS["valid_tokens_per_second"]],
-        "TFLOP/s": [TAGS["tflops"]],
-        "MFU": [TAGS["mfu"]],
-        "seconds of a step, and for data": [TAGS["step_seconds"], TAGS["data_seconds"]],
-        "share of time without data": [TAGS["data_wait"]],
-        "work of the rank that computes most, over the mean": [TAGS["work_balance"]],
+        "tokens a second": ["perf/tokens_per_second", "perf/valid_tokens_per_second"],
+        "TFLOP/s": ["perf/tflops"],
+        "MFU": ["perf/mfu"],
+        "seconds of a step, and for data": ["perf/step_seconds", "perf/data_seconds"],
+        "share of time without data": ["perf/data_wait"],
+        "work of the rank that computes most, over the mean": ["perf/work_balance"],
     },
     "memory": {
-        "allocated and reserved, GiB": [TAGS["memory_gib"], TAGS["memory_reserved_gib"]],
-        "fragmentation": [TAGS["memory_fragmentation"]],
+        "allocated and reserved, GiB": ["memory/allocated_gib", "memory/reserved_gib"],
+        "fragmentation": ["memory/fragmentation"],
     },
 }
 
