@@ -89,7 +89,8 @@ def test_the_longest_stream_is_at_least_the_run_s(beyond: bool, monkeypatch: pyt
     config, model = load_config([*RUN, "--training.global_batch_size=1"], cuda=True), preset("kda", "debug")
     monkeypatch.setattr(plan, "LONGEST", 2048 if beyond else 8192)
     monkeypatch.setattr(plan, "memory", lambda *_: {"activations": 2.0})
-    said = plan.longest([plan.Split(config, 0.5, step(config, model, 1, machine()))], model, 1, None, 1.0)
+    split = plan.Split(config, 0.5, step(config, model, 1, machine()))
+    said = plan.longest([split], plan.Setting(model, 1, machine(), None, 1.0))
     assert said == "longest stream that fits: 4,096 tokens, with one GPU, checkpointing none"
 
 
@@ -136,7 +137,7 @@ def test_the_shipped_configurations_as_they_are(config: Path, capsys: pytest.Cap
     model = plan.planned_model(run)
     plan.check(run, model, gpus)
     assert "compute bfloat16" in plan.describe(run, model)
-    assert "\nfits in NVIDIA H200" in plan.memory_table(run, model, gpus, machine(), None)
+    assert "\nfits in NVIDIA H200" in plan.memory_table(run, plan.Setting(model, gpus, machine(), None, 0.0))
     assert "'none/tokenizer.json' is not here: a vocabulary of" in capsys.readouterr().out
 
 
@@ -176,7 +177,8 @@ def test_both_layouts_are_tried_where_there_is_softmax_attention() -> None:
 
     def layouts(name: str) -> set[tuple[int, str]]:
         keys = [*RUN, "--model.name", name, "--training.global_batch_size", "2"]
-        splits = plan.candidates(load_config(keys, cuda=True), preset(name, "debug"), 2, 8, 1)
+        setting = plan.Setting(preset(name, "debug"), 2, machine(), None, 0.0)
+        splits = plan.candidates(load_config(keys, cuda=True), setting, 1)
         found = [split.parallelism for split in splits]
         return {(p.context_parallel_degree, p.context_parallel_layout) for p in found}
 
@@ -211,7 +213,7 @@ def test_the_number_of_layers_recomputed_follows_from_the_room() -> None:
     config = load_config([*RUN, "--training.seq_len=32768", "--model.name=kda", "--model.flavor=340M"], cuda=True)
 
     def chosen(room: float) -> plan.Split | None:
-        return plan.with_checkpointing(config, model, 1, machine(), None, room)
+        return plan.with_checkpointing(config, plan.Setting(model, 1, machine(), None, room))
 
     (none, *nth, full), _ = checkpointings(model)
     assert [ac.selective_ac_option for ac in nth] == ["13", "9", "7", "5", "4", "3", "2"]

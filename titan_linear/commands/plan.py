@@ -70,6 +70,23 @@ SCALES, LENGTHS = [1 << i for i in range(11)], {"1M": 1 << 20, "4M": 4 << 20, "1
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
+class Setting(NamedTuple):
+    """What a configuration is planned for."""
+
+    model: ModelConfig
+    gpus: int
+    machine: Machine
+    mean: int | None  # tokens of a document; None: one document per stream
+    room: float  # bytes of a GPU
+
+    def needs(self, config: Config) -> float:
+        """Bytes of the GPU that holds most."""
+        return sum(memory(config, self.model, self.gpus, self.mean).values())
+
+    def step(self, config: Config) -> Step:
+        return step(config, self.model, self.gpus, self.machine, self.mean)
+
+
 class Split(NamedTuple):
     """A configuration, what it takes and how fast it is."""
 
@@ -122,21 +139,22 @@ def plan(args: argparse.Namespace, keys: list[str]) -> None:
     config = load_config(keys, cuda=True)
     model = planned_model(config)
     room = (1 - SPARE) * machine.rates.memory_gib * GIB
+    setting = Setting(model, args.gpus, machine, mean, room)
     if args.scaling:
-        print(scaling_table(config, model, machine, mean, room, args.scaling))
+        print(scaling_table(config, setting, args.scaling))
         return
     check(config, model, args.gpus)
     check_corpus(config)
     if config.training.seq_len_schedule:
         print(of_whole_length(config))
-    print(describe(config, model), memory_table(config, model, args.gpus, machine, mean), sep="\n\n", end="\n\n")
-    needed = sum(memory(config, model, args.gpus, mean).values())
+    print(describe(config, model), memory_table(config, setting), sep="\n\n", end="\n\n")
+    needed = setting.needs(config)
     if needed <= room:
-        print(time_table(step(config, model, args.gpus, machine, mean), machine, budget), end="\n\n")
-    splits = sorted(fitting(config, model, args.gpus, machine, mean, room), key=Split.rank)
+        print(time_table(setting.step(config), machine, budget), end="\n\n")
+    splits = sorted(fitting(config, setting), key=Split.rank)
     if not splits:
-        refuse(config, model, args.gpus, machine, mean, room)
-    print(splits_table(splits[:BEST], args.gpus, budget), longest(splits, model, args.gpus, mean, room), sep="\n\n")
+        refuse(config, setting)
+    print(splits_table(splits[:BEST], args.gpus, budget), longest(splits, setting), sep="\n\n")
     if needed > room:
         raise ValueError(
             f"this configuration takes {needed / GIB:.1f} GiB, and a GPU has {room / GIB:.1f} for it; use one of the "
@@ -217,15 +235,13 @@ def _tokens(text: str) -> float | None:
 # --- Splits ----------------------------------------------------------------------------------------------------------
 
 
-def fitting(
-    config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: int | None, room: float
-) -> Iterator[Split]:
+def fitting(config: Config, setting: Setting) -> Iterator[Split]:
     """The splits that fit, each with the cheapest activation checkpointing. Tensor parallelism keeps the run's own
     degree, and takes a higher one only if nothing fits, because every layer waits for it."""
     own, found = config.parallelism.tensor_parallel_degree, False
-    for tp in (n for n in _divisors(gpus, machine.node_size) if n >= own):
-        for degrees in candidates(config, model, gpus, machine.node_size, tp):
-            split = with_checkpointing(degrees, model, gpus, machine, mean, room)
+    for tp in (n for n in _divisors(setting.gpus, setting.machine.node_size) if n >= own):
+        for degrees in candidates(config, setting, tp):
+            split = with_checkpointing(degrees, setting)
             if split is not None:
                 found = True
                 yield split
@@ -233,27 +249,26 @@ def fitting(
             return
 
 
-def with_checkpointing(
-    degrees: Config, model: ModelConfig, gpus: int, machine: Machine, mean: int | None, room: float
-) -> Split | None:
+def with_checkpointing(degrees: Config, setting: Setting) -> Split | None:
     """The split with the cheapest activation checkpointing with which it fits; None: it does not."""
     found = []
-    for group in checkpointings(model):
+    for group in checkpointings(setting.model):
         for ac in group:
             config = degrees.model_copy(update={"activation_checkpoint": ac})
-            needed = sum(memory(config, model, gpus, mean).values())
-            if needed <= room:
-                found.append(Split(config, needed, step(config, model, gpus, machine, mean)))
+            needed = setting.needs(config)
+            if needed <= setting.room:
+                found.append(Split(config, needed, setting.step(config)))
                 break
         if found and found[0].config.activation_checkpoint.mode == "none":
             break
     return min(found, key=Split.rank, default=None)
 
 
-def candidates(config: Config, model: ModelConfig, gpus: int, node: int, tp: int) -> Iterator[Config]:
+def candidates(config: Config, setting: Setting, tp: int) -> Iterator[Config]:
     """Every split of the same step that can run: ep within a node, parameters sharded over all ranks or a node's, and,
     if there is softmax attention, both layouts: zig-zag shares out its pairs evenly, and costs the other layers
     exchanges."""
+    model, gpus, node = setting.model, setting.gpus, setting.machine.node_size
     ep = _divisors(gpus, node) if model.moe else [1]
     local = _divisors(config.training.global_batch_size, LOCAL)
     for cp, experts, size in product(_divisors(gpus, gpus), ep, local):
@@ -288,39 +303,39 @@ def _divisors(n: int, most: int) -> list[int]:
     return [divisor for divisor in range(1, min(n, most) + 1) if n % divisor == 0]
 
 
-def refuse(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: int | None, room: float) -> None:
+def refuse(config: Config, setting: Setting) -> None:
     """Raise the ValueError that nothing fits, which says how much the split that takes least would take."""
+    model, gpus = setting.model, setting.gpus
     full = [
         changed(split, {"activation_checkpoint.mode": "full"})
-        for tp in _divisors(gpus, machine.node_size)
-        for split in candidates(config, model, gpus, machine.node_size, tp)
+        for tp in _divisors(gpus, setting.machine.node_size)
+        for split in candidates(config, setting, tp)
     ]
-    parts, split = min(((memory(c, model, gpus, mean), c) for c in full), key=lambda pair: sum(pair[0].values()))
+    split = min(full, key=setting.needs)
+    parts = memory(split, model, gpus, setting.mean)
     part = max(parts, key=parts.get)
     raise ValueError(
-        f"nothing fits: {model.num_layers} layers on {gpus} GPUs, each with {room / GIB:.1f} GiB for them, take "
-        f"{sum(parts.values()) / GIB:.1f} at least ({_degrees(split, gpus)}, full checkpointing), "
+        f"nothing fits: {model.num_layers} layers on {gpus} GPUs, each with {setting.room / GIB:.1f} GiB for them, "
+        f"take {sum(parts.values()) / GIB:.1f} at least ({_degrees(split, gpus)}, full checkpointing), "
         f"{parts[part] / GIB:.1f} of it {part}; take more GPUs, a shorter training.seq_len or a smaller model"
     )
 
 
-def longest(splits: list[Split], model: ModelConfig, gpus: int, mean: int | None, room: float) -> str:
+def longest(splits: list[Split], setting: Setting) -> str:
     """The longest stream, found by doubling it until no split fits; at least the length of `splits`, which fit."""
     length = splits[0].config.training.seq_len
     best = splits[0].config, length
     while length <= LONGEST:
-        fits = next(_of_length(splits, model, gpus, mean, room, length), None)
+        fits = next(_of_length(splits, setting, length), None)
         if fits is None:
             break
         best, length = (fits, length), 2 * length
     config, tokens = best
     way = _checkpointing(config)
-    return f"longest stream that fits: {tokens:,} tokens, with {_degrees(config, gpus)}, checkpointing {way}"
+    return f"longest stream that fits: {tokens:,} tokens, with {_degrees(config, setting.gpus)}, checkpointing {way}"
 
 
-def _of_length(
-    splits: list[Split], model: ModelConfig, gpus: int, mean: int | None, room: float, length: int
-) -> Iterator[Config]:
+def _of_length(splits: list[Split], setting: Setting, length: int) -> Iterator[Config]:
     """Configurations with which a stream of this length fits, the largest cp first."""
     for split in sorted(splits, key=lambda split: -split.config.parallelism.context_parallel_degree):
         config = changed(
@@ -331,18 +346,16 @@ def _of_length(
                 "training.local_batch_size": 1,
             },
         )
-        if sum(memory(config, model, gpus, mean).values()) <= room:
+        if setting.needs(config) <= setting.room:
             yield config
 
 
-def one_stream(
-    config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: int | None, room: float, length: int
-) -> Split | None:
+def one_stream(config: Config, setting: Setting, length: int) -> Split | None:
     """The fastest split of one stream of this length over all GPUs that fits; None: none does."""
-    p, found = config.parallelism, []
+    model, gpus, p, found = setting.model, setting.gpus, config.parallelism, []
     layouts = ("contiguous", "zigzag") if model.softmax and gpus > 1 else ("contiguous",)
     tp = p.tensor_parallel_degree
-    for layout, shards in product(layouts, shardings(gpus, machine.node_size, tp)):
+    for layout, shards in product(layouts, shardings(gpus, setting.machine.node_size, tp)):
         split = changed(
             config,
             {
@@ -361,7 +374,7 @@ def one_stream(
             check(split, model, gpus)
         except ValueError:
             continue
-        found.append(with_checkpointing(split, model, gpus, machine, mean, room))
+        found.append(with_checkpointing(split, setting))
     return min(filter(None, found), key=Split.rank, default=None)
 
 
@@ -379,7 +392,8 @@ def describe(config: Config, model: ModelConfig) -> str:
     )
 
 
-def memory_table(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: int | None) -> str:
+def memory_table(config: Config, setting: Setting) -> str:
+    model, gpus, machine, mean, _ = setting
     at, size = moments(config, model, gpus, mean), machine.rates.memory_gib
     sums = {name: sum(parts.values()) for name, parts in at.items()}
     fullest = max(sums, key=sums.get)
@@ -433,14 +447,12 @@ def splits_table(splits: list[Split], gpus: int, budget: float | None) -> str:
     return table([*head, *(["days"] if budget else [])], rows)
 
 
-def scaling_table(
-    config: Config, model: ModelConfig, machine: Machine, mean: int | None, room: float, tokens: int
-) -> str:
+def scaling_table(config: Config, setting: Setting, tokens: int) -> str:
     """Tokens per second and GPU, by number of GPUs and length of the one stream that they compute."""
     rows = []
     for gpus in SCALES:
         lengths = (tokens * gpus, *LENGTHS.values())
-        splits = [one_stream(config, model, gpus, machine, mean, room, length) for length in lengths]
+        splits = [one_stream(config, setting._replace(gpus=gpus), length) for length in lengths]
         rows.append((gpus, *map(_speed, splits)))
     return table(("GPUs", f"{tokens:,} tokens a GPU", *LENGTHS), rows)
 
