@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.refusals import exit_of, own_handlers
 from tests.test_train import arguments, train_on_rank
@@ -26,7 +27,9 @@ from titan_linear.config import check_config, hf_weights, load_config
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.mixers import MIXERS
+from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset, resized
+from titan_linear.ops.reference.linear_attention import recurrent_simple_gla
 from titan_linear.planner.memory import parameters
 from titan_linear.proof import doctor
 from titan_linear.run.build import finished, model_without_tokenizer
@@ -200,7 +203,7 @@ def _train(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[lis
 def test_a_mixer_of_ones_own_trains_alike_on_every_split(
     corpus: Path, worlds: Worlds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mixer_of_the_page(monkeypatch)
+    names = mixer_of_the_page(monkeypatch)
     argv = [*arguments(corpus, {"training.dtype": "float64", "training.steps": 3}), *MINE]
     preflight(load_config(argv), world_size=1)
     cp = ["--parallelism.context_parallel_degree=2", "--parallelism.context_parallel_layout=zigzag"]
@@ -208,6 +211,7 @@ def test_a_mixer_of_ones_own_trains_alike_on_every_split(
     found = [worlds(2).run(_train, [*argv, *split], str(corpus.parent))[0] for split in splits]
     for losses, norms in found[1:]:
         assert losses == pytest.approx(found[0][0], rel=1e-9) and norms == pytest.approx(found[0][1], rel=1e-9)
+    monkeypatch.setattr(names["GLA"], "over_heads", True)
     with pytest.raises(ValueError, match=r"gla layers cannot split the 4 heads .* = 8 ranks; use a degree"):
         preflight(load_config([*argv, "--parallelism.context_parallel_degree=8"]), world_size=8)
 
@@ -224,21 +228,19 @@ def test_a_mixer_of_ones_own_is_proved_and_planned(
 
 
 def test_a_mixer_of_ones_own_is_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packed, with an initial state; and token by token with a cache as at once."""
-    names = mixer_of_the_page(monkeypatch)
-    rng, cu_seqlens = torch.Generator().manual_seed(0), [0, 3, 100, 110, 250, 333]
-    q, k, v = (torch.randn(1, 333, 2, n, generator=rng).double() for n in (5, 5, 7))
-    g, state = -torch.rand(1, 333, 2, generator=rng).double(), torch.randn(1, 2, 5, 7, generator=rng).double()
-    o, last = names["recurrence"](q, k, v, g, torch.tensor(cu_seqlens), state)
-    S = state
-    for t in range(333):
-        S = torch.zeros_like(S) if t in cu_seqlens[1:] else S
-        S = g[:, t].exp()[..., None, None] * S + k[:, t, :, :, None] * v[:, t, :, None]
-        assert torch.allclose(o[:, t], torch.einsum("bhk,bhkv->bhv", q[:, t], S), atol=1e-12)
-    assert torch.allclose(last, S, atol=1e-12)
+    """Packed; and token by token with a cache as at once."""
+    mixer_of_the_page(monkeypatch)
     model = resized(preset("hybrid", "debug"), load_config(MINE).model.model_dump())
     decoder = Decoder(replace(model, pattern=model.pattern[:1]))
     initialise(decoder, seed=0)
+    mixer, cu_seqlens = decoder.double().layers[0].mixer, torch.tensor([0, 3, 100, 110, 250, 333])
+    x = torch.randn(1, 333, model.dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    q, k, v, z = (getattr(mixer, f"{name}_proj")(x).unflatten(-1, (4, 16)) for name in "qkvz")
+    g = mixer.g_proj(x).sigmoid().log() / 16
+    o, _ = recurrent_simple_gla(q, k, v, g, cu_seqlens=cu_seqlens)
+    want = mixer.o_proj((mixer.o_norm.weight * F.rms_norm(o, (16,), eps=model.norm_eps) * F.silu(z)).flatten(2))
+    assert torch.allclose(mixer(x, BatchPlan(torch.arange(333), cu_seqlens=cu_seqlens)), want, atol=1e-12)
+    decoder.float()
     prompt = list(range(70))
     whole = prefill(decoder, [prompt], chunk=128, device=torch.device("cpu"))
     parts = prefill(decoder, [prompt[:-1]], chunk=32, device=torch.device("cpu"))

@@ -67,7 +67,7 @@ def make_chunks(boundaries: Boundaries) -> Chunks:
     shift = torch.repeat_interleave(first * CHUNK - bounds[:-1], lengths)  # [T]
     rows = torch.arange(int(bounds[-1])) + shift if (lengths % CHUNK).any() else None
     order = counts.argsort(descending=True, stable=True)
-    longest = [first[order][counts[order] > s] + s for s in range(int(counts.max()))]
+    rank = order.argsort()
     entry, filled = torch.arange(len(counts)).repeat_interleave(counts), counts.nonzero().flatten()
     before = torch.arange(len(entry)) - first[entry]
     return Chunks(
@@ -80,8 +80,8 @@ def make_chunks(boundaries: Boundaries) -> Chunks:
         torch.stack([filled, first[filled], (first + counts - 1)[filled]]).to(device),
         None if rows is None else rows.to(device),
         order.to(device),
-        order.argsort().to(device),
-        tuple(ids.to(device) for ids in longest),
+        rank.to(device),
+        (before * len(counts) + rank[entry]).argsort().to(device).split(before.bincount().tolist()),
     )
 
 
