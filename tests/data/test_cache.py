@@ -365,7 +365,7 @@ def test_tokens_of_another_type(make_corpus: Callable, dtype: str | None):
     file = make_corpus(random_documents([3])).folder / "corpus.json"
     info = json.loads(file.read_text()) | {"dtype": dtype}
     file.write_text(json.dumps(info | {"checksum": corpus_module.info_checksum(info)}))
-    with pytest.raises(ValueError, match=r"corpus\.json does not say that its tokens are <u2 or <u4"):
+    with pytest.raises(ValueError, match=rf"corpus\.json: dtype = {dtype!r} must be '<u2' or '<u4'"):
         load_corpus(file.parent)
 
 

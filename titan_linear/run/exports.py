@@ -173,10 +173,8 @@ class Exports(Hook):
         step = self.exporting
         self.exporting = self.process = None
         self.in_use.discard(step)
-        if problem:
-            print(f"warning: exporting step-{step} failed: {problem}", flush=True)
-        else:
-            print(f"exported '{self._path(step)}'", flush=True)
+        failed = f"warning: exporting step-{step} failed: {problem}"
+        print(failed if problem else f"exported '{self._path(step)}'", flush=True)
 
 
 def command(checkpoint: Path, folder: Path, dtype: str) -> list[str]:

@@ -279,10 +279,10 @@ def _read_info(folder: Path) -> dict[str, Any]:
             f"training.dataset is {', '.join(TEXT_SOURCES[1:-1])} or {TEXT_SOURCES[-1]}"
         )
     info = read_json(path, dict[str, Any], remedy)
-    if info.get("format") not in (FORMAT, ANSWERS_FORMAT):
-        raise ValueError(f"{path} does not say that it is a {FORMAT!r} or {ANSWERS_FORMAT!r}; {remedy}")
-    if info.get("dtype") not in DTYPES:  # numpy would take numbers for addresses of Python's objects, too
-        raise ValueError(f"{path} does not say that its tokens are {' or '.join(DTYPES)}; {remedy}")
+    # Of other types, numpy would take what is in the file for addresses of Python's objects.
+    for key, known in (("format", (FORMAT, ANSWERS_FORMAT)), ("dtype", DTYPES)):
+        if info.get(key) not in known:
+            raise ValueError(f"{path}: {key} = {info.get(key)!r} must be {' or '.join(map(repr, known))}; {remedy}")
     if info.get("checksum") != info_checksum(info):
         raise ValueError(f"{path} was altered: it does not have its checksum; {remedy}")
     return info
