@@ -46,13 +46,13 @@ def kda_case(dtype: str, K: int, V: int, gate: str = "none", safe: bool = True, 
     entries, NT = meta(2, kind="int32"), max_chunks(T, N, 64)
     chunks = [meta(N + 1, kind="int32"), meta(NT, 2, kind="int32"), meta(N + 1, kind="int32")]
     numbers = (0.5, -5.0, kda.GATES[gate], safe, not plain, None if plain else 2.0)
-    tiles = list(launch(kda.kda_prepare, q, k, g, beta, A_log, dt_bias, chunks, *numbers))
-    launch(kda.kda_recompute, q, k, g, beta, A_log, dt_bias, chunks, *numbers)
+    inputs = [q, k, v, g, beta, A_log, dt_bias]
+    tiles = list(launch(kda.kda_prepare, inputs, chunks, *numbers))
+    launch(kda.kda_recompute, inputs, chunks, *numbers)
     if not whole:
         return
     states = [state, rows]
     launch(kda.kda_scan, v, tiles, chunks, states, 0 if plain else N)
     launch(kda.kda_boundary, v, tiles, chunks, entries, None if plain else entries)
     launch(kda.kda_boundary_bwd, do, tiles, chunks, entries, None if plain else entries)
-    inputs = [q, k, v, g, beta, A_log, dt_bias]
     launch(kda.kda_backward, do, inputs, tiles, chunks, states, states, not plain, *numbers)

@@ -192,10 +192,11 @@ def gdn_case(dtype: str, K: int, V: int, R: int = 1, plain: bool = False, HV: in
     entries, NT = meta(2, kind="int32"), max_chunks(T, N, 64)
     chunks = [meta(N + 1, kind="int32"), meta(NT, 2, kind="int32"), meta(N + 1, kind="int32")]
     states, numbers = [state, rows], (0.5, not plain, None if plain else 2.0)
-    tiles = list(launch(gdn.gdn_prepare, q, k, g, beta, *gate, chunks, *numbers))
-    launch(gdn.gdn_recompute, q, k, g, beta, *gate, chunks, *numbers)
+    inputs = [q, k, v, g, beta, *gate]
+    tiles = list(launch(gdn.gdn_prepare, inputs, chunks, *numbers))
+    launch(gdn.gdn_recompute, inputs, chunks, *numbers)
     launch(gdn.gdn_scan, q, k, v, tiles, chunks, states, 0 if plain else N, 0.5)
-    launch(gdn.gdn_backward, do, [q, k, v, g, beta, *gate], tiles, chunks, states, states, not plain, *numbers)
+    launch(gdn.gdn_backward, do, inputs, tiles, chunks, states, states, not plain, *numbers)
     launch(gdn.gdn_boundary, k, v, tiles, chunks, entries, None if plain else entries)
     launch(gdn.gdn_boundary_bwd, do, q, k, tiles, chunks, entries, None if plain else entries, 0.5)
 

@@ -132,15 +132,16 @@ def test_operators_of_gdn_are_well_formed(indexed: bool) -> None:
     cu, index = (torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in ([0, 70], [0]))
     chunks, numbers = list(chunks_of(cu, 70)), (0.2, True, 1.0)
     ops, states = torch.ops.titan_linear, [torch.ones(1, 2, 32, 32, device=DEVICE), index if indexed else None]
-    tiles = ops.gdn_prepare(q, k, *gates, chunks, *numbers)
+    inputs = [q, k, v, *gates]
+    tiles = ops.gdn_prepare(inputs, chunks, *numbers)
     calls = {
         ops.chunk_table: (cu, 64, 3),
-        ops.gdn_prepare: (q, k, *gates, chunks, *numbers),
-        ops.gdn_recompute: (q, k, *gates, chunks, *numbers),
+        ops.gdn_prepare: (inputs, chunks, *numbers),
+        ops.gdn_recompute: (inputs, chunks, *numbers),
         ops.gdn_scan: (q, k, v, tiles, chunks, states, int(indexed), 0.2),
         ops.gdn_boundary: (k, v, tiles, chunks, index, None),
         ops.gdn_boundary_bwd: (do, q, k, tiles, chunks, index, None, 0.2),
-        ops.gdn_backward: (do, [q, k, v, *gates], tiles, chunks, states, states, indexed, *numbers),
+        ops.gdn_backward: (do, inputs, tiles, chunks, states, states, indexed, *numbers),
     }
     assert all(t.numel() for t in tiles)
     for op, arguments in calls.items():

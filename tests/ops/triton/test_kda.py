@@ -111,13 +111,12 @@ def test_operators_are_well_formed(indexed):
     q, k, v, g, beta, A_log, dt_bias, do = (x[n] for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "do"))
     chunks = list(chunks_of(torch.tensor([0, 70], dtype=torch.int32, device=DEVICE), 70))
     index = torch.tensor([0], dtype=torch.int32, device=DEVICE)
-    ops, keys, numbers = torch.ops.titan_linear, (q, k, g, beta, A_log, dt_bias), (0.2, 0.0, 1, True, False, 1.0)
+    ops, inputs, numbers = torch.ops.titan_linear, [q, k, v, g, beta, A_log, dt_bias], (0.2, 0.0, 1, True, False, 1.0)
     initial, d_final = ([x[name], index if indexed else None] for name in ("h0", "dht"))
-    tiles = ops.kda_prepare(*keys, chunks, *numbers)
-    inputs = [q, k, v, g, beta, A_log, dt_bias]
+    tiles = ops.kda_prepare(inputs, chunks, *numbers)
     calls = {
-        ops.kda_prepare: (*keys, chunks, *numbers),
-        ops.kda_recompute: (*keys, chunks, *numbers),
+        ops.kda_prepare: (inputs, chunks, *numbers),
+        ops.kda_recompute: (inputs, chunks, *numbers),
         ops.kda_scan: (v, tiles, chunks, initial, int(indexed)),
         ops.kda_boundary: (v, tiles, chunks, index, None),
         ops.kda_boundary_bwd: (do, tiles, chunks, index, None),

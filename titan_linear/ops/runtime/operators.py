@@ -42,7 +42,7 @@ SPECS: dict[str, Spec] = {}  # by the operator's name
 def operator(fn: Callable[..., Any] | None = None, *, mutates: Sequence[str] = (), **spec: Any) -> Callable[..., Any]:
     """Register `fn` as torch.ops.titan_linear.<its name> and return a function that calls it, whose `.overload` is the
     operator. The schema comes from fn's annotations; `fn` mutates only the arguments named in `mutates`, and its first
-    argument is a tensor, given by position. spec: fields of `Spec`.
+    argument is a tensor, or a list that begins with one, given by position. spec: fields of `Spec`.
 
     The operator runs on any device and has no gradient of its own: `register_fake` says what it returns,
     `register_autograd` gives it a gradient, and `autograd.Function`s may call it.
@@ -60,7 +60,8 @@ def operator(fn: Callable[..., Any] | None = None, *, mutates: Sequence[str] = (
 
     @wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (overload if _watched(args[0]) else implementation)(*args, **kwargs)
+        first = args[0][0] if type(args[0]) is list else args[0]
+        return (overload if _watched(first) else implementation)(*args, **kwargs)
 
     call.overload = overload
     return call

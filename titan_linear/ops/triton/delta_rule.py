@@ -129,9 +129,8 @@ class TritonKDA(TritonRule):
             "l2norm": options.l2norm,
             "beta_range": options.beta_range,
         }
-        q, k, _, g, beta, A_log, dt_bias = inputs
         prepare = kda.kda_recompute if kept else kda.kda_prepare
-        made = prepare(q, k, g, beta, A_log, dt_bias, self.chunks, **self.numbers)
+        made = prepare(list(inputs), self.chunks, **self.numbers)
         self.tiles = kda.Tiles(*made, *kept)
 
     def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]:
@@ -152,9 +151,8 @@ class TritonGDN(TritonRule):
     def __init__(self, inputs: Inputs, options: DeltaRuleOptions, chunks: Chunks, kept: Sequence[Tensor]):
         self.inputs, self.chunks, self.scale = inputs, list(chunks), options.scale
         self.numbers = {"scale": options.scale, "l2norm": options.l2norm, "beta_range": options.beta_range}
-        q, k, _, g, beta, A_log, dt_bias = inputs
         prepare = gdn.gdn_recompute if kept else gdn.gdn_prepare
-        made = prepare(q, k, g, beta, A_log, dt_bias, self.chunks, **self.numbers)
+        made = prepare(list(inputs), self.chunks, **self.numbers)
         self.tiles = gdn.Tiles(*kept, *made)
 
     def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]:

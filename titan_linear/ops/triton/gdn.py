@@ -59,35 +59,30 @@ def _sliced(kernel: str, k: Tensor, V: int) -> Config:
     return config(kernel, k, max(K, S), BV=min(K, S))
 
 
-def _empty_tiles(k: Tensor, g: Tensor, chunk_index: Tensor, l2norm: bool, system: bool = True) -> Tiles:
+def _empty_tiles(inputs: list[Tensor | None], chunks: list[Tensor], l2norm: bool, system: bool = True) -> Tiles:
     """system: with C."""
-    NT, HV = chunk_index.shape[0], g.shape[1]
+    k, HV, NT = Inputs(*inputs).k, Inputs(*inputs).g.shape[1], Chunks(*chunks).chunk_index.shape[0]
     C, A = (k.new_empty(NT, HV, BT, BT) if wanted else None for wanted in (system, True))
     gates = k.new_empty(NT, HV, 2, BT, dtype=torch.float32)
     return Tiles(C, A, gates, k.new_empty((NT, k.shape[1], 2, BT) if l2norm else 0, dtype=torch.float32))
 
 
 def _launch_prepare(
-    q: Tensor,
-    k: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
+    x: Inputs,
     tiles: Tiles,
     chunks: Chunks,
     scale: float,
     beta_range: float | None,
 ) -> None:
-    (_, H, K), HV, NT = q.shape, g.shape[1], chunks.chunk_index.shape[0]
-    q, k, g, beta = (dense_heads(x) for x in (q, k, g, beta))
+    (_, H, K), HV, NT = x.q.shape, x.g.shape[1], chunks.chunk_index.shape[0]
+    q, k, g, beta = map(dense_heads, (x.q, x.k, x.g, x.beta))
     kernels.prepare_kernel[(NT * HV,)](
         q,
         k,
         g,
         beta,
-        A_log,
-        dt_bias,
+        x.A_log,
+        x.dt_bias,
         *tiles,
         chunks.cu_seqlens,
         chunks.chunk_index,
@@ -109,22 +104,16 @@ def _launch_prepare(
 
 @operator(kind="delta rule", of_driver=True, prepares="forward")
 def gdn_prepare(
-    q: Tensor,
-    k: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
+    inputs: list[Tensor | None],
     chunks: list[Tensor],
     scale: float,
     l2norm: bool,
     beta_range: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> `Tiles`."""
-    where = Chunks(*chunks)
-    tiles = _empty_tiles(k, g, where.chunk_index, l2norm)
-    _launch_prepare(q, k, g, beta, A_log, dt_bias, tiles, where, scale, beta_range)
-    chosen = config("solve", k, k.shape[2])
+    x, tiles = Inputs(*inputs), _empty_tiles(inputs, chunks, l2norm)
+    _launch_prepare(x, tiles, Chunks(*chunks), scale, beta_range)
+    chosen = config("solve", x.k, x.k.shape[2])
     solve_kernel[(tiles.C.shape[0] * tiles.C.shape[1],)](
         tiles.gates[:, :, 1], tiles.C, STRIDE_B=2 * BT, SCALED=True, **chosen
     )
@@ -132,33 +121,27 @@ def gdn_prepare(
 
 
 @register_fake(gdn_prepare)
-def _(q, k, g, beta, A_log, dt_bias, chunks, scale, l2norm, beta_range):
-    return _empty_tiles(k, g, Chunks(*chunks).chunk_index, l2norm)
+def _(inputs, chunks, scale, l2norm, beta_range):
+    return _empty_tiles(inputs, chunks, l2norm)
 
 
 @operator(kind="delta rule", of_driver=True, prepares="backward")
 def gdn_recompute(
-    q: Tensor,
-    k: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
+    inputs: list[Tensor | None],
     chunks: list[Tensor],
     scale: float,
     l2norm: bool,
     beta_range: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> A, gates, norms."""
-    where = Chunks(*chunks)
-    tiles = _empty_tiles(k, g, where.chunk_index, l2norm, system=False)
-    _launch_prepare(q, k, g, beta, A_log, dt_bias, tiles, where, scale, beta_range)
+    tiles = _empty_tiles(inputs, chunks, l2norm, system=False)
+    _launch_prepare(Inputs(*inputs), tiles, Chunks(*chunks), scale, beta_range)
     return tiles[1:]
 
 
 @register_fake(gdn_recompute)
-def _(q, k, g, beta, A_log, dt_bias, chunks, scale, l2norm, beta_range):
-    return _empty_tiles(k, g, Chunks(*chunks).chunk_index, l2norm, system=False)[1:]
+def _(inputs, chunks, scale, l2norm, beta_range):
+    return _empty_tiles(inputs, chunks, l2norm, system=False)[1:]
 
 
 def _scan_outputs(k: Tensor, v: Tensor, final_rows: int) -> tuple[Tensor, Tensor]:

@@ -66,8 +66,9 @@ def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float32 else torch.bfloat16
 
 
-def _empty_tiles(q: Tensor, g: Tensor, chunk_index: Tensor, matrices: bool = True) -> Tiles:
-    (_, HV, K), NT, dtype = g.shape, chunk_index.shape[0], _compute_dtype(q.dtype)
+def _empty_tiles(inputs: list[Tensor | None], chunks: list[Tensor], matrices: bool = True) -> Tiles:
+    q, g, NT = Inputs(*inputs).q, Inputs(*inputs).g, Chunks(*chunks).chunk_index.shape[0]
+    (_, HV, K), dtype = g.shape, _compute_dtype(q.dtype)
     qg, kn, kg = (g.new_empty(NT, HV, K, CHUNK, dtype=dtype) for _ in range(3))
     decay, b = (g.new_empty(NT, HV, dim, dtype=torch.float32) for dim in (K, CHUNK))
     Aqk, Gn = (g.new_empty(NT, HV, CHUNK, CHUNK, dtype=dtype) if matrices else None for _ in range(2))
@@ -75,12 +76,7 @@ def _empty_tiles(q: Tensor, g: Tensor, chunk_index: Tensor, matrices: bool = Tru
 
 
 def _launch_prepare(
-    q: Tensor,
-    k: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
+    x: Inputs,
     tiles: Tiles,
     chunks: Chunks,
     scale: float,
@@ -90,16 +86,16 @@ def _launch_prepare(
     l2norm: bool,
     beta_range: float | None,
 ) -> None:
-    (_, H, K), HV, NT, matrices = q.shape, g.shape[1], chunks.chunk_index.shape[0], tiles.Aqk is not None
-    q, k, g, beta = (dense_heads(x) for x in (q, k, g, beta))
+    (_, H, K), HV, NT, matrices = x.q.shape, x.g.shape[1], chunks.chunk_index.shape[0], tiles.Aqk is not None
+    q, k, g, beta = map(dense_heads, (x.q, x.k, x.g, x.beta))
     chosen = config(f"kda {'prepare' if matrices else 'recompute'}{' safe' if safe_gate else ''}", q, K, BK=K)
     prepare_kernel[1 if matrices else K // chosen["BK"], HV, NT](
         q,
         k,
         g,
         beta,
-        A_log,
-        dt_bias,
+        x.A_log,
+        x.dt_bias,
         *tiles,
         chunks.cu_seqlens,
         chunks.chunk_index,
@@ -124,12 +120,7 @@ def _launch_prepare(
 
 @operator(kind="delta rule", of_driver=True, prepares="forward")
 def kda_prepare(
-    q: Tensor,
-    k: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
+    inputs: list[Tensor | None],
     chunks: list[Tensor],
     scale: float,
     lower_bound: float,
@@ -139,28 +130,21 @@ def kda_prepare(
     beta_range: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """-> `Tiles`."""
-    where = Chunks(*chunks)
-    tiles = _empty_tiles(q, g, where.chunk_index)
-    numbers = scale, lower_bound, gate, safe_gate, l2norm, beta_range
-    _launch_prepare(q, k, g, beta, A_log, dt_bias, tiles, where, *numbers)
-    chosen = config("solve", q, q.shape[2])
+    x, tiles = Inputs(*inputs), _empty_tiles(inputs, chunks)
+    _launch_prepare(x, tiles, Chunks(*chunks), scale, lower_bound, gate, safe_gate, l2norm, beta_range)
+    chosen = config("solve", x.q, x.q.shape[2])
     solve_kernel[tiles.b.shape[0] * tiles.b.shape[1],](tiles.b, tiles.Gn, STRIDE_B=CHUNK, SCALED=False, **chosen)
     return tiles
 
 
 @register_fake(kda_prepare)
-def _(q, k, g, beta, A_log, dt_bias, chunks, *_):
-    return _empty_tiles(q, g, Chunks(*chunks).chunk_index)
+def _(inputs, chunks, *_):
+    return _empty_tiles(inputs, chunks)
 
 
 @operator(kind="delta rule", of_driver=True, prepares="backward")
 def kda_recompute(
-    q: Tensor,
-    k: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
+    inputs: list[Tensor | None],
     chunks: list[Tensor],
     scale: float,
     lower_bound: float,
@@ -170,16 +154,14 @@ def kda_recompute(
     beta_range: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """-> qg, kn, kg, decay, b."""
-    where = Chunks(*chunks)
-    tiles = _empty_tiles(q, g, where.chunk_index, matrices=False)
-    numbers = scale, lower_bound, gate, safe_gate, l2norm, beta_range
-    _launch_prepare(q, k, g, beta, A_log, dt_bias, tiles, where, *numbers)
+    x, tiles = Inputs(*inputs), _empty_tiles(inputs, chunks, matrices=False)
+    _launch_prepare(x, tiles, Chunks(*chunks), scale, lower_bound, gate, safe_gate, l2norm, beta_range)
     return tiles[:5]
 
 
 @register_fake(kda_recompute)
-def _(q, k, g, beta, A_log, dt_bias, chunks, *_):
-    return _empty_tiles(q, g, Chunks(*chunks).chunk_index, matrices=False)[:5]
+def _(inputs, chunks, *_):
+    return _empty_tiles(inputs, chunks, matrices=False)[:5]
 
 
 def _launch_scan(
