@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from titan_linear.run.generate import Sampling, generate
 from titan_linear.step.batch import BatchSharding
 
 
+@dataclass(eq=False)
 class Evaluation:
     """Every rank calls every method, however the model is split.
 
@@ -24,22 +26,16 @@ class Evaluation:
         ask: called before each batch of a validation; it may raise.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        model: Decoder,
-        dims: ParallelDims,
-        device: torch.device,
-        *,
-        tokenizer: Tokenizer,
-        held_out: Streams | None,
-        sharding: BatchSharding,
-        precision: AbstractContextManager[object],
-        ask: Callable[[], None],
-    ):
-        self.config, self.model, self.dims, self.device = config, model, dims, device
-        self.tokenizer, self.held_out = tokenizer, held_out
-        self.sharding, self.precision, self.ask = sharding, precision, ask
+    config: Config
+    model: Decoder
+    dims: ParallelDims
+    device: torch.device
+    _: KW_ONLY
+    tokenizer: Tokenizer
+    held_out: Streams | None
+    sharding: BatchSharding
+    precision: AbstractContextManager[object]
+    ask: Callable[[], None]
 
     @torch.no_grad()
     def loss(self) -> float:

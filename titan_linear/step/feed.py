@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import chain
 from typing import NamedTuple
 
@@ -73,6 +73,7 @@ class _Ahead(NamedTuple):
     counting: dist.Work
 
 
+@dataclass(eq=False)
 class Feed:
     """Steps of micro-batches.
 
@@ -90,25 +91,16 @@ class Feed:
         device: the one that computes the micro-batches.
     """
 
-    def __init__(
-        self,
-        batches: Iterator[Batch],
-        cut: Callable[[Batch], tuple[torch.Tensor, torch.Tensor, BatchPlan]],
-        *,
-        micro_steps: int,
-        copies: int,
-        host: dist.ProcessGroup,
-        device: torch.device,
-    ):
-        self.batches = batches
-        self.cut = cut
-        self.micro_steps = micro_steps
-        self.copies = copies
-        self.host = host
-        self.device = device
-        self._ahead: _Ahead | None = None
-        self._stats = FeedStats()  # since the last `take`
-        self._pairs = 0.0
+    batches: Iterator[Batch]
+    cut: Callable[[Batch], tuple[torch.Tensor, torch.Tensor, BatchPlan]]
+    _: KW_ONLY
+    micro_steps: int
+    copies: int
+    host: dist.ProcessGroup
+    device: torch.device
+    _ahead: _Ahead | None = None
+    _stats: FeedStats = FeedStats()  # since the last `take`
+    _pairs: float = 0.0
 
     def prefetch(self) -> None:
         """Fetch the next step's batches, begin to count its tokens, and move its first micro-batch."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from itertools import chain
 from types import TracebackType
 from typing import NamedTuple
@@ -62,6 +63,7 @@ class Begun(NamedTuple):
     first: Forward  # of the first of them
 
 
+@dataclass(eq=False)
 class Passes:
     """The passes of one step after the other.
 
@@ -70,18 +72,13 @@ class Passes:
         replicas_once: FSDP2 sums gradients over HSDP's replicas only in the last micro-step, for all micro-steps.
     """
 
-    def __init__(
-        self,
-        model: Decoder,
-        feed: Feed,
-        precision: AbstractContextManager[object],
-        loss_chunk: int,
-        watching: Callable[[MicroBatch], AbstractContextManager[object]] = lambda batch: nullcontext(),
-        replicas_once: bool = False,
-    ):
-        self.model, self.feed, self.precision, self.loss_chunk = model, feed, precision, loss_chunk
-        self.watching, self.replicas_once = watching, replicas_once
-        self.begun: Begun | None = None
+    model: Decoder
+    feed: Feed
+    precision: AbstractContextManager[object]
+    loss_chunk: int
+    watching: Callable[[MicroBatch], AbstractContextManager[object]] = lambda batch: nullcontext()
+    replicas_once: bool = False
+    begun: Begun | None = None
 
     def forward(self, batch: MicroBatch, step: StepTokens) -> Forward:
         return Forward(self.model, batch, step, self.precision, self.loss_chunk)

@@ -44,18 +44,6 @@ CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.sa
 HEAD = "lm_head.weight"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 TOKENIZER = "tokenizer.json"
-TOKENIZER_FILES = (
-    TOKENIZER,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "additional_chat_templates/*.jinja",
-    "generation_config.json",
-)
 Files = Mapping[str, bytes]  # by name
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -394,7 +382,7 @@ def write_folder(
         dtype: of every tensor; None: each has the dtype of the tensor of its name in `like`.
         like: a folder of the same model from which to take the names, config.json and the tensors of no concern to us
             (vision, multi-token prediction); by default names and config.json are those that `transformers` writes.
-        tokenizer: its files; by default those of `like`.
+        tokenizer: its files.
         extra: further keys of config.json, which also replace those of `like`.
 
     Raises:
@@ -423,7 +411,7 @@ def write_folder(
         attempt(writer.begin)
         for placement in found:
             attempt(writer.write, placement, get(placement.name))
-        attempt(writer.finish, copied, config, _code(config, like) | dict(tokenizer or _tokenizer_files(like)))
+        attempt(writer.finish, copied, config, _code(config, like) | dict(tokenizer or {}))
         attempt(replace, temporary, path)
     _raise_everywhere(path, failure)
 
@@ -468,11 +456,6 @@ def _config_json(
         for table in tables:
             table.pop("torch_dtype", None)  # the older name
     return config
-
-
-def _tokenizer_files(folder: Path | None) -> dict[str, bytes]:
-    files = [] if folder is None else [file for name in TOKENIZER_FILES for file in sorted(Path(folder).glob(name))]
-    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in files if file.is_file()}
 
 
 def _code(config: Mapping[str, Any], like: Path | None) -> dict[str, bytes]:

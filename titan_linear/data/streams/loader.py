@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ class Batch:
     streams: tuple[int, ...]  # their global indices, for error messages
 
 
+@dataclass(eq=False)
 class StreamLoader(Stateful):
     """This rank's micro-batches, without end.
 
@@ -49,31 +50,24 @@ class StreamLoader(Stateful):
         ValueError: (naming training.global_batch_size) dp·L does not divide G, or G does not divide next_stream.
     """
 
-    def __init__(
-        self,
-        streams: Streams,
-        *,
-        global_batch_size: int,
-        local_batch_size: int,
-        dp_rank: int,
-        dp_degree: int,
-        next_stream: int = 0,
-        num_workers: int = 0,
-    ):
-        per_micro_step = dp_degree * local_batch_size
-        if global_batch_size < 1 or local_batch_size < 1 or global_batch_size % per_micro_step:
+    streams: Streams
+    _: KW_ONLY
+    global_batch_size: int
+    local_batch_size: int
+    dp_rank: int
+    dp_degree: int
+    next_stream: int = 0
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        G, L, dp = self.global_batch_size, self.local_batch_size, self.dp_degree
+        if G < 1 or L < 1 or G % (dp * L):
             raise ValueError(
-                f"training.global_batch_size = {global_batch_size} must be a positive multiple of data-parallel degree "
-                f"× training.local_batch_size = {dp_degree} × {local_batch_size} = {per_micro_step}"
+                f"training.global_batch_size = {G} must be a positive multiple of data-parallel degree × "
+                f"training.local_batch_size = {dp} × {L} = {dp * L}"
             )
-        assert 0 <= dp_rank < dp_degree, (dp_rank, dp_degree)
-        self.streams = streams
-        self.global_batch_size = global_batch_size
-        self.local_batch_size = local_batch_size
-        self.dp_rank = dp_rank
-        self.dp_degree = dp_degree
-        self.num_workers = num_workers
-        self._set(next_stream)
+        assert 0 <= self.dp_rank < dp, (self.dp_rank, dp)
+        self._set(self.next_stream)
 
     def __iter__(self) -> Iterator[Batch]:
         """Batches from `next_stream` on. An error in a thread is raised here as it is."""
