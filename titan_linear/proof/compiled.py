@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -13,9 +14,9 @@ from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.parts import local_tensor
 from titan_linear.ops.runtime.support import short
 from titan_linear.proof.findings import ROUNDINGS, UNIT, Finding, Findings, Note
-from titan_linear.proof.processes import fill
+from titan_linear.proof.processes import passes_of
 from titan_linear.proof.subject import Subject
-from titan_linear.run.build import build_dims, build_model, build_passes
+from titan_linear.run.build import build_dims
 from titan_linear.run.compilation import Graphs
 
 BATCHES = 10
@@ -56,10 +57,7 @@ def _steps(subject: Subject, dims: ParallelDims, enable: bool) -> Measured:
     """Forward and backward of the batches, from the same weights."""
     torch.compiler.reset()
     config = changed(subject.config, {"compile.enable": enable})
-    model = build_model(config, subject.model, dims, subject.device)
-    fill(model, subject.weights)
-    batches = iter(subject.loader(dims.dp_rank, dims.dp, 1))
-    passes = build_passes(config, model, dims, subject.device, batches, micro_steps=1, host=host_group())
+    passes = passes_of(replace(subject, config=config), dims, micro_steps=1)
     counted = Graphs()
     before = Graphs().counts()
     losses = []
@@ -67,6 +65,6 @@ def _steps(subject: Subject, dims: ParallelDims, enable: bool) -> Measured:
     for _ in range(BATCHES):
         losses.append(passes.run()[0])
         graphs.append(counted.counts()["compiled_graphs"] - before["compiled_graphs"])
-    gradients = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
+    gradients = [local_tensor(p.grad) for p in passes.model.parameters() if p.grad is not None]
     breaks = counted.counts()["graph_breaks"] - before["graph_breaks"]
     return Measured(torch.cat(losses), gradients, graphs, breaks)

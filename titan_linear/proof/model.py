@@ -13,11 +13,10 @@ import torch
 from titan_linear.data import IGNORE
 from titan_linear.models.cases import DELTA
 from titan_linear.models.decoder import Decoder
-from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.runtime.support import short
 from titan_linear.proof.data import tokens_in
 from titan_linear.proof.findings import ROUNDINGS, UNIT, Finding, Findings, off, worst
-from titan_linear.proof.ops import ALONE, SMALL, begins, may_differ
+from titan_linear.proof.ops import ALONE, SMALL, begins, may_differ, plan_of
 from titan_linear.proof.ranks import LocalDims, model_of, on_ranks, sharding_of, sum_as_fsdp, whole_gradients
 from titan_linear.proof.subject import STREAMS, Subject
 from titan_linear.run.build import DTYPES
@@ -72,9 +71,7 @@ def in_one_process(subject: Subject, whole: Decoder, dtype: torch.dtype, impl: s
     """A step of the model alone, on all streams at once: documents given by boundaries, labels counted here."""
     batch = subject.batch
     bounds, valid = batch.cu_seqlens, max(int((batch.labels != IGNORE).sum()), 1)
-    positions = torch.cat([torch.arange(n) for n in bounds.diff().tolist()])
-    device = subject.device
-    plan = BatchPlan(positions.to(device), cu_seqlens=bounds.to(device), num_streams=batch.num_streams)
+    device, plan = subject.device, plan_of(subject, bounds, batch.num_streams)
     tokens, labels = batch.tokens.to(device), batch.labels.to(device)
     chunk = subject.config.training.loss_chunk_size
     whole.use(impl, device, dtype).zero_grad(set_to_none=True)
@@ -252,10 +249,8 @@ def documents(subject: Subject) -> Findings:
 
 @torch.no_grad()
 def _forward(subject: Subject, whole: Decoder, tokens: torch.Tensor, bounds: torch.Tensor) -> list[torch.Tensor]:
-    positions = torch.cat([torch.arange(n) for n in bounds.diff().tolist()]).to(subject.device)
-    plan = BatchPlan(positions, cu_seqlens=bounds.to(subject.device))
     with Trace(whole) as trace:
-        whole(tokens.to(subject.device), plan, torch.full_like(tokens, IGNORE).to(subject.device))
+        whole(tokens.to(subject.device), plan_of(subject, bounds), torch.full_like(tokens, IGNORE).to(subject.device))
     return trace.passed()
 
 

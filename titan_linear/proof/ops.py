@@ -158,7 +158,7 @@ def computed(
 
 def on_one(subject: Subject, case: Case, dtype: torch.dtype, impl: str = "torch") -> Results:
     """Compute the case on one rank, without the run's plan: documents are given by their boundaries."""
-    return computed(case, dtype, _plan(subject, _bounds(subject)), impl)
+    return computed(case, dtype, plan_of(subject, _bounds(subject)), impl)
 
 
 def split_among_ranks(subject: Subject, case: Case, dtype: torch.dtype, impl: str) -> Results:
@@ -184,10 +184,10 @@ def _bounds(subject: Subject) -> torch.Tensor:
     return bounds[bounds <= STREAMS * subject.config.training.seq_len]
 
 
-def _plan(subject: Subject, bounds: torch.Tensor) -> BatchPlan:
-    lengths = bounds.diff()
-    positions = torch.cat([torch.arange(n) for n in lengths.tolist()]).to(subject.device)
-    return BatchPlan(positions, cu_seqlens=bounds.to(subject.device), num_streams=1)
+def plan_of(subject: Subject, bounds: torch.Tensor, num_streams: int = 1) -> BatchPlan:
+    """The plan of documents with these boundaries, by hand."""
+    positions = torch.cat([torch.arange(n) for n in bounds.diff().tolist()]).to(subject.device)
+    return BatchPlan(positions, cu_seqlens=bounds.to(subject.device), num_streams=num_streams)
 
 
 # --- What is compared ------------------------------------------------------------------------------------------------
@@ -253,9 +253,9 @@ def implementations(subject: Subject, case: Case) -> Findings:
     yield Finding(f"implementation, {short(dtype)}", f"{case}, against float64", *compared)
     if case.oracle is not None:
         few, bounds = _few(subject, case)
-        got = computed(few, torch.float64, _plan(subject, bounds))
+        got = computed(few, torch.float64, plan_of(subject, bounds))
         written = replace(few, run=lambda x, plan, impl: few.oracle(x, bounds))
-        want = computed(written, torch.float64, _plan(subject, bounds))
+        want = computed(written, torch.float64, plan_of(subject, bounds))
         compared = _compared(subject, few, got, want, torch.float64)
         yield Finding("implementation, float64", f"{case}, against the definition", *compared)
 
@@ -282,7 +282,7 @@ def documents(subject: Subject, case: Case) -> Findings:
         alone = computed(
             replace(case, tokens=tokens, dy=case.dy[:, own]),
             torch.float64,
-            _plan(subject, torch.tensor([0, int(lengths[n])], dtype=torch.int32)),
+            plan_of(subject, torch.tensor([0, int(lengths[n])], dtype=torch.int32)),
         )
         for name, x in alone.tokens.items():
             whole = packed.tokens[name]

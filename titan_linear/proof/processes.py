@@ -28,6 +28,7 @@ from titan_linear.proof.model import (
 )
 from titan_linear.proof.subject import STREAMS, Degrees, Subject
 from titan_linear.run.build import DTYPES, build_dims, build_model, build_passes
+from titan_linear.step.passes import Passes
 from titan_linear.step.update import gradient_sums, sum_gradients
 from titan_linear.storage.tensors import named_parameters
 
@@ -71,12 +72,9 @@ def _of_processes(
 ) -> tuple[torch.Tensor, dict[str, list[float]], str]:
     """The loss of all ranks; for each parameter, how far each rank's part of its gradient is off; and where the step
     first differs from one process."""
-    config = subject.config
     host = host_group()
-    model = build_model(config, subject.model, dims, subject.device)
-    fill(model, subject.weights)
-    batches = iter(subject.loader(dims.dp_rank, dims.dp, 1))
-    passes = build_passes(config, model, dims, subject.device, batches, micro_steps=STREAMS, host=host)
+    passes = passes_of(subject, dims, STREAMS)
+    model = passes.model
     with Trace(model) as trace:
         losses, _ = passes.run()
     loss = losses.sum()
@@ -96,8 +94,17 @@ def _first_wrong(subject: Subject, dims: ParallelDims, trace: Trace, stations: l
     return first_wrong(subject, wholes, stations)
 
 
+def passes_of(subject: Subject, dims: ParallelDims, micro_steps: int) -> Passes:
+    """Those of the subject's model, with its weights, on its streams."""
+    model = build_model(subject.config, subject.model, dims, subject.device)
+    _fill(model, subject.weights)
+    batches = iter(subject.loader(dims.dp_rank, dims.dp, 1))
+    host = host_group()
+    return build_passes(subject.config, model, dims, subject.device, batches, micro_steps=micro_steps, host=host)
+
+
 @torch.no_grad()
-def fill(model: Decoder, weights: Tensors) -> None:
+def _fill(model: Decoder, weights: Tensors) -> None:
     """Set this rank's parts of the parameters from whole ones."""
     for name, p in named_parameters(model).items():
         local, box = _part(p)

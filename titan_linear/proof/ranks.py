@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -21,6 +21,7 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.mlps.moe import MoE
 from titan_linear.ops.exchange.collectives import Ranks
 from titan_linear.proof.subject import Degrees, Subject
+from titan_linear.run.build import build_sharding
 from titan_linear.step.batch import BatchSharding
 
 T = TypeVar("T")
@@ -92,16 +93,8 @@ def on_ranks(degrees: Degrees, on_rank: Callable[[LocalDims], T]) -> list[T]:
 
 def sharding_of(subject: Subject, dims: LocalDims, dtype: torch.dtype) -> BatchSharding:
     """How the run cuts batches for this rank."""
-    p = subject.config.parallelism
-    return BatchSharding.of(
-        subject.model,
-        dims,
-        subject.device,
-        dtype,
-        layout=p.context_parallel_layout,
-        softmax_method=p.context_parallel_method,
-        linear_method=p.context_parallel_linear_method,
-    )
+    sharding = build_sharding(subject.config, subject.model, dims, subject.device)
+    return replace(sharding, compute_dtype=dtype, compiled=False)
 
 
 def model_of(subject: Subject, whole: Decoder, dims: LocalDims) -> Decoder:
