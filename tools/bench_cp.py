@@ -40,7 +40,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -53,7 +52,7 @@ import torch
 import torch.distributed as dist
 
 from titan_linear.distributed.groups import process_group
-from titan_linear.distributed.process import run_command
+from titan_linear.distributed.process import refusing, run_command
 from titan_linear.models import mixers
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.ops import attention, build_cp_context
@@ -251,6 +250,7 @@ def planned_share(machine: Machine, mixer: MixerOptions, batch: Batch) -> float:
     return sum(p.parts["communication"] for p in passes) / own
 
 
+@refusing
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench_cp", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -276,8 +276,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(own)
     if args.as_rank is not None:
         if any(not -W <= args.as_rank < W for W in args.of):
-            print(f"error: --as-rank {args.as_rank} is no rank of {min(args.of)}; give a lower one", file=sys.stderr)
-            return 2
+            raise ValueError(f"--as-rank {args.as_rank} is no rank of {min(args.of)}; give a lower one")
         name, _, flavor = args.model.partition("/")
         keys = [f"--model.name={name}", f"--model.flavor={flavor or 'debug'}", *keys]
         for line in one_rank.rows(keys, args.as_rank, args.of, args.tokens[0], "H200", args.node or 8):
@@ -288,12 +287,10 @@ def main(argv: list[str]) -> int:
         print("\n\n".join(estimate(args.estimate, (4, 8), tokens, H, args.key_heads or H) for H in args.heads))
         return 0
     if args.peers and not find_spec("fla"):
-        print("error: --peers needs flash-linear-attention, which is not installed here", file=sys.stderr)
-        return 2
+        raise ValueError("--peers needs flash-linear-attention, which is not installed here")
     if not torch.cuda.is_available() or "LOCAL_RANK" not in os.environ:
         why = "there is no GPU here" if not torch.cuda.is_available() else "torchrun starts it, a process on each GPU"
-        print(f"error: tools.bench_cp times the ops on several GPUs: {why}", file=sys.stderr)
-        return 2
+        raise ValueError(f"tools.bench_cp times the ops on several GPUs: {why}")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     if args.by_levels:

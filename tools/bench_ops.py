@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ import torch
 import torch.distributed as dist
 from triton.testing import do_bench
 
-from titan_linear.distributed.process import run_command
+from titan_linear.distributed.process import refusing, run_command
 from titan_linear.ops import causal_conv1d, chunk_gated_delta_rule, chunk_kda
 
 PACKED = (0, 2960, 5212, 9513, 13567, 17443, 20634, 23521, 26281, 31785, 32768)
@@ -259,6 +258,7 @@ def head_counts(text: str) -> tuple[int, int]:
     return int(H), int(HV)
 
 
+@refusing
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench_ops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -271,8 +271,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--peers", action="store_true", help="also time FLA, FlashQLA and cuDNN, where installed")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        print("error: tools.bench_ops times the kernels of a GPU, and there is none here", file=sys.stderr)
-        return 2
+        raise ValueError("tools.bench_ops times the kernels of a GPU, and there is none here")
     bandwidth = copy_bandwidth()
     flush = torch.empty(12 << 30, dtype=torch.uint8, device=DEVICE)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth / 1e9:.2f} TB/s")

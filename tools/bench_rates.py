@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_linear.distributed.groups import process_group
-from titan_linear.distributed.process import run_command
+from titan_linear.distributed.process import refusing, run_command
 from titan_linear.observe.flops import known_peak
 from titan_linear.ops import CPContext, attention, build_cp_context, causal_conv1d, chunk_gated_delta_rule, chunk_kda
 from titan_linear.ops.layout.boundaries import PROGRAMS
@@ -363,6 +363,7 @@ def _memory_of_host() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+@refusing
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench_rates", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -370,8 +371,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", default="", help="the file to write; by default it is printed")
     args = parser.parse_args(argv)
     if args.out and not Path(args.out).parent.is_dir():
-        print(f"error: --out {args.out}: there is no such folder", file=sys.stderr)
-        return 2
+        raise ValueError(f"--out {args.out}: there is no such folder")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # torch's, about its own code
     rank = int(os.environ.get("RANK", "0"))
     device = torch.device("cpu")

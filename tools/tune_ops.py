@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -27,7 +26,7 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 from triton.testing import do_bench
 
-from titan_linear.distributed.process import run_command
+from titan_linear.distributed.process import refusing, run_command
 from titan_linear.ops.layout.boundaries import scan_programs, segment_length
 from titan_linear.ops.registry import OPS
 from titan_linear.ops.runtime.support import Target, capability
@@ -156,6 +155,7 @@ def reason(kernel: str, args: argparse.Namespace) -> str | None:
     return f"entries are not cut at --heads {args.heads}; use --heads 16" if "boundary" in kernel and whole else None
 
 
+@refusing
 def main(argv: list[str]) -> int:
     known = sorted(CONFIGS[architecture(torch.device("cuda" if torch.cuda.is_available() else "cpu"))])
     parser = argparse.ArgumentParser(
@@ -168,8 +168,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--heads", type=int, default=64)
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        print("error: tools.tune_ops times the kernels of a GPU, and there is none here", file=sys.stderr)
-        return 2
+        raise ValueError("tools.tune_ops times the kernels of a GPU, and there is none here")
     for kernel in args.kernels:
         if why := reason(kernel, args):
             print(f"{kernel} does not run: {why}")
