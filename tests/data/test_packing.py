@@ -107,11 +107,6 @@ def test_one_pass_that_fits(make_corpus: Callable):
     assert [streams[i].cu_seqlens.tolist() for i in (0, 1)] == [[0, 10], [0, 10]]
 
 
-def test_bad_seq_len(make_corpus: Callable):
-    with pytest.raises(ValueError, match=r"training\.seq_len = 0"):
-        packed(make_corpus(random_documents([3])), seq_len=0, seed=0)
-
-
 def test_split_is_by_content(make_corpus: Callable):
     documents = random_documents([20] * 1000)
     documents += documents[:500]  # each of them twice

@@ -130,10 +130,6 @@ def test_text_bad_paths(texts: Callable, tmp_path: Path):
     for path, named in (("void.txt", r"void\.txt"), ("void*.txt", r"void\.txt and 1 more")):
         with pytest.raises(ValueError, match=rf"^training\.dataset_path has no text in \S+{named}: all empty; give"):
             texts("text", tmp_path / path)
-    with pytest.raises(
-        ValueError, match=r"training\.dataset = 'c4' must be one of stdlib, text, jsonl, parquet, arrow, tok"
-    ):
-        texts("c4", None)
     (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="broken cannot be read"):
         texts("text", tmp_path)

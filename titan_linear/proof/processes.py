@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from titan_linear.config import Config, changed
 from titan_linear.distributed.groups import host_group, of_all_ranks
@@ -30,6 +29,7 @@ from titan_linear.proof.subject import STREAMS, Degrees, Subject
 from titan_linear.run.build import DTYPES, build_dims, build_model, build_passes
 from titan_linear.step.passes import Passes
 from titan_linear.step.update import gradient_sums, sum_gradients
+from titan_linear.storage.hf_io import owned
 from titan_linear.storage.tensors import named_parameters
 
 Tensors = dict[str, torch.Tensor]
@@ -125,7 +125,5 @@ def _errors(model: Decoder, want: Tensors) -> dict[str, float]:
 
 def _part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:
     """This rank's part of a tensor, and where in the whole it lies."""
-    if not isinstance(tensor, DTensor):
-        return tensor, (slice(None),) * tensor.dim()
-    (own,) = tensor.__create_chunk_list__()
-    return tensor.to_local(), tuple(slice(a, a + n) for a, n in zip(own.offsets, own.sizes, strict=True))
+    local, offsets = owned(tensor)
+    return local, tuple(slice(a, a + n) for a, n in zip(offsets, local.shape, strict=True))

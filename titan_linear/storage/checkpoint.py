@@ -103,8 +103,6 @@ class Checkpointer:
         verify: bool = True,
         group: dist.ProcessGroup | None = None,
     ):
-        if async_mode not in ("disabled", "async"):
-            raise ValueError(f"checkpoint.async_mode = {async_mode!r} must be 'disabled' or 'async'")
         self.folder, self.keep_latest_k, self.verify = Path(folder), keep_latest_k, verify
         self.group = group or dist.new_group(backend="gloo")
         self.rank = dist.get_rank(self.group)

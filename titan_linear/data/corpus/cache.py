@@ -42,8 +42,6 @@ from titan_linear.data.corpus.corpus import (
 )
 from titan_linear.data.corpus.sources import (
     FIELD_SOURCES,
-    FORMATS,
-    TEXT_SOURCES,
     Document,
     read_documents,
     source_files,
@@ -61,7 +59,6 @@ from titan_linear.data.corpus.writing import (
 )
 from titan_linear.storage.files import Unreadable, default_cache_dir, lock, open_own, read_json, write_whole
 
-DATASETS = (*TEXT_SOURCES, "tokens")
 _NAMED = 3  # number of skipped bad documents that are named
 _SKIP = (
     'training.on_bad_document = "skip" (titan-linear corpus: --on-bad-document skip) counts such documents and goes on'
@@ -90,15 +87,10 @@ def open_corpus(
     cache_dir: by default $XDG_CACHE_HOME/titan_linear, or ~/.cache/titan_linear. path_key: the key that errors name.
     with_paths: give the text files' paths too, in `Corpus.paths`; for a corpus of tokens those at the time when it was
     written, if it knows them.
-    ValueError: an unknown dataset, a bad path, a bad document (file and line named), a damaged corpus, a corpus of
+    ValueError: a bad path, a bad document (file and line named), a damaged corpus, a corpus of
     another tokenizer.
     """
-    if dataset not in DATASETS:
-        raise ValueError(f"training.dataset = {dataset!r} must be one of {', '.join(DATASETS)}")
-    assert dataset_format in FORMATS, dataset_format
     if dataset == "tokens":
-        if not dataset_path:
-            raise ValueError(f'{path_key} is empty: training.dataset = "tokens" needs a corpus\'s folder')
         folder = Path(os.path.expanduser(dataset_path)).absolute()
         if not folder.is_dir():
             raise ValueError(
@@ -162,8 +154,6 @@ def tokenise_corpus(
 
     ValueError also if the folder exists or cannot be written.
     """
-    if dataset not in TEXT_SOURCES:
-        raise ValueError(f"training.dataset = {dataset!r} must be one of {', '.join(TEXT_SOURCES)}")
     files = source_files(dataset, dataset_path, path_key=path_key)
     texts = _Texts(dataset, files, text_field, dataset_format, tokenizer, on_bad_document, show_progress, path_key)
     try:

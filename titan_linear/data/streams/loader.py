@@ -47,7 +47,7 @@ class StreamLoader(Stateful):
         num_workers: threads that read ahead, two batches each; 0: a batch is read when it is asked for.
 
     Raises:
-        ValueError: (naming training.global_batch_size) dp·L does not divide G, or G does not divide next_stream.
+        ValueError: (naming training.global_batch_size) G does not divide next_stream.
     """
 
     streams: Streams
@@ -60,13 +60,8 @@ class StreamLoader(Stateful):
     num_workers: int = 0
 
     def __post_init__(self) -> None:
-        G, L, dp = self.global_batch_size, self.local_batch_size, self.dp_degree
-        if G < 1 or L < 1 or G % (dp * L):
-            raise ValueError(
-                f"training.global_batch_size = {G} must be a positive multiple of data-parallel degree × "
-                f"training.local_batch_size = {dp} × {L} = {dp * L}"
-            )
-        assert 0 <= self.dp_rank < dp, (self.dp_rank, dp)
+        assert self.global_batch_size % (self.dp_degree * self.local_batch_size) == 0, self
+        assert 0 <= self.dp_rank < self.dp_degree, self
         self._set(self.next_stream)
 
     def __iter__(self) -> Iterator[Batch]:

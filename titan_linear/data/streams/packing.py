@@ -52,8 +52,6 @@ class PackedStreams:
     """
 
     def __init__(self, side: Side, *, seq_len: int, seed: int, repeat: bool = True):
-        if seq_len < 1:
-            raise ValueError(f"training.seq_len = {seq_len} must be 1 or more")
         self.corpus = side.corpus
         self.repeat = repeat
         self.line: Line = Pooled(side, seed) if repeat else InPlace(side)

@@ -62,8 +62,7 @@ class Side:
 def split_corpus(corpus: Corpus, holdout: float, split: str) -> Side:
     """The documents of "train" or "validation".
 
-    ValueError (naming validation.holdout): it is not in [0, 1), or nothing is left on this side; the sums of a large
-    corpus cannot be written.
+    ValueError: nothing is left on this side (naming validation.holdout); the sums of a large corpus cannot be written.
     """
     assert split in SPLITS, split
     ends = _ends(corpus, _threshold(holdout))[SPLITS.index(split)]
@@ -77,8 +76,6 @@ def split_corpus(corpus: Corpus, holdout: float, split: str) -> Side:
 
 def _threshold(holdout: float) -> np.uint64:
     """Documents whose hash is below it are held out. The top 53 bits of a hash decide, as many as a float64 holds."""
-    if not 0 <= holdout < 1:
-        raise ValueError(f"validation.holdout = {holdout}, the share of documents to hold out, must be in [0, 1)")
     return np.uint64(math.ceil(holdout * 2**53) << 11)
 
 
