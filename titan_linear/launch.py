@@ -54,7 +54,7 @@ class Node:
 def main(argv: list[str]) -> int:
     """Check, then run. Return the exit code: 0, 2 for a user's mistake, 130, 143, or a failed worker's."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _exit_now)
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # meant for the workers, once there are any
     if any(flag in ("-h", "--help") and what == "flavors" for flag, what in pairwise(argv)):
         from titan_linear.models.presets import flavors
@@ -66,10 +66,6 @@ def main(argv: list[str]) -> int:
     check_config(config, world_size)
     with cleared(config, argv, world_size, node.processes, first=node.rank == 0), outliving_readers():
         return run_workers(config, node)
-
-
-def _exit_now(number: int, _: FrameType | None) -> None:
-    sys.exit(128 + number)
 
 
 def this_node() -> Node:

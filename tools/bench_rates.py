@@ -334,7 +334,8 @@ def measured(device: torch.device, rank: int) -> dict[str, Any]:
     bench = Bench(device)
     gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if gpu else platform.processor() or platform.machine()
-    memory = torch.cuda.get_device_properties(device).total_memory if gpu else _memory_of_host()
+    of_host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = torch.cuda.get_device_properties(device).total_memory if gpu else of_host
     found: dict[str, Any] = {"gpu": name, "memory_gib": memory / GIB}
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "bandwidths": lambda: bandwidths(bench),
@@ -357,10 +358,6 @@ def measured(device: torch.device, rank: int) -> dict[str, Any]:
         f"{torch.get_num_threads()} threads"
     )
     return found | {"peak_tflops": (known_peak(name) if gpu else None) or fastest, "sources": {"all": source}}
-
-
-def _memory_of_host() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @refusing

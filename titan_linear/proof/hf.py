@@ -55,12 +55,8 @@ def _reason_against(folder: Path, size: int, device: torch.device) -> str:
         return "transformers is not installed"
     if "auto_map" in read_config(folder):
         return "transformers would run the folder's own code"
-    room = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _host_memory()
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    room = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free
     if size > room * ROOM:
         return f"two models of {size / 2**31:.1f} GiB do not fit in {room / 2**30:.1f} GiB"
     return ""
-
-
-def _host_memory() -> int:
-    """Free bytes of the host's memory."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -132,13 +132,8 @@ def _together(subject: Subject, traces: list[tuple[LocalDims, Trace]]) -> list[t
 def traced_tokens(subject: Subject, dp_rank: int, cp_rank: int, tp_rank: int) -> torch.Tensor:
     """[T_local] int64: indices in the batch of a rank's tokens between layers, one micro-step's stream after the
     other."""
-    streams = _streams_of(subject, dp_rank)
+    streams = range(dp_rank, STREAMS * subject.degrees.dp, subject.degrees.dp)  # one per micro-step
     return torch.cat([tokens_in(subject, [i], cp_rank).chunk(subject.degrees.tp)[tp_rank] for i in streams])
-
-
-def _streams_of(subject: Subject, dp_rank: int) -> range:
-    """A data-parallel rank's streams, one per micro-step."""
-    return range(dp_rank, STREAMS * subject.degrees.dp, subject.degrees.dp)
 
 
 def split(subject: Subject) -> Findings:

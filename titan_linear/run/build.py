@@ -92,9 +92,7 @@ def open_corpora(config: Config, tokenizer: Tokenizer, show_progress: bool = Fal
             s.dataset,
             path or None,
             tokenizer,
-            text_field=s.dataset_text_field,
-            dataset_format=s.dataset_format,
-            on_bad_document=t.on_bad_document,
+            **_how_to_read(s, config),
             with_paths=with_paths,
             show_progress=show_progress,
             path_key=key,
@@ -106,16 +104,16 @@ def open_corpora(config: Config, tokenizer: Tokenizer, show_progress: bool = Fal
 def cached_corpora(config: Config, tokenizer: Tokenizer) -> list[Corpus | None]:
     """The corpora to train on; None in place of one that is not here or has not been tokenised yet."""
     return [
-        cached_corpus(
-            s.dataset,
-            s.dataset_path or None,
-            tokenizer,
-            text_field=s.dataset_text_field,
-            dataset_format=s.dataset_format,
-            on_bad_document=config.training.on_bad_document,
-        )
-        for s in sources(config)
+        cached_corpus(s.dataset, s.dataset_path or None, tokenizer, **_how_to_read(s, config)) for s in sources(config)
     ]
+
+
+def _how_to_read(source: Training | Source, config: Config) -> dict[str, str]:
+    return {
+        "text_field": source.dataset_text_field,
+        "dataset_format": source.dataset_format,
+        "on_bad_document": config.training.on_bad_document,
+    }
 
 
 def check_size(tokens: int, config: Config) -> None:
@@ -441,8 +439,8 @@ def build_passes(
         device=device,
     )
     precision = mixed_precision(config, model, dims)
-    loss_chunk, once = config.training.loss_chunk_size, sums_replicas_once(config, dims)
-    return Passes(model, feed, precision, loss_chunk, watching, once)
+    replicas_once = dims.replicas > 1 and replicas_wait(config.training)
+    return Passes(model, feed, precision, config.training.loss_chunk_size, watching, replicas_once)
 
 
 def uncompiled(config: Config, device: torch.device) -> str:
@@ -459,11 +457,6 @@ def mixed_precision(config: Config, model: Decoder, dims: ParallelDims) -> Abstr
     """A reusable context in which `model` computes in training.mixed_precision_param; an empty one with FSDP2, which
     sees to it."""
     return nullcontext() if dims.sharded else ComputeCopies(model, DTYPES[config.training.mixed_precision_param])
-
-
-def sums_replicas_once(config: Config, dims: ParallelDims) -> bool:
-    """Whether there are replicas whose gradients are summed only in the last micro-step (`replicas_wait`)."""
-    return dims.replicas > 1 and replicas_wait(config.training)
 
 
 # --- The folders -----------------------------------------------------------------------------------------------------

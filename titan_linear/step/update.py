@@ -15,7 +15,7 @@ from titan_linear.distributed.parallelize import replicated_parameters
 from titan_linear.distributed.parts import by_device, local_tensor
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.mlps.moe import MoE
-from titan_linear.step.optimizer import AdamW, HostCopy, learning_rate, step_numbers, update
+from titan_linear.step.optimizer import AdamW, HostCopy, exchange_device, learning_rate, step_numbers, update
 
 
 def rate_at(config: Config, step: int) -> float:
@@ -87,11 +87,10 @@ def sum_gradients(sums: list[tuple[list[nn.Parameter], dist.ProcessGroup]]) -> N
 def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Sum the gradients of these parameters; those in the host's memory are summed on the device of their mesh."""
     for given in by_device(p.grad for p in parameters if p.grad is not None):
-        first, grads = given[0], list(map(local_tensor, given))
-        device = first.device_mesh.device_type if isinstance(first, DTensor) else first.device
-        flat = torch.cat([g.flatten() for g in grads]).to(device)
+        grads = list(map(local_tensor, given))
+        flat = torch.cat([g.flatten() for g in grads]).to(exchange_device(given[0]))
         dist.all_reduce(flat, group=group)
-        flat = flat.to(first.device)
+        flat = flat.to(given[0].device)
         torch._foreach_copy_(grads, [x.view_as(g) for x, g in zip(flat.split([g.numel() for g in grads]), grads)])
 
 

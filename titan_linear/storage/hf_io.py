@@ -391,7 +391,9 @@ def write_folder(
     """
     path, temporary = Path(path), beside(path, "tmp")
     source, found = (None, placements(model, family)) if like is None else check_folder(like, model)
-    copied = [] if source is None else _not_ours(source, family, model)
+    # Those that are no part of the language model, except a stale copy of the embedding.
+    others = sorted(ignored(model, family, source.shapes) - {HEAD}) if source else []
+    copied = [source.tensors[name] for name in others]
     config = _config_json(model, family, dtype, source, extra or {})
     writer = _Writer(temporary, _plan(found, dtype, source, copied), shard_bytes)
     failure: OSError | RuntimeError | None = None
@@ -423,11 +425,6 @@ def _raise_everywhere(path: Path, failure: OSError | RuntimeError | None) -> Non
         dist.broadcast_object_list(outcome, 0)
     if outcome[0] is not None:
         raise SaveFailed(f"writing '{path}' failed: {outcome[0]}") from failure
-
-
-def _not_ours(source: Folder, family: str, model: ModelConfig) -> list[Tensor]:
-    """Tensors to copy: those that are no part of the language model, except a stale copy of the embedding."""
-    return [source.tensors[name] for name in sorted(ignored(model, family, source.shapes) - {HEAD})]
 
 
 def _plan(

@@ -116,7 +116,9 @@ class Conversations:
     def _encode(self, record: Record) -> MaskedTokens | str:
         messages = record["messages"]
         tools = _tools(record.get("tools"))
-        if not isinstance(messages, list) or not all(isinstance(m, dict) and _has_role(m) for m in messages):
+        if not isinstance(messages, list) or not all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
+        ):
             return "'messages' is no list of objects with a 'role'"
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
             return "'tools' is no list of objects, nor the JSON text of one"
@@ -231,10 +233,6 @@ def _tools(given: object) -> object:
         return parse_json(given, Any) if isinstance(given, str) else given
     except ValueError:
         return given
-
-
-def _has_role(message: Record) -> bool:
-    return isinstance(message.get("role"), str)
 
 
 def _as_templates_know_it(message: Record) -> Record:
