@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.corpora import open_corpus
 from tests.processes import elsewhere
 from titan_linear.commands import corpus
-from titan_linear.data import ByteTokenizer, load_corpus, open_corpus
+from titan_linear.data import ByteTokenizer, load_corpus
 from titan_linear.data.corpus.writing import locked
 
 

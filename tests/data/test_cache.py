@@ -11,12 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.corpora import open_corpus, tokenise_corpus
 from tests.data.conftest import random_documents
 from titan_linear.data import (
     ByteTokenizer,
     load_corpus,
-    open_corpus,
-    tokenise_corpus,
     verify_changed,
     verify_corpus,
     write_corpus,

@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
+from tests.corpora import open_corpus, tokenise_corpus
 from tests.data.conftest import packed
 from titan_linear.commands import corpus as tool
 from titan_linear.config import check_config, load_config
@@ -24,8 +25,6 @@ from titan_linear.data import (
     Corpus,
     build_tokenizer,
     load_corpus,
-    open_corpus,
-    tokenise_corpus,
     verify_corpus,
     write_corpus,
 )

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.corpora import open_corpus
 from tests.data.conftest import packed, random_documents
-from titan_linear.data import ByteTokenizer, FileGroups, MixedStreams, PackedStreams, Phase, open_corpus
+from titan_linear.data import ByteTokenizer, FileGroups, MixedStreams, PackedStreams, Phase
 from titan_linear.data.streams.file_groups import _fits
 
 PATHS = [

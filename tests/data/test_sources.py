@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 from tqdm import TqdmWarning
 
-from titan_linear.data import ByteTokenizer, Corpus, open_corpus, tokenise_corpus, write_corpus
+from tests.corpora import open_corpus, tokenise_corpus
+from titan_linear.data import ByteTokenizer, Corpus, write_corpus
 from titan_linear.data.corpus.sources import read_documents, source_files
 
 

@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.corpora import open_corpus
 from tests.processes import children, gone, until
-from titan_linear.data import ByteTokenizer, open_corpus
+from titan_linear.data import ByteTokenizer
 from titan_linear.data.corpus import tokenise as module
 from titan_linear.data.corpus.sources import Document
 from titan_linear.data.corpus.tokenise import tokenise, worker_count
@@ -126,7 +127,7 @@ SCRIPT = """
 import signal, sys
 from pathlib import Path
 from tests.data.test_tokenise import Uneven
-from titan_linear.data import open_corpus
+from tests.corpora import open_corpus
 from titan_linear.data.corpus import cache
 cache.worker_count = lambda _: 2
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, tests among them, ignore it

@@ -8,7 +8,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from titan_linear.data import ByteTokenizer, build_tokenizer, open_corpus
+from tests.corpora import open_corpus
+from titan_linear.data import ByteTokenizer, build_tokenizer
 
 TEXT = "def f(x):\n    return 'naïve café', x  # 日本語 <|endoftext|>"
 

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 
 from titan_linear.config import SECTIONS
-from titan_linear.data import Corpus, build_tokenizer, load_corpus, tokenise_corpus, verify_corpus
+from titan_linear.data import Corpus, Texts, build_tokenizer, load_corpus, tokenise_corpus, verify_corpus
 from titan_linear.data.corpus.cache import remove_cache
 from titan_linear.data.corpus.corpus import CACHE_NAME
 from titan_linear.data.corpus.sources import FIELD_SOURCES, FORMATS, TEXT_SOURCES
@@ -51,8 +51,7 @@ def write(args: argparse.Namespace) -> int:
         raise ValueError(f"--format {args.format} is for --dataset {', '.join(FIELD_SOURCES)}; remove it")
     if args.format != "text" and args.text_field != "text":
         raise ValueError(f"--text-field {args.text_field} is not used by --format {args.format}; remove one of them")
-    corpus = tokenise_corpus(
-        Path(os.path.expanduser(args.folder)).absolute(),
+    texts = Texts(
         args.dataset,
         args.path,
         build_tokenizer(args.tokenizer, "--tokenizer"),
@@ -62,6 +61,7 @@ def write(args: argparse.Namespace) -> int:
         show_progress=True,
         path_key="--path",
     )
+    corpus = tokenise_corpus(Path(os.path.expanduser(args.folder)).absolute(), texts)
     print(corpus.summary)
     return 0
 

@@ -21,14 +21,14 @@ ahead, or whether the run was restarted. To resume, a checkpoint keeps one numbe
 after those of finished steps. Fingerprints of the data beside it let a resume refuse another corpus.
 
     tokenizer = build_tokenizer(None)
-    corpus = open_corpus("stdlib", None, tokenizer, show_progress=True)
+    corpus = open_corpus(Texts("stdlib", None, tokenizer, show_progress=True))
     verify_corpus(corpus)
     streams = PackedStreams(split_corpus(corpus, 0.01, "train"), seq_len=4096, seed=0)
     loader = StreamLoader(streams, global_batch_size=8, local_batch_size=1, dp_rank=0, dp_degree=2)
     for batch in loader: ...
 """
 
-from titan_linear.data.corpus.cache import cached_corpus, open_corpus, tokenise_corpus
+from titan_linear.data.corpus.cache import Texts, cached_corpus, open_corpus, tokenise_corpus
 from titan_linear.data.corpus.corpus import Corpus, load_corpus, verify_changed, verify_corpus
 from titan_linear.data.corpus.sources import Document
 from titan_linear.data.corpus.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, build_tokenizer

@@ -41,6 +41,7 @@ from titan_linear.data import (
     Phase,
     Side,
     Streams,
+    Texts,
     Tokenizer,
     cached_corpus,
     open_corpus,
@@ -82,38 +83,31 @@ def tokenizer_path(config: Config) -> str | None:
 
 def open_corpora(config: Config, tokenizer: Tokenizer, show_progress: bool = False) -> list[Corpus]:
     """Open the training corpus, or each of the mixture's sources, and validation's own corpus if it has one."""
-    t, v = config.training, config.validation
-    groups = bool(config.metrics.loss_by_source)
-    wanted = [(s, s.dataset_path, key_of(s, "dataset_path"), groups) for s in sources(config)]
+    v, groups = config.validation, bool(config.metrics.loss_by_source)
+    wanted = [(texts_of(source, config, tokenizer), groups) for source in sources(config)]
     if v.enable and v.dataset_path:
-        wanted.append((t, v.dataset_path, "validation.dataset_path", False))
+        own = texts_of(config.training, config, tokenizer)
+        wanted.append((replace(own, path=v.dataset_path, path_key="validation.dataset_path"), False))
     return [
-        open_corpus(
-            s.dataset,
-            path or None,
-            tokenizer,
-            **_how_to_read(s, config),
-            with_paths=with_paths,
-            show_progress=show_progress,
-            path_key=key,
-        )
-        for s, path, key, with_paths in wanted
+        open_corpus(replace(texts, show_progress=show_progress), with_paths=with_paths) for texts, with_paths in wanted
     ]
+
+
+def texts_of(source: Training | Source, config: Config, tokenizer: Tokenizer) -> Texts:
+    return Texts(
+        source.dataset,
+        source.dataset_path or None,
+        tokenizer,
+        text_field=source.dataset_text_field,
+        dataset_format=source.dataset_format,
+        on_bad_document=config.training.on_bad_document,
+        path_key=key_of(source, "dataset_path"),
+    )
 
 
 def cached_corpora(config: Config, tokenizer: Tokenizer) -> list[Corpus | None]:
     """The corpora to train on; None in place of one that is not here or has not been tokenised yet."""
-    return [
-        cached_corpus(s.dataset, s.dataset_path or None, tokenizer, **_how_to_read(s, config)) for s in sources(config)
-    ]
-
-
-def _how_to_read(source: Training | Source, config: Config) -> dict[str, str]:
-    return {
-        "text_field": source.dataset_text_field,
-        "dataset_format": source.dataset_format,
-        "on_bad_document": config.training.on_bad_document,
-    }
+    return [cached_corpus(texts_of(source, config, tokenizer)) for source in sources(config)]
 
 
 def check_size(tokens: int, config: Config) -> None:

@@ -18,7 +18,7 @@ import shutil
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -65,132 +65,29 @@ _SKIP = (
 )
 
 
-def open_corpus(
-    dataset: str,
-    dataset_path: str | None,
-    tokenizer: Tokenizer,
-    *,
-    text_field: str = "text",
-    dataset_format: str = "text",
-    on_bad_document: str = "stop",
-    cache_dir: Path | None = None,
-    with_paths: bool = False,
-    show_progress: bool = False,
-    path_key: str = "training.dataset_path",
-) -> Corpus:
-    """Opens a corpus, tokenising its texts first if no cache of them exists.
+@dataclass(frozen=True)
+class Texts:
+    """What is tokenised, and how; or a corpus of tokens.
 
-    Each text ends in `tokenizer.eos_id` where there is one. Empty texts are skipped and counted.
     dataset_format: "text", or for records that are conversations "messages" or "completion" (chat.py).
     on_bad_document: with "stop" a bad document (not JSON, without the field or an answer, not UTF-8 for a tokenizer
     that needs it) is an error; with "skip" it is skipped and counted, and `Corpus.summary` names the first few.
-    cache_dir: by default $XDG_CACHE_HOME/titan_linear, or ~/.cache/titan_linear. path_key: the key that errors name.
-    with_paths: give the text files' paths too, in `Corpus.paths`; for a corpus of tokens those at the time when it was
-    written, if it knows them.
-    ValueError: a bad path, a bad document (file and line named), a damaged corpus, a corpus of
-    another tokenizer.
+    path_key: the key that errors name.
     """
-    if dataset == "tokens":
-        folder = Path(os.path.expanduser(dataset_path)).absolute()
-        if not folder.is_dir():
-            raise ValueError(
-                f"{path_key} = {dataset_path!r}: no such folder; give a corpus's (titan-linear corpus writes one)"
-            )
-    else:
-        files = source_files(dataset, dataset_path, path_key=path_key)
-        texts = _Texts(dataset, files, text_field, dataset_format, tokenizer, on_bad_document, show_progress, path_key)
-        folder = (cache_dir or default_cache_dir()) / f"{dataset}-{texts.key}"
-        folder = _named(folder) or _build_cache(folder, texts)
-        with suppress(OSError):  # not permitted in a cache that others wrote for us
-            os.utime(lock_file(folder))  # its last use
-    corpus = load_corpus(folder)
-    if with_paths:
-        paths = _paths_when_written(corpus) if dataset == "tokens" else tuple(map(str, files))
-        corpus = replace(corpus, paths=paths)
-    if corpus.info["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
-        raise ValueError(
-            f"{path_key} = {dataset_path!r}: written with tokenizer {corpus.info['tokenizer']['fingerprint']!r}, but "
-            f"model.tokenizer_path gives {tokenizer.fingerprint!r}; set the tokenizer that it was written with"
-        )
-    if dataset != "tokens" and on_bad_document == "stop" and (source := corpus.info["source"]).get("skipped_bad"):
-        raise ValueError(f"{source['bad'][0]}; {_SKIP} ({source['skipped_bad']:,} in all)")
-    return corpus
-
-
-def cached_corpus(
-    dataset: str,
-    dataset_path: str | None,
-    tokenizer: Tokenizer,
-    *,
-    text_field: str,
-    dataset_format: str,
-    on_bad_document: str,
-) -> Corpus | None:
-    """A corpus of tokens, or that of texts if it is in the cache; None: it is not here. Nothing is written."""
-    try:
-        folder = Path(os.path.expanduser(dataset_path or ""))
-        if dataset != "tokens":
-            files = source_files(dataset, dataset_path)
-            texts = _Texts(dataset, files, text_field, dataset_format, tokenizer, on_bad_document, False)
-            folder = _named(default_cache_dir() / f"{dataset}-{texts.key}")
-        return load_corpus(folder) if folder and (folder / INFO).exists() else None
-    except ValueError:  # the run itself refuses it
-        return None
-
-
-def tokenise_corpus(
-    folder: Path,
-    dataset: str,
-    dataset_path: str | None,
-    tokenizer: Tokenizer,
-    *,
-    text_field: str = "text",
-    dataset_format: str = "text",
-    on_bad_document: str = "stop",
-    show_progress: bool = False,
-    path_key: str = "training.dataset_path",
-) -> Corpus:
-    """Writes the corpus of these texts into a folder of its own. Arguments and errors are those of `open_corpus`.
-
-    ValueError also if the folder exists or cannot be written.
-    """
-    files = source_files(dataset, dataset_path, path_key=path_key)
-    texts = _Texts(dataset, files, text_field, dataset_format, tokenizer, on_bad_document, show_progress, path_key)
-    try:
-        with locked(folder):
-            if folder.exists():
-                raise ValueError(f"{folder} exists already; choose another folder")
-            _tokenise_into(folder, texts)
-    except OSError as error:
-        raise ValueError(f"{folder} cannot be written: {error}; choose a folder that can") from error
-    return load_corpus(folder)
-
-
-def remove_cache(folder: Path) -> bool:
-    """Removes a cache and what an unfinished one left; False if another process is writing it."""
-    assert CACHE_NAME.fullmatch(folder.name), folder
-    with open_own(lock_file(folder), "a") as file:
-        if not lock(file):
-            return False
-        shutil.rmtree(temporary_folder(folder), ignore_errors=True)
-        if folder.exists():
-            folder.rename(temporary_folder(folder))  # if cut short, the removal leaves nothing that could be opened
-            shutil.rmtree(temporary_folder(folder))
-    return True
-
-
-@dataclass(frozen=True)
-class _Texts:
-    """What is to be tokenised, and how."""
 
     dataset: str
-    files: list[Path]
-    text_field: str
-    dataset_format: str
+    path: str | None
     tokenizer: Tokenizer
-    on_bad_document: str
-    show_progress: bool
+    _: KW_ONLY
+    text_field: str = "text"
+    dataset_format: str = "text"
+    on_bad_document: str = "stop"
+    show_progress: bool = False
     path_key: str = "training.dataset_path"
+
+    @cached_property
+    def files(self) -> list[Path]:
+        return source_files(self.dataset, self.path, path_key=self.path_key)
 
     @cached_property
     def encoder(self) -> Encoder:
@@ -237,6 +134,81 @@ class _Texts:
         return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:24]
 
 
+def open_corpus(texts: Texts, *, cache_dir: Path | None = None, with_paths: bool = False) -> Corpus:
+    """Opens a corpus, tokenising its texts first if no cache of them exists.
+
+    Each text ends in `tokenizer.eos_id` where there is one. Empty texts are skipped and counted.
+    cache_dir: by default $XDG_CACHE_HOME/titan_linear, or ~/.cache/titan_linear.
+    with_paths: give the text files' paths too, in `Corpus.paths`; for a corpus of tokens those at the time when it was
+    written, if it knows them.
+    ValueError: a bad path, a bad document (file and line named), a damaged corpus, a corpus of another tokenizer.
+    """
+    t = texts
+    if t.dataset == "tokens":
+        folder = Path(os.path.expanduser(t.path)).absolute()
+        if not folder.is_dir():
+            raise ValueError(
+                f"{t.path_key} = {t.path!r}: no such folder; give a corpus's (titan-linear corpus writes one)"
+            )
+    else:
+        folder = (cache_dir or default_cache_dir()) / f"{t.dataset}-{t.key}"
+        folder = _named(folder) or _build_cache(folder, t)
+        with suppress(OSError):  # not permitted in a cache that others wrote for us
+            os.utime(lock_file(folder))  # its last use
+    corpus = load_corpus(folder)
+    if with_paths:
+        paths = _paths_when_written(corpus) if t.dataset == "tokens" else tuple(map(str, t.files))
+        corpus = replace(corpus, paths=paths)
+    if corpus.info["tokenizer"]["fingerprint"] != t.tokenizer.fingerprint:
+        raise ValueError(
+            f"{t.path_key} = {t.path!r}: written with tokenizer {corpus.info['tokenizer']['fingerprint']!r}, but "
+            f"model.tokenizer_path gives {t.tokenizer.fingerprint!r}; set the tokenizer that it was written with"
+        )
+    if t.dataset != "tokens" and t.on_bad_document == "stop" and (source := corpus.info["source"]).get("skipped_bad"):
+        raise ValueError(f"{source['bad'][0]}; {_SKIP} ({source['skipped_bad']:,} in all)")
+    return corpus
+
+
+def cached_corpus(texts: Texts) -> Corpus | None:
+    """A corpus of tokens, or that of texts if it is in the cache; None: it is not here. Nothing is written."""
+    try:
+        folder = Path(os.path.expanduser(texts.path or ""))
+        if texts.dataset != "tokens":
+            folder = _named(default_cache_dir() / f"{texts.dataset}-{texts.key}")
+        return load_corpus(folder) if folder and (folder / INFO).exists() else None
+    except ValueError:  # the run itself refuses it
+        return None
+
+
+def tokenise_corpus(folder: Path, texts: Texts) -> Corpus:
+    """Writes the corpus of these texts into a folder of its own. Errors are those of `open_corpus`.
+
+    ValueError also if the folder exists or cannot be written.
+    """
+    _ = texts.files  # refused before anything is written
+    try:
+        with locked(folder):
+            if folder.exists():
+                raise ValueError(f"{folder} exists already; choose another folder")
+            _tokenise_into(folder, texts)
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be written: {error}; choose a folder that can") from error
+    return load_corpus(folder)
+
+
+def remove_cache(folder: Path) -> bool:
+    """Removes a cache and what an unfinished one left; False if another process is writing it."""
+    assert CACHE_NAME.fullmatch(folder.name), folder
+    with open_own(lock_file(folder), "a") as file:
+        if not lock(file):
+            return False
+        shutil.rmtree(temporary_folder(folder), ignore_errors=True)
+        if folder.exists():
+            folder.rename(temporary_folder(folder))  # if cut short, the removal leaves nothing that could be opened
+            shutil.rmtree(temporary_folder(folder))
+    return True
+
+
 def _paths_when_written(corpus: Corpus) -> tuple[str, ...] | None:
     """The paths of a corpus's text files when it was written; None: it was written from tokens."""
     if corpus.files is None:
@@ -263,7 +235,7 @@ def _named(folder: Path) -> Path | None:
     return None
 
 
-def _build_cache(folder: Path, texts: _Texts) -> Path:
+def _build_cache(folder: Path, texts: Texts) -> Path:
     try:
         with locked(folder):
             if there := _named(folder):  # another process wrote it while this one waited
@@ -280,7 +252,7 @@ def _build_cache(folder: Path, texts: _Texts) -> Path:
         ) from error
 
 
-def _same_texts(caches: Path, texts: _Texts) -> Path | None:
+def _same_texts(caches: Path, texts: Texts) -> Path | None:
     """A cache of these texts, whatever paths and times they had."""
     known = {}
     for info in caches.glob(f"{texts.dataset}-*/{INFO}"):
@@ -289,7 +261,7 @@ def _same_texts(caches: Path, texts: _Texts) -> Path | None:
     return known.get(texts.content) if known else None
 
 
-def _tokenise_into(folder: Path, texts: _Texts) -> None:
+def _tokenise_into(folder: Path, texts: Texts) -> None:
     new = Journal(texts.key, texts.content, answers=texts.format == ANSWERS_FORMAT)
     journal = _resumable(folder, texts) or new
     if journal.read:
@@ -297,7 +269,7 @@ def _tokenise_into(folder: Path, texts: _Texts) -> None:
     write_into(folder, _tokenised(texts, journal), texts.tokenizer, journal, texts.dataset, texts.files)
 
 
-def _resumable(folder: Path, texts: _Texts) -> Journal | None:
+def _resumable(folder: Path, texts: Texts) -> Journal | None:
     """How far an earlier writer of the same texts came; None: begin anew."""
     journal = read_journal(folder, texts.tokenizer.vocab_size)
     if journal is None or journal.key != texts.key:
@@ -306,7 +278,7 @@ def _resumable(folder: Path, texts: _Texts) -> Journal | None:
     return None if stops else journal
 
 
-def _tokenised(texts: _Texts, journal: Journal) -> Iterator[Tokens]:
+def _tokenised(texts: Texts, journal: Journal) -> Iterator[Tokens]:
     """The tokens of each document that `journal` has not read; for texts with eos. Counts what it reads and skips."""
     ends: deque[int] = deque()  # for each file that has been read: documents up to its end
     eos = [] if texts.tokenizer.eos_id is None else [texts.tokenizer.eos_id]
@@ -349,7 +321,7 @@ def _tokenised(texts: _Texts, journal: Journal) -> Iterator[Tokens]:
     _check_unchanged(journal.key, texts)
 
 
-def _read(texts: _Texts, ends: deque[int]) -> Iterator[Document]:
+def _read(texts: Texts, ends: deque[int]) -> Iterator[Document]:
     """The documents of all files. After each file, their number so far is added to `ends`."""
     read = 0
     for file in texts.files:
@@ -359,12 +331,12 @@ def _read(texts: _Texts, ends: deque[int]) -> Iterator[Document]:
         ends.append(read)
 
 
-def _check_unchanged(key: str, texts: _Texts) -> None:
+def _check_unchanged(key: str, texts: Texts) -> None:
     if texts.key != key:
         raise ValueError(f"files of {texts.path_key} changed while they were read; start again")
 
 
-def _meet_bad_document(problem: str, texts: _Texts, journal: Journal) -> None:
+def _meet_bad_document(problem: str, texts: Texts, journal: Journal) -> None:
     if texts.on_bad_document == "stop":
         raise BadDocument(f"{problem}; {_SKIP}")
     journal.skipped_bad += 1
