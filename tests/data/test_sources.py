@@ -472,8 +472,6 @@ def test_tokens(texts: Callable, tmp_path: Path):
         ValueError, match=r"written with tokenizer 'bytes-257', but model\.tokenizer_path gives 'ascii'"
     ):
         texts("tokens", tmp_path / "tokens", AsciiTokenizer())
-    with pytest.raises(ValueError, match=r"training\.dataset_path is empty"):
-        texts("tokens", None)
     with pytest.raises(ValueError, match=r"training\.dataset_path = .*no such folder"):
         texts("tokens", tmp_path / "nowhere")
     (tmp_path / "texts").mkdir()
