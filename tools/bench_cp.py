@@ -50,6 +50,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from titan_linear.distributed.groups import process_group
 from titan_linear.distributed.process import refusing, run_command
@@ -74,7 +75,7 @@ LENGTHS = {"web": (1000, 1.0), "mixed": (4000, 1.5)}  # documents' lengths: medi
 SMALL = 0.05  # share of the op's time
 
 
-def boundaries(documents: str, T: int) -> torch.Tensor:
+def boundaries(documents: str, T: int) -> Tensor:
     """[N+1] int32 on the CPU: "one" document, PACKED scaled to T tokens, or random documents, the same on all ranks."""
     if documents in LENGTHS:
         return torch.from_numpy(random_documents(documents, T, seed=0)).int()
@@ -101,7 +102,7 @@ def make_inputs(op: str, T: int, H: int, Hkv: int) -> Inputs:
     return {name: randn(1, T, heads, D).bfloat16() for name, heads in zip("qkv", (H, Hkv, Hkv))}
 
 
-def function(op: str, fn: Callable[..., Any] | None = None) -> Callable[..., torch.Tensor]:
+def function(op: str, fn: Callable[..., Any] | None = None) -> Callable[..., Tensor]:
     """An op with the options that it is timed with, without its final state. fn: a peer's, in place of ours."""
     if op in METHODS:
         return partial(attention, method=op)
@@ -110,7 +111,7 @@ def function(op: str, fn: Callable[..., Any] | None = None) -> Callable[..., tor
     return lambda **x: fn(**x, **options)[0]
 
 
-def exposed(fn: Callable[[], Any], flush: torch.Tensor) -> float:
+def exposed(fn: Callable[[], Any], flush: Tensor) -> float:
     """Mean milliseconds per round in which only collectives ran on this GPU; inf: the profiler lost events."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         torch.cuda.synchronize()
@@ -130,7 +131,7 @@ def after_flush(ran: Sequence[traces.Event]) -> list[traces.Event]:
     return [e for e in ran if e["ts"] >= end]
 
 
-def measure(fn: Callable[..., torch.Tensor], x: Inputs, flush: torch.Tensor) -> list[float]:
+def measure(fn: Callable[..., Tensor], x: Inputs, flush: Tensor) -> list[float]:
     """The slowest rank's GPU forward, host forward, GPU forward + backward, host forward + backward, and exposed."""
     x = {name: t.detach().requires_grad_() for name, t in x.items()}
     dy = torch.randn_like(fn(**x))
@@ -145,7 +146,7 @@ def measure(fn: Callable[..., torch.Tensor], x: Inputs, flush: torch.Tensor) -> 
     return times.tolist()
 
 
-def tflops(H: int, bounds: torch.Tensor, ranks: int, times: Sequence[float]) -> str:
+def tflops(H: int, bounds: Tensor, ranks: int, times: Sequence[float]) -> str:
     """TFLOP/s per GPU of attention, on the pairs that the mask leaves. times: the result of `measure`."""
     lengths = bounds.diff().long()
     work = 4 * D * H * int((lengths * (lengths + 1) // 2).sum()) / ranks / 1e9
@@ -165,8 +166,8 @@ def rows(op: str, documents: Sequence[str], layouts: Sequence[str], fla: bool) -
 
 
 def ours(
-    fn: Callable[..., torch.Tensor], compiled: bool, cu: torch.Tensor, layout: str, node: int | None = None
-) -> Callable[..., torch.Tensor]:
+    fn: Callable[..., Tensor], compiled: bool, cu: Tensor, layout: str, node: int | None = None
+) -> Callable[..., Tensor]:
     """Our op, on all ranks in this layout, `node` of them to a node, or on each rank alone."""
     if layout in LAYOUTS and dist.get_world_size() > 1:
         context = build_cp_context(cu.cuda(), dist.group.WORLD, layout=layout, cu_seqlens_cpu=cu, node_size=node)
@@ -177,7 +178,7 @@ def ours(
     return partial(fn, cp_context=context)
 
 
-def fla(op: str, cu: torch.Tensor, layout: str) -> Callable[..., torch.Tensor]:
+def fla(op: str, cu: Tensor, layout: str) -> Callable[..., Tensor]:
     """flash-linear-attention's equivalent function, which takes the same tensors."""
     from fla.ops.cp import build_cp_context as context_of
 
@@ -189,7 +190,7 @@ def fla(op: str, cu: torch.Tensor, layout: str) -> Callable[..., torch.Tensor]:
 # --- The table -------------------------------------------------------------------------------------------------------
 
 
-def print_rows(args: argparse.Namespace, flush: torch.Tensor) -> None:
+def print_rows(args: argparse.Namespace, flush: Tensor) -> None:
     ranks = dist.get_world_size()
     first = dist.get_rank() == 0
     if first:

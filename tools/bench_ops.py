@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from triton.testing import do_bench
 
 from titan_linear.distributed.process import refusing, run_command
@@ -43,10 +44,10 @@ TAPS = 4  # of the convolution
 ROUNDS = 40
 DEVICE = "cuda"
 OPS = {"kda": chunk_kda, "gdn": chunk_gated_delta_rule, "conv": causal_conv1d}
-Inputs = dict[str, torch.Tensor]
+Inputs = dict[str, Tensor]
 
 
-def randn(*shape: int) -> torch.Tensor:
+def randn(*shape: int) -> Tensor:
     return torch.randn(*shape, device=DEVICE)
 
 
@@ -125,7 +126,7 @@ def fla_op(op: str) -> Callable[..., Any]:
     return peer
 
 
-def cudnn_kda(*, cu_seqlens: torch.Tensor, safe_gate: bool, **x: torch.Tensor) -> tuple[torch.Tensor, None]:
+def cudnn_kda(*, cu_seqlens: Tensor, safe_gate: bool, **x: Tensor) -> tuple[Tensor, None]:
     """cuDNN's KDA under the arguments of ours; it wants beta in float32, and no batch."""
     from cudnn.linear_attention import kimi_delta_attention
 
@@ -144,7 +145,7 @@ def can_run(peer: str, case: Case) -> bool:
 # --- Measuring -------------------------------------------------------------------------------------------------------
 
 
-def timed(fn: Callable[[], Any], flush: torch.Tensor) -> tuple[float, float]:
+def timed(fn: Callable[[], Any], flush: Tensor) -> tuple[float, float]:
     """Milliseconds of fn: the median on the GPU, and the least of the host to queue it, since others use the host too.
     Ranks start together; writing `flush` gives the host a start."""
     for _ in range(3):
@@ -168,7 +169,7 @@ def timed(fn: Callable[[], Any], flush: torch.Tensor) -> tuple[float, float]:
 
 
 def measure(
-    fn: Callable[..., Any], x: Inputs, options: dict[str, Any], flush: torch.Tensor
+    fn: Callable[..., Any], x: Inputs, options: dict[str, Any], flush: Tensor
 ) -> tuple[float, float, float, int, float]:
     """(forward ms, forward + backward ms, the latter's host ms, bytes kept for backward, peak GiB above the inputs)."""
     x = {name: t.detach().requires_grad_() for name, t in x.items()}
@@ -219,7 +220,7 @@ def figures(case: Case, x: Inputs, bandwidth: float, measured: tuple[float, ...]
 
 
 def print_rows(
-    case: Case, documents: str, others: dict[str, Callable[..., Any]], bandwidth: float, flush: torch.Tensor
+    case: Case, documents: str, others: dict[str, Callable[..., Any]], bandwidth: float, flush: Tensor
 ) -> None:
     """A row of ours and of each of the others that can run the case."""
     torch.manual_seed(0)

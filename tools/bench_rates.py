@@ -37,6 +37,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_linear.distributed.groups import process_group
@@ -63,7 +64,7 @@ class Bench:
         self.tokens, self.heads, self.few = (16384, 64, 4) if self.gpu else (128, 2, 1)
         self.flush = torch.empty(8 * GIB if self.gpu else 1, dtype=torch.uint8, device=device)
 
-    def randn(self, *shape: int) -> torch.Tensor:
+    def randn(self, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self.device).to(self.dtype)
 
     def seconds(self, work: Callable[[], object]) -> float:
@@ -110,7 +111,7 @@ def bandwidths(bench: Bench) -> dict[str, float]:
         F.silu(x).mul_(z)
         x.float().mul_(2.0)
 
-    def gated_norm(x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    def gated_norm(x: Tensor, z: Tensor) -> Tensor:
         return F.rms_norm(x.float(), (4096,), weight.float(), 1e-5).mul(z.float().sigmoid()).to(x.dtype)
 
     compiled = torch.compile(gated_norm) if bench.gpu else gated_norm
@@ -175,10 +176,10 @@ def attentions(bench: Bench) -> dict[str, dict[str, tuple[float, float]]]:
     return found
 
 
-def _both(bench: Bench, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Any) -> tuple[float, float]:
+def _both(bench: Bench, q: Tensor, k: Tensor, v: Tensor, context: Any) -> tuple[float, float]:
     """Seconds of forward, and of forward and backward."""
 
-    def forward() -> torch.Tensor:
+    def forward() -> Tensor:
         return attention(q, k, v, cp_context=context)
 
     do = torch.randn_like(q)
@@ -211,7 +212,7 @@ class Operators(TorchDispatchMode):
 
 
 def by_operator(
-    bench: Bench, whole: tuple[str, str], forward: Callable[[], torch.Tensor], inputs: list[torch.Tensor]
+    bench: Bench, whole: tuple[str, str], forward: Callable[[], Tensor], inputs: list[Tensor]
 ) -> dict[str, float]:
     """Seconds of each operator in a forward and backward pass; without operators, of the passes, named by `whole`."""
     rounds = []
@@ -263,7 +264,7 @@ def delta_rule(bench: Bench, rule: str, options: dict[str, float], heads: int, *
     x |= {name: torch.zeros(n, device=bench.device) for name, n in (("A_log", heads), ("dt_bias", math.prod(gates)))}
     inputs = [tensor.requires_grad_() for tensor in x.values()]
 
-    def forward() -> torch.Tensor:
+    def forward() -> Tensor:
         return RULES[rule](**x, **IN_KERNEL, cp_context=context, **options)[0]
 
     return by_operator(bench, (f"{rule}_scan", f"{rule}_backward"), forward, inputs)

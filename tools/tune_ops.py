@@ -22,6 +22,7 @@ from itertools import accumulate, product
 from multiprocessing import get_context
 
 import torch
+from torch import Tensor
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 from triton.testing import do_bench
@@ -53,7 +54,7 @@ def make_inputs(kernel: str, T: int, H: int, dim: int, dtype: torch.dtype) -> In
     return {name: t if name == "g" else t.to(dtype) for name, t in inputs.items()}
 
 
-def results(kernel: str, x: Inputs, do: torch.Tensor, cu_seqlens: torch.Tensor, impl: str) -> dict[str, torch.Tensor]:
+def results(kernel: str, x: Inputs, do: Tensor, cu_seqlens: Tensor, impl: str) -> dict[str, Tensor]:
     """o and the gradient of every input, computed by the path that `kernel` is on."""
     x = {name: t.detach().requires_grad_() for name, t in x.items()}
     op, _, stage = kernel.partition(" ")
@@ -63,7 +64,7 @@ def results(kernel: str, x: Inputs, do: torch.Tensor, cu_seqlens: torch.Tensor, 
 
 
 @cache
-def reference(kernel: str, dim: int, dtype: torch.dtype) -> tuple[Inputs, torch.Tensor, torch.Tensor, Inputs]:
+def reference(kernel: str, dim: int, dtype: torch.dtype) -> tuple[Inputs, Tensor, Tensor, Inputs]:
     """Inputs, the output's gradient, cu_seqlens, and the results in float64."""
     lengths = (4096,) if "boundary" in kernel else LENGTHS
     x = make_inputs(kernel, sum(lengths), 4, dim, dtype)

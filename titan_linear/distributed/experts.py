@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from titan_linear.distributed.parts import shard_parameter
 from titan_linear.models.decoder import Decoder
@@ -35,7 +36,7 @@ class AllToAllDispatch:
     Every row travels, however many an expert gets. The host reads these numbers once, in forward.
     """
 
-    def __init__(self, ranks: Ranks, rows: torch.Tensor, counts: torch.Tensor):
+    def __init__(self, ranks: Ranks, rows: Tensor, counts: Tensor):
         """rows [M, dim] in the order of their experts; counts [E] int64."""
         to, of, came = _agree(counts, ranks)
         self.sizes, self.group = (to, of), ranks.group
@@ -46,12 +47,12 @@ class AllToAllDispatch:
         self.pending: list[dist.Work] = []
         self.arriving = _exchange(rows, to, of, ranks.group, self.pending)
 
-    def rows(self) -> torch.Tensor:
+    def rows(self) -> Tensor:
         """The rows that have come, in the order of this rank's experts."""
         self.pending.pop().wait()
         return self.arriving[self.order]
 
-    def back(self, y: torch.Tensor) -> torch.Tensor:
+    def back(self, y: Tensor) -> Tensor:
         """Outputs of `rows()` → outputs of the rows that this rank gave, in their order."""
         to, of = self.sizes
         pending: list[dist.Work] = []
@@ -62,7 +63,7 @@ class AllToAllDispatch:
 
 @torch.compiler.disable
 @partial(kept, modes=MODES)
-def _agree(counts: torch.Tensor, ranks: Ranks) -> tuple[list[int], list[int], torch.Tensor]:
+def _agree(counts: Tensor, ranks: Ranks) -> tuple[list[int], list[int], Tensor]:
     """Rows for each expert [E] -> numbers of rows to each rank, of rows from each rank, and of the latter for each of
     this rank's experts [ranks, own experts]."""
     sent = counts.unflatten(0, (ranks.size, -1)).contiguous()  # by receiver
@@ -76,7 +77,7 @@ class _Exchange(torch.autograd.Function):
     """An all-to-all of rows that has begun when this returns; the work that is appended to `pending` waits for it."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, send: list[int], receive: list[int], group: str, pending: list[dist.Work]):
+    def forward(ctx: Any, x: Tensor, send: list[int], receive: list[int], group: str, pending: list[dist.Work]):
         ctx.sizes, ctx.group = (receive, send), group
         out = x.new_empty(sum(receive), *x.shape[1:])
         work = dist.all_to_all_single(out, x.contiguous(), receive, send, group=group_named(group), async_op=True)
@@ -84,7 +85,7 @@ class _Exchange(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         check_first_derivative()
         return all_to_all(grad.contiguous(), *ctx.sizes, ctx.group), None, None, None, None
 

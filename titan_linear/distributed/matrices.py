@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-Apply = Callable[[list[torch.Tensor]], list[torch.Tensor]]  # to matrices, of any shapes
+Apply = Callable[[list[Tensor]], list[Tensor]]  # to matrices, of any shapes
 
 
 class Part(NamedTuple):
@@ -51,7 +52,7 @@ class Matrix:
 class WholeMatrices:
     """Applies a function to whole matrices. Which rank has which of them is determined once."""
 
-    def __init__(self, stacks: Mapping[str, torch.Tensor], device: torch.device):
+    def __init__(self, stacks: Mapping[str, Tensor], device: torch.device):
         """
         Args:
             stacks: parameters by name, as `parts.whole` returns them, the same on all ranks.
@@ -75,7 +76,7 @@ class WholeMatrices:
     def owned(self) -> list[Matrix]:
         return [m for m in self.cut if m.owner == self.rank]
 
-    def apply(self, fn: Apply, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    def apply(self, fn: Apply, parts: list[Tensor]) -> list[Tensor]:
         """parts: what this rank has of each stack -> the same parts of what `fn` makes of the whole matrices. All ranks
         call it. They exchange, and `fn` gets, tensors of the parts' dtype on `device`."""
         stacks = [_stacked(part.to(self.device)) for part in parts]
@@ -89,7 +90,7 @@ class WholeMatrices:
             self._scatter(list(results), found)
         return [x.view_as(part) for x, part in zip(found, parts, strict=True)]
 
-    def _gather(self, stacks: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _gather(self, stacks: list[Tensor]) -> list[Tensor]:
         """The matrices that this rank owns."""
         if not self.cut:
             return []
@@ -110,7 +111,7 @@ class WholeMatrices:
             matrices.append(matrix)
         return matrices
 
-    def _scatter(self, matrices: list[torch.Tensor], stacks: list[torch.Tensor]) -> None:
+    def _scatter(self, matrices: list[Tensor], stacks: list[Tensor]) -> None:
         """Fill all ranks' parts from the matrices that this rank owns."""
         sent, shapes = self._lists(), self._lists()
         for m, matrix in zip(self.owned, matrices, strict=True):
@@ -123,15 +124,15 @@ class WholeMatrices:
         for m in held:
             self._part(stacks, m).copy_(next(received[m.owner]))
 
-    def _part(self, stacks: list[torch.Tensor], m: Matrix) -> torch.Tensor:
+    def _part(self, stacks: list[Tensor], m: Matrix) -> Tensor:
         return stacks[m.stack][m.number - self.first[m.stack]]
 
     def _lists(self) -> list[list]:
         return [[] for _ in range(self.size)]
 
     def _exchange(
-        self, sent: list[list[torch.Tensor]], shapes: list[list[torch.Size]], dtype: torch.dtype
-    ) -> list[Iterator[torch.Tensor]]:
+        self, sent: list[list[Tensor]], shapes: list[list[torch.Size]], dtype: torch.dtype
+    ) -> list[Iterator[Tensor]]:
         """sent: tensors for each rank; shapes: of those that come from each -> these."""
         none = torch.empty(0, dtype=dtype, device=self.device)
         flat = torch.cat([none, *(x.flatten() for tensors in sent for x in tensors)])
@@ -144,7 +145,7 @@ class WholeMatrices:
         return [iter([next(parts).view(shape) for shape in of_rank]) for of_rank in shapes]
 
 
-def parts_of(name: str, stack: torch.Tensor, ranks: int) -> dict[int, Part]:
+def parts_of(name: str, stack: Tensor, ranks: int) -> dict[int, Part]:
     """What each rank holds of a parameter [..., R, C]."""
     if not isinstance(stack, DTensor):  # each rank has it whole
         matrices = range(stack.shape[:-2].numel())
@@ -197,6 +198,6 @@ def _shape(part: Part) -> torch.Size:
     return torch.Size([part.rows.stop - part.rows.start, part.columns.stop - part.columns.start])
 
 
-def _stacked(part: torch.Tensor) -> torch.Tensor:
+def _stacked(part: Tensor) -> Tensor:
     """[..., r, c] -> [n, r, c]"""
     return part.flatten(0, -3) if part.dim() > 2 else part.unsqueeze(0)

@@ -31,6 +31,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 T = TypeVar("T")
 _turns: ContextVar[tuple[Turns, int]] = ContextVar("turns of the ranks, and which one this thread is")
@@ -171,7 +172,7 @@ class _Meeting:
     """One collective: the input and the output of each rank that has come."""
 
     kind: str
-    given: dict[int, tuple[torch.Tensor, torch.Tensor, Any]] = field(default_factory=dict)  # input, output, more
+    given: dict[int, tuple[Tensor, Tensor, Any]] = field(default_factory=dict)  # input, output, more
     events: list[torch.cuda.Event] = field(default_factory=list)  # on GPUs: the inputs are computed
     done: torch.cuda.Event | bool = False
 
@@ -182,7 +183,7 @@ class _Shared:
     def __init__(self, size: int, number: int):
         self.size, self.number = size, number
         self.meetings: dict[int, _Meeting] = {}
-        self.sent: dict[tuple[int, int, int], deque[torch.Tensor]] = defaultdict(deque)  # by sender, receiver and tag
+        self.sent: dict[tuple[int, int, int], deque[Tensor]] = defaultdict(deque)  # by sender, receiver and tag
 
 
 class Work:
@@ -229,18 +230,18 @@ class LocalGroup(dist.ProcessGroup):
 
     # Collectives
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         (x,) = tensors
         return self._meet("all_reduce", x, x, None if opts is None else opts.reduceOp)
 
-    def all_gather_single(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Work:
+    def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Work:
         return self._meet("all_gather", x, out)
 
-    def reduce_scatter_single(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Work:
+    def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Work:
         return self._meet("reduce_scatter", x, out, None if opts is None else opts.reduceOp)
 
     def all_to_all_single(
-        self, out: torch.Tensor, x: torch.Tensor, out_sizes: list[int], sizes: list[int], opts: Any = None
+        self, out: Tensor, x: Tensor, out_sizes: list[int], sizes: list[int], opts: Any = None
     ) -> Work:
         return self._meet("all_to_all", x, out, (out_sizes, sizes))
 
@@ -253,16 +254,16 @@ class LocalGroup(dist.ProcessGroup):
 
     # Between two ranks
 
-    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Work:
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
         self._shared.sent[self._rank, to, tag].append(tensors[0].detach().clone())  # the sender may change it later
         return Work(lambda: True, "", lambda: None)
 
-    def recv(self, tensors: list[torch.Tensor], of: int, tag: int) -> Work:
+    def recv(self, tensors: list[Tensor], of: int, tag: int) -> Work:
         mail = self._shared.sent[of, self._rank, tag]
         what = f"waits for what rank {of} is to send it"
         return Work(lambda: bool(mail), what, lambda: _fill(tensors[0], mail.popleft()))
 
-    def _meet(self, kind: str, x: torch.Tensor, out: torch.Tensor, more: Any = None) -> Work:
+    def _meet(self, kind: str, x: Tensor, out: Tensor, more: Any = None) -> Work:
         """Join this rank's next collective; the last rank to come does the copies of all."""
         shared, number = self._shared, self._count
         self._count += 1
@@ -304,15 +305,15 @@ class _Alone(LocalGroup):
         super().__init__(shared, rank)
         self.received: list[dict[int, float]] = []  # for each exchange, the bytes that came from each rank
 
-    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Work:
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
         return Work(lambda: True, "", lambda: None)
 
-    def recv(self, tensors: list[torch.Tensor], of: int, tag: int) -> Work:
+    def recv(self, tensors: list[Tensor], of: int, tag: int) -> Work:
         self.received.append({of: tensors[0].nbytes})
         tensors[0].detach().zero_()
         return Work(lambda: True, "", lambda: None)
 
-    def _meet(self, kind: str, x: torch.Tensor, out: torch.Tensor, more: Any = None) -> Work:
+    def _meet(self, kind: str, x: Tensor, out: Tensor, more: Any = None) -> Work:
         sizes = more[0] if kind == "all_to_all" and more[0] else [len(out) // self.size()] * self.size()
         row = out.nbytes / max(len(out), 1)
         self.received.append({r: n * row for r, n in enumerate(sizes) if n and r != self.rank()})
@@ -333,10 +334,10 @@ def _fail(error: Exception) -> NoReturn:
 
 # --- What a collective copies: (input, output, more) of each rank, in rank order -------------------------------------
 
-Given = list[tuple[torch.Tensor, torch.Tensor, Any]]
+Given = list[tuple[Tensor, Tensor, Any]]
 
 
-def _fill(out: torch.Tensor, x: torch.Tensor) -> None:
+def _fill(out: Tensor, x: Tensor) -> None:
     out.detach().copy_(x.view_as(out))
 
 
@@ -360,7 +361,7 @@ def _reduce_scatter(ranks: Given) -> None:
         _fill(out, part)
 
 
-def _reduced(ranks: Given) -> torch.Tensor:
+def _reduced(ranks: Given) -> Tensor:
     op = ranks[0][2]
     if op is None or op == dist.ReduceOp.SUM:
         total = ranks[0][0].clone()
@@ -376,7 +377,7 @@ def _reduced(ranks: Given) -> torch.Tensor:
 def _all_to_all(ranks: Given) -> None:
     """Copy the rows of each rank's input, ordered by receiver, to those of the outputs, ordered by sender."""
     W = len(ranks)
-    came: list[dict[int, torch.Tensor]] = [{} for _ in ranks]  # by receiver and sender
+    came: list[dict[int, Tensor]] = [{} for _ in ranks]  # by receiver and sender
     for sender, (x, _, (_, sizes)) in enumerate(ranks):
         ends = accumulate(sizes or [len(x) // W] * W)
         for receiver, (n, end) in enumerate(zip(sizes or [len(x) // W] * W, ends)):

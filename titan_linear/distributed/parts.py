@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -22,7 +22,7 @@ class Parts:
     experts: frozenset[str] = frozenset()  # parameters whose first dimension ep splits
     expert_mesh: DeviceMesh | None = None  # tp, ep, then what FSDP shards these over
 
-    def whole(self, name: str, tensor: torch.Tensor) -> DTensor:
+    def whole(self, name: str, tensor: Tensor) -> DTensor:
         """A parameter, or a tensor of its shape, as a part of the whole tensor. The result shares its memory."""
         mesh, dims = self.mesh, [self.splits.get(name)]
         if name in self.experts:
@@ -40,21 +40,21 @@ class Parts:
         return DTensor(local, DTensorSpec(mesh, tuple(placements), meta), requires_grad=False)
 
 
-def whole(model: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
+def whole(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
     """A parameter of `model`, or a tensor of its shape; if it is a part, as a DTensor that says where in the whole one
     it lies."""
     parts = getattr(model, "parts", None)
     return tensor if parts is None else parts.whole(name, tensor)
 
 
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """What this rank has of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def by_device(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+def by_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """The tensors of each device, as lists: with offload some are in the host's memory, some on the device."""
-    lists: dict[torch.device, list[torch.Tensor]] = {}
+    lists: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         lists.setdefault(tensor.device, []).append(tensor)
     return list(lists.values())

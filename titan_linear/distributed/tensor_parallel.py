@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from titan_linear.distributed.parts import shard_parameter
 from titan_linear.models.decoder import Decoder, Head
@@ -83,26 +83,26 @@ def _shared(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Modul
 # --- Forwards of modules of which a rank has a part ------------------------------------------------------------------
 
 
-def _gathered(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def _gathered(x: Tensor, ranks: Ranks) -> Tensor:
     """x [B, T, dim] of all tokens; where gradients are taken, gathered from those of each rank."""
     return gather_tokens(x, ranks) if torch.is_grad_enabled() else x
 
 
-def _summed(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def _summed(x: Tensor, ranks: Ranks) -> Tensor:
     """The sum of x [B, T, dim] over the ranks; where gradients are taken, only that of this rank's tokens."""
     return scatter_tokens(x, ranks) if torch.is_grad_enabled() else sum_over_ranks(x, ranks)
 
 
-def _on_all_tokens(module: nn.Module, x: torch.Tensor, *arguments: object) -> object:
+def _on_all_tokens(module: nn.Module, x: Tensor, *arguments: object) -> object:
     """A mixer or an MLP. The load-balance loss of experts is the same on all ranks: each gives an equal part of it."""
     out = module.alone(_gathered(x, module.ranks), *arguments)
-    if isinstance(out, torch.Tensor):
+    if isinstance(out, Tensor):
         return _summed(out, module.ranks)
     y, balance = out
     return _summed(y, module.ranks), None if balance is None else balance / module.ranks.size
 
 
-def _embed(embedding: nn.Embedding, tokens: torch.Tensor) -> torch.Tensor:
+def _embed(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
     rows, ranks = len(embedding.weight), embedding.ranks
     own = tokens - ranks.rank * rows
     elsewhere = (own < 0) | (own >= rows)
@@ -110,7 +110,7 @@ def _embed(embedding: nn.Embedding, tokens: torch.Tensor) -> torch.Tensor:
     return _summed(x.masked_fill(elsewhere.unsqueeze(-1), 0), ranks)
 
 
-def _head(head: Head, x: torch.Tensor, labels: torch.Tensor | None = None, loss_chunk: int = 2048) -> torch.Tensor:
+def _head(head: Head, x: Tensor, labels: Tensor | None = None, loss_chunk: int = 2048) -> Tensor:
     """Logits [B, T, vocab], without gradients; or this rank's part of the loss."""
     ranks = head.ranks
     x = _gathered(head.normed(x), ranks)
@@ -123,7 +123,7 @@ def _head(head: Head, x: torch.Tensor, labels: torch.Tensor | None = None, loss_
     return gather_along(logits, 0, ranks.group, ranks.size).movedim(0, -1)
 
 
-def _norm_over_ranks(norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
+def _norm_over_ranks(norm: RMSNorm, x: Tensor) -> Tensor:
     """An RMSNorm over a width of which each rank has a part."""
     wide, weight, ranks = widen(x), widen(norm.weight), norm.ranks
     mean = sum_over_ranks(wide.square().sum(-1, keepdim=True), ranks) / (x.shape[-1] * ranks.size)

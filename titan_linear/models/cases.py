@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from titan_linear.models.layers import widen
 from titan_linear.models.plan import BatchPlan
@@ -16,8 +16,8 @@ from titan_linear.ops.reference.attention import attention as direct_attention
 from titan_linear.ops.reference.convolution import direct_causal_conv1d
 from titan_linear.ops.reference.linear_attention import recurrent_simple_gla
 
-Tensors = dict[str, torch.Tensor]
-Draws = Callable[..., torch.Tensor]  # (name, *shape) -> normal numbers, float64
+Tensors = dict[str, Tensor]
+Draws = Callable[..., Tensor]  # (name, *shape) -> normal numbers, float64
 DELTA, EXACT = 1e-9, 1e-10  # bounds in float64, of recurrences and of softmax attention
 
 
@@ -27,8 +27,8 @@ class OpCase:
     tokens: Mapping[str, tuple[int, ...]]  # inputs [1, T, ...]: their shapes behind T
     output: tuple[int, ...]  # likewise
     parameters: Tensors  # float64
-    run: Callable[..., torch.Tensor]  # (inputs, plan, impl, cp_method) -> [1, T, ...]
-    oracle: Callable[[Tensors, torch.Tensor], torch.Tensor]  # the op's definition: (inputs, cu_seqlens)
+    run: Callable[..., Tensor]  # (inputs, plan, impl, cp_method) -> [1, T, ...]
+    oracle: Callable[[Tensors, Tensor], Tensor]  # the op's definition: (inputs, cu_seqlens)
     units: Mapping[str, float]  # bounds of results in other dtypes than float64, in their units; "": all others
     bound: float = DELTA  # in float64
     wide: tuple[str, ...] = ()  # parameters that are never narrower than float32
@@ -37,10 +37,10 @@ class OpCase:
 
 
 def attention_case(heads: int, kv_heads: int, D: int, Dv: int, scale: float | None = None) -> OpCase:
-    def run(x: Tensors, plan: BatchPlan, impl: str, cp_method: str) -> torch.Tensor:
+    def run(x: Tensors, plan: BatchPlan, impl: str, cp_method: str) -> Tensor:
         return attention(**x, scale=scale, method=cp_method, **plan.documents)
 
-    def oracle(x: Tensors, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    def oracle(x: Tensors, cu_seqlens: Tensor) -> Tensor:
         return direct_attention(**x, scale=scale, cu_seqlens=cu_seqlens)
 
     tokens = {"q": (heads, D), "k": (kv_heads, D), "v": (kv_heads, Dv)}
@@ -48,10 +48,10 @@ def attention_case(heads: int, kv_heads: int, D: int, Dv: int, scale: float | No
 
 
 def convolution_case(draw: Draws, D: int, W: int, bias: bool = False, activation: str | None = "silu") -> OpCase:
-    def run(x: Tensors, plan: BatchPlan, impl: str, cp_method: str) -> torch.Tensor:
+    def run(x: Tensors, plan: BatchPlan, impl: str, cp_method: str) -> Tensor:
         return causal_conv1d(**x, activation=activation, impl=impl, **plan.documents)[0]
 
-    def oracle(x: Tensors, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    def oracle(x: Tensors, cu_seqlens: Tensor) -> Tensor:
         return direct_causal_conv1d(**x, activation=activation, cu_seqlens=cu_seqlens)[0]
 
     parameters = {"weight": draw("weight", D, W) / 2} | ({"bias": draw("bias", D)} if bias else {})
@@ -61,11 +61,11 @@ def convolution_case(draw: Draws, D: int, W: int, bias: bool = False, activation
 def simple_gla_case(heads: int, K: int, V: int, scale: float | None = None) -> OpCase:
     """With decays that last for hundreds of tokens, so that a leak does not fade."""
 
-    def run(x: Tensors, plan: BatchPlan, impl: str, cp_method: str) -> torch.Tensor:
+    def run(x: Tensors, plan: BatchPlan, impl: str, cp_method: str) -> Tensor:
         x = x | {"g": -F.softplus(widen(x["g"]) - 7)}
         return chunk_simple_gla(**x, scale=scale, impl=impl, cp_method=cp_method, **plan.documents)[0]
 
-    def oracle(x: Tensors, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    def oracle(x: Tensors, cu_seqlens: Tensor) -> Tensor:
         x = x | {"g": -F.softplus(x["g"] - 7)}
         return recurrent_simple_gla(**x, scale=scale, cu_seqlens=cu_seqlens)[0]
 

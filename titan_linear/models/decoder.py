@@ -6,7 +6,7 @@ from collections import UserDict
 from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.layers import RMSNorm
@@ -16,7 +16,7 @@ from titan_linear.ops.registry import choose_implementations
 from titan_linear.ops.runtime.support import Choice
 
 
-class LayerCache(UserDict[str, torch.Tensor]):
+class LayerCache(UserDict[str, Tensor]):
     """What a mixer keeps of earlier tokens. Not a dict: FSDP copies dicts (and subclasses) among arguments."""
 
 
@@ -38,9 +38,7 @@ class Block(nn.Module):
             self.mlp_norm = RMSNorm(config.dim, config.norm_eps, config.zero_centred_norm)
             self.mlp = options.mlp.build(config.dim)
 
-    def forward(
-        self, x: torch.Tensor, plan: BatchPlan, cache: LayerCache | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, x: Tensor, plan: BatchPlan, cache: LayerCache | None = None) -> tuple[Tensor, Tensor | None]:
         """x [B, T, dim] -> [B, T, dim], and the load-balance loss of the experts, if there is one."""
         balance = None
         if self.mixer is not None:
@@ -53,10 +51,10 @@ class Block(nn.Module):
             x = self._added(x, given, y, self.mlp_norm)
         return x, balance
 
-    def mixer_input(self, x: torch.Tensor) -> torch.Tensor:
+    def mixer_input(self, x: Tensor) -> Tensor:
         return x if self.post_norm else self.mixer_norm(x)
 
-    def _added(self, x: torch.Tensor, given: torch.Tensor, y: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    def _added(self, x: Tensor, given: Tensor, y: Tensor, norm: RMSNorm) -> Tensor:
         """given: what the branch got; y: what came of it."""
         x = given if self.normed_residual else x
         x = x if self.kept_factor == 1 else x * self.kept_factor
@@ -72,14 +70,14 @@ class Head(nn.Module):
         self.norm = RMSNorm(config.dim, config.norm_eps, config.zero_centred_norm)
         self.divisor = config.logits_divisor
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim))
-        self.token_losses: torch.Tensor | None = None  # [B·T] into which the loss's terms are written, if set
+        self.token_losses: Tensor | None = None  # [B·T] into which the loss's terms are written, if set
         self.implementations: dict[str, Choice] = {}
 
     @property
     def impl(self) -> str | Choice:
         return self.implementations.get("cross_entropy", "auto")
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, loss_chunk: int = 2048) -> torch.Tensor:
+    def forward(self, x: Tensor, labels: Tensor | None = None, loss_chunk: int = 2048) -> Tensor:
         """x [B, T, dim] -> logits [B, T, vocab]; with labels [B, T] the sum of cross-entropies, in float32 or wider."""
         x = self.normed(x)
         if labels is None:
@@ -88,7 +86,7 @@ class Head(nn.Module):
             x.flatten(0, 1), self.weight, labels.flatten(), loss_chunk, token_losses=self.token_losses, impl=self.impl
         )
 
-    def normed(self, x: torch.Tensor) -> torch.Tensor:
+    def normed(self, x: Tensor) -> Tensor:
         """What the weight is multiplied with."""
         x = self.norm(x)
         return x if self.divisor == 1 else x / self.divisor
@@ -124,21 +122,21 @@ class Decoder(nn.Module):
                     module.implementations = self.implementations | own
         return self
 
-    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _embedded(self, tokens: Tensor) -> Tensor:
         x, factor = self.embedding(tokens), self.config.embedding_factor
         return x if factor == 1 else x * factor
 
     def forward(
         self,
-        tokens: torch.Tensor,
+        tokens: Tensor,
         plan: BatchPlan,
-        labels: torch.Tensor | None = None,
+        labels: Tensor | None = None,
         *,
         loss_chunk: int = 2048,
         balance_weight: float = 1.0,
         caches: list[LayerCache] | None = None,
         logits_to_keep: int | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """tokens [B, T] int64 -> logits [B, T, vocab], or with labels [B, T] (−100: none) the summed loss.
 
         With caches, the tokens continue the cached ones; logits_to_keep: only the logits of that many last tokens.

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 def generator(seed: int, *name: object) -> torch.Generator:
@@ -53,11 +54,11 @@ class Elements:
         x ^= x >> np.uint64(31)
         return x
 
-    def uniform(self) -> torch.Tensor:
+    def uniform(self) -> Tensor:
         """[n] float64 in (0, 1)."""
         return _floats(self.bits() >> np.uint64(12)).add_(0.5).mul_(2.0**-52)
 
-    def normal(self) -> torch.Tensor:
+    def normal(self) -> Tensor:
         """[n] float64, by Box and Muller from the two halves of each number; at most 6.77 in magnitude."""
         bits = self.bits()
         radius = _floats(bits >> np.uint64(32)).add_(0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()
@@ -65,21 +66,21 @@ class Elements:
         return radius.mul_(angle.cos_())
 
 
-def _floats(numbers: np.ndarray) -> torch.Tensor:
+def _floats(numbers: np.ndarray) -> Tensor:
     """uint64 numbers below 2^63 as float64, via int64, which processors convert several at a time."""
     return torch.from_numpy(numbers.view(np.int64).astype(np.float64))
 
 
 # --- How a parameter is drawn ----------------------------------------------------------------------------------------
 
-Draw = Callable[[Elements], torch.Tensor]  # -> [n] floating
+Draw = Callable[[Elements], Tensor]  # -> [n] floating
 
 
-def zeros(elements: Elements) -> torch.Tensor:
+def zeros(elements: Elements) -> Tensor:
     return torch.zeros(len(elements.index))
 
 
-def ones(elements: Elements) -> torch.Tensor:
+def ones(elements: Elements) -> Tensor:
     return torch.ones(len(elements.index))
 
 
@@ -92,7 +93,7 @@ def uniform_decay(low: float) -> Draw:
     return lambda elements: torch.log(16 - (16 - low) * elements.uniform())
 
 
-def time_step_bias(elements: Elements) -> torch.Tensor:
+def time_step_bias(elements: Elements) -> Tensor:
     """Draw dt_bias such that softplus(dt_bias) is log-uniform on (1e-3, 0.1)."""
     dt = torch.exp(elements.uniform() * math.log(100) + math.log(1e-3))
     return dt + torch.log(-torch.expm1(-dt))

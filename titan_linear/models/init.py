@@ -13,7 +13,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan_linear.models.config import ModelConfig
@@ -25,7 +25,7 @@ BUFFER = 1 << 25  # elements drawn before they are copied to their parameter: wo
 
 
 @torch.no_grad()
-def initialise(model: Decoder, seed: int, parameters: Mapping[str, torch.Tensor] | None = None) -> None:
+def initialise(model: Decoder, seed: int, parameters: Mapping[str, Tensor] | None = None) -> None:
     """Fill every parameter in place; of a DTensor each rank draws what it owns.
 
     parameters: by name; give them where the model's own do not say of which whole they are a part (`named_parameters`
@@ -50,7 +50,7 @@ def draw_of(module: nn.Module, leaf: str, std: float) -> Draw:
 
 
 def fill(
-    local: torch.Tensor,
+    local: Tensor,
     shape: tuple[int, ...],
     offsets: tuple[int, ...],
     draw: Draw,
@@ -62,7 +62,7 @@ def fill(
     for begin in range(0, len(flat), BUFFER):
         drawn = torch.empty(min(BUFFER, len(flat) - begin))
 
-        def block(first: int, begin: int = begin, drawn: torch.Tensor = drawn) -> None:
+        def block(first: int, begin: int = begin, drawn: Tensor = drawn) -> None:
             out = drawn[first : first + BLOCK]
             element = np.arange(begin + first, begin + first + len(out), dtype=np.uint64)
             element += shift[element // length] if len(shift) > 1 else shift

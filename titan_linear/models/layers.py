@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from titan_linear.models.draws import ones, zeros
 
@@ -19,7 +19,7 @@ def widened(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def widen(x: torch.Tensor) -> torch.Tensor:
+def widen(x: Tensor) -> Tensor:
     return x.to(widened(x.dtype))
 
 
@@ -32,7 +32,7 @@ class RMSNorm(nn.Module):
         self.eps, self.zero_centred = eps, zero_centred
         self.initial = {"weight": zeros if zero_centred else ones}
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         weight = 1 + widen(self.weight) if self.zero_centred else widen(self.weight)
         return F.rms_norm(widen(x), self.weight.shape, weight, self.eps).to(x.dtype)
 
@@ -44,12 +44,12 @@ class GatedRMSNorm(RMSNorm):
         super().__init__(dim, eps)
         self.activation = {"sigmoid": torch.sigmoid, "silu": F.silu}[activation]
 
-    def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
         normed = F.rms_norm(widen(x), self.weight.shape, widen(self.weight), self.eps)
         return (normed * self.activation(widen(z))).to(x.dtype)
 
 
-def project(x: torch.Tensor, *projections: nn.Linear) -> torch.Tensor:
+def project(x: Tensor, *projections: nn.Linear) -> Tensor:
     """Apply several projections without biases to x [.., dim] as one product; their outputs are concatenated."""
     weights = [projection.weight for projection in projections]
     # Without gradients, compiled code takes a call with as many arguments as `forward` has for one without ctx.
@@ -62,19 +62,19 @@ class _Project(torch.autograd.Function):
     """Backward concatenates the weights again: if saved, the result would be a copy that FSDP cannot free."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(x, *weights)
         return F.linear(x, torch.cat(weights))
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
         x, *weights = ctx.saved_tensors
         dy = dy.to(x.dtype)  # dy has autocast's dtype if only forward ran under it
         dweight = dy.reshape(-1, dy.shape[-1]).T @ x.reshape(-1, x.shape[-1])
         return dy @ torch.cat(weights), *dweight.split([len(weight) for weight in weights])
 
 
-def cut(x: torch.Tensor, *widths: int) -> tuple[torch.Tensor, ...]:
+def cut(x: Tensor, *widths: int) -> tuple[Tensor, ...]:
     """x [.., Σ widths] → adjacent slices [.., width] of it, as views."""
     return _Cut.apply(x, widths)
 
@@ -84,17 +84,15 @@ class _Cut(torch.autograd.Function):
     the gradients of plain slices would each be padded to the full width and added."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, widths: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, widths: tuple[int, ...]) -> tuple[Tensor, ...]:
         return tuple(x[..., a:b] for a, b in pairwise([0, *accumulate(widths)]))
 
     @staticmethod
-    def backward(ctx: Any, *parts: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *parts: Tensor) -> tuple[Tensor, None]:
         return torch.cat(parts, -1), None
 
 
-def attention_entropy(
-    q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor, scale: float | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attention_entropy(q: Tensor, k: Tensor, cu_seqlens: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
     """How evenly QUERIES queries attend: entropy of the attention weights over its maximum, ln(number of keys).
 
     q [1, T, H, D], k [1, T, Hkv, D], causal, packed documents of cu_seqlens [N+1] -> the sum over the queries [H] and
@@ -124,7 +122,7 @@ class ConvWeight(nn.Module):
         self.initial = {"bias": zeros}
 
 
-def angles(position_ids: torch.Tensor, theta: float, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def angles(position_ids: Tensor, theta: float, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin [.., T, dim / 2] in `dtype` of the rotary embedding of `dim` channels at position_ids [.., T] int64.
 
     Angles are computed in float64: in float32 the angle at position one million is off by 0.03 rad.
@@ -135,7 +133,7 @@ def angles(position_ids: torch.Tensor, theta: float, dim: int, dtype: torch.dtyp
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of x [B, T, H, D], halves rotated against each other (RoFormer; the layout of Llama).
 
     With cos and sin [T, half] or [B, T, half] the first 2·half channels of each head are rotated; the others stay.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from titan_linear.models.layers import angles
 from titan_linear.ops import CPContext
@@ -25,10 +26,10 @@ class BatchPlan:
 
     def __init__(
         self,
-        position_ids: torch.Tensor,
-        cu_seqlens: torch.Tensor | None = None,
+        position_ids: Tensor,
+        cu_seqlens: Tensor | None = None,
         cp_context: CPContext | None = None,
-        first_key: torch.Tensor | None = None,
+        first_key: Tensor | None = None,
         num_streams: int = 1,
         pairs: float = 0.0,
     ):
@@ -42,14 +43,14 @@ class BatchPlan:
         """
         self.position_ids, self.cu_seqlens, self.cp_context = position_ids, cu_seqlens, cp_context
         self.first_key, self.num_streams, self.pairs = first_key, num_streams, pairs
-        self._angles: dict[tuple[Rotary, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._angles: dict[tuple[Rotary, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     @property
     def documents(self) -> dict[str, object]:
         """The keyword arguments that tell an op where documents lie."""
         return {"cp_context": self.cp_context} if self.cp_context is not None else {"cu_seqlens": self.cu_seqlens}
 
-    def angles(self, rotary: Rotary, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def angles(self, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin [.., T, half] in `dtype`, computed when the first layer asks for them."""
         if (rotary, dtype) not in self._angles:
             self._angles[rotary, dtype] = angles(self.position_ids, *rotary, dtype=dtype)

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from titan_linear.config import Config
 from titan_linear.data import IGNORE, FileGroups, MixedStreams, Streams
@@ -54,8 +54,8 @@ Observed = dict[str, dict[str, Any]]  # quantity → layer, position or source �
 class Part(NamedTuple):
     """This rank's part of a sum over ranks."""
 
-    values: torch.Tensor  # [n, m] this rank's, on the device
-    finish: Callable[[torch.Tensor], Any]  # sums over the ranks [tp, n, m] on the host → what is shown
+    values: Tensor  # [n, m] this rank's, on the device
+    finish: Callable[[Tensor], Any]  # sums over the ranks [tp, n, m] on the host → what is shown
 
 
 class Telemetry(Hook):
@@ -82,7 +82,7 @@ class Telemetry(Hook):
         self._parts: dict[tuple[str, str], Part] = {}  # by quantity and layer
         self._windowed = False
         self._counted: list[nn.Parameter] = []  # by this rank, in a watched step
-        self._unit_of: torch.Tensor | None = None  # the unit of each of these
+        self._unit_of: Tensor | None = None  # the unit of each of these
 
     def watches(self, step: int) -> bool:
         """Whether `step` (from 1) is watched."""
@@ -121,7 +121,7 @@ class Telemetry(Hook):
             hooks.callback(handle.remove)
 
     @torch.no_grad()
-    def _look_at(self, name: str, window: Window, layer: Block, inputs: tuple[torch.Tensor, ...]) -> None:
+    def _look_at(self, name: str, window: Window, layer: Block, inputs: tuple[Tensor, ...]) -> None:
         """Let a layer's mixer watch. inputs: the layer's, x [1, T, dim] first; under tensor parallelism x has this
         rank's tokens. The mixer gets all tokens if the window has fragments, else at least the window's."""
         if not hasattr(layer.mixer, "watch"):
@@ -132,7 +132,7 @@ class Telemetry(Hook):
         for quantity, pair in layer.mixer.watch(layer.mixer_input(x), window).items():
             self._parts[quantity, name] = Part(torch.stack(pair), _by_head)
 
-    def _add_losses(self, batch: MicroBatch, losses: torch.Tensor) -> None:
+    def _add_losses(self, batch: MicroBatch, losses: Tensor) -> None:
         """losses: [T] nats; under tensor parallelism those from this rank's part of the vocabulary."""
         first = self.dims.tp_ranks.rank == 0  # all tp ranks have the same tokens: one of them counts
         pairs = torch.stack([losses, (batch.labels.flatten() != IGNORE).double() * first])  # [2, T]
@@ -150,7 +150,7 @@ class Telemetry(Hook):
             self._add("loss_by_source", pairs, group + len(self.sources), names)
             self._add("tokens_by_source", pairs[1:], group, self.groups.names, partial(_counts, self.groups.names))
 
-    def _groups_of_tokens(self, batch: MicroBatch) -> torch.Tensor:
+    def _groups_of_tokens(self, batch: MicroBatch) -> Tensor:
         """[T] int64: the group of each of this rank's tokens, on the device."""
         of_streams = np.concatenate([self.groups.of_stream(i) for i in batch.streams])
         own = np.concatenate([of_streams[start:end] for start, end in batch.plan.cp_context.fragments])
@@ -159,10 +159,10 @@ class Telemetry(Hook):
     def _add(
         self,
         quantity: str,
-        values: torch.Tensor,
-        index: torch.Tensor,
+        values: Tensor,
+        index: Tensor,
         names: list[str],
-        finish: Callable[[torch.Tensor], Any] | None = None,
+        finish: Callable[[Tensor], Any] | None = None,
     ) -> None:
         """Add values [n, m] to the quantity's sums, by index [m] into names."""
         new = Part(values.new_zeros(len(values), len(names)), finish or partial(_by_name, names))
@@ -177,7 +177,7 @@ class Telemetry(Hook):
         grads = [none if p.grad is None else p.grad for p in self._counted]
         self._add_norms("grad_norm", squares_of_each(grads, self.device))
 
-    def sums(self, numbers: torch.Tensor, optimizer: torch.optim.AdamW) -> torch.Tensor:
+    def sums(self, numbers: Tensor, optimizer: torch.optim.AdamW) -> Tensor:
         """Call after the update: the sums over all ranks, [.] float64, which `named` reads.
 
         numbers: the step's (`step_numbers`); if they are not finite, the update was skipped, and is zero here.
@@ -194,7 +194,7 @@ class Telemetry(Hook):
         dist.all_reduce(rows)
         return rows.flatten()
 
-    def _add_norms(self, quantity: str, squares: torch.Tensor) -> None:
+    def _add_norms(self, quantity: str, squares: Tensor) -> None:
         """squares: [n] float64, one for each counted parameter."""
         self._add(quantity, squares.unsqueeze(0), self._unit_of, self.units, partial(_norms, self.units))
 
@@ -216,27 +216,27 @@ class Telemetry(Hook):
 # How sums [tp, n, m] become what is shown.
 
 
-def _norms(names: list[str], sums: torch.Tensor) -> dict[str, float]:
+def _norms(names: list[str], sums: Tensor) -> dict[str, float]:
     return dict(zip(names, sums.sum(0)[0].sqrt().tolist(), strict=True))
 
 
-def _means(sums: torch.Tensor) -> list[float] | None:
+def _means(sums: Tensor) -> list[float] | None:
     """Numerators over denominators; None if a denominator is 0."""
     numerators, denominators = sums.sum(0)
     return (numerators / denominators).tolist() if denominators.all() else None
 
 
-def _by_head(sums: torch.Tensor) -> list[float] | None:
+def _by_head(sums: Tensor) -> list[float] | None:
     """Means by head, for the heads of all tp ranks."""
     return _means(sums.movedim(0, 1).flatten(1).unsqueeze(0))
 
 
-def _by_name(names: list[str], sums: torch.Tensor) -> dict[str, float]:
+def _by_name(names: list[str], sums: Tensor) -> dict[str, float]:
     numerators, denominators = sums.sum(0).tolist()
     return {name: a / b for name, a, b in zip(names, numerators, denominators, strict=True) if b}
 
 
-def _counts(names: list[str], sums: torch.Tensor) -> dict[str, int]:
+def _counts(names: list[str], sums: Tensor) -> dict[str, int]:
     return dict(zip(names, map(int, sums.sum(0)[0].tolist()), strict=True))
 
 

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from titan_linear.ops.exchange.allgather import GATHER_LIMIT, allgather_attention, slice_bytes
 from titan_linear.ops.exchange.ring import ring_attention
@@ -23,18 +24,18 @@ IMPLS = ("auto", "torch")
 
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     scale: float | None = None,
     causal: bool = True,
-    cu_seqlens: torch.Tensor | None = None,
-    first_key: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    first_key: Tensor | None = None,
     cp_context: CPContext | None = None,
     method: str = "auto",
     impl: str = "auto",
-) -> torch.Tensor:
+) -> Tensor:
     """o = softmax(scale · q kᵀ + mask) v, with memory linear in T, in any float dtype.
 
     Args:
@@ -82,7 +83,7 @@ def attention(
     return METHODS[method](q, k, v, scale, causal, cp_context)
 
 
-def _decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, first_key: torch.Tensor) -> torch.Tensor:
+def _decode(q: Tensor, k: Tensor, v: Tensor, scale: float, first_key: Tensor) -> Tensor:
     """Attend with the one query of each row to the row's keys from first_key on: o [B, 1, Hq, Dv]."""
     B, Tq, Tk = q.shape[0], q.shape[1], k.shape[1]
     if Tq != 1 or first_key.shape != (B,) or first_key.is_floating_point():
@@ -128,7 +129,7 @@ def pairs_computed(cp: CPContext, method: str) -> float:
     return sum(own[first : first + ranks]) / ranks
 
 
-def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> None:
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4 or 0 in x.shape:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; give [B, T, heads, dim], none of them 0")
@@ -145,19 +146,19 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bo
         raise ValueError(f"q has {Tq} tokens and k has {k.shape[1]}; a causal mask needs Tq <= Tk")
 
 
-def _check_one_stream(what: str, q: torch.Tensor, k: torch.Tensor) -> None:
+def _check_one_stream(what: str, q: Tensor, k: Tensor) -> None:
     if q.shape[0] != 1 or q.shape[1] != k.shape[1]:
         raise ValueError(f"{what} needs B = 1 and Tq = Tk; q has shape {tuple(q.shape)}, k {tuple(k.shape)}")
 
 
-def _documents(cu_seqlens: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> Boundaries:
+def _documents(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> Boundaries:
     """The documents of a packed stream on one device; empty ones are left out."""
     _check_one_stream("cu_seqlens", q, k)
     on_host = torch.from_numpy(distinct(checked("cu_seqlens", cu_seqlens, q.shape[1])).astype(np.int32))
     return Boundaries(on_host.to(q.device, non_blocking=True), on_host, on_host.diff().max().long().view(1))
 
 
-def _check_context(cp: CPContext, cu_seqlens: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> None:
+def _check_context(cp: CPContext, cu_seqlens: Tensor | None, q: Tensor, k: Tensor) -> None:
     if cu_seqlens is not None:
         raise ValueError("cu_seqlens must not be given with cp_context, which holds the documents")
     _check_one_stream("cp_context", q, k)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from titan_linear.ops.exchange.halo import with_halo
 from titan_linear.ops.layout.context import CPContext
@@ -27,22 +28,22 @@ CONVOLUTION = Op("causal_conv1d", with_kernels(_triton, lambda: _torch, dims_up_
 
 
 def causal_conv1d(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    initial_state: torch.Tensor | None = None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    initial_state: Tensor | None = None,
     output_final_state: bool = False,
     activation: str | None = None,
     backend: str | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    cu_seqlens_cpu: torch.Tensor | None = None,
-    chunk_indices: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
     cp_context: CPContext | None = None,
     *,
     widths: Sequence[int] | None = None,
     impl: str | Choice = "auto",
-) -> tuple[torch.Tensor | tuple[torch.Tensor, ...], torch.Tensor | None]:
+) -> tuple[Tensor | tuple[Tensor, ...], Tensor | None]:
     """y_t = act(Σ_j weight[:, j] · x_{t−W+1+j} + bias), channel by channel, within each sequence or packed document.
 
     Arguments are those of FLA's function of this name, except that states are narrower; docs/ops.md lists the

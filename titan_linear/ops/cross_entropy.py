@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from titan_linear.ops.exchange.collectives import Ranks, gather_along
 from titan_linear.ops.runtime.operators import check_first_derivative
@@ -17,14 +18,14 @@ ELSEWHERE = -1  # a label in another rank's part of the vocabulary
 
 
 def chunked_cross_entropy(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
     chunk: int,
     ranks: Ranks | None = None,
-    token_losses: torch.Tensor | None = None,
+    token_losses: Tensor | None = None,
     impl: str | Choice = "auto",
-) -> torch.Tensor:
+) -> Tensor:
     """Σ_t cross_entropy(x_t Wᵀ, label_t) over labels that are not −100, in float32 or wider.
 
     x [T, D], weight [vocab, D], labels [T] int64. At most [chunk, vocab] logits exist at a time: if gradients are
@@ -48,13 +49,11 @@ def _triton() -> Any:
     return cross_entropy.row_logsumexp, cross_entropy.softmax_gradient
 
 
-def _row_logsumexp(logits: torch.Tensor) -> torch.Tensor:
+def _row_logsumexp(logits: Tensor) -> Tensor:
     return logits.logsumexp(-1)
 
 
-def _softmax_gradient(
-    logits: torch.Tensor, lse: torch.Tensor, target: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+def _softmax_gradient(logits: Tensor, lse: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
     """The gradient with respect to the logits, which it overwrites."""
     d = logits.sub_(lse.unsqueeze(-1)).exp_()
     d[torch.arange(len(d), device=d.device), target.clamp(min=0)] -= (target >= 0).to(d.dtype)
@@ -65,14 +64,14 @@ def _softmax_gradient(
 CROSS_ENTROPY = Op("cross_entropy", with_kernels(_triton, lambda: (_row_logsumexp, _softmax_gradient), slower="slower"))
 
 
-def _logits(x: torch.Tensor, weight: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+def _logits(x: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
     """x Wᵀ accumulated and kept in `wide`: rounding logits of 10 to bfloat16 would cost 0.04 nats each."""
     if x.is_cuda and x.dtype != wide:
         return torch.mm(x, weight.T, out_dtype=wide)
     return x.to(wide) @ weight.T.to(wide)
 
 
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a b, in total's dtype."""
     if total.is_cuda and a.dtype != total.dtype:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
@@ -80,14 +79,14 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
-def _of_all(lse: torch.Tensor, ranks: Ranks | None) -> torch.Tensor:
+def _of_all(lse: Tensor, ranks: Ranks | None) -> Tensor:
     """Log-sum-exps [chunk] over the whole vocabulary, from those of the part that this rank has."""
     if ranks is None:
         return lse
     return gather_along(lse.unsqueeze(0), 0, ranks.group, ranks.size).logsumexp(0)
 
 
-def _own_labels(labels: torch.Tensor, rows: int, ranks: Ranks | None) -> torch.Tensor:
+def _own_labels(labels: Tensor, rows: int, ranks: Ranks | None) -> Tensor:
     """Labels as rows of this rank's part of the vocabulary; −1 for those in other ranks' parts."""
     if ranks is None:
         return labels
@@ -99,15 +98,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        labels: torch.Tensor,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
         chunk: int,
         ranks: Ranks | None,
-        token_losses: torch.Tensor | None,
+        token_losses: Tensor | None,
         name: str,
         grad_enabled: bool,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         row_logsumexp, softmax_gradient = CROSS_ENTROPY.load(name)
         total = x.new_zeros((), dtype=wide)
@@ -132,7 +131,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         check_first_derivative()
         dx, dweight = ctx.saved_tensors
         # Rounded while it is written: the product on its own would be another [vocab, D] in float32.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.recurrence import Recurrence, check_queries, run
@@ -23,17 +24,17 @@ RWKV7 = _dplr("chunk_rwkv7", q="r", gk="w")
 
 
 def chunk_dplr_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    gk: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    gk: Tensor,
     scale: float | None = None,
-    initial_state: torch.Tensor | None = None,
+    initial_state: Tensor | None = None,
     output_final_state: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
-    cu_seqlens_cpu: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
     safe_gate: bool = False,
     chunk_size: int = 64,
     disable_recompute: bool = False,
@@ -41,7 +42,7 @@ def chunk_dplr_delta_rule(
     *,
     cp_method: str = "kcp",
     impl: str | Choice = "auto",
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """S_t = Diag(exp gk_t) S_{t−1} + b_t (a_tᵀ S_{t−1}) + k_t v_tᵀ;  o_t = scale·S_tᵀ q_t.
 
     Arguments are those of FLA's function of this name; the ones not listed are those of `chunk_kda`.
@@ -75,24 +76,24 @@ def chunk_dplr_delta_rule(
 
 
 def chunk_rwkv7(
-    r: torch.Tensor,
-    w: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
+    r: Tensor,
+    w: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
     scale: float = 1.0,
-    initial_state: torch.Tensor | None = None,
+    initial_state: Tensor | None = None,
     output_final_state: bool = True,
-    cu_seqlens: torch.Tensor | None = None,
-    cu_seqlens_cpu: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
     chunk_size: int = 64,
     disable_recompute: bool = False,
     cp_context: CPContext | None = None,
     *,
     cp_method: str = "kcp",
     impl: str | Choice = "auto",
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """RWKV-7's recurrence: `chunk_dplr_delta_rule` with q = r and log decays gk = w, which lie in [−5, 0] (the model's
     in [−0.6065, 0]). Arguments are those of FLA's function of this name. The final state is returned by default, except
     with cp_context, which has none."""
@@ -122,7 +123,7 @@ def _run(
     chunk_size: int,
     disable_recompute: bool,
     **options: object,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     check_chunk_size(chunk_size)
     _check(recurrence, given, BOUND if safe_gate else -torch.inf)
     return run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from titan_linear.ops.exchange.collectives import sum_ranks
 from titan_linear.ops.layout.context import CPContext
@@ -11,9 +12,7 @@ from titan_linear.ops.runtime.kept import kept
 from titan_linear.ops.runtime.support import Choice, Implementation, Op, Target, dtype_in, instead_of, on_gpu
 
 
-def grouped_linear(
-    x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, impl: str | Choice = "auto"
-) -> torch.Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, impl: str | Choice = "auto") -> Tensor:
     """y_i = W_e x_i for rows x_i of group e; rows of a group are adjacent, and groups are in order.
 
     x [M, I], weight [E, O, I], counts [E] int64 that sum to M -> y [M, O]. Differentiable in x and weight.
@@ -24,12 +23,12 @@ def grouped_linear(
     return GROUPED_LINEAR.load(GROUPED_LINEAR.implementation(impl, x.device, x.dtype, I=I, O=O))(x, weight, counts)
 
 
-def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def _grouped_mm(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return torch._grouped_mm(x, weight.mT, offs=counts.cumsum(0).to(torch.int32))
 
 
 @torch.compiler.disable
-def _loop(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def _loop(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     groups = zip(x.split(counts.tolist()), weight.unbind(0), strict=True)
     return torch.cat([F.linear(rows, matrix) for rows, matrix in groups])
 
@@ -54,7 +53,7 @@ GROUPED_LINEAR = Op(
 
 @kept
 @torch.no_grad()
-def stream_means(x: torch.Tensor, num_streams: int, cp_context: CPContext | None) -> torch.Tensor:
+def stream_means(x: Tensor, num_streams: int, cp_context: CPContext | None) -> Tensor:
     """x [T, E], this rank's tokens, one stream after another -> [num_streams, E], means over whole streams."""
     means = x.unflatten(0, (num_streams, -1)).mean(1)
     if cp_context is not None and cp_context.world_size > 1:  # ranks have equal parts of every stream

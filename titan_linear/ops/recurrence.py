@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from titan_linear.ops.exchange.kcp import incoming_states
 from titan_linear.ops.exchange.ulysses import heads_to_tokens, tokens_to_heads
@@ -46,27 +47,27 @@ class Rule(Protocol):
         options: AnyOptions,
         boundaries: Boundaries,
         differentiable: bool,
-        kept: Sequence[torch.Tensor] = (),
+        kept: Sequence[Tensor] = (),
     ):
         """Prepare the chunks. `differentiable`: `backward` will be called on this object. `kept`: for an object made in
         backward, the `kept` of forward's object."""
 
-    kept: Sequence[torch.Tensor]  # what forward's object hands to the one made in backward
+    kept: Sequence[Tensor]  # what forward's object hands to the one made in backward
 
-    def boundary(self, chains: Chains) -> tuple[torch.Tensor, torch.Tensor]:
+    def boundary(self, chains: Chains) -> tuple[Tensor, Tensor]:
         """S_ext [slots,HV,K,V] and M of each slot's entry, where `chains.wanted` asks for them: the entry's end state
         is M S + S_ext if S enters it. M is [slots,HV,K,K], or [slots,HV,K or 1] if it is diagonal. K and V of these,
         and of what is computed from them, may be padded with zeros."""
 
-    def forward(self, initial: States | None, need_final: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]:
         """o [T,HV,V] and the final states [N,HV,K,V] (empty unless needed), from the initial ones (None: zeros)."""
 
-    def boundary_backward(self, do: torch.Tensor, chains: Chains) -> torch.Tensor:
+    def boundary_backward(self, do: Tensor, chains: Chains) -> Tensor:
         """dS_ext [slots,HV,K,V]: the gradient of the state that enters each slot's entry if its end state had none."""
 
     def backward(
-        self, do: torch.Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
-    ) -> tuple[AnyInputs, torch.Tensor]:
+        self, do: Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
+    ) -> tuple[AnyInputs, Tensor]:
         """Gradients of the inputs (None for those not given), and of the initial states [N,HV,K,V] (empty unless
         needed)."""
 
@@ -76,7 +77,7 @@ class Recurrence(Op):
     """An op that this driver runs."""
 
     of_heads: tuple[str, ...]  # inputs [HV·…], the same for all tokens; the others are [T, heads, ...]
-    step: Callable[[Any, Any, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # (inputs of one token of each of N
+    step: Callable[[Any, Any, Tensor], tuple[Tensor, Tensor]]  # (inputs of one token of each of N
     # sequences, options, S [N,HV,K,V]) -> o [N,HV,V] and the next states
     names: Mapping[str, str] = field(default_factory=dict)  # what the op calls its arguments, if not as the inputs here
 
@@ -100,15 +101,15 @@ class Saved(NamedTuple):
     """What forward keeps for backward."""
 
     inputs: AnyInputs
-    states: torch.Tensor | None  # the caller's [N,HV,K,V], or with several ranks those that enter slots [slots,HV,K,V]
-    M: torch.Tensor | None  # [slots,HV,K,K], or [slots,HV,K or 1]
-    kept: tuple[torch.Tensor, ...]  # what the rule keeps
+    states: Tensor | None  # the caller's [N,HV,K,V], or with several ranks those that enter slots [slots,HV,K,V]
+    M: Tensor | None  # [slots,HV,K,K], or [slots,HV,K or 1]
+    kept: tuple[Tensor, ...]  # what the rule keeps
 
-    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+    def tensors(self) -> tuple[Tensor | None, ...]:
         return (*self.inputs, self.states, self.M, *self.kept)
 
     @staticmethod
-    def of(kind: type[AnyInputs], tensors: Sequence[torch.Tensor | None]) -> Saved:
+    def of(kind: type[AnyInputs], tensors: Sequence[Tensor | None]) -> Saved:
         n = len(kind._fields)
         return Saved(kind(*tensors[:n]), tensors[n], tensors[n + 1], tuple(tensors[n + 2 :]))
 
@@ -117,9 +118,7 @@ class _Recurrence(torch.autograd.Function):
     """(initial_state [N,HV,K,V] or None, the fields of `call.inputs`) -> (o, final states)."""
 
     @staticmethod
-    def forward(
-        ctx: Any, call: Call, initial_state: torch.Tensor | None, *tensors: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, call: Call, initial_state: Tensor | None, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
         inputs = call.inputs(*tensors)
         keep = call.options.disable_recompute and any(ctx.needs_input_grad)
         o, final, entering, M, of_rule, rule = _forward(call, inputs, initial_state, keep)
@@ -131,7 +130,7 @@ class _Recurrence(torch.autograd.Function):
         return o.view_as(o), final.view_as(final)
 
     @staticmethod
-    def backward(ctx: Any, do: torch.Tensor | None, d_final: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, do: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
         check_first_derivative()
         call = ctx.call
         inputs, states, M, kept = Saved.of(call.inputs, ctx.saved_tensors)
@@ -151,13 +150,11 @@ class _Recurrence(torch.autograd.Function):
 
 
 _apply_torch = torch.compiler.disable(_Recurrence.apply)  # it works on the host
-Forward = tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, tuple[torch.Tensor, ...], Rule | None
-]
+Forward = tuple[Tensor, Tensor, Tensor | None, Tensor | None, tuple[Tensor, ...], Rule | None]
 
 
 @kept
-def _forward(call: Call, inputs: AnyInputs, initial_state: torch.Tensor | None, keep: bool) -> Forward:
+def _forward(call: Call, inputs: AnyInputs, initial_state: Tensor | None, keep: bool) -> Forward:
     """o, final states, the states that enter from other ranks, M, what the rule keeps, and the rule if `keep`."""
     rule = call.implementation(inputs, call.options, call.boundaries, differentiable=keep)
     states, entering, M = initial_state, None, None
@@ -168,7 +165,7 @@ def _forward(call: Call, inputs: AnyInputs, initial_state: torch.Tensor | None, 
     return o.to(inputs.v.dtype), final, entering, M, tuple(rule.kept), rule if keep else None
 
 
-def _initial(states: torch.Tensor | None, call: Call, inputs: AnyInputs) -> States | None:
+def _initial(states: Tensor | None, call: Call, inputs: AnyInputs) -> States | None:
     """The states from which entries start, in the dtype of states (`state_dtype`)."""
     if states is None:
         return None
@@ -180,15 +177,15 @@ def run(
     given: AnyInputs,
     *,
     options: AnyOptions,
-    initial_state: torch.Tensor | None,
+    initial_state: Tensor | None,
     output_final_state: bool,
     state_v_first: bool,
-    cu_seqlens: torch.Tensor | None,
-    cu_seqlens_cpu: torch.Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
     cp_context: CPContext | None,
     cp_method: str,
     impl: str | Choice,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """What the public functions share, once they have checked the shapes of their inputs and filled in `options`.
 
     given: the caller's inputs, [B, T, ...].
@@ -222,8 +219,8 @@ def run(
 def _each(
     inputs: AnyInputs,
     recurrence: Recurrence,
-    of_tokens: Callable[[torch.Tensor], torch.Tensor],
-    of_heads: Callable[[torch.Tensor], torch.Tensor],
+    of_tokens: Callable[[Tensor], Tensor],
+    of_heads: Callable[[Tensor], Tensor],
 ) -> AnyInputs:
     """The inputs, changed by one function or the other; None stays None."""
     changed = {
@@ -234,7 +231,7 @@ def _each(
     return inputs._replace(**changed)
 
 
-def _apply(call: Call, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _apply(call: Call, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
     on_host = isinstance(call.implementation, type) and issubclass(call.implementation, TorchRule)
     return (_apply_torch if on_host else _Recurrence.apply)(call, *tensors)
 
@@ -247,7 +244,7 @@ def _implementation(recurrence: Recurrence, inputs: AnyInputs, impl: str | Choic
 
 def _over_heads(
     recurrence: Recurrence, given: AnyInputs, options: AnyOptions, cp: CPContext, impl: str | Choice
-) -> torch.Tensor:
+) -> Tensor:
     """o by an all-to-all over heads: the rule takes all tokens of this rank's heads, and what these heads have of the
     inputs that are the same for all tokens, so that no recurrence crosses ranks."""
     inputs = _each(
@@ -262,8 +259,8 @@ def _over_heads(
 
 
 def _decode(
-    recurrence: Recurrence, inputs: AnyInputs, options: AnyOptions, initial_state: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    recurrence: Recurrence, inputs: AnyInputs, options: AnyOptions, initial_state: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """One token of every sequence: a step of the recurrence itself, since a chunk would be padding but for one row."""
     dtype, (N, HV, V), K = state_dtype(inputs), inputs.v.shape, inputs.q.shape[2]
     S = inputs.q.new_zeros(N, HV, K, V, dtype=dtype) if initial_state is None else initial_state.to(dtype)
@@ -272,7 +269,7 @@ def _decode(
     return o.to(inputs.v.dtype), S
 
 
-def check_queries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[int, int, int, int, int]:
+def check_queries(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:
     """(B, T, HV, K, V). Raise ValueError unless q, k are [B, T, H, K] and v [B, T, HV, V], HV a multiple of H."""
     if q.dim() != 4 or k.shape != q.shape or 0 in q.shape:
         raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} must both be [B, T, H, K], none of them 0")
@@ -282,7 +279,7 @@ def check_queries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[in
     return B, T, v.shape[2], K, v.shape[3]
 
 
-def _check_state(name: str, states: torch.Tensor | None, N: int, HV: int, K: int, V: int, v_first: bool) -> None:
+def _check_state(name: str, states: Tensor | None, N: int, HV: int, K: int, V: int, v_first: bool) -> None:
     dims, shape = ("V, K", (N, HV, V, K)) if v_first else ("K, V", (N, HV, K, V))
     if states is not None and states.shape != shape:
         raise ValueError(f"{name} {tuple(states.shape)} must be [N, HV, {dims}] = {list(shape)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-import torch
+from torch import Tensor
 
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.recurrence import run
@@ -16,25 +16,25 @@ SSD = decaying("chunk_ssd", q="C", k="B", v="x", g="dt", initial_state="initial_
 
 
 def chunk_ssd(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
     *,
-    D: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, math.inf),
-    initial_states: torch.Tensor | None = None,
+    initial_states: Tensor | None = None,
     return_final_states: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
-    cu_seqlens_cpu: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
     cp_context: CPContext | None = None,
     disable_recompute: bool = False,
     cp_method: str = "kcp",
     impl: str | Choice = "auto",
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """h_t = exp(Δ_t A) h_{t−1} + Δ_t x_t B_tᵀ;  y_t = h_t C_t + D x_t  (Transformers are SSMs, section 7).
 
     Arguments are those of mamba_ssm's `mamba_chunk_scan_combined`, without chunk_size (64), z (gate y) and seq_idx
@@ -72,13 +72,13 @@ def chunk_ssd(
 
 
 def _check(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
     dt_limit: tuple[float, float],
 ) -> None:
     """Raise ValueError for shapes that do not fit; the message says what would."""

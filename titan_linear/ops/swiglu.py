@@ -11,16 +11,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from titan_linear.ops.runtime.operators import check_first_derivative
 from titan_linear.ops.runtime.options import check_floats
 from titan_linear.ops.runtime.support import Choice, Op
 from titan_linear.ops.triton.configs import with_kernels
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[Tensor, Tensor]
 
 
-def swiglu(gate_up: torch.Tensor, weight: torch.Tensor, impl: str | Choice = "auto") -> torch.Tensor:
+def swiglu(gate_up: Tensor, weight: Tensor, impl: str | Choice = "auto") -> Tensor:
     """gate_up [.., 2 H], gate before up, weight [D, H] -> [.., D]. Elementwise work is done in float32 or wider.
 
     impl: "torch", "triton", or "auto" (ops/runtime/support.py).
@@ -34,12 +35,12 @@ def swiglu(gate_up: torch.Tensor, weight: torch.Tensor, impl: str | Choice = "au
     return _SwiGLU.apply(gate_up, weight, SWIGLU.implementation(impl, gate_up.device, gate_up.dtype))
 
 
-def _forward(gate_up: torch.Tensor) -> torch.Tensor:
+def _forward(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, -1)
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
-def _backward(gate_up: torch.Tensor, dy: torch.Tensor) -> Pair:
+def _backward(gate_up: Tensor, dy: Tensor) -> Pair:
     wide = torch.promote_types(gate_up.dtype, torch.float32)
     gate, up = gate_up.to(wide).chunk(2, -1)
     dy, sigmoid = dy.to(wide), gate.sigmoid()
@@ -48,7 +49,7 @@ def _backward(gate_up: torch.Tensor, dy: torch.Tensor) -> Pair:
     return d.to(gate_up.dtype), (silu * up).to(gate_up.dtype)
 
 
-def _triton() -> tuple[Callable[..., torch.Tensor], Callable[..., Pair]]:
+def _triton() -> tuple[Callable[..., Tensor], Callable[..., Pair]]:
     from titan_linear.ops.triton import swiglu as kernels  # Triton is available on Linux only
 
     return kernels.swiglu_forward, kernels.swiglu_backward
@@ -59,13 +60,13 @@ SWIGLU = Op("swiglu", with_kernels(_triton, lambda: (_forward, _backward), slowe
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, name: str) -> Tensor:
         ctx.save_for_backward(gate_up, weight)
         ctx.name = name
         return F.linear(SWIGLU.load(name)[0](gate_up.contiguous()), weight)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         check_first_derivative()
         gate_up, weight = ctx.saved_tensors
         dy = dy.to(weight.dtype)  # dy has autocast's dtype if only forward ran in autocast

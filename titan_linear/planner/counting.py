@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,7 +43,7 @@ class Call:
 
     name: str
     arguments: dict[str, Any]
-    outputs: tuple[torch.Tensor, ...]
+    outputs: tuple[Tensor, ...]
 
     @property
     def spec(self) -> Spec:
@@ -89,12 +90,12 @@ class Layer:
     compiled: Memory
 
 
-def count(block: Block, x: torch.Tensor, plan: BatchPlan) -> Layer:
+def count(block: Block, x: Tensor, plan: BatchPlan) -> Layer:
     """Count a layer's work and memory on a rank. x [1, T, dim] (requires_grad) and `plan` are on the meta device."""
     seen = _Seen(x)
     saved = {}
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         saved[storage._cdata] = storage.nbytes()
         return tensor
@@ -132,7 +133,7 @@ def _bytes(calls: Iterable[Call]) -> int:
 class _Seen(TorchDispatchMode):
     """Records every call of a layer's forward and backward. A tensor's identity is its storage (`key`), kept alive."""
 
-    def __init__(self, x: torch.Tensor):
+    def __init__(self, x: Tensor):
         super().__init__()
         self.forward = Work()
         self.backward = Work()
@@ -166,13 +167,13 @@ class _Seen(TorchDispatchMode):
             self._elementwise(given, written)
         return out
 
-    def turn(self, y: torch.Tensor) -> None:
+    def turn(self, y: Tensor) -> None:
         """Forward has returned y; backward begins."""
         self.take(y)
         self.place += 1
         self.work, self.of_forward, self.turned = self.backward, set(self.made_of), self.place
 
-    def take(self, x: torch.Tensor) -> None:
+    def take(self, x: Tensor) -> None:
         """A product, an operator or code outside the layer reads x. Compiled, an elementwise x is written here."""
         key = self.key(x)
         if key not in self.made_of:
@@ -184,7 +185,7 @@ class _Seen(TorchDispatchMode):
         if key in self.of_forward:
             self._read(x)
 
-    def key(self, x: torch.Tensor) -> int:
+    def key(self, x: Tensor) -> int:
         storage = x.untyped_storage()
         self.storages[storage._cdata] = storage
         return storage._cdata
@@ -218,7 +219,7 @@ class _Seen(TorchDispatchMode):
     def _live(self, lives: dict[int, list[int]], key: int) -> None:
         lives.setdefault(key, [self.place, self.place])[1] = self.place
 
-    def _anchor(self, given: list[torch.Tensor], gave: list[torch.Tensor], temporary: int = 0) -> None:
+    def _anchor(self, given: list[Tensor], gave: list[Tensor], temporary: int = 0) -> None:
         self.place += 1
         self.temporaries[self.place] = temporary
         for x in given:
@@ -228,14 +229,14 @@ class _Seen(TorchDispatchMode):
             self._live(self.lives, self.key(x))
             self._live(self.compiled_lives, self.key(x))
 
-    def _written(self, function: Any, given: list[torch.Tensor], gave: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _written(self, function: Any, given: list[Tensor], gave: list[Tensor]) -> list[Tensor]:
         """The tensors that an elementwise operation has written; none if it returns views."""
         if function._schema.is_mutable:
             return gave
         old = set(map(self.key, given))
         return [x for x in gave if self.key(x) not in old]
 
-    def _elementwise(self, given: list[torch.Tensor], gave: list[torch.Tensor]) -> None:
+    def _elementwise(self, given: list[Tensor], gave: list[Tensor]) -> None:
         keys = set(map(self.key, given))
         self.work.elementwise += sum(x.nbytes for x in (*given, *gave))
         self.work.operations += 1
@@ -247,7 +248,7 @@ class _Seen(TorchDispatchMode):
         for x in (*given, *gave):
             self._live(self.lives, self.key(x))
 
-    def _read(self, x: torch.Tensor) -> None:
+    def _read(self, x: Tensor) -> None:
         """An elementwise operation reads x. Compiled, a tensor is read once per place; an elementwise result of forward
         is recomputed in backward from its leaves; one of this pass is at hand, and is not read."""
         key = self.key(x)
@@ -264,8 +265,8 @@ class _Seen(TorchDispatchMode):
         return new
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor) and x.device.type == "meta"]
+def _tensors(tree: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor) and x.device.type == "meta"]
 
 
 class _OneKernelNorms(TorchFunctionMode):
@@ -279,11 +280,11 @@ class _OneKernelNorms(TorchFunctionMode):
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1]))
         return x * weight
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         x, weight, _ = ctx.saved_tensors
         return dy * x, weight.clone()

@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titan_linear.config import ActivationCheckpoint, Config, fsdp_degrees, layer_checkpointing, micro_steps
 from titan_linear.distributed.experts import apply_ep
@@ -154,7 +154,7 @@ def _sharded(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p not in whole]
 
 
-def _owned(parameter: torch.Tensor, shards: int) -> int:
+def _owned(parameter: Tensor, shards: int) -> int:
     """Elements of the largest shard; FSDP pads the others to it."""
     return -(-parameter.shape[0] // shards) * parameter[0].numel()
 
@@ -262,7 +262,7 @@ def _layer(alone: ModelConfig, batch: Batch) -> Layer:
     return count(block, x, BatchPlan(cp.position_ids, cp_context=cp, num_streams=batch.streams))
 
 
-def _one_expert(experts: Experts, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def _one_expert(experts: Experts, x: Tensor, counts: Tensor) -> Tensor:
     """`Experts.forward` with all rows for one expert: on the meta device, `counts` has no values."""
     up = nn.functional.linear(x, experts.up_weight[0])
     return nn.functional.linear(experts.activated(up), experts.down_proj[0])

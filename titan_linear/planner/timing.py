@@ -30,8 +30,8 @@ from typing import Annotated, Any
 
 import numpy as np
 import pydantic
-import torch
 from pydantic import Field
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from titan_linear.config import Config, fsdp_degrees, layer_checkpointing, micro_steps, replicas_wait
@@ -248,7 +248,7 @@ class Clock:
                 parts["delta rule"] += self._delta_rule(call.name, mixer, segments)
             elif kind in ("fused", "segments", "delta rule"):
                 # Also tables and folds, which are small, and what was not measured.
-                given = [x for x in tree_leaves(call.arguments) if isinstance(x, torch.Tensor)]
+                given = [x for x in tree_leaves(call.arguments) if isinstance(x, Tensor)]
                 parts["elementwise"] += sum(x.nbytes for x in (*given, *call.outputs)) / self.rates.fused
             else:
                 parts["communication"] += self._exchange(call)
@@ -319,7 +319,7 @@ class Clock:
         assert kind == "sum", kind
         return 2 * tp.ring + nbytes * others_of_tp * (1 / tp.all_gather + 1 / tp.reduce_scatter)
 
-    def _states(self, S_ext: torch.Tensor, M: torch.Tensor, tables: list[torch.Tensor], **_: Any) -> float:
+    def _states(self, S_ext: Tensor, M: Tensor, tables: list[Tensor], **_: Any) -> float:
         """Seconds to bring the states that enter a rank's fragments there, and to fold them."""
         c, W, sizes = Chains(*tables), self.batch.cp, sizes_of(S_ext, M)
         node = math.gcd(W, max(self.machine.node_size // self.batch.tp, 1))

@@ -7,6 +7,7 @@ from itertools import islice
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from titan_linear.data import IGNORE, Batch, MixedStreams, StreamLoader
 from titan_linear.proof.findings import Finding, Findings
@@ -58,7 +59,7 @@ def _first_of_next(subject: Subject, i: int) -> int:
 def cut(subject: Subject) -> Findings:
     """The ranks' cuts of a batch, put together, are the batch: tokens, labels, positions, documents."""
 
-    def on_rank(dims: LocalDims) -> tuple[int, int, dict[str, torch.Tensor], list[int]]:
+    def on_rank(dims: LocalDims) -> tuple[int, int, dict[str, Tensor], list[int]]:
         batch = next(iter(subject.loader(dims.dp_rank, dims.degrees.dp)))
         tokens, own_labels, plan = sharding_of(subject, dims, subject.dtype)(batch)
         context = plan.cp_context
@@ -89,12 +90,12 @@ def cut(subject: Subject) -> Findings:
         yield Finding("cut", f"{what} of {degrees.ranks} ranks that differ from the streams'", count, 0, where[name])
 
 
-def tokens_of(subject: Subject, dp_rank: int, cp_rank: int) -> torch.Tensor:
+def tokens_of(subject: Subject, dp_rank: int, cp_rank: int) -> Tensor:
     """[T_local] int64: indices in the batch of a rank's tokens, in its order, if it takes its streams at once."""
     return tokens_in(subject, range(dp_rank * STREAMS, (dp_rank + 1) * STREAMS), cp_rank)
 
 
-def tokens_in(subject: Subject, streams: Iterable[int], cp_rank: int) -> torch.Tensor:
+def tokens_in(subject: Subject, streams: Iterable[int], cp_rank: int) -> Tensor:
     """[T_local] int64: indices in the batch of a rank's tokens of these streams, in its order."""
     T, W = subject.config.training.seq_len, subject.degrees.cp
     blocks = torch.arange(T).view(-1, _fragment(subject))

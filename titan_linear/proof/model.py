@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from titan_linear.data import IGNORE
 from titan_linear.models.cases import DELTA
@@ -24,16 +25,16 @@ from titan_linear.step.feed import Feed
 from titan_linear.step.passes import ComputeCopies, Passes
 from titan_linear.step.update import gradient_sums, sum_gradients
 
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, Tensor]
 
 
 @dataclass
 class Step:
     """The results of a step: loss, gradients, and what passes between layers."""
 
-    loss: torch.Tensor
+    loss: Tensor
     gradients: Tensors
-    passed: list[torch.Tensor]  # as `Trace.passed` returns it
+    passed: list[Tensor]  # as `Trace.passed` returns it
 
 
 class Trace:
@@ -41,8 +42,8 @@ class Trace:
 
     def __init__(self, model: Decoder):
         self.modules = [*model.layers, model.head]
-        self.between: list[list[torch.Tensor]] = [[] for _ in self.modules]  # by module and micro-step
-        self.backward: list[list[torch.Tensor]] = [[] for _ in self.modules]
+        self.between: list[list[Tensor]] = [[] for _ in self.modules]  # by module and micro-step
+        self.backward: list[list[Tensor]] = [[] for _ in self.modules]
 
     def __enter__(self) -> Trace:
         self.hooks = [m.register_forward_pre_hook(self._keep(i)) for i, m in enumerate(self.modules)]
@@ -53,7 +54,7 @@ class Trace:
             hook.remove()
 
     def _keep(self, i: int):
-        def keep(_: object, arguments: tuple[torch.Tensor, ...]) -> None:
+        def keep(_: object, arguments: tuple[Tensor, ...]) -> None:
             x = arguments[0]
             self.between[i].append(x.detach().double())
             if x.requires_grad:
@@ -61,7 +62,7 @@ class Trace:
 
         return keep
 
-    def passed(self) -> list[torch.Tensor]:
+    def passed(self) -> list[Tensor]:
         """[1, tokens of all micro-steps, dim] float64: what enters each layer, then the head; and their
         gradients, in the order in which they are computed."""
         return [torch.cat(steps, 1) for steps in (*self.between, *reversed(self.backward)) if steps]
@@ -87,15 +88,15 @@ def in_one_process(subject: Subject, whole: Decoder, dtype: torch.dtype, impl: s
 class Split:
     """The results of a step on the run's ranks."""
 
-    loss: torch.Tensor
+    loss: Tensor
     copies: list[tuple[int, Tensors]]  # (rank, whole gradients), for each set of ranks that holds them
-    passed: list[torch.Tensor]  # what passes between layers, for all tokens
+    passed: list[Tensor]  # what passes between layers, for all tokens
 
 
 def on_all_ranks(subject: Subject, whole: Decoder, dtype: torch.dtype, impl: str) -> Split:
     """A step as the trainer takes it, on every rank. Raises `RankFailed`."""
 
-    def on_rank(dims: LocalDims) -> tuple[torch.Tensor, LocalDims, Decoder, Trace]:
+    def on_rank(dims: LocalDims) -> tuple[Tensor, LocalDims, Decoder, Trace]:
         model = model_of(subject, whole, dims).use(impl, subject.device, dtype, dims.tp)
         precision = ComputeCopies(model, dtype)
         feed = Feed(
@@ -118,7 +119,7 @@ def on_all_ranks(subject: Subject, whole: Decoder, dtype: torch.dtype, impl: str
     return Split(sum(loss for loss, *_ in ranks), copies, passed)
 
 
-def _together(subject: Subject, traces: list[tuple[LocalDims, Trace]]) -> list[torch.Tensor]:
+def _together(subject: Subject, traces: list[tuple[LocalDims, Trace]]) -> list[Tensor]:
     """Join what the ranks traced of their own tokens into tensors of all tokens."""
     ranks = [trace.passed() for _, trace in traces]
     wholes = [x.new_empty(1, subject.batch.tokens.shape[1], x.shape[2]) for x in ranks[0]]
@@ -129,7 +130,7 @@ def _together(subject: Subject, traces: list[tuple[LocalDims, Trace]]) -> list[t
     return wholes
 
 
-def traced_tokens(subject: Subject, dp_rank: int, cp_rank: int, tp_rank: int) -> torch.Tensor:
+def traced_tokens(subject: Subject, dp_rank: int, cp_rank: int, tp_rank: int) -> Tensor:
     """[T_local] int64: indices in the batch of a rank's tokens between layers, one micro-step's stream after the
     other."""
     streams = range(dp_rank, STREAMS * subject.degrees.dp, subject.degrees.dp)  # one per micro-step
@@ -184,7 +185,7 @@ class Station(NamedTuple):
     """One tensor that passes between layers, in a step of one process."""
 
     name: str  # of what produced it: "layer 1 (gdn), forward"
-    exact: torch.Tensor  # [1, T, dim]
+    exact: Tensor  # [1, T, dim]
     bound: float  # for a split
     backward: bool
 
@@ -206,7 +207,7 @@ class Wrong(NamedTuple):
     where: str
 
 
-def first_wrong(subject: Subject, got: Iterable[torch.Tensor], stations: list[Station]) -> Wrong | None:
+def first_wrong(subject: Subject, got: Iterable[Tensor], stations: list[Station]) -> Wrong | None:
     """Where a split first differs from one process: the layer, and the rank and document where this begins."""
     for i, (x, at) in enumerate(zip(got, stations, strict=True)):
         error = off(x, at.exact)
@@ -215,7 +216,7 @@ def first_wrong(subject: Subject, got: Iterable[torch.Tensor], stations: list[St
     return None
 
 
-def _place(subject: Subject, x: torch.Tensor, y: torch.Tensor, backward: bool) -> str:
+def _place(subject: Subject, x: Tensor, y: Tensor, backward: bool) -> str:
     token = begins((x - y).abs().nan_to_num(torch.inf, torch.inf).amax((0, 2)), backward)
     stream, degrees = token // subject.config.training.seq_len, subject.degrees
     cp_rank = next(r for r in range(degrees.cp) if token in tokens_in(subject, [stream], r))
@@ -243,7 +244,7 @@ def documents(subject: Subject) -> Findings:
 
 
 @torch.no_grad()
-def _forward(subject: Subject, whole: Decoder, tokens: torch.Tensor, bounds: torch.Tensor) -> list[torch.Tensor]:
+def _forward(subject: Subject, whole: Decoder, tokens: Tensor, bounds: Tensor) -> list[Tensor]:
     with Trace(whole) as trace:
         whole(tokens.to(subject.device), plan_of(subject, bounds), torch.full_like(tokens, IGNORE).to(subject.device))
     return trace.passed()

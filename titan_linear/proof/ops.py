@@ -10,7 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titan_linear.distributed.parallelize import cp_method
 from titan_linear.models.cases import DELTA, OpCase, Tensors
@@ -36,14 +36,14 @@ class Case:
     name: str  # "chunk_kda", "kda"
     layers: tuple[int, ...]
     tokens: Tensors  # [1, T, ...] float64
-    dy: torch.Tensor  # [1, T, ...] float64, the output's gradient
+    dy: Tensor  # [1, T, ...] float64, the output's gradient
     parameters: Tensors  # float64
-    run: Callable[[Tensors, BatchPlan, str], torch.Tensor]  # (inputs, plan, impl) -> [1, T, ...]
+    run: Callable[[Tensors, BatchPlan, str], Tensor]  # (inputs, plan, impl) -> [1, T, ...]
     bound: float  # in float64
     units: Mapping[str, float]  # bounds of results in other dtypes, in UNITs; "": all others
     wide: tuple[str, ...]  # parameters that are never narrower than float32
-    oracle: Callable[[Tensors, torch.Tensor], torch.Tensor] | None = None  # an op's definition: (x, cu_seqlens)
-    usual: Mapping[str, torch.Tensor] = field(default_factory=dict)  # parameters instead of those that amplify rounding
+    oracle: Callable[[Tensors, Tensor], Tensor] | None = None  # an op's definition: (x, cu_seqlens)
+    usual: Mapping[str, Tensor] = field(default_factory=dict)  # parameters instead of those that amplify rounding
     by_head: bool = False  # the output and its inputs are [1, T, heads, ...]
     first: int = 0  # where its tokens begin in the batch
 
@@ -75,11 +75,11 @@ class _Draws:
         self.kind, self.device, self.dim = kind.name, subject.device, subject.model.dim
         self.cp_method = cp_method(kind, subject.config.parallelism)
 
-    def __call__(self, name: str, *shape: int) -> torch.Tensor:
+    def __call__(self, name: str, *shape: int) -> Tensor:
         rng = generator(self.seed, "proof", self.kind, name)
         return torch.randn(shape, generator=rng).double().to(self.device)
 
-    def tokens(self, name: str, *shape: int) -> torch.Tensor:
+    def tokens(self, name: str, *shape: int) -> Tensor:
         return self(name, 1, self.T, *shape)
 
 
@@ -101,7 +101,7 @@ def _op(of: OpCase, layers: tuple[int, ...], draw: _Draws) -> Case:
 
 
 def _mixer(kind: MixerOptions, layers: tuple[int, ...], draw: _Draws, mixer: nn.Module) -> Case:
-    def run(x: Tensors, plan: BatchPlan, impl: str) -> torch.Tensor:
+    def run(x: Tensors, plan: BatchPlan, impl: str) -> Tensor:
         x = dict(x)
         own, tokens = copy.deepcopy(mixer), x.pop("x")  # a copy per call: ranks run it in turns
         for name, p in x.items():
@@ -145,7 +145,7 @@ def _dtype_of(case: Case, name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def computed(
-    case: Case, dtype: torch.dtype, plan: BatchPlan, impl: str = "torch", mine: torch.Tensor | slice = slice(None)
+    case: Case, dtype: torch.dtype, plan: BatchPlan, impl: str = "torch", mine: Tensor | slice = slice(None)
 ) -> Results:
     """Compute the case in `dtype`, on the tokens `mine`."""
     tokens = {n: x[:, mine].to(dtype, copy=True).requires_grad_() for n, x in case.tokens.items()}
@@ -178,13 +178,13 @@ def split_among_ranks(subject: Subject, case: Case, dtype: torch.dtype, impl: st
     return Results(whole, {n: sum(r.parameters[n].double() for r in ranks) for n in ranks[0].parameters})
 
 
-def _bounds(subject: Subject) -> torch.Tensor:
+def _bounds(subject: Subject) -> Tensor:
     """[N+1] int32, on the CPU: boundaries of the first data-parallel rank's streams."""
     bounds = subject.batch.cu_seqlens
     return bounds[bounds <= STREAMS * subject.config.training.seq_len]
 
 
-def plan_of(subject: Subject, bounds: torch.Tensor, num_streams: int = 1) -> BatchPlan:
+def plan_of(subject: Subject, bounds: Tensor, num_streams: int = 1) -> BatchPlan:
     """The plan of documents with these boundaries, by hand."""
     positions = torch.cat([torch.arange(n) for n in bounds.diff().tolist()]).to(subject.device)
     return BatchPlan(positions, cu_seqlens=bounds.to(subject.device), num_streams=num_streams)
@@ -211,7 +211,7 @@ def _bound(case: Case, name: str, dtype: torch.dtype) -> float:
     return case.units.get(name if name == "y" else name[1:], case.units[""]) * UNIT[dtype]
 
 
-def _where(subject: Subject, case: Case, name: str, got: torch.Tensor, want: torch.Tensor, of_tokens: bool) -> str:
+def _where(subject: Subject, case: Case, name: str, got: Tensor, want: Tensor, of_tokens: bool) -> str:
     """In words: the result, its worst head, and the rank and document where the error begins."""
     wrong = (got.double() - want.double()).abs().nan_to_num(torch.inf, torch.inf)
     said = [name]
@@ -224,7 +224,7 @@ def _where(subject: Subject, case: Case, name: str, got: torch.Tensor, want: tor
     return ", ".join([*said, _place(subject, case.first + begins(wrong[0].flatten(1).amax(1), name != "y"))])
 
 
-def begins(wrong: torch.Tensor, backward: bool) -> int:
+def begins(wrong: Tensor, backward: bool) -> int:
     """The first token, or in backward the last, whose error is a hundredth of the worst or more. wrong: [T] errors."""
     about = (wrong >= wrong.max() / 100).nonzero().flatten()
     return int(about[-1 if backward else 0])
@@ -260,7 +260,7 @@ def implementations(subject: Subject, case: Case) -> Findings:
         yield Finding("implementation, float64", f"{case}, against the definition", *compared)
 
 
-def _few(subject: Subject, case: Case) -> tuple[Case, torch.Tensor]:
+def _few(subject: Subject, case: Case) -> tuple[Case, Tensor]:
     """The last tokens of the batch, and the boundaries of their documents, of which the first is cut off."""
     bounds = _bounds(subject)
     first = max(int(bounds[-1]) - ORACLE_TOKENS, 0)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from titan_linear.config import Config, changed
 from titan_linear.distributed.groups import host_group, of_all_ranks
@@ -32,7 +33,7 @@ from titan_linear.step.update import gradient_sums, sum_gradients
 from titan_linear.storage.hf_io import owned
 from titan_linear.storage.tensors import named_parameters
 
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, Tensor]
 
 
 def split(subject: Subject) -> Findings:
@@ -69,7 +70,7 @@ def _in_float64(config: Config) -> Config:
 
 def _of_processes(
     subject: Subject, dims: ParallelDims, want: Step, one: Step | None
-) -> tuple[torch.Tensor, dict[str, list[float]], str]:
+) -> tuple[Tensor, dict[str, list[float]], str]:
     """The loss of all ranks; for each parameter, how far each rank's part of its gradient is off; and where the step
     first differs from one process."""
     host = host_group()
@@ -123,7 +124,7 @@ def _errors(model: Decoder, want: Tensors) -> dict[str, float]:
     return errors
 
 
-def _part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:
+def _part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     """This rank's part of a tensor, and where in the whole it lies."""
     local, offsets = owned(tensor)
     return local, tuple(slice(a, a + n) for a, n in zip(offsets, local.shape, strict=True))

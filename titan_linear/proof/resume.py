@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from titan_linear.config import Config, changed
 from titan_linear.data import StreamLoader
@@ -71,7 +72,7 @@ class Run:
         ranks = of_all_ranks([i for own in streams for i in own], self.host)
         return reading.wait()[0], tuple(sorted({i for own in ranks for i in own}))
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """Copies of this rank's parts of the weights and optimizer states, by name."""
         weights = named_parameters(self.model)
         found = {f"weight {name}": local_tensor(p).detach().clone() for name, p in weights.items()}
@@ -141,7 +142,7 @@ def _shared_folder(host: dist.ProcessGroup) -> Iterator[Path | None]:
         dist.barrier(host)
 
 
-def _compared(check: str, what: str, want: dict[str, torch.Tensor], run: Run) -> Finding:
+def _compared(check: str, what: str, want: dict[str, Tensor], run: Run) -> Finding:
     """Compare what all ranks have in `run` with what they had."""
     got = run.tensors()
     own = [n for n in dict.fromkeys([*want, *got]) if n not in got or n not in want or not _same(want[n], got[n])]
@@ -151,7 +152,7 @@ def _compared(check: str, what: str, want: dict[str, torch.Tensor], run: Run) ->
     return Finding(check, f"{what}: of {len(want)} weights and optimizer states, others", len(wrong), 0, where)
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.to(b.device), b)
 
 

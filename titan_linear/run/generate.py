@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_linear.data import Tokenizer
@@ -43,8 +44,8 @@ class Rows:
     """A batch of texts in progress: the caches of what was read, and the logits of the next token."""
 
     caches: list[LayerCache]  # one per layer
-    lengths: torch.Tensor  # [B] int64, tokens read
-    logits: torch.Tensor  # [B, vocab]
+    lengths: Tensor  # [B] int64, tokens read
+    logits: Tensor  # [B, vocab]
 
 
 def generate(
@@ -121,7 +122,7 @@ def prefill(model: Decoder, prompts: Sequence[Sequence[int]], *, chunk: int, dev
 
 
 @torch.no_grad()
-def decode(model: Decoder, rows: Rows, tokens: torch.Tensor) -> Rows:
+def decode(model: Decoder, rows: Rows, tokens: Tensor) -> Rows:
     """Read one more token of each row, tokens [B]. The caches are brought up to date in place."""
     longest = rows.lengths.max()
     plan = BatchPlan(rows.lengths.unsqueeze(1), first_key=longest - rows.lengths)
@@ -131,7 +132,7 @@ def decode(model: Decoder, rows: Rows, tokens: torch.Tensor) -> Rows:
 
 def _prefill_one(
     model: Decoder, prompt: Sequence[int], chunk: int, device: torch.device
-) -> tuple[list[LayerCache], torch.Tensor]:
+) -> tuple[list[LayerCache], Tensor]:
     caches = [LayerCache() for _ in model.layers]
     tokens = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
     for start in range(0, len(prompt), chunk):
@@ -153,7 +154,7 @@ def _batched(caches: list[LayerCache], growing: Sequence[str]) -> LayerCache:
     return batch
 
 
-def choose(logits: torch.Tensor, sampling: Sampling, rng: torch.Generator) -> int:
+def choose(logits: Tensor, sampling: Sampling, rng: torch.Generator) -> int:
     """Choose a token from logits [vocab]. ValueError: they are not finite."""
     scaled = logits / (sampling.temperature or 1.0)
     if not scaled.isfinite().all():
@@ -169,7 +170,7 @@ def choose(logits: torch.Tensor, sampling: Sampling, rng: torch.Generator) -> in
     return int(order[torch.multinomial(kept, 1, generator=rng)])
 
 
-def _agreed(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
+def _agreed(model: Decoder, tokens: Tensor) -> Tensor:
     """If ranks share the model, rank 0's tokens: ranks that rounded differently would diverge and hang."""
     if hasattr(model, "parts") or any(isinstance(p, DTensor) for p in model.parameters()):
         dist.broadcast(tokens, 0)

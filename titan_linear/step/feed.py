@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from titan_linear.data import IGNORE, Batch
 from titan_linear.models.config import Documents
@@ -22,8 +23,8 @@ from titan_linear.models.plan import BatchPlan
 class MicroBatch:
     """The tokens of a `Batch` that one rank computes, on its device."""
 
-    tokens: torch.Tensor  # [1, T_local] int64
-    labels: torch.Tensor  # [1, T_local] int64
+    tokens: Tensor  # [1, T_local] int64
+    labels: Tensor  # [1, T_local] int64
     plan: BatchPlan
     streams: tuple[int, ...]  # global indices, for error messages
 
@@ -69,7 +70,7 @@ class _Ahead(NamedTuple):
 
     first: MicroBatch
     rest: list[Batch]
-    counts: torch.Tensor  # `_counts` of this rank's batches; of all ranks' once `counting` is done
+    counts: Tensor  # `_counts` of this rank's batches; of all ranks' once `counting` is done
     counting: dist.Work
 
 
@@ -92,7 +93,7 @@ class Feed:
     """
 
     batches: Iterator[Batch]
-    cut: Callable[[Batch], tuple[torch.Tensor, torch.Tensor, BatchPlan]]
+    cut: Callable[[Batch], tuple[Tensor, Tensor, BatchPlan]]
     _: KW_ONLY
     micro_steps: int
     copies: int

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -24,7 +24,7 @@ class AdamW(torch.optim.AdamW):
     """AdamW on this rank's part of each parameter, since the update is elementwise. On DTensors the dispatcher would
     work out the sharding again in every step that changes the learning rate, which takes longer than the update."""
 
-    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         """Fill the lists with parameters, gradients, moments and steps, which the kernels then read."""
         has_complex = super()._init_group(group, *lists)
         for tensors in lists:
@@ -47,7 +47,7 @@ class Muon(AdamW):
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch.optim.Optimizer.__setstate__(self, state)  # AdamW's asks every parameter's state for a count of steps
 
-    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         return False if "momentum" in group else super()._init_group(group, *lists)
 
     @torch.no_grad()
@@ -71,26 +71,26 @@ class Muon(AdamW):
         for weight, shape, direction in zip(weights, self.matrices.shapes, self.directions(group), strict=True):
             weight.add_(direction.to(weight.device), alpha=-group["lr"] * update_scale(shape))
 
-    def directions(self, group: dict[str, Any]) -> list[torch.Tensor]:
+    def directions(self, group: dict[str, Any]) -> list[Tensor]:
         """This rank's parts of the orthogonal matrices, from gradients and momentum after it has been updated. All
         ranks call it."""
         _, grads, momenta = self._parts(group)
         mixed = [g.lerp(m, group["momentum"]).bfloat16() for g, m in zip(grads, momenta, strict=True)]  # Nesterov's
         return self.matrices.apply(orthogonalised, mixed)
 
-    def scaled_directions(self, group: dict[str, Any]) -> dict[nn.Parameter, torch.Tensor]:
+    def scaled_directions(self, group: dict[str, Any]) -> dict[nn.Parameter, Tensor]:
         """The same, as long as they are added to the weights at a rate of 1, in the weights' dtype."""
         found = zip(group["params"], self.matrices.shapes, self.directions(group), strict=True)
         return {p: x.to(local_tensor(p)) * update_scale(shape) for p, shape, x in found}
 
-    def _parts(self, group: dict[str, Any]) -> tuple[list[torch.Tensor], ...]:
+    def _parts(self, group: dict[str, Any]) -> tuple[list[Tensor], ...]:
         """This rank's of weights, gradients and momenta."""
         ps = group["params"]
         of_each = (ps, [p.grad for p in ps], [self.state[p]["momentum_buffer"] for p in ps])
         return tuple(list(map(local_tensor, tensors)) for tensors in of_each)
 
 
-def orthogonalised(matrices: list[torch.Tensor]) -> list[torch.Tensor]:
+def orthogonalised(matrices: list[Tensor]) -> list[Tensor]:
     """By Newton-Schulz iterations in bfloat16: a step of torch's Muon from zeros, of rate 1 and without momentum. It
     scales updates of matrices with more rows than columns, so that these are transposed."""
     weights = []
@@ -135,7 +135,7 @@ def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in found.items() if p.requires_grad}
 
 
-def exchange_device(tensor: torch.Tensor) -> torch.device:
+def exchange_device(tensor: Tensor) -> torch.device:
     """The ranks' device, where a tensor may lie in the host's memory."""
     return torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
 
@@ -153,7 +153,7 @@ def learning_rate(step: int, peak: float, config: LRScheduler, steps: int) -> fl
     return peak * (config.min_lr_factor + (1 - config.min_lr_factor) * curve[config.decay_type])
 
 
-def step_numbers(loss: torch.Tensor, parameters: Iterable[nn.Parameter], signal: int) -> torch.Tensor:
+def step_numbers(loss: Tensor, parameters: Iterable[nn.Parameter], signal: int) -> Tensor:
     """[loss, 2-norm of all gradients, signal] float64, the same on every rank, from one collective. The host does not
     wait.
 
@@ -171,7 +171,7 @@ def step_numbers(loss: torch.Tensor, parameters: Iterable[nn.Parameter], signal:
 
 
 @torch.no_grad()
-def sum_of_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+def sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
     """Sum of squares of this rank's parts of the tensors, a float64 scalar: for one number the width costs nothing."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -179,7 +179,7 @@ def sum_of_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.T
     return torch.cat(norms).double().square().sum()
 
 
-def _norms(tensors: list[torch.Tensor]) -> torch.Tensor:
+def _norms(tensors: list[Tensor]) -> Tensor:
     """2-norms [.] of tensors on the same device, or of parts of them."""
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
     if tensors[0].device.type != "cpu":
@@ -188,7 +188,7 @@ def _norms(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([torch.linalg.vector_norm(part, dim=1, dtype=dtype) for part in rows])
 
 
-def _rows(flat: torch.Tensor) -> list[torch.Tensor]:
+def _rows(flat: Tensor) -> list[Tensor]:
     """[n] → matrices whose rows the host's cores share out. A core adds up squares one by one: in float32 the norm of
     64M numbers would be off by 0.4%."""
     whole, rows = len(flat) // HOST_BLOCK * HOST_BLOCK, []
@@ -199,7 +199,7 @@ def _rows(flat: torch.Tensor) -> list[torch.Tensor]:
     return rows
 
 
-def update(optimizer: torch.optim.AdamW, numbers: torch.Tensor, lr: float, max_norm: float) -> None:
+def update(optimizer: torch.optim.AdamW, numbers: Tensor, lr: float, max_norm: float) -> None:
     """Do one step with gradients clipped to a 2-norm of max_norm, unless loss or norm is not finite: then neither
     weights nor moments change. The optimizer's own kernels decide that on the device; the host need not know the
     numbers yet. With offload the host waits for them, and so for every copy of a parameter that the device has yet to
@@ -217,7 +217,7 @@ def update(optimizer: torch.optim.AdamW, numbers: torch.Tensor, lr: float, max_n
 
 
 @torch.no_grad()
-def squares_of_each(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+def squares_of_each(tensors: list[Tensor], device: torch.device) -> Tensor:
     """[n] float64: for each tensor, the sum of squares of this rank's part."""
     lists: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):
@@ -226,14 +226,14 @@ def squares_of_each(tensors: list[torch.Tensor], device: torch.device) -> torch.
     return _placed(squares, [i for own in lists.values() for i in own], len(tensors), device)
 
 
-def _squares(tensors: list[torch.Tensor]) -> torch.Tensor:
+def _squares(tensors: list[Tensor]) -> Tensor:
     """Sums of squares [.] float64 of tensors on the same device."""
     if tensors[0].device.type != "cpu":
         return _norms(tensors).double().square()
     return torch.stack([_norms([tensor]).double().square().sum() for tensor in tensors])
 
 
-def _placed(parts: list[torch.Tensor], places: list[int], n: int, device: torch.device) -> torch.Tensor:
+def _placed(parts: list[Tensor], places: list[int], n: int, device: torch.device) -> Tensor:
     """[n] float64: the numbers of all parts at their places, zeros elsewhere."""
     none = torch.zeros(n, dtype=torch.float64, device=device)
     if not places:
@@ -243,7 +243,7 @@ def _placed(parts: list[torch.Tensor], places: list[int], n: int, device: torch.
 
 
 @torch.no_grad()
-def update_squares(optimizer: torch.optim.AdamW, parameters: list[nn.Parameter], device: torch.device) -> torch.Tensor:
+def update_squares(optimizer: torch.optim.AdamW, parameters: list[nn.Parameter], device: torch.device) -> Tensor:
     """[n] float64: for each parameter, the sum of squares of what the last step added to this rank's part of it,
     computed from the moments after the step: Δ = −lr (u + wd p) / (1 − lr wd) with u = m̂ / (√v̂ + ε), or Muon's scaled
     orthogonal matrix, and p as it is now. All ranks call it."""
@@ -277,8 +277,8 @@ def _at_once(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def _adamw_directions(
-    group: dict[str, Any], state: dict[nn.Parameter, dict[str, torch.Tensor]], own: list[nn.Parameter]
-) -> list[torch.Tensor]:
+    group: dict[str, Any], state: dict[nn.Parameter, dict[str, Tensor]], own: list[nn.Parameter]
+) -> list[Tensor]:
     """m̂ / (√v̂ + ε) of parameters of one group."""
     moments = [[local_tensor(state[p][name]) for p in own] for name in ("exp_avg", "exp_avg_sq")]
     step, dtype = state[own[0]]["step"].double(), moments[0][0].dtype
@@ -291,10 +291,10 @@ def _adamw_directions(
     return update
 
 
-def scale_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
+def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
     """Scale gradients so that their 2-norm is at most max_norm."""
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in (p.grad for p in parameters if p.grad is not None):
         kinds.setdefault((grad.device, grad.dtype), []).append(local_tensor(grad))
     for kind, grads in kinds.items():
@@ -304,7 +304,7 @@ def scale_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_
 class HostCopy:
     """Numbers on their way from the device to the host, which may go on working until it calls `wait`."""
 
-    def __init__(self, numbers: torch.Tensor):
+    def __init__(self, numbers: Tensor):
         self.arrived = torch.cuda.Event() if numbers.is_cuda else None
         self.numbers = torch.empty_like(numbers, device="cpu", pin_memory=numbers.is_cuda)
         self.numbers.copy_(numbers, non_blocking=True)

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan_linear.config import Config
@@ -30,7 +30,7 @@ class Watcher(Protocol):
 
     def gradients(self, parameters: list[nn.Parameter]) -> None: ...
 
-    def sums(self, numbers: torch.Tensor, optimizer: AdamW) -> torch.Tensor: ...
+    def sums(self, numbers: Tensor, optimizer: AdamW) -> Tensor: ...
 
 
 class Update:
@@ -42,7 +42,7 @@ class Update:
         self.config, self.model, self.optimizer, self.telemetry = config, model, optimizer, telemetry
         self.sums, self.counted = gradient_sums(model, dims), counted_parameters(model, dims)
 
-    def run(self, losses: torch.Tensor, step: int, signal: int = 0) -> HostCopy:
+    def run(self, losses: Tensor, step: int, signal: int = 0) -> HostCopy:
         """Sum gradients, clip and update (`update`, optimizer.py), move the experts' biases, and free the gradients.
         The host does not wait for the device, except with offload or Muon.
 
@@ -107,7 +107,7 @@ def counted_parameters(model: nn.Module, dims: ParallelDims) -> list[nn.Paramete
 
 
 @torch.no_grad()
-def move_selection_biases(model: nn.Module, numbers: torch.Tensor) -> None:
+def move_selection_biases(model: nn.Module, numbers: Tensor) -> None:
     """Raise the bias of experts that had less than their share of the step's tokens and lower the others' (DeepSeek-V3,
     section 2.1.2), by `bias_update_rate`; then count anew. One collective. Like the weights (`update`), biases do not
     change if loss or norm is not finite; the device decides that, and the host need not know.

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -227,8 +227,8 @@ class Checkpointer:
     def save_lazily(
         self,
         step: int,
-        read: Mapping[str, Callable[[], torch.Tensor]],
-        shapes: Mapping[str, torch.Tensor],
+        read: Mapping[str, Callable[[], Tensor]],
+        shapes: Mapping[str, Tensor],
         progress: Progress,
     ) -> None:
         """Save weights that are read one by one; by name, how to read each, and each on the meta device."""
@@ -396,9 +396,9 @@ class _Writer(dcp.FileSystemWriter):
 class _LazyPlanner(dcp.DefaultSavePlanner):
     """A planner that reads each tensor only when it is written."""
 
-    def __init__(self, read: Mapping[str, Callable[[], torch.Tensor]]):
+    def __init__(self, read: Mapping[str, Callable[[], Tensor]]):
         super().__init__()
         self.read = {f"model.{name}": get for name, get in read.items()}
 
-    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self.read[index.fqn]()

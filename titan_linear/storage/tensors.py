@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -42,11 +42,11 @@ def check_weights(path: Path, model: nn.Module) -> None:
     _compare(path, Reader(path), {"model": named_parameters(model)})
 
 
-def stored_weights(path: Path) -> Callable[[str], torch.Tensor]:
+def stored_weights(path: Path) -> Callable[[str], Tensor]:
     """name -> the whole tensor of a step-N folder, read when it is asked for, in one process."""
     reader = Reader(path)
 
-    def get(name: str) -> torch.Tensor:
+    def get(name: str) -> Tensor:
         stored = reader.metadata.state_dict_metadata[f"model.{name}"]
         tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
         _fill(reader, {"model": {name: tensor}})
@@ -76,7 +76,7 @@ def holds_optimizer(path: Path) -> bool:
 # --- What is saved ---------------------------------------------------------------------------------------------------
 
 
-def named_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+def named_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Weights by name, without what wrappers add to names; a tied weight once, by its first name. They share the memory
     of the model's own; a part of a tensor says where it lies in the whole one."""
     state = get_model_state_dict(model)

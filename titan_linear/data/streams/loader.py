@@ -13,6 +13,7 @@ from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 from torchdata.nodes import IterableWrapper, Loader, ParallelMapper
 
@@ -25,10 +26,10 @@ from titan_linear.ops.cross_entropy import IGNORE
 class Batch:
     """L streams of one micro-step of one data-parallel rank, end to end; context parallelism has not cut it yet."""
 
-    tokens: torch.Tensor  # [1, L·T] int64
-    labels: torch.Tensor  # [1, L·T] int64, −100 where there is nothing to predict
-    cu_seqlens: torch.Tensor  # [N+1] int32, from 0 to L·T; every stream's edge is a boundary
-    position_ids: torch.Tensor  # [1, L·T] int64, from 0 in each document
+    tokens: Tensor  # [1, L·T] int64
+    labels: Tensor  # [1, L·T] int64, −100 where there is nothing to predict
+    cu_seqlens: Tensor  # [N+1] int32, from 0 to L·T; every stream's edge is a boundary
+    position_ids: Tensor  # [1, L·T] int64, from 0 in each document
     num_streams: int  # L
     streams: tuple[int, ...]  # their global indices, for error messages
 
@@ -85,11 +86,11 @@ class StreamLoader(Stateful):
         """A step is finished."""
         self.next_stream += self.global_batch_size
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """A tensor: DCP would pickle anything else."""
         return {"next_stream": torch.tensor(self.next_stream)}
 
-    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Tensor]) -> None:
         self._set(int(state_dict["next_stream"]))
 
     def _set(self, next_stream: int) -> None:
@@ -129,7 +130,7 @@ def micro_batch(
 
 
 def _collate(streams: list[Stream], indices: tuple[int, ...]) -> Batch:
-    def joined(name: str) -> torch.Tensor:
+    def joined(name: str) -> Tensor:
         return torch.from_numpy(np.concatenate([getattr(stream, name) for stream in streams]))[None]
 
     seq_len = len(streams[0].tokens)

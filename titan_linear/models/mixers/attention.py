@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titan_linear.models.cases import Draws, OpCase, attention_case
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
@@ -87,7 +87,7 @@ class AttentionMixer(nn.Module):
         self.g_proj = nn.Linear(config.dim, q_dim, bias=False) if options.output_gate else None
         self.o_proj = nn.Linear(q_dim, config.dim, bias=False)
 
-    def forward(self, x: torch.Tensor, plan: BatchPlan, cache: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+    def forward(self, x: Tensor, plan: BatchPlan, cache: dict[str, Tensor] | None = None) -> Tensor:
         """x [B, T, dim] -> [B, T, dim]. A cache holds the keys and values of earlier tokens, and grows."""
         q, k = self._queries_and_keys(x, plan)
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
@@ -98,11 +98,11 @@ class AttentionMixer(nn.Module):
         o = attention(q, k, v, scale=self.scale, method=self.cp_method, **documents).flatten(-2)
         return self.o_proj(o if self.g_proj is None else o * self.g_proj(x).sigmoid())
 
-    def watch(self, x: torch.Tensor, window: Window) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    def watch(self, x: Tensor, window: Window) -> dict[str, tuple[Tensor, Tensor]]:
         q, k = self._queries_and_keys(x[:, : window.tokens], window.plan)
         return {"attention_entropy": attention_entropy(q, k, window.plan.cu_seqlens, self.scale)}
 
-    def _queries_and_keys(self, x: torch.Tensor, plan: BatchPlan) -> tuple[torch.Tensor, torch.Tensor]:
+    def _queries_and_keys(self, x: Tensor, plan: BatchPlan) -> tuple[Tensor, Tensor]:
         """q [B, T, H, D], k [B, T, Hkv, D], normed and rotated."""
         q, k = self._normed(self.q_proj(x), self.k_proj(x))
         if self.rotary is None:
@@ -110,7 +110,7 @@ class AttentionMixer(nn.Module):
         cos, sin = plan.angles(self.rotary, widened(q.dtype))
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
-    def _normed(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [B, T, H·D], k [B, T, Hkv·D] -> split by heads; "width" is normed before the split, "head" after it."""
         if self.qk_norm == "width":
             q, k = self.q_norm(q), self.k_norm(k)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titan_linear.models.cases import Draws, OpCase, Tensors, convolution_case
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
@@ -78,8 +78,8 @@ class DeltaOptions(MixerOptions):
     def delta_cases(
         self,
         draw: Draws,
-        op: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
-        gate: Callable[..., torch.Tensor],
+        op: Callable[..., tuple[Tensor, Tensor | None]],
+        gate: Callable[..., Tensor],
         of_gate: tuple[int, ...],
         **options: float | None,
     ) -> Iterator[OpCase]:
@@ -90,11 +90,11 @@ class DeltaOptions(MixerOptions):
         dt_bias = draw("dt_bias", math.prod(of_gate))
         slow = {"A_log": torch.linspace(-1, 1, HV).double().to(dt_bias.device), "dt_bias": dt_bias - 7}
 
-        def run(x: Tensors, plan: BatchPlan, impl: str, cp_method: str) -> torch.Tensor:
+        def run(x: Tensors, plan: BatchPlan, impl: str, cp_method: str) -> Tensor:
             given = {"allow_neg_eigval": self.beta_range == 2.0, **IN_KERNEL, **options}
             return op(**x, impl=impl, cp_method=cp_method, **plan.documents, **given)[0]
 
-        def oracle(x: Tensors, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        def oracle(x: Tensors, cu_seqlens: Tensor) -> Tensor:
             g = gate(x["g"], x["A_log"], x["dt_bias"], **options)
             beta = self.beta_range * x["beta"].sigmoid()
             return recurrent_delta_rule(l2norm(x["q"]), l2norm(x["k"]), x["v"], g, beta, cu_seqlens=cu_seqlens)[0]
@@ -144,7 +144,7 @@ class DeltaMixer(RecurrentMixer):
         self.initial = {"A_log": A_log, "dt_bias": time_step_bias}
         self.op = options.op
 
-    def _inputs(self, x: torch.Tensor, plan: BatchPlan, cache: Cache) -> tuple[Inputs, torch.Tensor]:
+    def _inputs(self, x: Tensor, plan: BatchPlan, cache: Cache) -> tuple[Inputs, Tensor]:
         """q, k [B, T, H, K], v [B, T, HV, V], the raw gate and the logits of β; the output gate [B, T, HV·V]."""
         qkv = project(x, self.q_proj, self.k_proj, self.v_proj)
         parts = self._convolved(qkv, [self.q_conv1d, self.k_conv1d, self.v_conv1d], plan, cache)
@@ -154,8 +154,8 @@ class DeltaMixer(RecurrentMixer):
         return (q, k, v, g, beta), z
 
     def _recurrence(
-        self, inputs: Inputs, plan: BatchPlan, state: torch.Tensor | None = None, final: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, inputs: Inputs, plan: BatchPlan, state: Tensor | None = None, final: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         return self._delta_rule(
             *inputs,
             A_log=self.A_log,
@@ -169,12 +169,12 @@ class DeltaMixer(RecurrentMixer):
             **plan.documents,
         )
 
-    def _output(self, o: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    def _output(self, o: Tensor, gate: Tensor) -> Tensor:
         return self.o_proj(self.o_norm(o, gate.unflatten(-1, (-1, self.v_head_dim))).flatten(-2))
 
-    def _gates(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The raw gate [B, T, HV] or [B, T, HV, K], the logits of β [B, T, HV], the output gate [B, T, HV·V]."""
         raise NotImplementedError
 
-    def _delta_rule(self, *inputs: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _delta_rule(self, *inputs: Tensor, **options) -> tuple[Tensor, Tensor | None]:
         raise NotImplementedError

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from titan_linear.models.cases import Draws, OpCase
 from titan_linear.models.config import ModelConfig
@@ -45,14 +45,14 @@ class GDNMixer(DeltaMixer):
         self.A_log = nn.Parameter(torch.empty(options.v_heads))
         self.dt_bias = nn.Parameter(torch.empty(options.v_heads))
 
-    def _gates(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         heads = len(self.A_log)
         g, beta = cut(project(x, self.a_proj, self.b_proj), heads, heads)
         return g, beta, self.g_proj(x)
 
-    def _log_decay(self, inputs: Inputs) -> torch.Tensor:
+    def _log_decay(self, inputs: Inputs) -> Tensor:
         _, _, _, gate, _ = inputs
         return -self.A_log.exp() * F.softplus(widen(gate) + self.dt_bias)
 
-    def _delta_rule(self, *inputs: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _delta_rule(self, *inputs: Tensor, **options) -> tuple[Tensor, Tensor | None]:
         return chunk_gated_delta_rule(*inputs, **options)

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from titan_linear.models.cases import Draws, OpCase
 from titan_linear.models.config import ModelConfig
@@ -74,15 +74,15 @@ class KDAMixer(DeltaMixer):
         self.A_log = nn.Parameter(torch.empty(options.v_heads))
         self.dt_bias = nn.Parameter(torch.empty(gate_dim))
 
-    def _gates(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         (f_in, f_out), (g_in, g_out) = self.f_proj, self.g_proj
         f, g = cut(project(x, f_in, g_in), f_in.out_features, g_in.out_features)
         return f_out(f).unflatten(-1, (-1, self.head_dim)), self.b_proj(x), g_out(g)
 
-    def _log_decay(self, inputs: Inputs) -> torch.Tensor:
+    def _log_decay(self, inputs: Inputs) -> Tensor:
         _, _, _, gate, _ = inputs
         rate, gate = self.A_log.exp()[:, None], widen(gate) + self.dt_bias.view(-1, self.head_dim)
         return -rate * F.softplus(gate) if self.lower_bound is None else self.lower_bound * (rate * gate).sigmoid()
 
-    def _delta_rule(self, *inputs: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _delta_rule(self, *inputs: Tensor, **options) -> tuple[Tensor, Tensor | None]:
         return chunk_kda(*inputs, lower_bound=self.lower_bound, **options)

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from titan_linear.models.cases import Draws, OpCase, simple_gla_case
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
@@ -72,15 +72,15 @@ class LightningMixer(RecurrentMixer):
         self.o_proj = nn.Linear(width, config.dim, bias=False)
         self.ranks: Ranks | None = None  # of tensor parallelism
 
-    def _inputs(self, x: torch.Tensor, plan: BatchPlan, cache: Cache) -> tuple[Inputs, torch.Tensor]:
+    def _inputs(self, x: Tensor, plan: BatchPlan, cache: Cache) -> tuple[Inputs, Tensor]:
         """q, k, v [B, T, heads, K]; the output gate [B, T, heads·K]."""
         projections = self.q_proj, self.k_proj, self.v_proj, self.g_proj
         *qkv, gate = cut(project(x, *projections), *(len(p.weight) for p in projections))
         return tuple(F.silu(y).unflatten(-1, (-1, self.head_dim)) for y in qkv), gate
 
     def _recurrence(
-        self, inputs: Inputs, plan: BatchPlan, state: torch.Tensor | None = None, final: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, inputs: Inputs, plan: BatchPlan, state: Tensor | None = None, final: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         return chunk_simple_gla(
             *inputs,
             g_gamma=self._decays(inputs),
@@ -92,7 +92,7 @@ class LightningMixer(RecurrentMixer):
             **plan.documents,
         )
 
-    def _decays(self, inputs: Inputs) -> torch.Tensor:
+    def _decays(self, inputs: Inputs) -> Tensor:
         """Log decays of this rank's heads: −depth · 2^(−8 h / heads) for head h = 1, 2, …"""
         q, *_ = inputs
         own = q.shape[2]
@@ -100,8 +100,8 @@ class LightningMixer(RecurrentMixer):
         h = torch.arange(first + 1, first + own + 1, dtype=widened(q.dtype), device=q.device)
         return -self.depth * torch.exp2(-8 / self.heads * h)
 
-    def _output(self, o: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    def _output(self, o: Tensor, gate: Tensor) -> Tensor:
         return self.o_proj(self.o_norm(o.flatten(-2)) * gate.sigmoid())
 
-    def _log_decay(self, inputs: Inputs) -> torch.Tensor:
+    def _log_decay(self, inputs: Inputs) -> Tensor:
         return self._decays(inputs).expand(inputs[0].shape[:3])

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from titan_linear.models.cases import Draws, OpCase, Tensors, convolution_case
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
@@ -71,10 +71,10 @@ class Mamba2(MixerOptions):
         dt_bias = draw("dt_bias", heads)
         A = -torch.linspace(0.3, 3, heads).double().to(dt_bias.device)
 
-        def run(x: Tensors, plan: BatchPlan, impl: str, cp_method: str) -> torch.Tensor:
+        def run(x: Tensors, plan: BatchPlan, impl: str, cp_method: str) -> Tensor:
             return chunk_ssd(**x, **limits, impl=impl, cp_method=cp_method, **plan.documents)[0]
 
-        def oracle(x: Tensors, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        def oracle(x: Tensors, cu_seqlens: Tensor) -> Tensor:
             return recurrent_ssd(**x, **limits, cu_seqlens=cu_seqlens)[0]
 
         tokens = {"x": (heads, P), "dt": (heads,), "B": (G, N), "C": (G, N)}
@@ -108,7 +108,7 @@ class GroupedRMSNorm(nn.Module):
         self.initial = {"weight": ones}
         self.ranks: Ranks | None = None  # of tensor parallelism
 
-    def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
         """x, z [.., dim], of which a rank of tensor parallelism has whole groups, or its part of the only one."""
         wide = widen(x) * F.silu(widen(z))
         grouped = wide.unflatten(-1, (-1, min(self.width, wide.shape[-1])))
@@ -148,7 +148,7 @@ class Mamba2Mixer(RecurrentMixer):
             of_groups = (f"{x}_{of}" for x in "bc" for of in ("proj.weight", "conv1d.weight", "conv1d.bias"))
             self.split = {**self.split, **dict.fromkeys(of_groups, 0)}
 
-    def _inputs(self, x: torch.Tensor, plan: BatchPlan, cache: Cache) -> tuple[Inputs, torch.Tensor]:
+    def _inputs(self, x: Tensor, plan: BatchPlan, cache: Cache) -> tuple[Inputs, Tensor]:
         """x [B, T, heads, P], dt [B, T, heads], B and C [B, T, G, N]; z [B, T, heads·P]."""
         projections = (self.x_proj, self.b_proj, self.c_proj, self.z_proj, self.dt_proj)
         x_dim, b_dim, c_dim, z_dim, heads = (len(p.weight) for p in projections)
@@ -159,8 +159,8 @@ class Mamba2Mixer(RecurrentMixer):
         return (x, dt, B, C), z
 
     def _recurrence(
-        self, inputs: Inputs, plan: BatchPlan, state: torch.Tensor | None = None, final: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, inputs: Inputs, plan: BatchPlan, state: Tensor | None = None, final: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         x, dt, B, C = inputs
         return chunk_ssd(
             x,
@@ -179,9 +179,9 @@ class Mamba2Mixer(RecurrentMixer):
             **plan.documents,
         )
 
-    def _output(self, o: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    def _output(self, o: Tensor, gate: Tensor) -> Tensor:
         return self.o_proj(self.o_norm(o.flatten(-2), gate))
 
-    def _log_decay(self, inputs: Inputs) -> torch.Tensor:
+    def _log_decay(self, inputs: Inputs) -> Tensor:
         _, dt, _, _ = inputs
         return -self.A_log.exp() * F.softplus(widen(dt) + self.dt_bias).clamp(*self.dt_limit)

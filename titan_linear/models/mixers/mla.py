@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titan_linear.models.cases import Draws, OpCase, attention_case
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
@@ -71,7 +71,7 @@ class MLAMixer(nn.Module):
         self.kv_b_proj = nn.Linear(options.kv_rank, options.heads * sum(self.kv_dims), bias=False)
         self.o_proj = nn.Linear(options.heads * options.v_dim, config.dim, bias=False)
 
-    def forward(self, x: torch.Tensor, plan: BatchPlan, cache: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+    def forward(self, x: Tensor, plan: BatchPlan, cache: dict[str, Tensor] | None = None) -> Tensor:
         """x [B, T, dim] -> [B, T, dim]. A cache holds the normed latents and shared keys of earlier tokens."""
         q = self.q_proj(x).unflatten(-1, (-1, self.q_dim))
         latent, shared = self.kv_a_proj(x).split(self.latent_dims, -1)  # [B, T, rank], [B, T, shared]
@@ -85,14 +85,14 @@ class MLAMixer(nn.Module):
         o = attention(q, k, v.contiguous(), method=self.cp_method, **documents)
         return self.o_proj(o.flatten(-2))
 
-    def watch(self, x: torch.Tensor, window: Window) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    def watch(self, x: Tensor, window: Window) -> dict[str, tuple[Tensor, Tensor]]:
         x = x[:, : window.tokens]
         latent, shared = self.kv_a_proj(x).split(self.latent_dims, -1)
         k, _ = self._keys_and_values(self.kv_norm(latent), shared)
         q = self.q_proj(x).unflatten(-1, (-1, self.q_dim))
         return {"attention_entropy": attention_entropy(q, k, window.plan.cu_seqlens)}
 
-    def _keys_and_values(self, latent: torch.Tensor, shared: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _keys_and_values(self, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
         """latent [B, T, rank], normed, shared [B, T, shared] -> k [B, T, H, nope + shared], v [B, T, H, V]."""
         k, v = self.kv_b_proj(latent).unflatten(-1, (-1, sum(self.kv_dims))).split(self.kv_dims, -1)
         return torch.cat([k, shared.unsqueeze(2).expand(-1, -1, k.shape[2], -1)], -1), v

@@ -7,15 +7,15 @@ from abc import abstractmethod
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titan_linear.models.layers import ConvWeight, widen, widened
 from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.ops import causal_conv1d
 from titan_linear.ops.runtime.support import Choice
 
-Cache = dict[str, torch.Tensor] | None
-Inputs = tuple[torch.Tensor, ...]
+Cache = dict[str, Tensor] | None
+Inputs = tuple[Tensor, ...]
 
 
 class RecurrentMixer(nn.Module):
@@ -27,7 +27,7 @@ class RecurrentMixer(nn.Module):
         self.implementations: dict[str, Choice] = {}
         self.cp_method = "kcp"  # "kcp" | "ulysses", under context parallelism
 
-    def forward(self, x: torch.Tensor, plan: BatchPlan, cache: Cache = None) -> torch.Tensor:
+    def forward(self, x: Tensor, plan: BatchPlan, cache: Cache = None) -> Tensor:
         """x [B, T, dim] -> [B, T, dim]. A cache holds what earlier tokens left; it is updated in place."""
         inputs, gate = self._inputs(x, plan, cache)
         if cache is None:
@@ -37,24 +37,24 @@ class RecurrentMixer(nn.Module):
         return self._output(o, gate)
 
     @abstractmethod
-    def _inputs(self, x: torch.Tensor, plan: BatchPlan, cache: Cache) -> tuple[Inputs, torch.Tensor]:
+    def _inputs(self, x: Tensor, plan: BatchPlan, cache: Cache) -> tuple[Inputs, Tensor]:
         """The recurrence's inputs [B, T, ...], and the output gate [B, T, ...]."""
 
     @abstractmethod
     def _recurrence(
-        self, inputs: Inputs, plan: BatchPlan, state: torch.Tensor | None = None, final: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, inputs: Inputs, plan: BatchPlan, state: Tensor | None = None, final: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """o [B, T, heads, V] and, if `final`, the last states, from those given (None: zeros)."""
 
     @abstractmethod
-    def _output(self, o: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    def _output(self, o: Tensor, gate: Tensor) -> Tensor:
         """[B, T, dim]."""
 
     @abstractmethod
-    def _log_decay(self, inputs: Inputs) -> torch.Tensor:
+    def _log_decay(self, inputs: Inputs) -> Tensor:
         """Log decays ≤ 0, [B, T, heads] or [B, T, heads, K]."""
 
-    def watch(self, x: torch.Tensor, window: Window) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    def watch(self, x: Tensor, window: Window) -> dict[str, tuple[Tensor, Tensor]]:
         """half_life: number of tokens in which a state decays by half, ln 2 over the mean log decay of tokens and, in
         KDA, a head's channels. state_norm: 2-norm of the states at the ends of documents. carried_share: of the
         squared output over the second half of the longest document, the share that comes from its first half, through
@@ -77,8 +77,8 @@ class RecurrentMixer(nn.Module):
         return seen
 
     def _convolved(
-        self, x: torch.Tensor, convolutions: list[ConvWeight], plan: BatchPlan, cache: Cache
-    ) -> tuple[torch.Tensor, ...]:
+        self, x: Tensor, convolutions: list[ConvWeight], plan: BatchPlan, cache: Cache
+    ) -> tuple[Tensor, ...]:
         """x [B, T, D], the inputs of these convolutions side by side -> the output of each, after a silu. They are
         one convolution: one halo under context parallelism."""
         weights, biases = [c.weight for c in convolutions], [c.bias for c in convolutions]
@@ -98,7 +98,7 @@ class RecurrentMixer(nn.Module):
         return parts
 
 
-def _share(o: torch.Tensor, alone: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _share(o: Tensor, alone: Tensor) -> tuple[Tensor, Tensor]:
     """Sums of squares by head [heads], of o − alone and of o, for o and alone [., heads, V]."""
     norms = partial(torch.linalg.vector_norm, dim=(0, 2), dtype=widened(o.dtype))  # in that dtype, without copies
     return norms(o - alone).square(), norms(o).square()

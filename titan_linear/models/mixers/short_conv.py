@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titan_linear.models.cases import Draws, OpCase, convolution_case
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
@@ -62,7 +61,7 @@ class ShortConvMixer(nn.Module):
         self.o_proj = nn.Linear(options.channels, config.dim, bias=False)
         self.implementations: dict[str, Choice] = {}
 
-    def forward(self, x: torch.Tensor, plan: BatchPlan, cache: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+    def forward(self, x: Tensor, plan: BatchPlan, cache: dict[str, Tensor] | None = None) -> Tensor:
         """x [B, T, dim] -> [B, T, dim]. A cache holds what earlier tokens left; it is updated in place."""
         projections = self.b_proj, self.c_proj, self.x_proj
         B, C, x = cut(project(x, *projections), *(len(p.weight) for p in projections))

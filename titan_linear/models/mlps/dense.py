@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from titan_linear.models.layers import project
 from titan_linear.models.mlps.options import MLPOptions
@@ -56,7 +55,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(hidden_dim, dim, bias=False)
         self.implementations: dict[str, Choice] = {}
 
-    def forward(self, x: torch.Tensor, plan: BatchPlan | None = None) -> torch.Tensor:
+    def forward(self, x: Tensor, plan: BatchPlan | None = None) -> Tensor:
         impl = self.implementations.get("swiglu", "auto")
         return swiglu(project(x, self.gate_proj, self.up_proj), self.down_proj.weight, impl)
 
@@ -71,5 +70,5 @@ class ReLU2(nn.Module):
         self.up_proj = nn.Linear(dim, hidden_dim, bias=False)
         self.down_proj = nn.Linear(hidden_dim, dim, bias=False)
 
-    def forward(self, x: torch.Tensor, plan: BatchPlan | None = None) -> torch.Tensor:
+    def forward(self, x: Tensor, plan: BatchPlan | None = None) -> Tensor:
         return self.down_proj(F.relu(self.up_proj(x)).square())

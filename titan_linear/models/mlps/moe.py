@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from titan_linear.models.draws import zeros
 from titan_linear.models.layers import widen
@@ -103,7 +103,7 @@ class Router(nn.Module):
         if config.selection_bias:
             self.selection_bias = nn.Parameter(torch.empty(config.num_experts), requires_grad=False)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [N, dim] -> experts [N, k] int64, weights [N, k], scores [N, E]."""
         c = self.config
         logits = widen(x) @ widen(self.weight).T
@@ -114,7 +114,7 @@ class Router(nn.Module):
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return experts, weights * c.scale, scores
 
-    def _choose(self, scores: torch.Tensor) -> torch.Tensor:
+    def _choose(self, scores: Tensor) -> Tensor:
         """The k experts with the best scores, bias included; with groups, from those whose best two are best."""
         c = self.config
         if self.selection_bias is not None:
@@ -147,18 +147,18 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(E, dim, hidden))
         self.implementations: dict[str, Choice] = {}
 
-    def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x [M, dim], rows sorted by expert; counts [E] int64, the number of rows of each -> [M, dim]."""
         impl = self.implementations.get("grouped_linear", "auto")
         up = grouped_linear(x, self.up_weight, counts, impl)
         return grouped_linear(self.activated(up), self.down_proj, counts, impl)
 
     @property
-    def up_weight(self) -> torch.Tensor:
+    def up_weight(self) -> Tensor:
         """[E, hidden channels, dim], twice as many if experts have gates: gates before the rest."""
         return self.gate_up_proj.flatten(1, 2) if self.gated else self.up_proj
 
-    def activated(self, up: torch.Tensor) -> torch.Tensor:
+    def activated(self, up: Tensor) -> Tensor:
         """What `up_weight` gives -> [M, hidden channels]."""
         if not self.gated:
             return F.relu(up).square()
@@ -169,15 +169,15 @@ class Experts(nn.Module):
 class LocalDispatch:
     """The `dispatch` of a rank that has all experts, and the interface that `MoE` expects of any other."""
 
-    def __init__(self, rows: torch.Tensor, counts: torch.Tensor):
+    def __init__(self, rows: Tensor, counts: Tensor):
         """rows [M, dim], sorted by expert; counts [E] int64, the number of rows of each."""
         self.counts, self._rows = counts, rows
 
-    def rows(self) -> torch.Tensor:
+    def rows(self) -> Tensor:
         """The rows for this rank's experts, sorted by expert, `counts` of each."""
         return self._rows
 
-    def back(self, y: torch.Tensor) -> torch.Tensor:
+    def back(self, y: Tensor) -> Tensor:
         """The experts' outputs for `rows()` -> the outputs for the rows given to `__init__`."""
         return y
 
@@ -194,11 +194,11 @@ class MoE(nn.Module):
         shared = Dense(config.shared_hidden_dim, config.activation)
         self.shared = shared.build(dim) if config.shared_hidden_dim else None
         self.shared_gate = nn.Linear(dim, 1, bias=False) if config.shared_gate else None
-        self.dispatch: Callable[[torch.Tensor, torch.Tensor], LocalDispatch] = LocalDispatch
+        self.dispatch: Callable[[Tensor, Tensor], LocalDispatch] = LocalDispatch
         # [E] int64, tokens sent to each expert in this step
         self.register_buffer("loads", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False)
 
-    def forward(self, x: torch.Tensor, plan: BatchPlan) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, x: Tensor, plan: BatchPlan) -> tuple[Tensor, Tensor | None]:
         """x [B, T, dim] -> [B, T, dim], and this rank's part of the load-balance loss (None: not wanted)."""
         flat = x.flatten(0, 1)
         experts, weights, scores = self.router(flat)
@@ -214,24 +214,24 @@ class MoE(nn.Module):
         y = y if shared is None else y + shared
         return y.view_as(x), self._balance_loss(experts, scores, plan)
 
-    def _by_expert(self, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _by_expert(self, experts: Tensor) -> tuple[Tensor, Tensor]:
         """experts [N, k] -> the order [N·k] that sorts copies of tokens by expert, and their number per expert [E]."""
         by_expert, order = experts.flatten().sort(stable=True)
         ends = torch.searchsorted(by_expert, torch.arange(self.config.num_experts, device=experts.device), right=True)
         return order, ends.diff(prepend=ends.new_zeros(1))  # not bincount, which synchronises CUDA
 
-    def _shared(self, x: torch.Tensor) -> torch.Tensor | None:
+    def _shared(self, x: Tensor) -> Tensor | None:
         if self.shared is None:
             return None
         y = self.shared(x)
         return y if self.shared_gate is None else y * self.shared_gate(x).sigmoid()
 
-    def _count(self, counts: torch.Tensor) -> None:
+    def _count(self, counts: Tensor) -> None:
         """Count loads in training only. Activation checkpointing counts all of them twice, which keeps their order."""
         if torch.is_grad_enabled():
             self.loads += counts
 
-    def _balance_loss(self, experts: torch.Tensor, scores: torch.Tensor, plan: BatchPlan) -> torch.Tensor | None:
+    def _balance_loss(self, experts: Tensor, scores: Tensor, plan: BatchPlan) -> Tensor | None:
         """coefficient · E · Σ_e f_e Σ_t p_te over this rank's tokens; f_e: share of the stream's tokens sent to e.
 
         The sum is over tokens with or without a label. p are the scores, scaled to sum to 1.

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from titan_linear.ops.exchange.collectives import start_all_gather, start_all_to_all, start_reduce_scatter
 from titan_linear.ops.layout.context import CPContext
@@ -34,13 +35,11 @@ from titan_linear.ops.torch.attention import (
 SLICES = 4  # at most, unless memory requires more
 GATHER_LIMIT = 4 * 2**30  # bytes, for `slice_bytes`
 LEAST = 5e11  # FLOPs of a slice's forward, 0.8 ms on an H200: its messages and copies take the host as long
-Arriving = Callable[[], Sequence[torch.Tensor]]  # waits for tensors on their way and returns them
-Came = tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]  # of a slice: k, v and rows of queries
+Arriving = Callable[[], Sequence[Tensor]]  # waits for tensors on their way and returns them
+Came = tuple[Tensor, Tensor, Sequence[Tensor]]  # of a slice: k, v and rows of queries
 
 
-def allgather_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, cp: CPContext
-) -> torch.Tensor:
+def allgather_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, cp: CPContext) -> Tensor:
     """q [1, T_local, Hq, D], k [1, T_local, Hkv, D], v [1, T_local, Hkv, Dv] → o [1, T_local, Hq, Dv]."""
     spans, queries, keys, pairs = cp.gathered if causal else cp.full_gathered
     where = list(spans), list(queries), list(keys), pairs, cp.group_name
@@ -67,13 +66,13 @@ def heads_at_once(tokens: int, Hkv: int, width: int, dtype: torch.dtype, slices:
     return 1
 
 
-def heads_of_slice(pairs: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+def heads_of_slice(pairs: Tensor, q: Tensor, k: Tensor, v: Tensor) -> int:
     """`heads_at_once` for this rank's q, k, v [1, T_local, ...]; the same on all ranks. pairs: of `GatheredSpans`."""
     tokens, width = pairs.shape[1] * k.shape[1], k.shape[3] + v.shape[3]
     return heads_at_once(tokens, k.shape[2], width, k.dtype, worthwhile(pairs, q, v))
 
 
-def worthwhile(pairs: torch.Tensor, q: torch.Tensor, v: torch.Tensor) -> int:
+def worthwhile(pairs: Tensor, q: Tensor, v: Tensor) -> int:
     """Number of slices with enough to compute in each, on the rank that computes most; the same on all ranks.
 
     pairs: of `GatheredSpans`; q [1, T_local, Hq, D], v [1, T_local, Hkv, Dv]."""
@@ -83,21 +82,21 @@ def worthwhile(pairs: torch.Tensor, q: torch.Tensor, v: torch.Tensor) -> int:
 
 @operator(kept_by=("selective", "attention"), kind="attention")
 def allgather_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    spans: list[torch.Tensor],
-    queries: list[torch.Tensor],
-    keys: list[torch.Tensor],
-    pairs: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: list[Tensor],
+    queries: list[Tensor],
+    keys: list[Tensor],
+    pairs: Tensor,
     group: str,
     scale: float,
     causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """o like q with Dv, lse [1, Hq, T_local]; spans, queries, keys, pairs: `GatheredSpans`."""
     moved, needed, results = _Queries(QueryRoutes(*queries), group), _Keys(KeyRoutes(*keys), group), _Arrivals()
 
-    def compute(came: Came) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute(came: Came) -> tuple[Tensor, Tensor]:
         k_slice, v_slice, (rows,) = came
         return attend_spans(rows[None], k_slice[None], v_slice[None], scale, causal, Spans(*spans))
 
@@ -108,9 +107,7 @@ def allgather_forward(
     return o[None], lse.T[None].contiguous()
 
 
-def _room_in_backward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: list[torch.Tensor], pairs: torch.Tensor, **_: Any
-) -> int:
+def _room_in_backward(q: Tensor, k: Tensor, v: Tensor, keys: list[Tensor], pairs: Tensor, **_: Any) -> int:
     """Bytes of dq's accumulator, slices of keys and their gradients, and the gradients of this rank's own keys, held
     until all ranks' have come."""
     needed, acc, Hkv = KeyRoutes(*keys), accumulator_dtype(k.dtype).itemsize, k.shape[2]
@@ -122,20 +119,20 @@ def _room_in_backward(
 
 @operator(kind="attention", temporary=_room_in_backward)
 def allgather_backward(
-    do: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    spans: list[torch.Tensor],
-    queries: list[torch.Tensor],
-    keys: list[torch.Tensor],
-    pairs: torch.Tensor,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    spans: list[Tensor],
+    queries: list[Tensor],
+    keys: list[Tensor],
+    pairs: Tensor,
     group: str,
     scale: float,
     causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     moved, needed = _Queries(QueryRoutes(*queries), group), _Keys(KeyRoutes(*keys), group)
     gradients, gradients_of_keys = _Arrivals(), _Arrivals()
 
@@ -171,7 +168,7 @@ register_fake(allgather_backward)(empty_gradients)
 
 
 def _slices(
-    tokens: Sequence[torch.Tensor], k: torch.Tensor, v: torch.Tensor, queries: _Queries, keys: _Keys, heads: int
+    tokens: Sequence[Tensor], k: Tensor, v: Tensor, queries: _Queries, keys: _Keys, heads: int
 ) -> Iterator[Came]:
     """All heads in slices of `heads` key heads, each on its way while the one before is computed: for this rank's spans
     k [keys, h, D], v [keys, h, Dv], and rows of `tokens`, each [T_local, Hq, ...] here. Only the caller holds one."""
@@ -197,7 +194,7 @@ class _Arrivals:
     """Results of slices, [T_local, h, ...] each. One is taken when the next is computed and about to be sent."""
 
     def __init__(self):
-        self.parts: list[Sequence[torch.Tensor]] = []
+        self.parts: list[Sequence[Tensor]] = []
         self.pending: Arriving | None = None
 
     def take(self) -> None:
@@ -205,7 +202,7 @@ class _Arrivals:
             self.parts.append(self.pending())
             self.pending = None
 
-    def joined(self) -> list[torch.Tensor]:
+    def joined(self) -> list[Tensor]:
         """The results of all heads, [T_local, H, ...]."""
         self.take()
         return [x[0].contiguous() if len(x) == 1 else torch.cat(x, dim=1) for x in zip(*self.parts, strict=True)]
@@ -222,7 +219,7 @@ class _Queries:
         self.here, self.away = routes.rows.tensor_split([len(routes.rows) - sum(self.leaving)])  # by where computed
         self.group = group
 
-    def send(self, *tensors: torch.Tensor) -> Arriving:
+    def send(self, *tensors: Tensor) -> Arriving:
         """From each [T_local, ...], the rows of this rank's spans: its own, then those that arrive."""
         if not self.moves:
             return lambda: tensors
@@ -232,14 +229,14 @@ class _Queries:
         for x, into in zip(tensors, of_spans, strict=True):
             torch.index_select(x, 0, self.here, out=into[:stay])
 
-        def arrived() -> Sequence[torch.Tensor]:
+        def arrived() -> Sequence[Tensor]:
             for into, came in zip(of_spans, arrive(), strict=True):
                 into[stay:] = came
             return of_spans
 
         return arrived
 
-    def send_back(self, *tensors: torch.Tensor) -> Arriving:
+    def send_back(self, *tensors: Tensor) -> Arriving:
         """The inverse of `send`: from each [rows of the spans, ...], the rows of this rank's tokens."""
         if not self.moves:
             return lambda: tensors
@@ -249,14 +246,14 @@ class _Queries:
         for x, into in zip(tensors, own, strict=True):
             into.index_copy_(0, self.here, x[:stay])
 
-        def arrived() -> Sequence[torch.Tensor]:
+        def arrived() -> Sequence[Tensor]:
             for into, came in zip(own, arrive(), strict=True):
                 into.index_copy_(0, self.away, came)
             return own
 
         return arrived
 
-    def _travel(self, tensors: Sequence[torch.Tensor], leaving: list[int], coming: list[int]) -> Arriving:
+    def _travel(self, tensors: Sequence[Tensor], leaving: list[int], coming: list[int]) -> Arriving:
         """Send all rows of the tensors, ordered by receiver, in one message."""
         if len(tensors) == 1:
             arrive = start_all_to_all(tensors[0].contiguous(), leaving, coming, self.group)
@@ -265,13 +262,13 @@ class _Queries:
         return lambda: _unpacked(arrive(), tensors)
 
 
-def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _packed(tensors: Sequence[Tensor]) -> Tensor:
     """Tensors [n, ...] of several dtypes as rows of bytes, for one message."""
     rows = [x.flatten(1).clone(memory_format=torch.contiguous_format) for x in tensors]
     return torch.cat([x.view(torch.uint8) for x in rows], dim=1)
 
 
-def _unpacked(rows: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _unpacked(rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     parts = rows.split([x.shape[1:].numel() * x.element_size() for x in like], dim=1)
     parts = [part.clone(memory_format=torch.contiguous_format) for part in parts]  # view() needs the dtype's alignment
     return [part.view(x.dtype).view(len(rows), *x.shape[1:]) for part, x in zip(parts, like, strict=True)]
@@ -285,7 +282,7 @@ class _Keys:
         self.leaving, self.coming = routes.leaving.tolist(), routes.coming.tolist()
         self.travel, self.group = int(routes.travel), group
 
-    def fetch(self, k: torch.Tensor, v: torch.Tensor) -> Arriving:
+    def fetch(self, k: Tensor, v: Tensor) -> Arriving:
         """k [T_local, h, D], v [T_local, h, Dv] → k and v of this rank's spans."""
         if self.travel == NOTHING:
             return lambda: (k, v)
@@ -296,7 +293,7 @@ class _Keys:
             arrive = start_all_to_all(_rows([kv[a:b] for a, b in self.sent], kv), self.leaving, self.coming, self.group)
         return lambda: _rows(self._pieces_of(kv, arrive()), kv).split([k.shape[-1], v.shape[-1]], dim=-1)
 
-    def send_home(self, dk: torch.Tensor, dv: torch.Tensor, tokens: int) -> Arriving:
+    def send_home(self, dk: Tensor, dv: Tensor, tokens: int) -> Arriving:
         """dk [keys, h, D], dv [keys, h, Dv] of this rank's spans → dK|dV [T_local, h, D + Dv] of its tokens, summed
         over all ranks."""
         D, Dv = dk.shape[-1], dv.shape[-1]
@@ -314,19 +311,19 @@ class _Keys:
         arrive = start_all_to_all(there, self.coming, self.leaving, self.group)
         return lambda: [self._summed(here, arrive())]
 
-    def _pieces_of(self, here: torch.Tensor, there: torch.Tensor) -> list[torch.Tensor]:
+    def _pieces_of(self, here: Tensor, there: Tensor) -> list[Tensor]:
         """The keys of the spans, in order, as views of local and received rows."""
         n = len(here)
         return [here[a:b] if b <= n else there[a - n : b - n] for a, b in self.pieces]
 
-    def _summed(self, here: torch.Tensor, came: torch.Tensor) -> torch.Tensor:
+    def _summed(self, here: Tensor, came: Tensor) -> Tensor:
         """Add up in rank order, so that the result is bitwise repeatable."""
         for (a, b), gradient in zip(self.sent, came.split([b - a for a, b in self.sent]), strict=True):
             here[a:b] += gradient
         return here
 
 
-def _rows(parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+def _rows(parts: Sequence[Tensor], like: Tensor) -> Tensor:
     """Concatenate; a single part is not copied."""
     if len(parts) < 2:
         return parts[0] if parts else like[:0]

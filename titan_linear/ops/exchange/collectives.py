@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from titan_linear.ops.runtime.operators import operator, register_autograd, register_fake
 
@@ -27,7 +28,7 @@ def group_named(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(name)
 
 
-def all_to_all(x: torch.Tensor, send_sizes: list[int], receive_sizes: list[int], group: str) -> torch.Tensor:
+def all_to_all(x: Tensor, send_sizes: list[int], receive_sizes: list[int], group: str) -> Tensor:
     """x [Σ send_sizes, ...]: its first send_sizes[0] rows go to rank 0 of the group, the next to rank 1, and so on ->
     [Σ receive_sizes, ...], the rows received, in rank order. Every rank of the group must call it."""
     return start_all_to_all(x, send_sizes, receive_sizes, group)()
@@ -36,30 +37,28 @@ def all_to_all(x: torch.Tensor, send_sizes: list[int], receive_sizes: list[int],
 # The same and other collectives, asynchronous: each returns a function that waits for the result and returns it.
 
 
-def start_all_to_all(
-    x: torch.Tensor, send_sizes: list[int], receive_sizes: list[int], group: str
-) -> Callable[[], torch.Tensor]:
+def start_all_to_all(x: Tensor, send_sizes: list[int], receive_sizes: list[int], group: str) -> Callable[[], Tensor]:
     out = x.new_empty(sum(receive_sizes), *x.shape[1:])
     # Call the group itself: the checks and logs of `dist.all_to_all_single` take as long as launching the exchange.
     return _arrival(group_named(group).alltoall_base(out, x, receive_sizes, send_sizes, dist.AllToAllOptions()), out)
 
 
-def start_all_gather(x: torch.Tensor, group: str) -> Callable[[], torch.Tensor]:
+def start_all_gather(x: Tensor, group: str) -> Callable[[], Tensor]:
     """x [n, ...] → [W·n, ...], the rows of all ranks in rank order."""
     ranks = group_named(group)
     out = x.new_empty(ranks.size() * len(x), *x.shape[1:])
     return _arrival(dist.all_gather_into_tensor(out, x, group=ranks, async_op=True), out)
 
 
-def start_reduce_scatter(x: torch.Tensor, group: str) -> Callable[[], torch.Tensor]:
+def start_reduce_scatter(x: Tensor, group: str) -> Callable[[], Tensor]:
     """x [W·n, ...] → [n, ...], this rank's part of the sum over ranks."""
     ranks = group_named(group)
     out = x.new_empty(len(x) // ranks.size(), *x.shape[1:])
     return _arrival(dist.reduce_scatter_tensor(out, x, group=ranks, async_op=True), out)
 
 
-def _arrival(work: dist.Work, out: torch.Tensor) -> Callable[[], torch.Tensor]:
-    def wait() -> torch.Tensor:
+def _arrival(work: dist.Work, out: Tensor) -> Callable[[], Tensor]:
+    def wait() -> Tensor:
         work.wait()
         return out
 
@@ -70,7 +69,7 @@ def _arrival(work: dist.Work, out: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 @operator(kind="gather")
-def gather_along(x: torch.Tensor, dim: int, group: str, size: int) -> torch.Tensor:
+def gather_along(x: Tensor, dim: int, group: str, size: int) -> Tensor:
     """x [1 .., n, ...] of each rank → [1 .., size · n, ...], in rank order; n is the size of dimension `dim`."""
     out = x.new_empty(_with(x.shape, dim, x.shape[dim] * size))
     dist.all_gather_into_tensor(out.flatten(0, dim), x.flatten(0, dim).contiguous(), group=group_named(group))
@@ -83,7 +82,7 @@ def _(x, dim, group, size):
 
 
 @operator(kept_by=("selective",), kind="scatter")
-def scatter_along(x: torch.Tensor, dim: int, group: str, size: int) -> torch.Tensor:
+def scatter_along(x: Tensor, dim: int, group: str, size: int) -> Tensor:
     """x [1 .., size · n, ...] of each rank → [1 .., n, ...], this rank's part of the sum. Adjoint of `gather_along`."""
     out = x.new_empty(_with(x.shape, dim, x.shape[dim] // size))
     dist.reduce_scatter_tensor(out.flatten(0, dim), x.flatten(0, dim).contiguous(), group=group_named(group))
@@ -100,7 +99,7 @@ def _with(shape: torch.Size, dim: int, length: int) -> list[int]:
 
 
 @operator(kept_by=("selective",), kind="sum")
-def sum_ranks(x: torch.Tensor, group: str) -> torch.Tensor:
+def sum_ranks(x: Tensor, group: str) -> Tensor:
     """x [...] of each rank → [...], their sum: its own adjoint."""
     out = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, group=group_named(group))
@@ -112,28 +111,28 @@ def _(x, group):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def gather_tokens(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def gather_tokens(x: Tensor, ranks: Ranks) -> Tensor:
     """x [1, T / size, ...], this rank's tokens → [1, T, ...], those of all. Backward sums the ranks' gradients."""
     return gather_along(x, 1, ranks.group, ranks.size)
 
 
-def scatter_tokens(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def scatter_tokens(x: Tensor, ranks: Ranks) -> Tensor:
     """x [1, T, ...], this rank's term of a sum → [1, T / size, ...], the sum over ranks for this rank's tokens."""
     return scatter_along(x, 1, ranks.group, ranks.size)
 
 
-def sum_over_ranks(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def sum_over_ranks(x: Tensor, ranks: Ranks) -> Tensor:
     """x [...], this rank's term of a sum → [...], the sum, from which each rank then computes something different."""
     return sum_ranks(x, ranks.group)
 
 
-def _register_adjoint(op: Callable[..., torch.Tensor], adjoint: Callable[..., torch.Tensor]) -> None:
+def _register_adjoint(op: Callable[..., Tensor], adjoint: Callable[..., Tensor]) -> None:
     """Register the gradient of a linear operator: its adjoint, which takes the same arguments."""
 
-    def keep(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+    def keep(ctx: Any, inputs: tuple, output: Tensor) -> None:
         _, *ctx.arguments = inputs
 
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return adjoint(grad, *ctx.arguments), *(None for _ in ctx.arguments)
 
     register_autograd(op, backward, keep)

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from titan_linear.ops.layout.chains import STATE, STATE_AND_M, Chains
 
@@ -17,26 +18,26 @@ from titan_linear.ops.layout.chains import STATE, STATE_AND_M, Chains
 class Runs(NamedTuple):
     """Runs of n blocks each, which follow each other in global order; what each block passes on, and of it."""
 
-    S_ext: torch.Tensor  # [runs, n, HV, K, V]
-    M: torch.Tensor  # [runs, n, HV, K, K]
-    wanted: torch.Tensor  # [runs, n] int32; on the CPU unless kernels fold
+    S_ext: Tensor  # [runs, n, HV, K, V]
+    M: Tensor  # [runs, n, HV, K, K]
+    wanted: Tensor  # [runs, n] int32; on the CPU unless kernels fold
 
 
-def on_tensor_cores(S_ext: torch.Tensor, M: torch.Tensor) -> bool:
+def on_tensor_cores(S_ext: Tensor, M: Tensor) -> bool:
     """Whether kernels fold, with products as exact as those of float32."""
     K, V = S_ext.shape[-2:]
     dims = M.dim() == S_ext.dim() and K in (16, 32, 64, 128, 256) and (V == 16 or V % 32 == 0)
     return dims and S_ext.is_cuda and S_ext.dtype == torch.float32
 
 
-def act(M: torch.Tensor, S: torch.Tensor, reverse: bool) -> torch.Tensor:
+def act(M: Tensor, S: Tensor, reverse: bool) -> Tensor:
     """M S [.., K, V], in reverse Mᵀ S, in float64."""
     if M.dim() < S.dim():
         return M.double().unsqueeze(-1) * S
     return (M.mT if reverse else M).double() @ S
 
 
-def fold_chains(S_rows: torch.Tensor, M_rows: torch.Tensor, c: Chains, reverse: bool) -> torch.Tensor:
+def fold_chains(S_rows: Tensor, M_rows: Tensor, c: Chains, reverse: bool) -> Tensor:
     """The links of each slot's chain -> [slots, HV, K, V], zeros for a slot without a chain."""
     if on_tensor_cores(S_rows, M_rows):
         from titan_linear.ops.triton.fold import fold  # Triton is available on Linux only
@@ -51,7 +52,7 @@ def fold_chains(S_rows: torch.Tensor, M_rows: torch.Tensor, c: Chains, reverse: 
     return states.to(S_rows.dtype)
 
 
-def fold_runs(runs: Runs, start: torch.Tensor | None, reverse: bool) -> torch.Tensor:
+def fold_runs(runs: Runs, start: Tensor | None, reverse: bool) -> Tensor:
     """The state that enters each block [runs, n, HV, K, V], from those that enter the runs, start [runs, HV, K, V], or
     zeros; in reverse the gradient of the state that leaves it. What a block does not pass on is not read: even times
     zero, NaN of one document would enter the next."""
@@ -72,7 +73,7 @@ def fold_runs(runs: Runs, start: torch.Tensor | None, reverse: bool) -> torch.Te
     return states.to(S_ext.dtype)
 
 
-def compose_runs(runs: Runs, reverse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def compose_runs(runs: Runs, reverse: bool) -> tuple[Tensor, Tensor]:
     """S_ext [runs, HV, K, V] and M [runs, HV, K, K] of each run as a block of its own, where it passes them on; M is
     that of the forward direction, in reverse too."""
     S_ext, M, wanted = runs
@@ -93,14 +94,14 @@ def compose_runs(runs: Runs, reverse: bool) -> tuple[torch.Tensor, torch.Tensor]
     return torch.stack(states).to(S_ext.dtype), transition.view_as(M[:, 0]).to(M.dtype)
 
 
-def _passed(S_ext: torch.Tensor, M: torch.Tensor, wanted: int, S: torch.Tensor, reverse: bool) -> torch.Tensor:
+def _passed(S_ext: Tensor, M: Tensor, wanted: int, S: Tensor, reverse: bool) -> Tensor:
     """What a block passes on, in float64, if S enters it; S itself and M are read only if they have a part in it."""
     if wanted == STATE_AND_M:
         return S_ext + act(M, S, reverse)
     return S_ext.double() if wanted == STATE else torch.zeros_like(S)
 
 
-def _firsts(runs: Runs) -> torch.Tensor:
+def _firsts(runs: Runs) -> Tensor:
     """[runs + 1] int32: the first block of each run."""
     count, n = runs.wanted.shape
     return torch.arange(0, count * n + 1, n, dtype=torch.int32, device=runs.wanted.device)

@@ -9,15 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from titan_linear.ops.exchange.collectives import all_to_all
 from titan_linear.ops.layout.halo import HaloRoutes
 from titan_linear.ops.runtime.operators import check_first_derivative, operator, register_fake
 
 
-def with_halo(
-    x: torch.Tensor, routes: HaloRoutes, slots: int, width: int, group: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def with_halo(x: Tensor, routes: HaloRoutes, slots: int, width: int, group: str) -> tuple[Tensor, Tensor]:
     """x [T_local, D] -> x itself and [slots, width, D], the `width` tokens before each local fragment, zeros in place
     of tokens before its document. Differentiable; every rank of the group must call it.
 
@@ -28,21 +27,19 @@ def with_halo(
 
 class _WithHalo(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, routes: list[torch.Tensor], slots: int, width: int, group: str
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, x: Tensor, routes: list[Tensor], slots: int, width: int, group: str) -> tuple[Tensor, Tensor]:
         ctx.routes, ctx.group = routes, group
         return x.view_as(x), fetch_halo(x, routes, slots, width, group)
 
     @staticmethod
-    def backward(ctx: Any, dx: torch.Tensor, d_halo: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, dx: Tensor, d_halo: Tensor) -> tuple[Tensor, None, None, None, None]:
         check_first_derivative()
         return_halo(dx, d_halo, ctx.routes, ctx.group)
         return dx, None, None, None, None
 
 
 @operator(kept_by=("selective",), kind="halo")
-def fetch_halo(x: torch.Tensor, tables: list[torch.Tensor], slots: int, width: int, group: str) -> torch.Tensor:
+def fetch_halo(x: Tensor, tables: list[Tensor], slots: int, width: int, group: str) -> Tensor:
     """x [T_local, D] -> [slots, width, D]; tables: `HaloRoutes`."""
     routes = HaloRoutes(*tables)
     out = x.new_zeros(slots * width, x.shape[1])
@@ -59,7 +56,7 @@ def _(x, tables, slots, width, group):
 
 
 @operator(mutates=("dx",), kind="halo")
-def return_halo(dx: torch.Tensor, d_halo: torch.Tensor, tables: list[torch.Tensor], group: str) -> None:
+def return_halo(dx: Tensor, d_halo: Tensor, tables: list[Tensor], group: str) -> None:
     """Add to dx [T_local, D], in place, the gradients of these tokens as halos: the adjoint of `fetch_halo`."""
     routes = HaloRoutes(*tables)
     if not routes.crosses.item():

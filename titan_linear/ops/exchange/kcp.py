@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 import torch
+from torch import Tensor
 
 from titan_linear.ops.exchange.collectives import all_to_all, group_named
 from titan_linear.ops.exchange.folds import fold_chains
@@ -23,9 +24,7 @@ from titan_linear.ops.layout.levels import Sizes, route
 from titan_linear.ops.runtime.operators import operator, register_fake
 
 
-def incoming_states(
-    S_ext: torch.Tensor, M: torch.Tensor, chains: Chains, group: str, *, reverse: bool = False
-) -> torch.Tensor:
+def incoming_states(S_ext: Tensor, M: Tensor, chains: Chains, group: str, *, reverse: bool = False) -> Tensor:
     """The state that enters each local fragment, zero where a document begins. Every rank of the group must call it.
 
     Args:
@@ -41,9 +40,7 @@ def incoming_states(
 
 
 @operator(kept_by=("selective",), kind="states", of_driver=True)
-def kcp_incoming(
-    S_ext: torch.Tensor, M: torch.Tensor, tables: list[torch.Tensor], group: str, reverse: bool
-) -> torch.Tensor:
+def kcp_incoming(S_ext: Tensor, M: Tensor, tables: list[Tensor], group: str, reverse: bool) -> Tensor:
     """`incoming_states`; tables: `Chains`."""
     c = Chains(*tables)
     if not c.crosses.item():  # the same on every rank
@@ -58,12 +55,12 @@ def _(S_ext, *_):
     return torch.empty_like(S_ext)
 
 
-def sizes_of(S_ext: torch.Tensor, M: torch.Tensor) -> Sizes:
+def sizes_of(S_ext: Tensor, M: Tensor) -> Sizes:
     slots, heads, *_ = S_ext.shape
     return Sizes(heads, slots, S_ext[0, 0].nbytes, M[0, 0].nbytes)
 
 
-def exchange(S_ext: torch.Tensor, M: torch.Tensor, c: Chains, group: str) -> tuple[torch.Tensor, torch.Tensor]:
+def exchange(S_ext: Tensor, M: Tensor, c: Chains, group: str) -> tuple[Tensor, Tensor]:
     """Every S_ext [., *, K, V] and M [., *, K, K] that this rank folds, by one message to each rank."""
     sizes = S_ext.numel() // len(S_ext), M.numel() // len(M)
     parts = [(M if kind else S_ext)[slot].flatten() for slot, kind in c.sends.tolist() if slot >= 0]
@@ -76,12 +73,12 @@ def exchange(S_ext: torch.Tensor, M: torch.Tensor, c: Chains, group: str) -> tup
     return S_rows.view(-1, *S_ext.shape[1:]), M_rows.view(-1, *M.shape[1:])
 
 
-def _parts(x: torch.Tensor, blocks: Sequence[slice]) -> list[torch.Tensor]:
+def _parts(x: Tensor, blocks: Sequence[slice]) -> list[Tensor]:
     """The blocks of x that are not empty."""
     return [x[block] for block in blocks if block.start < block.stop]
 
 
-def _joined(parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+def _joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
     """Concatenate; a single part is returned as it is, which saves a copy, as most chains have one link."""
     return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else like.new_empty(0)
 

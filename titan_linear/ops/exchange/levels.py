@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from titan_linear.ops.exchange.collectives import all_to_all, group_named
 from titan_linear.ops.exchange.folds import Runs, compose_runs, fold_runs, on_tensor_cores
@@ -13,8 +14,8 @@ from titan_linear.ops.layout.levels import Level, block_sizes
 
 
 def incoming_by_levels(
-    S_ext: torch.Tensor, M: torch.Tensor, c: Chains, levels: Sequence[Level], group: str, reverse: bool
-) -> torch.Tensor:
+    S_ext: Tensor, M: Tensor, c: Chains, levels: Sequence[Level], group: str, reverse: bool
+) -> Tensor:
     """What `kcp_incoming` (kcp.py) returns, with its arguments."""
     climbed = []
     for level in levels:
@@ -31,7 +32,7 @@ def incoming_by_levels(
     return states
 
 
-def _members(S_ext: torch.Tensor, M: torch.Tensor, c: Chains, level: Level, group: str) -> Runs:
+def _members(S_ext: Tensor, M: Tensor, c: Chains, level: Level, group: str) -> Runs:
     """S_ext and M of this rank's block [slots, HV, ...] → those of the level's members [slots, members, h, ...], in
     global order; h is HV, or this rank's share of it."""
     (slots, HV, K, V), (W, first) = S_ext.shape, _place(level, group)
@@ -54,7 +55,7 @@ def _members(S_ext: torch.Tensor, M: torch.Tensor, c: Chains, level: Level, grou
     )
 
 
-def _own(states: torch.Tensor, c: Chains, level: Level, group: str) -> torch.Tensor:
+def _own(states: Tensor, c: Chains, level: Level, group: str) -> Tensor:
     """States [slots, members, h, K, V] that enter the members of a level, in global order → [slots, HV, K, V], those
     that enter this rank's."""
     states = _mirrored(states, c)
@@ -64,7 +65,7 @@ def _own(states: torch.Tensor, c: Chains, level: Level, group: str) -> torch.Ten
     return states[:, group_named(group).rank() // level.stride % level.members]
 
 
-def _exchanged(x: torch.Tensor, level: Level, group: str) -> torch.Tensor:
+def _exchanged(x: Tensor, level: Level, group: str) -> Tensor:
     """An equal part of x for each member of the level, in order → one of each member's."""
     W, first = _place(level, group)
     sizes = [0] * W
@@ -78,7 +79,7 @@ def _place(level: Level, group: str) -> tuple[int, int]:
     return ranks.size(), ranks.rank() - ranks.rank() // level.stride % level.members * level.stride
 
 
-def _mirrored(x: torch.Tensor, c: Chains) -> torch.Tensor:
+def _mirrored(x: Tensor, c: Chains) -> Tensor:
     """x [slots, members, ...] from rank order to global order, or back: in zig-zag, a rank's second fragment of a
     stream lies before those of lower ranks."""
     if not c.zigzag.item():

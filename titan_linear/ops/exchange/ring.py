@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from titan_linear.ops.exchange.collectives import group_named
 from titan_linear.ops.layout.context import CPContext
@@ -33,8 +34,8 @@ from titan_linear.ops.torch.attention import (
 
 
 def ring_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, cp: CPContext, stride: int = 1
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, cp: CPContext, stride: int = 1
+) -> Tensor:
     """q [1, T_local, Hq, D], k [1, T_local, Hkv, D], v [1, T_local, Hkv, Dv] → o [1, T_local, Hq, Dv].
 
     stride: neighbours on the ring lie so many ranks of the group apart."""
@@ -45,17 +46,17 @@ def ring_attention(
 
 @operator(kept_by=("selective", "attention"), kind="attention")
 def ring_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    squares: list[torch.Tensor],
-    by_hop: torch.Tensor,
-    hops: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    squares: list[Tensor],
+    by_hop: Tensor,
+    hops: Tensor,
     group: str,
     stride: int,
     scale: float,
     causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """o like q with Dv, lse [1, Hq, T_local]; squares: the fields of `Spans`, by_hop and hops those of `Rectangles`."""
     kv = _Travelling(k, v, group, stride, int(hops))
     o, lse = attend_spans(q, k, v, scale, causal, Spans(*squares))
@@ -69,7 +70,7 @@ def ring_forward(
     return o.to(q.dtype).contiguous(), lse.contiguous()
 
 
-def _room_in_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hops: torch.Tensor, **_: Any) -> int:
+def _room_in_backward(q: Tensor, k: Tensor, v: Tensor, hops: Tensor, **_: Any) -> int:
     """Bytes of the accumulators of dq and dK|dV, one block's dq and dK|dV, and the buffers in which K|V (two) and dK|dV
     (two or three) travel."""
     acc, keys, buffers = accumulator_dtype(k.dtype).itemsize, k.numel() + v.numel(), min(int(hops) + 1, 3)
@@ -79,20 +80,20 @@ def _room_in_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hops: t
 
 @operator(kind="attention", temporary=_room_in_backward)
 def ring_backward(
-    do: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    squares: list[torch.Tensor],
-    by_hop: torch.Tensor,
-    hops: torch.Tensor,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    squares: list[Tensor],
+    by_hop: Tensor,
+    hops: Tensor,
     group: str,
     stride: int,
     scale: float,
     causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     acc, D = accumulator_dtype(q.dtype), k.shape[-1]
     kv = _Travelling(k, v, group, stride, int(hops))
     grads = attend_spans_backward(do, q, k, v, o, lse, scale, causal, Spans(*squares))
@@ -113,7 +114,7 @@ register_fake(ring_forward)(empty_output)
 register_fake(ring_backward)(empty_gradients)
 
 
-def _by_hop(by_hop: torch.Tensor, hops: int) -> Iterator[list[Rectangle]]:
+def _by_hop(by_hop: Tensor, hops: int) -> Iterator[list[Rectangle]]:
     """The rectangles of hop 0, 1, … hops."""
     rows = by_hop.tolist()
     for hop in range(hops + 1):
@@ -133,14 +134,14 @@ def _add_rectangle(rectangle: Rectangle, do, q, k, v, o, lse, scale: float, dq, 
 class _Travelling:
     """K|V on their way around the ring, double-buffered: the next hop is in flight during this one's blocks."""
 
-    def __init__(self, k: torch.Tensor, v: torch.Tensor, group: str, stride: int, hops: int):
+    def __init__(self, k: Tensor, v: Tensor, group: str, stride: int, hops: int):
         self.own, self.group, self.stride, self.hops, self.works = (k, v), group, stride, hops, []
         if hops:
             packed = torch.cat([k, v], dim=-1)  # [1, T, Hkv, D + Dv]
             self.buffers = [packed, torch.empty_like(packed)]
             self._send(0)
 
-    def arrive(self, hop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def arrive(self, hop: int) -> tuple[Tensor, Tensor]:
         """The keys and values of rank − hop; sends them on where another hop follows."""
         if hop == 0:
             return self.own
@@ -157,11 +158,11 @@ class _Travelling:
 class _FollowingGradient:
     """dK|dV of the keys in hand: computed while the other ranks' sum arrives, added to it, and sent on."""
 
-    def __init__(self, home: torch.Tensor, group: str, stride: int, hops: int):
+    def __init__(self, home: Tensor, group: str, stride: int, hops: int):
         self.home, self.group, self.stride, self.hops, self.works = home, group, stride, hops, []
         self.buffers = [torch.empty_like(home) for _ in range(min(hops, 2) + 1)] if hops else []
 
-    def blank(self, hop: int) -> torch.Tensor:
+    def blank(self, hop: int) -> Tensor:
         """Zeros for this rank's part of the gradient of the keys at `hop`."""
         self.mine = self.buffers[0 if hop == 1 else 2].zero_()
         return self.mine
@@ -183,7 +184,7 @@ class _FollowingGradient:
             self.home += self.arriving
 
 
-def _shift(send: torch.Tensor, receive: torch.Tensor, step: int, name: str) -> list[dist.Work]:
+def _shift(send: Tensor, receive: Tensor, step: int, name: str) -> list[dist.Work]:
     """Start sending to rank + step and receiving from rank − step of the group of that name."""
     group = group_named(name)
     rank, size = group.rank(), group.size()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from titan_linear.ops.exchange.collectives import all_to_all, group_named
 from titan_linear.ops.exchange.ring import ring_attention
@@ -19,7 +20,7 @@ from titan_linear.ops.runtime.operators import check_first_derivative, operator,
 from titan_linear.ops.torch.local_attention import local_attention
 
 
-def tokens_to_heads(x: torch.Tensor, cp: CPContext, *, in_node: bool = False) -> torch.Tensor:
+def tokens_to_heads(x: Tensor, cp: CPContext, *, in_node: bool = False) -> Tensor:
     """x [1, T_local, H, ...], this rank's tokens → [1, T, H/W, ...], all tokens of this rank's heads.
 
     in_node: the ranks of a node alone exchange; [1, T_node, H/node_size, ...] are the node's tokens in the order in
@@ -34,14 +35,12 @@ def tokens_to_heads(x: torch.Tensor, cp: CPContext, *, in_node: bool = False) ->
     return _ExchangeHeads.apply(x, cp, in_node, True)
 
 
-def heads_to_tokens(x: torch.Tensor, cp: CPContext, *, in_node: bool = False) -> torch.Tensor:
+def heads_to_tokens(x: Tensor, cp: CPContext, *, in_node: bool = False) -> Tensor:
     """x [1, T, H/W, ...], all tokens of this rank's heads → [1, T_local, H, ...]: undoes `tokens_to_heads`."""
     return _ExchangeHeads.apply(x, cp, in_node, False)
 
 
-def ulysses_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, cp: CPContext
-) -> torch.Tensor:
+def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, cp: CPContext) -> Tensor:
     """q [1, T_local, Hq, D], k [1, T_local, Hkv, D], v [1, T_local, Hkv, Dv] → o [1, T_local, Hq, Dv].
 
     W must divide Hq, and divide Hkv or be a multiple of it; a key head is then sent to each rank that has queries
@@ -52,9 +51,7 @@ def ulysses_attention(
     return heads_to_tokens(local_attention(q, k, v, scale, causal, cp.stream), cp)
 
 
-def ulysses_ring_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, cp: CPContext
-) -> torch.Tensor:
+def ulysses_ring_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, cp: CPContext) -> Tensor:
     """Attention in two dimensions (USP, Fang & Zhao 2024): in a node all-to-all over heads, as in `ulysses_attention`;
     between nodes a ring for each share of the heads, on which a node's ranks are one."""
     k, v = (_copied(x, "ulysses+ring", q.shape[2], cp.node_size) for x in (k, v))
@@ -63,7 +60,7 @@ def ulysses_ring_attention(
     return heads_to_tokens(o, cp, in_node=True)
 
 
-def _copied(x: torch.Tensor, method: str, Hq: int, ranks: int) -> torch.Tensor:
+def _copied(x: Tensor, method: str, Hq: int, ranks: int) -> Tensor:
     """x [1, T_local, Hkv, ...] with each key head as often as ranks have queries for it."""
     copies = key_head_copies(Hq, x.shape[2], ranks)
     if not copies:
@@ -83,19 +80,19 @@ def key_head_copies(Hq: int, Hkv: int, W: int) -> int:
 
 class _ExchangeHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: torch.Tensor, cp: CPContext, in_node: bool, to_heads: bool) -> torch.Tensor:
+    def forward(ctx, x: Tensor, cp: CPContext, in_node: bool, to_heads: bool) -> Tensor:
         order, ranks = (cp.order_in_node, cp.node_size) if in_node else (cp.order, cp.world_size)
         ctx.where, ctx.to_heads = (list(order), ranks, cp.group_name), to_heads
         return exchange_heads(x, *ctx.where, to_heads)
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor):
+    def backward(ctx, grad: Tensor):
         check_first_derivative()
         return exchange_heads(grad, *ctx.where, not ctx.to_heads), None, None, None
 
 
 @operator(kept_by=("selective",), kind="heads")
-def exchange_heads(x: torch.Tensor, order: list[int], world_size: int, group: str, to_heads: bool) -> torch.Tensor:
+def exchange_heads(x: Tensor, order: list[int], world_size: int, group: str, to_heads: bool) -> Tensor:
     """to_heads: [1, T_local, H, ...] → [1, T, H/W, ...]; else back. world_size: W, or the ranks of a node."""
     if to_heads:
         parts = x[0].unflatten(1, (world_size, -1)).movedim(1, 0)  # [W, T_local, H/W, ...], by receiver
@@ -111,7 +108,7 @@ def _(x, order, world_size, group, to_heads):
     return x.new_empty(B, *shape, *rest)
 
 
-def _all_to_all(parts: torch.Tensor, group: str) -> torch.Tensor:
+def _all_to_all(parts: Tensor, group: str) -> Tensor:
     """parts[r] goes to rank r; the result's [r] came from rank r. Of fewer parts than ranks: of this rank's node."""
     ranks, parts = group_named(group), parts.contiguous()
     if len(parts) < ranks.size():
@@ -126,7 +123,7 @@ def _all_to_all(parts: torch.Tensor, group: str) -> torch.Tensor:
 # Rank order: the tokens that each rank holds, rank after rank.
 
 
-def to_global_order(x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+def to_global_order(x: Tensor, order: Sequence[int]) -> Tensor:
     """x [W, T_local, ...], the tokens of each rank → [T, ...] in global order. order: `CPContext.order`."""
     x = x.flatten(0, 1)
     if list(order) == list(range(len(order))):
@@ -135,7 +132,7 @@ def to_global_order(x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     return torch.cat([blocks[i] for i in order])
 
 
-def to_rank_order(x: torch.Tensor, order: Sequence[int], world_size: int) -> torch.Tensor:
+def to_rank_order(x: Tensor, order: Sequence[int], world_size: int) -> Tensor:
     """[T, ...] in global order → [W, T_local, ...]: the inverse of `to_global_order`."""
     if list(order) != list(range(len(order))):
         blocks = x.unflatten(0, (len(order), -1))

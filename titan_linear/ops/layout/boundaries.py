@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 CHUNK = 64  # tokens of a chunk of the delta rule
 CONV_RUN = 256  # tokens per program of the convolution
@@ -21,19 +22,19 @@ T = TypeVar("T")
 class ChunkTable(NamedTuple):
     """Which chunk of which entry a program works on."""
 
-    index: torch.Tensor  # [NT, 2] int32: entry (−1: none), chunk within it
-    offsets: torch.Tensor  # [N+1] int32: the first row of each entry in `index`
+    index: Tensor  # [NT, 2] int32: entry (−1: none), chunk within it
+    offsets: Tensor  # [N+1] int32: the first row of each entry in `index`
 
 
 class Segments(NamedTuple):
     """Entries cut into segments, which a scan with few heads runs in parallel; each segment has chunks of its own."""
 
-    cu_seqlens: torch.Tensor  # [S+1] int32
-    chunk_index: torch.Tensor  # [NT, 2] int32
-    chunk_offsets: torch.Tensor  # [S+1] int32
-    offsets: torch.Tensor  # [N+1] int32: the first segment of each entry
-    numbers: torch.Tensor  # [S] int32: 0 … S − 1
-    wanted: torch.Tensor  # [S] int32: 2 if anything follows from the segment's S_ext and M, else 0
+    cu_seqlens: Tensor  # [S+1] int32
+    chunk_index: Tensor  # [NT, 2] int32
+    chunk_offsets: Tensor  # [S+1] int32
+    offsets: Tensor  # [N+1] int32: the first segment of each entry
+    numbers: Tensor  # [S] int32: 0 … S − 1
+    wanted: Tensor  # [S] int32: 2 if anything follows from the segment's S_ext and M, else 0
 
 
 @dataclass(eq=False)  # not frozen: torch 2.11 would then compile a guard for all that is derived
@@ -43,9 +44,9 @@ class Boundaries:
     One object serves every layer of a batch, forward and backward, so that what it derives is derived once.
     """
 
-    cu_seqlens: torch.Tensor  # [N+1] int32, on the device of the tokens
-    cu_seqlens_cpu: torch.Tensor | None = None  # the same on the CPU, where it is known
-    longest: torch.Tensor | None = None  # [1] int64 on the CPU: tokens of the longest entry, where it is known
+    cu_seqlens: Tensor  # [N+1] int32, on the device of the tokens
+    cu_seqlens_cpu: Tensor | None = None  # the same on the CPU, where it is known
+    longest: Tensor | None = None  # [1] int64 on the CPU: tokens of the longest entry, where it is known
     may_split: bool = True  # whether an implementation may cut entries into segments where heads are few
     joined: bool = False  # whether entries continue on other ranks, with states that cross
     chunks: Mapping[int, ChunkTable] = field(default_factory=dict)  # known tables, by number of tokens per chunk
@@ -73,7 +74,7 @@ class Boundaries:
         return self._derived[key]
 
 
-def checked(name: str, cu_seqlens: torch.Tensor, tokens: int | None = None) -> np.ndarray:
+def checked(name: str, cu_seqlens: Tensor, tokens: int | None = None) -> np.ndarray:
     """Check boundaries of documents, which may be empty, and return their values [N+1], copied from their device.
 
     name: of the argument, for messages; tokens: where the boundaries must end, if that is known.
@@ -94,7 +95,7 @@ def distinct(edges: np.ndarray) -> np.ndarray:
     return edges[np.diff(edges, prepend=-1) > 0]
 
 
-def check_shape(name: str, cu_seqlens: torch.Tensor) -> None:
+def check_shape(name: str, cu_seqlens: Tensor) -> None:
     """Check all that can be checked of boundaries without reading their values."""
     dtype = cu_seqlens.dtype
     integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
@@ -102,7 +103,7 @@ def check_shape(name: str, cu_seqlens: torch.Tensor) -> None:
         raise ValueError(f"{name} is {dtype} {tuple(cu_seqlens.shape)}; give N + 1 integers for N documents")
 
 
-def check_copy(cu_seqlens: torch.Tensor | None, cu_seqlens_cpu: torch.Tensor) -> None:
+def check_copy(cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor) -> None:
     """Raise ValueError unless cu_seqlens_cpu is cu_seqlens on the CPU. Values are compared if both are there."""
     if cu_seqlens is None:
         raise ValueError("cu_seqlens_cpu is a copy of cu_seqlens, which is missing; give both or neither")

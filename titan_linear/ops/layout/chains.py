@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from titan_linear.ops.layout.fragments import Fragment, owned
 from titan_linear.ops.layout.tables import OnHost, padded
@@ -25,11 +25,11 @@ class Chains(NamedTuple):
     """This rank's part in one direction. Forward, a slot gives the state that leaves it and gets the state that enters
     it; in reverse, it gives the gradient of the state that entered and gets that of the state that left."""
 
-    entries: torch.Tensor  # [slots] int32: the entry whose boundary a slot gives: its last (in reverse its first)
-    wanted: torch.Tensor  # [slots] int32: NOTHING, STATE or STATE_AND_M
-    chain_offsets: torch.Tensor  # [slots + 1] int32: where each slot's links begin, which fold into it in order
-    s_row: torch.Tensor  # [.] int32 for each link: the row of its S_ext among those received
-    m_row: torch.Tensor  # [.] int32: and of its M; −1 for a chain's first
+    entries: Tensor  # [slots] int32: the entry whose boundary a slot gives: its last (in reverse its first)
+    wanted: Tensor  # [slots] int32: NOTHING, STATE or STATE_AND_M
+    chain_offsets: Tensor  # [slots + 1] int32: where each slot's links begin, which fold into it in order
+    s_row: Tensor  # [.] int32 for each link: the row of its S_ext among those received
+    m_row: Tensor  # [.] int32: and of its M; −1 for a chain's first
     slots: OnHost  # [slots, 2] (entry, wanted) again
     crosses: OnHost  # [1] whether a document crosses a cut, on any rank
     sends: OnHost  # [., 2] (slot, 0 for S_ext or 1 for M) by receiver; for each receiver S_ext first
@@ -38,7 +38,7 @@ class Chains(NamedTuple):
     links: OnHost  # [., 3] the links again, as (slot, s_row, m_row)
     most: OnHost  # [1] the largest number of S_ext and M that any one rank folds, its own included
     # Of all ranks, for states that travel level by level (layout/levels.py):
-    blocks: torch.Tensor  # [.] int32: what blocks of ranks pass on (`blocks_wanted`)
+    blocks: Tensor  # [.] int32: what blocks of ranks pass on (`blocks_wanted`)
     blocks_on_host: OnHost  # the same
     node_size: OnHost  # [1] ranks per node
     zigzag: OnHost  # [1] whether every second slot's fragments run from the last rank to the first

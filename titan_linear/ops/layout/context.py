@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import (
     CHUNK,
@@ -65,9 +66,9 @@ class CPContext:
     documents: np.ndarray  # [.] int64 global boundaries, without empty documents
     boundaries: Boundaries  # of this rank's entries
     stream: Boundaries  # of the documents of the whole stream, for a rank that holds all tokens in global order
-    position_ids: torch.Tensor  # [T_local] int64, positions within documents
-    enters_slot: torch.Tensor  # [N+1] int32: the slot whose incoming state an entry starts from, −1: zeros
-    leaves_slot: torch.Tensor  # [N+1] int32: the slot whose outgoing state an entry ends with, −1: none
+    position_ids: Tensor  # [T_local] int64, positions within documents
+    enters_slot: Tensor  # [N+1] int32: the slot whose incoming state an entry starts from, −1: zeros
+    leaves_slot: Tensor  # [N+1] int32: the slot whose outgoing state an entry ends with, −1: none
     forward_chains: Chains
     reverse_chains: Chains
     halo: HaloRoutes | None  # for convolutions of conv1d_kernel_size taps
@@ -99,12 +100,12 @@ class CPContext:
         return tuple(r * self.slots + s for s in range(self.slots) for r in (ranks[::-1] if mirrored[s] else ranks))
 
     @property
-    def cu_seqlens(self) -> torch.Tensor:
+    def cu_seqlens(self) -> Tensor:
         """[N+1] int32, rank-local: a document's start and a fragment's start each begin an entry."""
         return self.boundaries.cu_seqlens
 
     @property
-    def cu_seqlens_cpu(self) -> torch.Tensor:
+    def cu_seqlens_cpu(self) -> Tensor:
         """The same on the CPU."""
         assert self.boundaries.cu_seqlens_cpu is not None
         return self.boundaries.cu_seqlens_cpu
@@ -187,12 +188,12 @@ class CPContext:
 
 @torch.inference_mode(False)  # a context built under inference mode must serve training, too
 def build_cp_context(
-    cu_seqlens: torch.Tensor,
+    cu_seqlens: Tensor,
     group: dist.ProcessGroup | None = None,
     *,
     conv1d_kernel_size: int | None = None,
     layout: str = "contiguous",
-    cu_seqlens_cpu: torch.Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
     rank: int | None = None,
     world_size: int | None = None,
     num_streams: int = 1,
@@ -315,15 +316,15 @@ Planned = TypeVar("Planned", Rectangles, GatheredSpans, CPContext)
 class _OfTokens(NamedTuple):
     """Fields of `CPContext`."""
 
-    position_ids: torch.Tensor
-    enters_slot: torch.Tensor
-    leaves_slot: torch.Tensor
+    position_ids: Tensor
+    enters_slot: Tensor
+    leaves_slot: Tensor
 
 
 class _Edges(NamedTuple):
     """Fields of `Boundaries`."""
 
-    cu_seqlens: torch.Tensor
+    cu_seqlens: Tensor
     cu_seqlens_cpu: OnHost
     longest: OnHost
 
@@ -400,7 +401,7 @@ def _chains(
     return chains(fragments, rank, world_size, entries, reverse=reverse) | {"blocks": blocks, "blocks_on_host": blocks}
 
 
-def _documents(cu_seqlens: torch.Tensor) -> np.ndarray:
+def _documents(cu_seqlens: Tensor) -> np.ndarray:
     """[N+1] int64 boundaries without empty documents."""
     documents = distinct(checked("cu_seqlens", cu_seqlens).astype(np.int64))
     if len(documents) < 2:

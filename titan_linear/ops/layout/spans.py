@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from titan_linear.ops.layout.balance import Runs, balanced, entries, pairs_by_rank
 from titan_linear.ops.layout.boundaries import Boundaries
@@ -31,8 +31,8 @@ class Spans(NamedTuple):
     """Queries of a packed stream and the keys that they see: span i has rows q[i] to q[i+1] of the queries, rows k[i]
     to k[i+1] of the keys, and none is empty. The host reads copies of its own, so as not to wait for the device."""
 
-    q: torch.Tensor  # [N+1] int32
-    k: torch.Tensor  # [N+1] int32
+    q: Tensor  # [N+1] int32
+    k: Tensor  # [N+1] int32
     q_cpu: OnHost  # the same
     k_cpu: OnHost
     longest_q: OnHost  # [1] rows of the longest span
@@ -52,7 +52,7 @@ class Spans(NamedTuple):
         return self.q, self.k, int(self.longest_q), int(self.longest_k)
 
 
-Varlen = tuple[torch.Tensor, torch.Tensor, int, int]  # boundaries of q and of k, longest of q and of k
+Varlen = tuple[Tensor, Tensor, int, int]  # boundaries of q and of k, longest of q and of k
 
 
 def document_spans(documents: Boundaries) -> Spans:
@@ -65,7 +65,7 @@ def document_spans(documents: Boundaries) -> Spans:
 class QueryRoutes(NamedTuple):
     """Queries that other ranks compute: the rows of q that leave and arrive, and how o comes back."""
 
-    rows: torch.Tensor  # [T_local] int64: local rows of the spans, in their order, then those that leave, by receiver
+    rows: Tensor  # [T_local] int64: local rows of the spans, in their order, then those that leave, by receiver
     leaving: OnHost  # [W] number of rows by receiver
     coming: OnHost  # [W] number of rows by sender; in the spans they follow this rank's own
     moves: OnHost  # [1] whether any rank gives queries away
@@ -90,7 +90,7 @@ class GatheredSpans(NamedTuple):
     spans: Spans
     queries: QueryRoutes
     keys: KeyRoutes
-    pairs: torch.Tensor  # [2, W] int64 on the CPU: query-key pairs of each rank's queries, and of those it computes
+    pairs: Tensor  # [2, W] int64 on the CPU: query-key pairs of each rank's queries, and of those it computes
 
 
 class Pairs(NamedTuple):

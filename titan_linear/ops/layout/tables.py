@@ -8,9 +8,10 @@ from typing import Annotated, Any, get_type_hints
 
 import numpy as np
 import torch
+from torch import Tensor
 
 ALIGNMENT = 16  # bytes, as kernels with vector loads require
-OnHost = Annotated[torch.Tensor, "on the host"]  # the type of a table's field that the CPU reads, whatever the device
+OnHost = Annotated[Tensor, "on the host"]  # the type of a table's field that the CPU reads, whatever the device
 Tables = dict[str, tuple[type, Mapping[str, np.ndarray]]]  # by name: a named tuple's type, and its fields as arrays
 
 
@@ -30,7 +31,7 @@ def to_tensors(tables: Tables, device: torch.device) -> dict[str, Any]:
     return {key: kind(**{field: tensors[key, field] for field in fields}) for key, (kind, fields) in tables.items()}
 
 
-def to_device(arrays: Mapping[Any, np.ndarray | torch.Tensor], device: torch.device) -> dict[Any, torch.Tensor]:
+def to_device(arrays: Mapping[Any, np.ndarray | Tensor], device: torch.device) -> dict[Any, Tensor]:
     """The same arrays on `device`, contiguous as kernels read them. They reach a GPU through one pinned buffer, which
     is copied while the host continues."""
     tensors = {name: torch.as_tensor(array).contiguous() for name, array in arrays.items()}

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     *,
     scale: float | None = None,
     causal: bool = True,
-    cu_seqlens: torch.Tensor | None = None,
-) -> torch.Tensor:
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
     """o = softmax(scale · q kᵀ + mask) v, in fp64, differentiable by autograd, with memory of order Tq·Tk.
 
     Args and result are those of `titan_linear.ops.attention`: q [B, Tq, Hq, D], k [B, Tk, Hkv, D],
@@ -28,7 +29,7 @@ def attention(
     return torch.einsum("bhqk,bkhd->bqhd", p, v)
 
 
-def _visible(Tq: int, Tk: int, causal: bool, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+def _visible(Tq: int, Tk: int, causal: bool, cu_seqlens: Tensor | None) -> Tensor:
     """[Tq, Tk] bool: which keys a query sees. Queries are the last Tq of the Tk positions."""
     i, j = torch.arange(Tk - Tq, Tk)[:, None], torch.arange(Tk)[None, :]
     visible = (j <= i) if causal else torch.ones(Tq, Tk, dtype=torch.bool)

@@ -9,19 +9,20 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 
 def recurrent_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
     *,
     scale: float | None = None,
-    initial_state: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """KDA (g [B,T,HV,K]) or GDN (g [B,T,HV]) in float64, differentiable by autograd.
 
     q, k [B,T,H,K]; v [B,T,HV,V]; beta [B,T,HV]; initial_state [N,HV,K,V]; N is B, or the number of packed documents.
@@ -46,15 +47,13 @@ def recurrent_delta_rule(
     return o.unflatten(0, (B, T)), torch.stack(states)
 
 
-def l2norm(x: torch.Tensor) -> torch.Tensor:
+def l2norm(x: Tensor) -> Tensor:
     """x / sqrt(Σ x² + 1e-6) over the last dimension, in float64."""
     x = x.double()
     return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
 
 
-def kda_gate(
-    g: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor | None = None, lower_bound: float | None = None
-) -> torch.Tensor:
+def kda_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None, lower_bound: float | None = None) -> Tensor:
     """KDA's log decay [B,T,HV,K] from the raw gate: −exp(A_log)·softplus(x), or lower_bound·sigmoid(exp(A_log)·x)."""
     x = g.double() if dt_bias is None else g.double() + dt_bias.double().view(g.shape[-2:])
     A = A_log.double().exp()[:, None]
@@ -63,7 +62,7 @@ def kda_gate(
     return lower_bound / (1 + torch.exp(-A * x))
 
 
-def gdn_gate(g: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor | None = None) -> torch.Tensor:
+def gdn_gate(g: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -> Tensor:
     """GDN's log decay [B,T,HV] from the raw gate: −exp(A_log)·softplus(g + dt_bias)."""
     x = g.double() if dt_bias is None else g.double() + dt_bias.double()
     return -A_log.double().exp() * (x.clamp(min=0) + torch.log1p(torch.exp(-x.abs())))

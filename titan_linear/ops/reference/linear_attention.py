@@ -6,18 +6,19 @@ from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 
 def recurrent_simple_gla(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
     *,
     scale: float | None = None,
-    initial_state: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """S_t = exp(g_t) S_{t−1} + k_t v_tᵀ;  o_t = scale · S_tᵀ q_t.
 
     q, k [B,T,H,K]; v [B,T,HV,V]; g [B,T,HV]; initial_state [N,HV,K,V]; N is B, or the number of packed documents.
@@ -40,19 +41,19 @@ def recurrent_simple_gla(
 
 
 def recurrent_ssd(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
     *,
-    D: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
-    initial_states: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    initial_states: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """h_t = exp(Δ_t A) h_{t−1} + Δ_t x_t B_tᵀ;  y_t = h_t C_t + D x_t, where Δ = clamp(softplus(dt + dt_bias))
     (Transformers are SSMs, eq. 2 and section 7).
 
@@ -69,17 +70,17 @@ def recurrent_ssd(
 
 
 def recurrent_dplr(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    gk: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    gk: Tensor,
     *,
     scale: float | None = None,
-    initial_state: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """S_t = Diag(exp gk_t) S_{t−1} + b_t (a_tᵀ S_{t−1}) + k_t v_tᵀ;  o_t = scale · S_tᵀ q_t  (RWKV-7, eq. 17).
 
     q, k, a, b, gk [B,T,H,K]; v [B,T,H,V]; initial_state [N,H,K,V]. Returns o [B,T,H,V] and the final states, both

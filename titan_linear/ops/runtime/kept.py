@@ -35,6 +35,7 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 MODES = ("selective", "attention", "full")  # of activation checkpointing, the one that keeps most first
@@ -53,8 +54,8 @@ class Region:
     def put(self, fn: Callable, result: Any) -> None:
         leaves, spec = tree_flatten(result)
         # Keep another tensor: autograd makes the result itself part of its graph.
-        keep = torch.clone if self.copied else torch.Tensor.detach
-        leaves = [keep(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+        keep = torch.clone if self.copied else Tensor.detach
+        leaves = [keep(x) if isinstance(x, Tensor) else x for x in leaves]
         self.results.append((fn, leaves, spec, _versions(leaves)))
 
     def take(self, fn: Callable) -> Any:
@@ -68,12 +69,12 @@ class Region:
     @property
     def nbytes(self) -> int:
         """Bytes of the storages that are kept."""
-        tensors = (x for _, leaves, *_ in self.results for x in leaves if isinstance(x, torch.Tensor))
+        tensors = (x for _, leaves, *_ in self.results for x in leaves if isinstance(x, Tensor))
         return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
 
 
 def _versions(leaves: list[Any]) -> list[int]:
-    return [x._version for x in leaves if isinstance(x, torch.Tensor)]
+    return [x._version for x in leaves if isinstance(x, Tensor)]
 
 
 class Run:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import CHUNK, Boundaries, check_copy, check_shape, checked
 from titan_linear.ops.layout.context import CPContext
@@ -15,36 +16,36 @@ from titan_linear.ops.layout.context import CPContext
 class Inputs(NamedTuple):
     """The inputs of a delta rule, with B folded into T except in the first checks; or their gradients."""
 
-    q: torch.Tensor  # [T, H, K]
-    k: torch.Tensor  # [T, H, K]
-    v: torch.Tensor  # [T, HV, V]
-    g: torch.Tensor  # [T, HV, K] (KDA) or [T, HV] (GDN)
-    beta: torch.Tensor  # [T, HV]
-    A_log: torch.Tensor | None = None  # [HV]
-    dt_bias: torch.Tensor | None = None  # [HV·K] or [HV]
+    q: Tensor  # [T, H, K]
+    k: Tensor  # [T, H, K]
+    v: Tensor  # [T, HV, V]
+    g: Tensor  # [T, HV, K] (KDA) or [T, HV] (GDN)
+    beta: Tensor  # [T, HV]
+    A_log: Tensor | None = None  # [HV]
+    dt_bias: Tensor | None = None  # [HV·K] or [HV]
 
 
 class DecayInputs(NamedTuple):
     """Those of a recurrence whose state only decays."""
 
-    q: torch.Tensor  # [T, H, K]
-    k: torch.Tensor  # [T, H, K]
-    v: torch.Tensor  # [T, HV, V]
-    g: torch.Tensor  # [T, HV], log decays; with A, time steps Δ: then the log decay is Δ A, and v is multiplied by Δ
-    A: torch.Tensor | None = None  # [HV]
-    D: torch.Tensor | None = None  # [HV·V] or [HV], factors of v, which is added to o
-    dt_bias: torch.Tensor | None = None  # [HV]
+    q: Tensor  # [T, H, K]
+    k: Tensor  # [T, H, K]
+    v: Tensor  # [T, HV, V]
+    g: Tensor  # [T, HV], log decays; with A, time steps Δ: then the log decay is Δ A, and v is multiplied by Δ
+    A: Tensor | None = None  # [HV]
+    D: Tensor | None = None  # [HV·V] or [HV], factors of v, which is added to o
+    dt_bias: Tensor | None = None  # [HV]
 
 
 class DPLRInputs(NamedTuple):
     """Those of a recurrence whose transition is a diagonal matrix plus one of rank one."""
 
-    q: torch.Tensor  # [T, H, K]
-    k: torch.Tensor  # [T, H, K]
-    v: torch.Tensor  # [T, H, V]
-    a: torch.Tensor  # [T, H, K], what is read of the state
-    b: torch.Tensor  # [T, H, K], where what was read is written
-    gk: torch.Tensor  # [T, H, K], log decays
+    q: Tensor  # [T, H, K]
+    k: Tensor  # [T, H, K]
+    v: Tensor  # [T, H, V]
+    a: Tensor  # [T, H, K], what is read of the state
+    b: Tensor  # [T, H, K], where what was read is written
+    gk: Tensor  # [T, H, K], log decays
 
 
 AnyInputs = Inputs | DecayInputs | DPLRInputs
@@ -53,10 +54,10 @@ AnyInputs = Inputs | DecayInputs | DPLRInputs
 class States(NamedTuple):
     """States of entries, or their gradients."""
 
-    values: torch.Tensor  # [S, HV, K, V], or the convolution's [S, D, W−1]
-    index: torch.Tensor | None = None  # [≥ N] int32: the row of each entry, −1 for zeros; None: row n is entry n's
+    values: Tensor  # [S, HV, K, V], or the convolution's [S, D, W−1]
+    index: Tensor | None = None  # [≥ N] int32: the row of each entry, −1 for zeros; None: row n is entry n's
 
-    def of_entries(self, N: int) -> torch.Tensor:
+    def of_entries(self, N: int) -> Tensor:
         """The state of each entry, [N, ...]."""
         if self.index is None:
             return self.values
@@ -101,7 +102,7 @@ def beta_range(use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> floa
     return None if not use_beta_sigmoid_in_kernel else 2.0 if allow_neg_eigval else 1.0
 
 
-def check_floats(**tensors: torch.Tensor | None) -> None:
+def check_floats(**tensors: Tensor | None) -> None:
     """Raise ValueError for arguments whose dtype is not a float dtype."""
     for name, x in tensors.items():
         if x is not None and not x.is_floating_point():
@@ -113,13 +114,13 @@ def check_chunk_size(chunk_size: int) -> None:
         raise ValueError(f"chunk_size = {chunk_size}: chunks have {CHUNK} tokens; leave it out")
 
 
-def swapped(states: torch.Tensor | None, v_first: bool) -> torch.Tensor | None:
+def swapped(states: Tensor | None, v_first: bool) -> Tensor | None:
     """If `v_first`, states [N, HV, V, K] as [N, HV, K, V], or the reverse; else states as they are."""
     return states.transpose(-1, -2).contiguous() if v_first and states is not None else states
 
 
 def boundaries_of(
-    x: torch.Tensor, cu_seqlens: torch.Tensor | None, cp: CPContext | None, cu_seqlens_cpu: torch.Tensor | None = None
+    x: Tensor, cu_seqlens: Tensor | None, cp: CPContext | None, cu_seqlens_cpu: Tensor | None = None
 ) -> Boundaries:
     """The boundaries in x [B, T, ...] of this rank's entries (context parallelism), packed documents, or batch rows."""
     if cp is not None:
@@ -132,7 +133,7 @@ def boundaries_of(
     return Boundaries(cu_seqlens.to(x.device, torch.int32, non_blocking=True).contiguous(), on_host)
 
 
-def check_boundaries(B: int, T: int, cu_seqlens: torch.Tensor | None, cu_seqlens_cpu: torch.Tensor | None) -> int:
+def check_boundaries(B: int, T: int, cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None) -> int:
     """Return N, the number of sequences in a batch of B, or of documents packed into T tokens. Raise ValueError for
     boundaries that do not fit.
 
@@ -156,16 +157,16 @@ def refuse(remedy: str, **given: object) -> None:
     """Raise ValueError for arguments of FLA's functions that have no meaning here, if they are not None or False."""
     for name, value in given.items():
         if value is not None and value is not False:
-            what = f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            what = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise ValueError(f"{name} = {what} is not supported here; {remedy}")
 
 
 def check_cp(
     name: str,
-    x: torch.Tensor,
-    initial_state: torch.Tensor | None,
+    x: Tensor,
+    initial_state: Tensor | None,
     output_final_state: bool,
-    cu_seqlens: torch.Tensor | None,
+    cu_seqlens: Tensor | None,
     cp: CPContext,
 ) -> None:
     """Raise ValueError for what no recurrent op takes with a cp_context; x [B, T, ...] is the op's argument `name`."""
@@ -178,7 +179,7 @@ def check_cp(
     check_usable(cp, name, x)
 
 
-def check_usable(cp: CPContext, name: str, x: torch.Tensor) -> None:
+def check_usable(cp: CPContext, name: str, x: Tensor) -> None:
     """Raise ValueError for a context that has several ranks and no group, or whose tables are on another device than
     x, the argument `name`."""
     if cp.cu_seqlens.device != x.device:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from titan_linear.ops.layout.balance import TILE
 from titan_linear.ops.layout.spans import CUDNN_MULTIPLE, Spans, Varlen
@@ -44,9 +45,9 @@ from titan_linear.ops.torch import flash4
 
 aten = torch.ops.aten
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Operator = Callable[..., tuple[torch.Tensor, ...]]
+Pair = tuple[Tensor, Tensor]
+Triple = tuple[Tensor, Tensor, Tensor]
+Operator = Callable[..., tuple[Tensor, ...]]
 
 TO_THE_END = ("flash4", "flash")  # kernels whose causal mask is aligned to the end, and that take all spans in one call
 
@@ -66,7 +67,7 @@ class Attention(torch.autograd.Function):
         return o.view_as(o)
 
     @staticmethod
-    def backward(ctx, do: torch.Tensor):
+    def backward(ctx, do: Tensor):
         check_first_derivative()
         return *ctx.gradients(do, *ctx.saved_tensors, *ctx.how), None, None, None, None
 
@@ -74,13 +75,13 @@ class Attention(torch.autograd.Function):
 # What the operators return, without computing it.
 
 
-def empty_output(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> Pair:
+def empty_output(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Pair:
     """o, lse"""
     B, T, Hq, _D = q.shape
     return q.new_empty(B, T, Hq, v.shape[-1]), q.new_empty(B, Hq, T, dtype=accumulator_dtype(q.dtype))
 
 
-def empty_gradients(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> Triple:
+def empty_gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> Triple:
     """dq, dk, dv"""
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -107,7 +108,7 @@ def block_kernel(device: torch.device, dtype: torch.dtype, D: int, Dv: int, Tq: 
     return attention_kernel(device, dtype, D, Dv, recurring).implementation
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> Pair:
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Pair:
     """One block: (o, lse). `causal` needs Tq <= Tk and is aligned to the end; every length is at least 1."""
     assert q.shape[1] and k.shape[1] and (q.shape[1] <= k.shape[1] or not causal)
     past = k.shape[1] - q.shape[1] if causal else 0  # keys that every query sees
@@ -121,12 +122,12 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, caus
 
 
 def attend_backward(
-    do: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
     scale: float,
     causal: bool,
 ) -> Triple:
@@ -142,9 +143,7 @@ def attend_backward(
     return dq.to(acc) + dq_past.to(acc), dk, dv
 
 
-def attend_spans(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, spans: Spans | None
-) -> Pair:
+def attend_spans(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, spans: Spans | None) -> Pair:
     """(o, lse) of the spans of a packed stream (B = 1), or of a whole batch if `spans` is None."""
     if spans is None or len(spans.q) == 2:
         return attend(q, k, v, scale, causal)
@@ -156,12 +155,12 @@ def attend_spans(
 
 
 def attend_spans_backward(
-    do: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
     scale: float,
     causal: bool,
     spans: Spans | None,
@@ -180,7 +179,7 @@ def attend_spans_backward(
     return dq, dk, dv
 
 
-def merge_(o: torch.Tensor, lse: torch.Tensor, o_block: torch.Tensor, lse_block: torch.Tensor) -> None:
+def merge_(o: Tensor, lse: Tensor, o_block: Tensor, lse_block: Tensor) -> None:
     """Merge a block into o [B, Tq, Hq, Dv] and lse [B, Hq, Tq] (both in `accumulator_dtype`), in place.
 
     Each row must have seen a key in `lse` or in `lse_block`. Callers begin with the squares, in which each token sees
@@ -191,11 +190,11 @@ def merge_(o: torch.Tensor, lse: torch.Tensor, o_block: torch.Tensor, lse_block:
     lse.copy_(torch.logaddexp(lse, lse_block))
 
 
-def _kernel_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
+def _kernel_of(q: Tensor, k: Tensor, v: Tensor) -> str:
     return block_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], q.shape[1], k.shape[1])
 
 
-def _packed_kernel(q: torch.Tensor, v: torch.Tensor, spans: Spans) -> str:
+def _packed_kernel(q: Tensor, v: Tensor, spans: Spans) -> str:
     """The kernel for these spans: cuDNN's only if their lengths recur."""
     length = CUDNN_MULTIPLE if spans.recur() else 1
     return block_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], length, length)
@@ -217,7 +216,7 @@ def _flash4_backward(do, q, k, v, o, lse, scale: float, causal: bool, varlen: Va
     return dq[..., :D], dk[..., :D], dv[..., :Dv]
 
 
-def _flash4_widths(q: torch.Tensor, k: torch.Tensor, *as_v: torch.Tensor) -> list[torch.Tensor]:
+def _flash4_widths(q: Tensor, k: Tensor, *as_v: Tensor) -> list[Tensor]:
     D, Dv = flash4.widths(q.shape[-1], as_v[0].shape[-1], grouped=q.shape[2] != k.shape[2])
     return [*_equal_width(q, k, at_least=D, multiple=8), *_equal_width(*as_v, at_least=Dv, multiple=8)]
 
@@ -225,7 +224,7 @@ def _flash4_widths(q: torch.Tensor, k: torch.Tensor, *as_v: torch.Tensor) -> lis
 # --- cpu: aten's flash attention ------------------------------------------------------------------------------
 
 
-def _cpu_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> Pair:
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Pair:
     Dv, (q, k, v) = v.shape[-1], _heads_first(*_equal_width(q, k, v))
     o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     return o.transpose(1, 2)[..., :Dv], lse
@@ -242,7 +241,7 @@ def _cpu_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
 # --- cudnn: the same interface; grouped heads natively ----------------------------------------------------------
 
 
-def _cudnn_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> Pair:
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Pair:
     Dv, (q, k, v) = v.shape[-1], _heads_first(*_equal_width(q, k, v, multiple=8))
     o, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)[:2]
     return o.transpose(1, 2)[..., :Dv], lse.reshape(q.shape[:3])
@@ -283,7 +282,7 @@ def _flash_backward(do, q, k, v, o, lse, scale: float, causal: bool, varlen: Var
     return dq[..., :D], dk[..., :D], dv[..., :Dv]
 
 
-def _batch_varlen(q: torch.Tensor, k: torch.Tensor) -> Varlen:
+def _batch_varlen(q: Tensor, k: Tensor) -> Varlen:
     """A batch as B documents of Tq queries and Tk keys; boundaries are made on the device, not copied to it."""
     (B, Tq), Tk = q.shape[:2], k.shape[1]
     cu_q, cu_k = (torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q.device) for T in (Tq, Tk))
@@ -294,7 +293,7 @@ def _batch_varlen(q: torch.Tensor, k: torch.Tensor) -> Varlen:
 
 
 @without_autocast
-def _tiled_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> Pair:
+def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Pair:
     acc = accumulator_dtype(q.dtype)
     k, v = (x.transpose(1, 2).to(acc) for x in (k, v))  # [B, Hkv, Tk, D]
     outputs, lses = [], []
@@ -326,7 +325,7 @@ def _tiled_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
     return torch.cat(dqs, dim=1), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-def _tile_scores(q: torch.Tensor, k: torch.Tensor, scale: float, first: int | None) -> torch.Tensor:
+def _tile_scores(q: Tensor, k: Tensor, scale: float, first: int | None) -> Tensor:
     """Scores of a tile q [B, t, Hq, D] against k [B, Hkv, Tk, D]; `first` is the tile's row in a causal square."""
     t, Hkv = q.shape[1], k.shape[1]
     if first is None:
@@ -337,17 +336,17 @@ def _tile_scores(q: torch.Tensor, k: torch.Tensor, scale: float, first: int | No
     return scores
 
 
-def _fold_groups(x: torch.Tensor, Hkv: int) -> torch.Tensor:
+def _fold_groups(x: Tensor, Hkv: int) -> Tensor:
     """[B, t, Hq, D] → [B, Hkv, G·t, D]: the queries that share a key head are rows of one matrix."""
     return x.unflatten(2, (Hkv, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
 
 
-def _unfold_groups(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _unfold_groups(x: Tensor, like: Tensor) -> Tensor:
     """[B, Hkv, G·t, D] → [B, t, Hq, D] with the t of `like`."""
     return x.unflatten(2, (-1, like.shape[1])).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-def _equal_width(*tensors: torch.Tensor, at_least: int = 0, multiple: int = 1) -> list[torch.Tensor]:
+def _equal_width(*tensors: Tensor, at_least: int = 0, multiple: int = 1) -> list[Tensor]:
     """Pad the last dims with zeros to one width, which changes no score and no output.
 
     With a `multiple`, the width and every stride are multiples of it: the alignment that CUDA kernels ask for.
@@ -357,20 +356,20 @@ def _equal_width(*tensors: torch.Tensor, at_least: int = 0, multiple: int = 1) -
     return [x if _is_aligned(x, width, multiple) else _padded(x, width) for x in tensors]
 
 
-def _is_aligned(x: torch.Tensor, width: int, multiple: int) -> bool:
+def _is_aligned(x: Tensor, width: int, multiple: int) -> bool:
     if x.shape[-1] != width or x.stride(-1) != 1:  # aten's kernels, called by name, do not check that stride
         return False
     rows = x.stride()[:-1]  # 0 where a gradient was expanded
     return multiple == 1 or (x.storage_offset() % multiple == 0 and all(s and s % multiple == 0 for s in rows))
 
 
-def _padded(x: torch.Tensor, width: int) -> torch.Tensor:
+def _padded(x: Tensor, width: int) -> Tensor:
     padded = x.new_zeros(*x.shape[:-1], width)
     padded[..., : x.shape[-1]] = x
     return padded
 
 
-def _heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
+def _heads_first(*tensors: Tensor) -> list[Tensor]:
     return [x.transpose(1, 2) for x in tensors]
 
 

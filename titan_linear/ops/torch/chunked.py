@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import CHUNK, Boundaries
 from titan_linear.ops.layout.chains import STATE, STATE_AND_M, Chains
@@ -34,22 +35,22 @@ class Chunks:
     num_chunks: int
     first: tuple[int, ...]  # [N] first chunk of each entry
     count: tuple[int, ...]  # [N] chunks of each entry
-    entry: torch.Tensor  # [NC] int64, of each chunk
-    before: torch.Tensor  # [NC] int64, number of chunks before each in its entry
-    after: torch.Tensor  # [NC] int64, likewise
-    ends: torch.Tensor  # [3, .] int64: entries that have chunks, the first chunk of each, its last
-    rows: torch.Tensor | None  # [T] int64, row of each token among num_chunks·CHUNK; None: row t is token t
-    order: torch.Tensor  # [N] int64, entries, the longest first
-    rank: torch.Tensor  # [N] int64, each entry's place in `order`
-    steps: tuple[torch.Tensor, ...]  # chunk ids [n_s] of scan step s: the first n_s of `order` have an s-th chunk
+    entry: Tensor  # [NC] int64, of each chunk
+    before: Tensor  # [NC] int64, number of chunks before each in its entry
+    after: Tensor  # [NC] int64, likewise
+    ends: Tensor  # [3, .] int64: entries that have chunks, the first chunk of each, its last
+    rows: Tensor | None  # [T] int64, row of each token among num_chunks·CHUNK; None: row t is token t
+    order: Tensor  # [N] int64, entries, the longest first
+    rank: Tensor  # [N] int64, each entry's place in `order`
+    steps: tuple[Tensor, ...]  # chunk ids [n_s] of scan step s: the first n_s of `order` have an s-th chunk
 
-    def split(self, x: torch.Tensor) -> torch.Tensor:
+    def split(self, x: Tensor) -> Tensor:
         """[T, H, D] -> [num_chunks, H, C, D], zeros where a chunk has no token."""
         if self.rows is not None:
             x = x.new_zeros(self.num_chunks * CHUNK, *x.shape[1:]).index_copy(0, self.rows, x)
         return x.unflatten(0, (self.num_chunks, CHUNK)).transpose(1, 2)
 
-    def join(self, x: torch.Tensor) -> torch.Tensor:
+    def join(self, x: Tensor) -> Tensor:
         """[num_chunks, H, C, D] -> [T, H, D]."""
         x = x.transpose(1, 2).flatten(0, 1)
         return x if self.rows is None else x.index_select(0, self.rows)
@@ -90,7 +91,7 @@ def make_chunks(boundaries: Boundaries) -> Chunks:
 # lose the digits of a slow gate behind a fast one, in float32.
 
 
-def sums_between(g: torch.Tensor) -> torch.Tensor:
+def sums_between(g: Tensor) -> Tensor:
     """g [.., C, D], log gates -> [.., C i, C j, D], the sum over tokens after j up to i; −∞ for j > i."""
     C, device = g.shape[-2], g.device
     i, j = torch.arange(C, device=device).unsqueeze(1), torch.arange(C, device=device)
@@ -99,7 +100,7 @@ def sums_between(g: torch.Tensor) -> torch.Tensor:
     return sums.masked_fill((j > i).unsqueeze(-1), float("-inf"))
 
 
-def sums_after(g: torch.Tensor) -> torch.Tensor:
+def sums_after(g: Tensor) -> Tensor:
     """g [.., C, D], log gates -> [.., C, D], the sum over all tokens after each."""
     return F.pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
 
@@ -110,13 +111,13 @@ def sums_after(g: torch.Tensor) -> torch.Tensor:
 class Prepared(NamedTuple):
     """All that is local to a chunk, or its gradients."""
 
-    w: torch.Tensor | None  # [NC, HV, R, K], or None: zeros
-    u: torch.Tensor  # [NC, HV, R, V]
-    kg: torch.Tensor  # [NC, HV, R, K]
-    qg: torch.Tensor  # [NC, HV, C, K]
-    aqk: torch.Tensor  # [NC, HV, C, R]
-    decay: torch.Tensor  # [NC, HV, K or 1]
-    skip: torch.Tensor | None = None  # [NC, HV, C, V], what reaches o past the state; None: nothing
+    w: Tensor | None  # [NC, HV, R, K], or None: zeros
+    u: Tensor  # [NC, HV, R, V]
+    kg: Tensor  # [NC, HV, R, K]
+    qg: Tensor  # [NC, HV, C, K]
+    aqk: Tensor  # [NC, HV, C, R]
+    decay: Tensor  # [NC, HV, K or 1]
+    skip: Tensor | None = None  # [NC, HV, C, V], what reaches o past the state; None: nothing
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
@@ -125,12 +126,12 @@ class Prepared(NamedTuple):
 
 
 class Scanned(NamedTuple):
-    states: torch.Tensor  # [NC, HV, K, V], the state that enters each chunk
-    final: torch.Tensor  # [N, HV, K, V]
-    v_new: torch.Tensor  # [NC, HV, R, V]
+    states: Tensor  # [NC, HV, K, V], the state that enters each chunk
+    final: Tensor  # [N, HV, K, V]
+    v_new: Tensor  # [NC, HV, R, V]
 
 
-def scan(p: Prepared, chunks: Chunks, initial_state: torch.Tensor) -> Scanned:
+def scan(p: Prepared, chunks: Chunks, initial_state: Tensor) -> Scanned:
     """Carry the state [N, HV, K, V] through the chunks of every entry; entries go side by side."""
     if p.w is None:
         return Scanned(*carry(p.kg.mT @ p.u, p.decay, initial_state, chunks), p.u)
@@ -145,8 +146,8 @@ def scan(p: Prepared, chunks: Chunks, initial_state: torch.Tensor) -> Scanned:
 
 
 def carry(
-    added: torch.Tensor, decay: torch.Tensor, initial: torch.Tensor, chunks: Chunks, reverse: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+    added: Tensor, decay: Tensor, initial: Tensor, chunks: Chunks, reverse: bool = False
+) -> tuple[Tensor, Tensor]:
     """S ← decay ⊙ S + added, chunk by chunk from [N, HV, K, V]: the states before each chunk [NC, HV, K, V], and those
     after the last. Nothing else acts on S, so a step doubles the number of chunks behind it that a chunk has seen."""
     earlier, entry, decay = chunks.before, chunks.entry, decay.unsqueeze(-1)
@@ -167,13 +168,13 @@ def carry(
     return entering.flip(0) if reverse else entering, final
 
 
-def output(p: Prepared, s: Scanned) -> torch.Tensor:
+def output(p: Prepared, s: Scanned) -> Tensor:
     """o [NC, HV, C, V]."""
     o = p.qg @ s.states + p.aqk @ s.v_new
     return o if p.skip is None else o + p.skip
 
 
-def boundary(p: Prepared, chunks: Chunks, entry: int) -> torch.Tensor:
+def boundary(p: Prepared, chunks: Chunks, entry: int) -> Tensor:
     """S_ext [HV, K, V] of an entry: its end state is M S + S_ext for any S that enters."""
     of_entry = chunks.of_entry(entry)
     if p.w is None:
@@ -184,7 +185,7 @@ def boundary(p: Prepared, chunks: Chunks, entry: int) -> torch.Tensor:
     return S
 
 
-def transition(p: Prepared, chunks: Chunks, entry: int) -> torch.Tensor:
+def transition(p: Prepared, chunks: Chunks, entry: int) -> Tensor:
     """M of an entry, [HV, K, K]; or if it is diagonal, its diagonal [HV, K or 1]."""
     of_entry = chunks.of_entry(entry)
     if p.w is None:
@@ -196,7 +197,7 @@ def transition(p: Prepared, chunks: Chunks, entry: int) -> torch.Tensor:
     return M
 
 
-def boundary_backward(p: Prepared, do: torch.Tensor, chunks: Chunks, entry: int) -> torch.Tensor:
+def boundary_backward(p: Prepared, do: Tensor, chunks: Chunks, entry: int) -> Tensor:
     """dS_ext [HV, K, V] of an entry: the gradient of its incoming state if its outgoing state had none."""
     of_entry = chunks.of_entry(entry)
     if p.w is None:
@@ -208,15 +209,13 @@ def boundary_backward(p: Prepared, do: torch.Tensor, chunks: Chunks, entry: int)
     return dS
 
 
-def _decayed_sum(added: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+def _decayed_sum(added: Tensor, decay: Tensor) -> Tensor:
     """S ← decay ⊙ S + added over n chunks from S = 0: added [n, HV, K, V], decay [n, HV, K or 1] -> [HV, K, V]."""
     later = torch.cat([decay[1:], torch.ones_like(decay[:1])]).flip(0).cumprod(0).flip(0)  # of what each chunk adds
     return (later.unsqueeze(-1) * added).sum(0)
 
 
-def backward(
-    p: Prepared, s: Scanned, do: torch.Tensor, d_final: torch.Tensor, chunks: Chunks
-) -> tuple[Prepared, torch.Tensor]:
+def backward(p: Prepared, s: Scanned, do: Tensor, d_final: Tensor, chunks: Chunks) -> tuple[Prepared, Tensor]:
     """The adjoint of scan and output: gradients of all that `prepare` returned, and of the initial state [N, HV, K, V].
 
     do [NC, HV, C, V]; d_final [N, HV, K, V] is the gradient of the final states.
@@ -265,7 +264,7 @@ class TorchRule(ABC):
         options: Any,
         boundaries: Boundaries,
         differentiable: bool,
-        kept: Sequence[torch.Tensor] = (),
+        kept: Sequence[Tensor] = (),
     ):
         assert not kept
         self.chunks = boundaries.derived(make_chunks)
@@ -278,7 +277,7 @@ class TorchRule(ABC):
         self.scanned: Scanned | None = None
 
     @without_autocast
-    def boundary(self, chains: Chains) -> tuple[torch.Tensor, torch.Tensor]:
+    def boundary(self, chains: Chains) -> tuple[Tensor, Tensor]:
         p, slots = self.prepared, chains.slots.tolist()
         HV, K, V = p.state_shape
         S_ext = p.u.new_zeros(len(slots), HV, K, V)
@@ -291,14 +290,14 @@ class TorchRule(ABC):
         return S_ext, M
 
     @without_autocast
-    def forward(self, initial: States | None, need_final: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]:
         self.scanned = scan(self.prepared, self.chunks, self._of_entries(initial))
         o, final = self.chunks.join(output(self.prepared, self.scanned)), self.scanned.final
         # Contiguous however many entries were joined: compiled code asks for the same strides in every batch.
         return o.contiguous(), final if need_final else final.new_empty(0)
 
     @without_autocast
-    def boundary_backward(self, do: torch.Tensor, chains: Chains) -> torch.Tensor:
+    def boundary_backward(self, do: Tensor, chains: Chains) -> Tensor:
         p, slots = self.prepared, chains.slots.tolist()
         do, dS_ext = self.chunks.split(do.to(p.u)), p.u.new_zeros(len(slots), *p.state_shape)
         for slot, (entry, wanted) in enumerate(slots):
@@ -308,8 +307,8 @@ class TorchRule(ABC):
 
     @without_autocast
     def backward(
-        self, do: torch.Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
-    ) -> tuple[Any, torch.Tensor]:
+        self, do: Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
+    ) -> tuple[Any, Tensor]:
         if self.scanned is None:
             self.scanned = scan(self.prepared, self.chunks, self._of_entries(initial))
         do, d_final = self.chunks.split(do.to(self.prepared.u)), self._of_entries(d_final)
@@ -319,7 +318,7 @@ class TorchRule(ABC):
         grads = iter(torch.autograd.grad([x for x, _ in pairs], given, [dx for _, dx in pairs]))
         return self.inputs._make(None if x is None else next(grads) for x in self.inputs), d_initial
 
-    def _of_entries(self, states: States | None) -> torch.Tensor:
+    def _of_entries(self, states: States | None) -> Tensor:
         """The state of each entry, [N, HV, K, V]; None: zeros."""
         N = len(self.chunks.count)
         if states is None:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.runtime.options import States
@@ -15,9 +16,9 @@ from titan_linear.ops.runtime.support import without_autocast
 class Rows(NamedTuple):
     """Row numbers when every entry is laid out after its W−1 earlier tokens."""
 
-    past: torch.Tensor  # [N·(W−1)] int64, the entries' earlier tokens
-    own: torch.Tensor  # [T] the entries' tokens
-    last: torch.Tensor  # [N, W−1] the last W−1 rows of each entry and its earlier tokens
+    past: Tensor  # [N·(W−1)] int64, the entries' earlier tokens
+    own: Tensor  # [T] the entries' tokens
+    last: Tensor  # [N, W−1] the last W−1 rows of each entry and its earlier tokens
 
 
 def lay_out(boundaries: Boundaries, W: int) -> Rows:
@@ -30,15 +31,15 @@ def lay_out(boundaries: Boundaries, W: int) -> Rows:
 
 @without_autocast
 def causal_conv1d(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     initial: States | None,
     boundaries: Boundaries,
     activation: str | None,
     output_final_state: bool,
     widths: list[int],
-) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+) -> tuple[list[Tensor], Tensor | None]:
     """x [T,D], weight [D,W], initial [.,D,W−1] or None (zeros) -> y, [T, width] for each of `widths`, and the entries'
     last inputs [N,D,W−1].
 

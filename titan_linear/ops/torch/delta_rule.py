@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import CHUNK
 from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs
@@ -21,11 +22,11 @@ SUB = 16  # rows that share a reference point of the gate
 
 
 def prepare(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
     chunks: Chunks,
     *,
     scale: float,
@@ -45,7 +46,7 @@ def prepare(
     return Prepared(w, u, k * sums_after(g).exp(), q * gamma, aqk.tril(), gamma[:, :, -1])
 
 
-def pair_products(rows: torch.Tensor, k: torch.Tensor, g: torch.Tensor, safe_gate: bool) -> torch.Tensor:
+def pair_products(rows: Tensor, k: Tensor, g: Tensor, safe_gate: bool) -> Tensor:
     """Σ_c rows_ic k_jc e^{G_ic − G_jc}, [NC, n·HV, C, C], valid for j ≤ i; rows [NC, n·HV, C, K] are of n kinds.
 
     One channel: multiply the scores by e^{G_i − G_j}. Otherwise take rows in blocks of SUB, the gate of the block's
@@ -71,14 +72,14 @@ def pair_products(rows: torch.Tensor, k: torch.Tensor, g: torch.Tensor, safe_gat
     return torch.cat(blocks, -2)
 
 
-def _own_block(rows: torch.Tensor, k: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+def _own_block(rows: Tensor, k: Tensor, g: Tensor) -> Tensor:
     """A diagonal block's products [NC, n·HV, SUB, SUB], channel by channel, zero above the diagonal."""
     weighted = sums_between(g).exp() * k.unsqueeze(-3)  # [.., SUB i, SUB j, K]
     kinds = rows.unflatten(1, (-1, k.shape[1])).movedim(1, -1)  # [NC, HV, SUB, K, n]
     return (weighted @ kinds).movedim(-1, 1).flatten(1, 2)
 
 
-def step(inputs: Inputs, options: DeltaRuleOptions, S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def step(inputs: Inputs, options: DeltaRuleOptions, S: Tensor) -> tuple[Tensor, Tensor]:
     """One token of each of N sequences: (o [N, HV, V], the next states), with one pass to read S [N, HV, K, V] and one
     to write it. With S' = e^g S: u = β (v − S'ᵀk),  S ← S' + k uᵀ,  o = Sᵀq = S'ᵀq + (k·q) u.
     """
@@ -98,7 +99,7 @@ class TorchDeltaRule(TorchRule):
         return prepare(*tokens, chunks, scale=options.scale, safe_gate=options.safe_gate)
 
 
-def normalise(inputs: Inputs, options: DeltaRuleOptions) -> list[torch.Tensor]:
+def normalise(inputs: Inputs, options: DeltaRuleOptions) -> list[Tensor]:
     """Inputs in the dtype of the computation, q and k normalised and g a log gate [T, HV, K or 1], as `options` ask."""
     wide = torch.promote_types(inputs.q.dtype, torch.float32)
     q, k, v, g, beta = (x.to(wide) for x in inputs[:5])

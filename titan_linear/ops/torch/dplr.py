@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from titan_linear.ops.runtime.options import DeltaRuleOptions, DPLRInputs
 from titan_linear.ops.torch.chunked import Chunks, Prepared, TorchRule, sums_after
@@ -42,13 +43,13 @@ class TorchDPLR(TorchRule):
         )
 
 
-def step(inputs: DPLRInputs, options: DeltaRuleOptions, S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def step(inputs: DPLRInputs, options: DeltaRuleOptions, S: Tensor) -> tuple[Tensor, Tensor]:
     """One token of each of N sequences: S [N, H, K, V] -> (o [N, H, V], the next states)."""
     q, k, v, a, b, g = (x.unsqueeze(-2) for x in widened(inputs))  # [N, H, 1, .]
     S = S * g.exp().mT + b.mT @ (a @ S) + k.mT @ v
     return ((q * options.scale) @ S).squeeze(-2), S
 
 
-def widened(inputs: DPLRInputs) -> list[torch.Tensor]:
+def widened(inputs: DPLRInputs) -> list[Tensor]:
     """The inputs in the dtype of the computation."""
     return [x.to(torch.promote_types(inputs.q.dtype, torch.float32)) for x in inputs]

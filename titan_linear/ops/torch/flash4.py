@@ -21,17 +21,18 @@ from types import ModuleType
 
 import torch
 from packaging.specifiers import SpecifierSet
+from torch import Tensor
 
 PACKAGE = "flash-attn-4"
 VERSIONS = SpecifierSet(">=4.0.0b36,<4.1", prereleases=True)
 CHECKED = 2**-5  # largest relative RMS error of the small case: bf16's is below 2^-7, that of a wrong mask above 2^-2
 
-Varlen = tuple[torch.Tensor, torch.Tensor, int, int]
+Varlen = tuple[Tensor, Tensor, int, int]
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, varlen: Varlen | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, varlen: Varlen | None
+) -> tuple[Tensor, Tensor]:
     """o and lse."""
     if varlen is None:
         return _interface()._flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)[:2]
@@ -42,16 +43,16 @@ def forward(
 
 
 def backward(
-    do: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
     scale: float,
     causal: bool,
     varlen: Varlen | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, given the merged o and lse."""
     how = {"deterministic": torch.are_deterministic_algorithms_enabled()}
     if varlen is None:
@@ -116,8 +117,8 @@ def _errors(dtype: torch.dtype, D: int, Dv: int) -> dict[str, float]:
 
 
 def _exact(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, rows: list[int], keys: list[int], scale: float
-) -> dict[str, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, rows: list[int], keys: list[int], scale: float
+) -> dict[str, Tensor]:
     """The same results from an explicit mask, in the dtype of the inputs. Gradients are written out: the caller may run
     below autograd."""
     span_q, span_k = (torch.bucketize(torch.arange(x[-1]), torch.tensor(x[1:]), right=True) for x in (rows, keys))

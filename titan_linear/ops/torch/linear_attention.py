@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from titan_linear.ops.runtime.options import DecayInputs, DecayOptions
 from titan_linear.ops.torch.chunked import Chunks, Prepared, TorchRule, sums_after, sums_between
@@ -33,7 +34,7 @@ class TorchLinearAttention(TorchRule):
         )
 
 
-def step(inputs: DecayInputs, options: DecayOptions, S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def step(inputs: DecayInputs, options: DecayOptions, S: Tensor) -> tuple[Tensor, Tensor]:
     """One token of each of N sequences: S [N, HV, K, V] -> (o [N, HV, V], the next states)."""
     q, k, v, g, skip = discretise(inputs, options)
     q, k = (x.repeat_interleave(v.shape[1] // q.shape[1], dim=1) for x in (q * options.scale, k))  # [N, HV, K]
@@ -42,9 +43,7 @@ def step(inputs: DecayInputs, options: DecayOptions, S: torch.Tensor) -> tuple[t
     return o if skip is None else o + skip, S
 
 
-def discretise(
-    inputs: DecayInputs, options: DecayOptions
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def discretise(inputs: DecayInputs, options: DecayOptions) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """q, k, v, log decays g [T, HV] and D v [T, HV, V] (None without D), in the dtype of the computation."""
     wide = torch.promote_types(inputs.q.dtype, torch.float32)
     q, k, v, g, A, D, dt_bias = (None if x is None else x.to(wide) for x in inputs)

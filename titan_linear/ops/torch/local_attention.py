@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.layout.spans import Spans, document_spans
@@ -19,8 +19,8 @@ from titan_linear.ops.torch.attention import (
 
 
 def local_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, documents: Boundaries | None
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, documents: Boundaries | None
+) -> Tensor:
     """q [B, Tq, Hq, D], k [B, Tk, Hkv, D], v [B, Tk, Hkv, Dv] → o [B, Tq, Hq, Dv]."""
     spans = [] if documents is None else list(document_spans(documents))
     return Attention.apply(q, k, v, (attention_forward, attention_backward), (spans,), scale, causal)
@@ -28,30 +28,30 @@ def local_attention(
 
 @operator(kept_by=("selective", "attention"), kind="attention")
 def attention_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: list[torch.Tensor], scale: float, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, spans: list[Tensor], scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
     """o like q with Dv, lse [B, Hq, Tq]. spans: the fields of `Spans`, or empty for a whole batch."""
     o, lse = attend_spans(q, k, v, scale, causal, Spans(*spans) if spans else None)
     return o.contiguous(), lse.contiguous()
 
 
-def _room_in_backward(q: torch.Tensor, **_: Any) -> int:
+def _room_in_backward(q: Tensor, **_: Any) -> int:
     """Bytes of dq's accumulator, in float32."""
     return 4 * q.numel()
 
 
 @operator(kind="attention", temporary=_room_in_backward)
 def attention_backward(
-    do: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    spans: list[torch.Tensor],
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    spans: list[Tensor],
     scale: float,
     causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     grads = attend_spans_backward(do, q, k, v, o, lse, scale, causal, Spans(*spans) if spans else None)
     dq, dk, dv = (grad.to(x.dtype).contiguous() for grad, x in zip(grads, (q, k, v), strict=True))
     return dq, dk, dv

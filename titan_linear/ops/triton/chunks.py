@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import CHUNK
 from titan_linear.ops.runtime.operators import operator, register_fake
@@ -24,9 +24,9 @@ from titan_linear.ops.triton.launch import Launcher
 class Chunks(NamedTuple):
     """The chunks of N packed entries, as every operator of the delta rules takes them; NT bounds their number."""
 
-    cu_seqlens: torch.Tensor  # [N+1] int32
-    chunk_index: torch.Tensor  # [NT, 2] int32 (entry or -1, chunk in it)
-    chunk_offsets: torch.Tensor  # [N+1] int32, each entry's first row in chunk_index
+    cu_seqlens: Tensor  # [N+1] int32
+    chunk_index: Tensor  # [NT, 2] int32 (entry or -1, chunk in it)
+    chunk_offsets: Tensor  # [N+1] int32, each entry's first row in chunk_index
 
 
 def max_chunks(tokens: int, entries: int, chunk_size: int) -> int:
@@ -35,7 +35,7 @@ def max_chunks(tokens: int, entries: int, chunk_size: int) -> int:
     return max(tokens - 1, 0) // chunk_size + entries
 
 
-def chunks_of(cu_seqlens: torch.Tensor, tokens: int) -> Chunks:
+def chunks_of(cu_seqlens: Tensor, tokens: int) -> Chunks:
     """The chunks of a stream of `tokens` tokens with boundaries cu_seqlens [N+1] int32, on the device."""
     rows = max_chunks(tokens, cu_seqlens.shape[0] - 1, CHUNK)
     return Chunks(cu_seqlens, *chunk_table(cu_seqlens, CHUNK, rows))
@@ -82,7 +82,7 @@ def chunk_table_kernel(cu_seqlens, chunk_index, chunk_offsets, N, NT, BT, BN: tl
 
 
 @operator
-def chunk_table(cu_seqlens: torch.Tensor, chunk_size: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def chunk_table(cu_seqlens: Tensor, chunk_size: int, rows: int) -> tuple[Tensor, Tensor]:
     """cu_seqlens [N+1] int32 -> chunk_index [rows, 2], chunk_offsets [N+1], both int32; rows: `max_chunks`, or more."""
     chunk_index, chunk_offsets = cu_seqlens.new_empty(rows, 2), cu_seqlens.new_empty(cu_seqlens.shape)
     chunk_table_kernel[(cu_seqlens.shape[0],)](

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import CONV_RUN, Boundaries
 from titan_linear.ops.runtime.operators import check_first_derivative, operator, register_autograd, register_fake
@@ -360,12 +361,12 @@ def conv1d_final_state_kernel(
         tl.store(p_f, b_x.to(final_state.dtype.element_ty), mask=m_d)
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @operator
-def conv1d_chunks(cu_seqlens: torch.Tensor, tokens: int, size: int) -> torch.Tensor:
+def conv1d_chunks(cu_seqlens: Tensor, tokens: int, size: int) -> Tensor:
     """cu_seqlens [N+1] int32 -> the chunk_index [NT, 2] int32 of runs of `size` tokens, as `conv1d` takes it."""
     return chunk_table(cu_seqlens, size, max_chunks(tokens, cu_seqlens.numel() - 1, size))[0]
 
@@ -377,17 +378,17 @@ def _(cu_seqlens, tokens, size):
 
 @operator(kept_by=("selective",), kind="convolution")
 def conv1d(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    initial_state: torch.Tensor | None,
-    state_index: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    chunk_index: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    state_index: Tensor | None,
+    cu_seqlens: Tensor,
+    chunk_index: Tensor,
     widths: list[int],
     silu: bool,
     output_final_state: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x [T, D], weight [D, W], bias [D], initial_state [S, D, W-1], cu_seqlens [N+1] int32 -> three parts of y, and
     final_state. The parts are [T, width] for each of `widths`, whose sum is D; missing parts are empty.
 
@@ -426,8 +427,8 @@ def conv1d(
 
 
 def _outputs(
-    x: torch.Tensor, weight: torch.Tensor, cu_seqlens: torch.Tensor, widths: list[int], output_final_state: bool
-) -> tuple[torch.Tensor, ...]:
+    x: Tensor, weight: Tensor, cu_seqlens: Tensor, widths: list[int], output_final_state: bool
+) -> tuple[Tensor, ...]:
     (T, D), missing = x.shape, 3 - len(widths)
     final_shape = (cu_seqlens.shape[0] - 1, D, weight.shape[1] - 1) if output_final_state else (0,)
     shapes = [*((T, width) for width in widths), *[(0,)] * missing, final_shape]
@@ -441,17 +442,17 @@ def _(x, weight, bias, initial_state, state_index, cu_seqlens, chunk_index, widt
 
 @operator(kind="convolution")
 def conv1d_backward(
-    x: torch.Tensor,
-    dys: list[torch.Tensor],
-    d_final_state: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    initial_state: torch.Tensor | None,
-    state_index: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    chunk_index: torch.Tensor,
+    x: Tensor,
+    dys: list[Tensor],
+    d_final_state: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    state_index: Tensor | None,
+    cu_seqlens: Tensor,
+    chunk_index: Tensor,
     silu: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, weight, bias and initial_state, each in its input's dtype; the last two are empty where bias or
     initial_state is None.
 
@@ -537,15 +538,15 @@ register_autograd(conv1d, _backward, _setup_context)
 
 
 def packed_conv1d(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     initial: States | None,
     boundaries: Boundaries,
     activation: str | None,
     output_final_state: bool,
     widths: list[int],
-) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+) -> tuple[list[Tensor], Tensor | None]:
     """x [T, D], initial [., D, W-1] or None (zeros) -> y, [T, width] for each of `widths`, and the final state
     [N, D, W-1] or None."""
     chunks = boundaries.chunks.get(BT)
@@ -566,5 +567,5 @@ def packed_conv1d(
     return ys[: len(widths)], final if output_final_state else None
 
 
-def _chunk_index(boundaries: Boundaries, tokens: int, size: int) -> torch.Tensor:
+def _chunk_index(boundaries: Boundaries, tokens: int, size: int) -> Tensor:
     return conv1d_chunks(boundaries.cu_seqlens, tokens, size)

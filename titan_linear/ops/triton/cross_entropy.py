@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.triton.launch import Launcher, blocks_of
@@ -45,7 +46,7 @@ def softmax_gradient_kernel(logits, lse, target, d, stride, vocab, BV: tl.conste
 
 
 @operator
-def row_logsumexp(logits: torch.Tensor) -> torch.Tensor:
+def row_logsumexp(logits: Tensor) -> Tensor:
     """logits [N, vocab] fp32 -> [N] fp32."""
     lse = logits.new_empty(len(logits))
     logsumexp_kernel[(len(logits),)](logits, lse, logits.stride(0), logits.shape[1], **BLOCK)
@@ -58,7 +59,7 @@ def _(logits):
 
 
 @operator
-def softmax_gradient(logits: torch.Tensor, lse: torch.Tensor, target: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def softmax_gradient(logits: Tensor, lse: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
     """exp(logits − lse) − [column = target], [N, vocab] in `dtype`. lse [N] fp32; target [N] int64: a column, −1 for
     none of these columns, or −100 for a row of zeros."""
     d = logits.new_empty(logits.shape, dtype=dtype)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.layout.chains import Chains
@@ -30,7 +30,7 @@ class Padded:
         options: DeltaRuleOptions,
         boundaries: Boundaries,
         differentiable: bool,
-        kept: Sequence[torch.Tensor],
+        kept: Sequence[Tensor],
     ):
         self.inputs, self.given = inputs, (inputs.q.shape[-1], inputs.v.shape[-1])
         self.dims = K, V = kernel_dims(*self.given)
@@ -42,22 +42,22 @@ class Padded:
         self.rule = make(padded, options, boundaries, differentiable, kept)
 
     @property
-    def kept(self) -> tuple[torch.Tensor, ...]:
+    def kept(self) -> tuple[Tensor, ...]:
         return self.rule.kept
 
-    def boundary(self, chains: Chains) -> tuple[torch.Tensor, torch.Tensor]:
+    def boundary(self, chains: Chains) -> tuple[Tensor, Tensor]:
         return self.rule.boundary(chains)
 
-    def forward(self, initial: States | None, need_final: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]:
         o, final = self.rule.forward(self._filled(initial), need_final)
         return o[..., : self.given[1]], self._cut(final)
 
-    def boundary_backward(self, do: torch.Tensor, chains: Chains) -> torch.Tensor:
+    def boundary_backward(self, do: Tensor, chains: Chains) -> Tensor:
         return self.rule.boundary_backward(filled(do, self.dims[1]), chains)
 
     def backward(
-        self, do: torch.Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
-    ) -> tuple[Inputs, torch.Tensor]:
+        self, do: Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
+    ) -> tuple[Inputs, Tensor]:
         states = self._filled(initial), self._filled(d_final)
         grads, d_initial = self.rule.backward(filled(do, self.dims[1]), *states, need_d_initial)
         (K, V), dg, ddt_bias = self.given, grads.g, grads.dt_bias
@@ -71,12 +71,12 @@ class Padded:
     def _filled(self, states: States | None) -> States | None:
         return None if states is None else states._replace(values=filled(states.values, *self.dims))
 
-    def _cut(self, states: torch.Tensor) -> torch.Tensor:
+    def _cut(self, states: Tensor) -> Tensor:
         K, V = self.given
         return states[..., :K, :V].contiguous()
 
 
-def filled(x: torch.Tensor, *dims: int) -> torch.Tensor:
+def filled(x: Tensor, *dims: int) -> Tensor:
     """x with its last dimensions padded with zeros at their ends to `dims`; x itself if nothing is missing."""
     missing = [dim - size for dim, size in zip(dims, x.shape[-len(dims) :], strict=True)]
     return F.pad(x, [n for missed in reversed(missing) for n in (0, missed)]) if any(missing) else x

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import Boundaries, Segments
 from titan_linear.ops.layout.chains import Chains
@@ -36,7 +37,7 @@ def boundaries_kernel(table, cu_seqlens, boundaries, tokens, length, S, B: tl.co
 
 
 @operator
-def segment_table(cu_seqlens: torch.Tensor, tokens: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def segment_table(cu_seqlens: Tensor, tokens: int, length: int) -> tuple[Tensor, Tensor]:
     """cu_seqlens [N+1] int32 -> boundaries [S+1] of segments, of which surplus ones are empty, and segment_offsets
     [N+1], each document's first segment."""
     table, segment_offsets = chunk_table(cu_seqlens, length, max_chunks(tokens, cu_seqlens.shape[0] - 1, length))
@@ -62,7 +63,7 @@ class SplitDocuments:
         inputs: Inputs,
         options: DeltaRuleOptions,
         find: Callable[[], Segments],
-        kept: Sequence[torch.Tensor],
+        kept: Sequence[Tensor],
     ):
         if kept:
             self.states, self.M, *tables = kept
@@ -71,40 +72,40 @@ class SplitDocuments:
             self.segments = find()
         s = self.segments
         self.rule = make(inputs, options, Chunks(s.cu_seqlens, s.chunk_index, s.chunk_offsets), ())
-        self.S_ext: torch.Tensor | None = None  # of the segments, [S, HV, K, V]
-        self.dS_ext: torch.Tensor | None = None
+        self.S_ext: Tensor | None = None  # of the segments, [S, HV, K, V]
+        self.dS_ext: Tensor | None = None
 
     @property
-    def kept(self) -> tuple[torch.Tensor, ...]:
+    def kept(self) -> tuple[Tensor, ...]:
         """The segments' states, M and tables. In backward the rule prepares its chunks again: with few heads that costs
         5%, and nothing is kept per token."""
         return self.states, self.M, *self.segments
 
-    def boundary(self, chains: Chains) -> tuple[torch.Tensor, torch.Tensor]:
+    def boundary(self, chains: Chains) -> tuple[Tensor, Tensor]:
         self.S_ext, self.M = self.rule.boundaries(self.segments.numbers, self.segments.wanted)
         return fold_entries(self.S_ext, self.M, self.segments.offsets, chains.entries, None, False)
 
-    def forward(self, initial: States | None, need_final: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]:
         if self.S_ext is None:
             self.S_ext, self.M = self.rule.boundaries(self.segments.numbers, self.segments.wanted)
         self.states = self._fold(self.S_ext, initial, reverse=False)
         o, last = self.rule.forward(States(self.states), need_final)
         return o, last[self.segments.offsets[1:] - 1] if need_final else last
 
-    def boundary_backward(self, do: torch.Tensor, chains: Chains) -> torch.Tensor:
+    def boundary_backward(self, do: Tensor, chains: Chains) -> Tensor:
         self.dS_ext = self.rule.boundary_gradients(do, self.segments.numbers, self.segments.wanted)
         return fold_entries_back(self.dS_ext, self.M, self.segments.offsets, chains.entries)
 
     def backward(
-        self, do: torch.Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
-    ) -> tuple[Inputs, torch.Tensor]:
+        self, do: Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
+    ) -> tuple[Inputs, Tensor]:
         if self.dS_ext is None:
             self.dS_ext = self.rule.boundary_gradients(do, self.segments.numbers, self.segments.wanted)
         d_last = self._fold(self.dS_ext, d_final, reverse=True)
         grads, d_first = self.rule.backward(do, States(self.states), States(d_last), need_d_initial)
         return grads, d_first[self.segments.offsets[:-1]] if need_d_initial else d_first
 
-    def _fold(self, x: torch.Tensor, start: States | None, reverse: bool) -> torch.Tensor:
+    def _fold(self, x: Tensor, start: States | None, reverse: bool) -> Tensor:
         values, index = (None, None) if start is None else start
         return fold_segments(x, self.M, values, index, self.segments.offsets, wanted=None, reverse=reverse)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.triton.launch import Launcher, blocks_of
@@ -45,7 +46,7 @@ def _grid(rows: int, H: int) -> tuple[int, int]:
 
 
 @operator
-def swiglu_forward(gate_up: torch.Tensor) -> torch.Tensor:
+def swiglu_forward(gate_up: Tensor) -> Tensor:
     """gate_up [.., 2 H] contiguous -> [.., H]."""
     H = gate_up.shape[-1] // 2
     y = gate_up.new_empty(*gate_up.shape[:-1], H)
@@ -55,7 +56,7 @@ def swiglu_forward(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @operator
-def swiglu_backward(gate_up: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def swiglu_backward(gate_up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     """gate_up [.., 2 H], dy [.., H], both contiguous -> the gradient of gate_up, and what forward returned."""
     d, y = torch.empty_like(gate_up), torch.empty_like(dy)
     H = dy.shape[-1]

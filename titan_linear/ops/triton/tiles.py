@@ -10,13 +10,14 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titan_linear.ops.runtime.options import Inputs, States
 from titan_linear.ops.triton.launch import descriptor
 
 
-def dense_heads(x: torch.Tensor) -> torch.Tensor:
+def dense_heads(x: Tensor) -> Tensor:
     """x [T, heads, dim] itself if its heads are dense and its start and token stride are multiples of 16 bytes, as the
     copy engine and vector loads need; x [T, heads] itself if its heads are dense; else a copy."""
     if x.dim() == 2:
@@ -27,24 +28,24 @@ def dense_heads(x: torch.Tensor) -> torch.Tensor:
     return x if dense and aligned else x.contiguous()
 
 
-def row_tiles(x: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
+def row_tiles(x: Tensor, rows: int, width: int) -> TensorDescriptor:
     """x [T, heads, dim] as the matrix [T, heads·dim], read in tiles of [rows, width] by the copy engine."""
     T, heads, dim = x.shape
     return descriptor(x, [T, heads * dim], [x.stride(0), 1], [rows, width])
 
 
-def chunk_tiles(x: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
+def chunk_tiles(x: Tensor, rows: int, width: int) -> TensorDescriptor:
     """x [.., dim], contiguous, as the matrix [., dim], read in tiles of [rows, width] by the copy engine."""
     dim = x.shape[-1]
     return descriptor(x, [x.numel() // dim, dim], [dim, 1], [rows, width])
 
 
-def empty_states(like: torch.Tensor, rows: int, K: int) -> torch.Tensor:
+def empty_states(like: Tensor, rows: int, K: int) -> Tensor:
     """[rows, HV, K, V] fp32 for a stream like v [T, HV, V]."""
     return like.new_empty(rows, like.shape[1], K, like.shape[2], dtype=torch.float32)
 
 
-def empty_gradients(do, inputs, tiles, chunks, initial, d_final, need_d_initial, *_) -> tuple[torch.Tensor, ...]:
+def empty_gradients(do, inputs, tiles, chunks, initial, d_final, need_d_initial, *_) -> tuple[Tensor, ...]:
     """What both rules' backward operators return, without computing it."""
     x, states = Inputs(*inputs), States(*initial)
     grads = (x.q.new_empty(0) if given is None else given.new_empty(given.shape) for given in x)
