@@ -16,7 +16,7 @@ from titan_linear.models.mixers import GDN, KDA, MLA, Attention
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from titan_linear.ops import build_cp_context
-from titan_linear.ops.runtime.kept import contexts
+from titan_linear.ops.runtime.operators import contexts
 from titan_linear.planner.counting import Layer, _OneKernelNorms, count
 from titan_linear.planner.memory import Batch, layers
 

@@ -72,7 +72,7 @@ PLACES = [ROOT, ROOT / "docs", ROOT / "titan_linear", ROOT / "titan_linear/ops",
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_files_that_a_page_names_exist(page: Path) -> None:
-    """`titan_linear/step/passes.py`, `ops/kda.py`, `docs/data.md`, and in a folder of ours `models/mixers/`."""
+    """`titan_linear/step/passes.py`, `ops/delta_rule.py`, `docs/data.md`, and in a folder of ours `models/mixers/`."""
     named = re.findall(
         r"`(\w+/[\w./-]*\.(?:py|md|sh|toml)|(?:titan_linear|models|ops|tests|docs)/[\w/]*/)`", page.read_text("utf-8")
     )

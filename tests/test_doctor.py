@@ -22,7 +22,7 @@ from titan_linear.data import PackedStreams, Stream, StreamLoader, Streams
 from titan_linear.models import plan
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.decoder import Decoder
-from titan_linear.models.mixers import kda
+from titan_linear.models.mixers import delta
 from titan_linear.models.presets import OWN, PUBLISHED
 from titan_linear.ops import cross_entropy as loss
 from titan_linear.ops.exchange import folds, halo
@@ -468,7 +468,7 @@ def test_a_kernel_that_cannot_start_is_a_finding(subject: Subject) -> None:
     def fails(*_: object, **__: object) -> torch.Tensor:
         raise OutOfResources("shared memory")
 
-    with sabotaged(kda, "chunk_kda", fails):
+    with sabotaged(delta, "chunk_kda", fails):
         check = next(pair for pair in doctor.checks(subject) if pair[0].startswith("implementations, chunk_kda"))
         (found,) = doctor.guarded(*check)
     assert str(found).startswith("FAIL implementations, chunk_kda, layer 0: cannot be computed")

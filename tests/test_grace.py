@@ -19,7 +19,7 @@ from titan_linear.config import load_config
 from titan_linear.data import Batch
 from titan_linear.distributed.process import StopSignal
 from titan_linear.run.grace import Grace, StepAbandoned
-from titan_linear.step.batch import BatchSharding
+from titan_linear.step.feed import BatchSharding
 from titan_linear.storage.tensors import holds_optimizer
 from titan_linear.train import Trainer
 

@@ -24,8 +24,7 @@ from tests.test_train import SMALL, whole_weights
 from tests.worlds import World
 from titan_linear.config import load_config
 from titan_linear.data import IGNORE, ByteTokenizer, write_corpus
-from titan_linear.models.mixers.delta import DeltaMixer
-from titan_linear.models.mixers.kda import KDAMixer
+from titan_linear.models.mixers.delta import DeltaMixer, KDAMixer
 from titan_linear.models.mixers.mamba2 import Mamba2Mixer
 from titan_linear.models.mixers.mla import MLAMixer
 from titan_linear.models.plan import BatchPlan

@@ -17,7 +17,7 @@ from titan_linear.data import (
     StreamLoader,
     validation_batches,
 )
-from titan_linear.data.streams import order, split
+from titan_linear.data.streams import packing, split
 
 G, T = 8, 16
 SPLITS = [(1, 1), (1, 8), (2, 1), (2, 4), (4, 2), (8, 1)]  # (dp, L)
@@ -114,8 +114,8 @@ def test_an_error_arrives_as_it_is(streams: PackedStreams, num_workers: int) -> 
 def test_threads_may_share_streams(make_corpus: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """One uses a pool while others drop it."""
     monkeypatch.setattr(split, "BUNDLE", 2)
-    monkeypatch.setattr(order, "POOL", 2)
-    monkeypatch.setattr(order, "POOLS_KEPT", 1)
+    monkeypatch.setattr(packing, "POOL", 2)
+    monkeypatch.setattr(packing, "POOLS_KEPT", 1)
     line = packed(make_corpus(random_documents([9] * 80)), seq_len=12, seed=1).line
 
     def documents(start: int) -> list[list[int]]:

@@ -15,8 +15,8 @@ from tests.data.conftest import documents_of, packed, random_documents
 from tests.data.simulated import simulated_corpus
 from tests.data.test_packing import check_stream
 from titan_linear.data import PackedStreams, split_corpus
-from titan_linear.data.streams import order, split
-from titan_linear.data.streams.order import ROUNDS, Pooled, permuted
+from titan_linear.data.streams import packing, split
+from titan_linear.data.streams.packing import ROUNDS, Pooled, permuted
 
 SEED = 7
 PINNED = [[8, 5, 4, 0, 1, 7, 6, 2, 9, 3], [6, 4, 3, 2, 8, 1, 7, 0, 5, 9]]
@@ -28,7 +28,7 @@ def small_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few documents are many pools."""
     monkeypatch.setattr(split, "BUNDLE", 4)
     monkeypatch.setattr(split, "SPAN", 3)
-    monkeypatch.setattr(order, "POOL", 3)
+    monkeypatch.setattr(packing, "POOL", 3)
 
 
 def brute_force_order(corpus: SimpleNamespace, chosen: np.ndarray, epoch: int) -> list[int]:
@@ -150,6 +150,6 @@ def test_places_of_a_corpus_are_mixed() -> None:
     corpus = simulated_corpus(1 << 22)
     line = Pooled(split_corpus(corpus, 0.0, "train"), seed=0)
     documents, _ = line.around(0, line.num_tokens // 3, line.num_tokens // 3 + 1)
-    assert len(documents) == order.POOL * split.BUNDLE
+    assert len(documents) == packing.POOL * split.BUNDLE
     tenths = np.bincount(documents[:164] * 10 >> 22, minlength=10)
     assert tenths.min() >= 3 and len(set(documents[:164] // split.BUNDLE)) > 60

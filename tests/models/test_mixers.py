@@ -22,8 +22,7 @@ from titan_linear.models.mixers import (
     Mamba2,
     ShortConv,
     attention,
-    gdn,
-    kda,
+    delta,
     lightning,
     mamba2,
     mla,
@@ -68,8 +67,8 @@ def test_ops_are_those_that_it_calls(name: str, monkeypatch: pytest.MonkeyPatch)
 
         monkeypatch.setattr(module, op, recorded)
 
-    for module, op in ((kda, "chunk_kda"), (gdn, "chunk_gated_delta_rule")):
-        record(module, op, lambda q, k, v, *gates: {"K": q.shape[-1], "V": v.shape[-1]})
+    for op in ("chunk_kda", "chunk_gated_delta_rule"):
+        record(delta, op, lambda q, k, v, *gates: {"K": q.shape[-1], "V": v.shape[-1]})
     record(mamba2, "chunk_ssd", lambda x, dt, A, B, C: {"K": B.shape[-1], "V": x.shape[-1]})
     record(lightning, "chunk_simple_gla", lambda q, k, v: {"K": q.shape[-1], "V": v.shape[-1]})
     for module in (attention, mla):

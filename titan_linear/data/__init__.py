@@ -9,7 +9,7 @@
    it; ranks of a machine share its pages.
 4. **A split** (split.py) holds documents out for validation by their hash, so that no text is on both sides.
 5. **Packed streams** (packing.py): every epoch lays the training documents end to end in an order drawn from (seed,
-   epoch) (order.py), epochs follow without a gap, and stream i is tokens [i·T, (i+1)·T) of that endless line, computed
+   epoch), epochs follow without a gap, and stream i is tokens [i·T, (i+1)·T) of that endless line, computed
    from i directly. Nothing is dropped, nothing is padded, and labels never look into another document.
 6. **A mixture** (mixture.py), where there is one, takes each of its streams from one of several sources.
 7. **A loader** (loader.py) gives step s the streams [s·G, (s+1)·G) and each data-parallel rank its share of them,

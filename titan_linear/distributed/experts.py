@@ -13,8 +13,7 @@ from titan_linear.distributed.parts import shard_parameter
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.mlps.moe import MoE
 from titan_linear.ops.exchange.collectives import Ranks, all_to_all, group_named
-from titan_linear.ops.runtime.kept import MODES, kept
-from titan_linear.ops.runtime.operators import check_first_derivative
+from titan_linear.ops.runtime.operators import MODES, check_first_derivative, kept
 
 
 def apply_ep(model: Decoder, ranks: Ranks) -> frozenset[str]:

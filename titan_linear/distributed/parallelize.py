@@ -19,7 +19,7 @@ from titan_linear.distributed.tensor_parallel import apply_tp
 from titan_linear.models.config import MixerOptions
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.mlps.moe import MoE
-from titan_linear.ops.runtime.kept import contexts
+from titan_linear.ops.runtime.operators import contexts
 
 
 def parallelize(model: Decoder, dims: ParallelDims, config: Config, device: torch.device) -> None:
@@ -38,7 +38,7 @@ def parallelize(model: Decoder, dims: ParallelDims, config: Config, device: torc
         model.parts = Parts(splits, dims.parameter_mesh, experts, dims.expert_parameter_mesh if experts else None)
     apply_cp(model, p)
 
-    # Layers are compiled one by one. What a checkpointed one keeps is looked up at run time, outside graphs (kept.py).
+    # Layers are compiled one by one. What a checkpointed one keeps is looked up at run time, outside graphs.
     if config.compile.enable:
         from titan_linear.distributed.compiling import apply_compile  # imports the compiler
 
@@ -65,8 +65,8 @@ def cp_method(mixer: MixerOptions, parallelism: Parallelism) -> str:
 
 
 def apply_ac(model: Decoder, ac: ActivationCheckpoint, *, compiled: bool) -> None:
-    """Of layers with checkpointing keep the input, and what ops/runtime/kept.py lists for their mode; compute the rest
-    again in backward. The state of random numbers is not kept: no layer draws any.
+    """Of layers with checkpointing keep the input, and what ops/runtime/operators.py lists for their mode; compute the
+    rest again in backward. The state of random numbers is not kept: no layer draws any.
 
     The layer's `forward` is replaced rather than the layer wrapped, so that parameters keep their names.
     """

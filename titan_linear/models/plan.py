@@ -11,7 +11,7 @@ from torch import Tensor
 
 from titan_linear.models.layers import angles
 from titan_linear.ops import CPContext
-from titan_linear.ops.layout.tables import to_device
+from titan_linear.ops.layout.boundaries import to_device
 
 Rotary = tuple[float, int]  # theta, rotated channels per head
 

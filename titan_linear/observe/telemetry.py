@@ -40,7 +40,7 @@ from titan_linear.models.decoder import Block, Decoder
 from titan_linear.models.mlps.moe import MoE
 from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.ops.exchange.collectives import gather_along
-from titan_linear.ops.layout.tables import to_device
+from titan_linear.ops.layout.boundaries import to_device
 from titan_linear.step.feed import MicroBatch
 from titan_linear.step.hooks import Hook, StepResult
 from titan_linear.step.optimizer import squares_of_each, update_squares

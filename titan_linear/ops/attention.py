@@ -12,11 +12,11 @@ from torch import Tensor
 from titan_linear.ops.exchange.allgather import GATHER_LIMIT, allgather_attention, slice_bytes
 from titan_linear.ops.exchange.ring import ring_attention
 from titan_linear.ops.exchange.ulysses import key_head_copies, ulysses_attention, ulysses_ring_attention
-from titan_linear.ops.layout.balance import entries, pairs_by_rank
 from titan_linear.ops.layout.boundaries import Boundaries, checked, distinct
 from titan_linear.ops.layout.context import SOFTMAX_METHODS, CPContext
+from titan_linear.ops.layout.spans import entries, pairs_by_rank
 from titan_linear.ops.runtime.options import check_usable
-from titan_linear.ops.torch.local_attention import local_attention
+from titan_linear.ops.torch.attention import local_attention
 
 BY_METHOD = ring_attention, allgather_attention, ulysses_attention, ulysses_ring_attention
 METHODS = dict(zip(SOFTMAX_METHODS, BY_METHOD, strict=True))

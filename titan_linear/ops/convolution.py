@@ -1,18 +1,19 @@
-"""The short causal convolution of the linear-attention layers, the public function."""
+"""The short causal convolution of the linear-attention layers: the public function, and the one in plain PyTorch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from titan_linear.ops.exchange.halo import with_halo
+from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.runtime.options import States, boundaries_of, check_boundaries, check_cp, check_floats, refuse
-from titan_linear.ops.runtime.support import Choice, Op, dims_up_to
-from titan_linear.ops.torch import convolution as torch_convolution
+from titan_linear.ops.runtime.support import Choice, Op, dims_up_to, without_autocast
 from titan_linear.ops.triton.configs import with_kernels
 
 
@@ -22,9 +23,8 @@ def _triton() -> Any:
     return packed_conv1d
 
 
-_torch = torch.compiler.disable(torch_convolution.causal_conv1d)  # it works on the host
 MAX_WIDTH = 8  # W of the kernels
-CONVOLUTION = Op("causal_conv1d", with_kernels(_triton, lambda: _torch, dims_up_to(MAX_WIDTH, "W")))
+CONVOLUTION = Op("causal_conv1d", with_kernels(_triton, lambda: torch_conv1d, dims_up_to(MAX_WIDTH, "W")))
 
 
 def causal_conv1d(
@@ -108,3 +108,51 @@ def causal_conv1d(
     ys, final = convolve(flat, weight, bias, initial, boundaries, activation, output_final_state, parts)
     ys = tuple(y.unflatten(0, (B, T)) for y in ys)
     return ys if widths is not None else ys[0], final
+
+
+# --- In plain PyTorch, differentiable by autograd --------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """Row numbers when every entry is laid out after its W−1 earlier tokens."""
+
+    past: Tensor  # [N·(W−1)] int64, the entries' earlier tokens
+    own: Tensor  # [T] the entries' tokens
+    last: Tensor  # [N, W−1] the last W−1 rows of each entry and its earlier tokens
+
+
+def lay_out(boundaries: Boundaries, W: int) -> Rows:
+    edges, device = torch.tensor(boundaries.on_host()), boundaries.cu_seqlens.device
+    N, lengths = len(edges) - 1, edges.diff()
+    past = torch.arange(N)[:, None] * (W - 1) + edges[:-1, None] + torch.arange(W - 1)  # [N, W−1]
+    own = torch.arange(int(edges[-1])) + torch.repeat_interleave(torch.arange(1, N + 1), lengths) * (W - 1)
+    return Rows(*(i.to(device) for i in (past.flatten(), own, past + lengths[:, None])))
+
+
+@torch.compiler.disable  # it works on the host
+@without_autocast
+def torch_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial: States | None,
+    boundaries: Boundaries,
+    activation: str | None,
+    output_final_state: bool,
+    widths: list[int],
+) -> tuple[list[Tensor], Tensor | None]:
+    """x [T,D], weight [D,W], initial [.,D,W−1] or None (zeros) -> y, [T, width] for each of `widths`, and the entries'
+    last inputs [N,D,W−1].
+
+    Every entry is laid out after its W−1 earlier tokens; then one convolution computes all of them.
+    """
+    past, own, last = boundaries.derived(lay_out, weight.shape[1])
+    wide = torch.promote_types(x.dtype, torch.float32)
+    rows = x.new_zeros(len(own) + len(past), x.shape[1]).index_copy(0, own, x)
+    if initial is not None:
+        rows = rows.index_copy(0, past, initial.of_entries(len(boundaries)).transpose(1, 2).flatten(0, 1).to(x.dtype))
+    y = F.conv1d(rows.T.to(wide).unsqueeze(0), weight.to(wide).unsqueeze(1), groups=x.shape[1])  # [1, D, rows−W+1]
+    y = y[0].T.index_select(0, own - (weight.shape[1] - 1))
+    y = y if bias is None else y + bias.to(wide)
+    y = (F.silu(y) if activation else y).to(x.dtype)
+    return list(y.split(widths, 1)), rows[last].transpose(1, 2) if output_final_state else None

@@ -1,11 +1,16 @@
-"""What the two delta rules, KDA and Gated DeltaNet, have in common."""
+"""The two delta rules, Kimi Delta Attention and Gated DeltaNet: the public functions."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from titan_linear.ops.recurrence import Recurrence, check_queries
-from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs
+import torch
+from torch import Tensor
+
+from titan_linear.ops.layout.context import CPContext
+from titan_linear.ops.recurrence import Recurrence, check_queries, run
+from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs, beta_range, check_chunk_size, refuse
+from titan_linear.ops.runtime.support import Choice
 from titan_linear.ops.torch.delta_rule import TorchDeltaRule, step
 from titan_linear.ops.triton.configs import delta_rule_needs, with_kernels
 
@@ -35,3 +40,183 @@ def check_inputs(given: Inputs, options: DeltaRuleOptions) -> None:
         raise ValueError(f"A_log {tuple(A_log.shape)} must be [HV] = [{HV}]")
     if dt_bias is not None and not options.gate_in_kernel:
         raise ValueError("dt_bias comes with use_gate_in_kernel = True; give both or neither")
+
+
+# --- Kimi Delta Attention --------------------------------------------------------------------------------------------
+
+
+KDA = delta_rule("chunk_kda", family="kda")
+
+
+def is_bound(lower_bound: float) -> bool:
+    """Whether the kernels take this lower bound of a gate's log decay."""
+    return -5 <= lower_bound < 0
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    cp_context: CPContext | None = None,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = 64,
+    cp_method: str = "kcp",
+    impl: str | Choice = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """S_t = (I − β_t k_t k_tᵀ) Diag(exp g_t) S_{t−1} + β_t k_t v_tᵀ;  o_t = scale·S_tᵀ q_t  (Kimi Linear, eq. 1).
+
+    Arguments are those of FLA's function of this name; docs/ops.md lists the differences.
+
+    Args:
+        q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H; beta: [B, T, HV].
+        g: [B, T, HV, K], natural logs of the decay (≤ 0), or raw gates with use_gate_in_kernel.
+        scale: factor on o, K^−½ by default.
+        initial_state: [N, HV, K, V], one per sequence or packed document; zeros by default.
+        use_qk_l2norm_in_kernel: q, k ← x / sqrt(Σx² + 1e-6).
+        use_gate_in_kernel: the decay is −exp(A_log)·softplus(g + dt_bias), or with `lower_bound`
+            lower_bound·sigmoid(exp(A_log)·(g + dt_bias)); A_log [HV], dt_bias [HV·K]. With a lower bound A_log may be
+            left out: the rate exp(A_log) is then 1.
+        use_beta_sigmoid_in_kernel: β = sigmoid(beta), with allow_neg_eigval 2·sigmoid(beta).
+        safe_gate: the caller promises g ≥ −5, which permits a faster method. Without it results are right for any
+            g ≤ 0, −∞ too (Triton raises a g below −87 to −87, after which 1e-38 of a state is left).
+        lower_bound: in [−5, 0); implies safe_gate.
+        disable_recompute: keep intermediates for backward: faster, more memory.
+        return_intermediate_states: must be False.
+        state_v_first: states are [N, HV, V, K].
+        cu_seqlens: [N + 1] int, boundaries of packed documents (B = 1), from 0 to T; trusted if on a device.
+        cu_seqlens_cpu: the same on the CPU, for implementations that loop over documents on the host.
+        cp_context: tensors are this rank's tokens; cu_seqlens and states must not be given.
+        chunk_size: 64.
+        cp_method: with cp_context, "kcp" (states cross the ranks) or "ulysses" (an all-to-all over heads, the method to
+            compare with; the number of ranks must divide H).
+        impl: "auto", "torch" or "triton". One token per sequence without gradients (decoding) is one step of the
+            recurrence in PyTorch.
+
+    Returns: o [B, T, HV, V] in v's dtype; final states [N, HV, K, V] float32 (float64 for float64 inputs) or None.
+
+    Raises:
+        ValueError: an argument does not fit the others or is not supported; the message names it.
+    """
+    refuse("leave it out, only o and final states are returned", return_intermediate_states=return_intermediate_states)
+    check_chunk_size(chunk_size)
+    if g.dim() != 4:
+        raise ValueError(f"g {tuple(g.shape)} must be [B, T, HV, K] for KDA")
+    if lower_bound is not None and not (use_gate_in_kernel and is_bound(lower_bound)):
+        raise ValueError(f"lower_bound = {lower_bound}: must lie in [-5, 0) and comes with use_gate_in_kernel = True")
+    if dt_bias is not None and dt_bias.numel() != g.shape[2] * g.shape[3]:
+        raise ValueError(f"dt_bias {tuple(dt_bias.shape)} must be [HV·K] = [{g.shape[2] * g.shape[3]}]")
+    if A_log is None and lower_bound is not None:
+        A_log = g.new_zeros(g.shape[2], dtype=torch.promote_types(g.dtype, torch.float32))
+    options = DeltaRuleOptions(
+        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        l2norm=use_qk_l2norm_in_kernel,
+        gate_in_kernel=use_gate_in_kernel,
+        lower_bound=lower_bound,
+        safe_gate=safe_gate or lower_bound is not None,
+        beta_range=beta_range(use_beta_sigmoid_in_kernel, allow_neg_eigval),
+        disable_recompute=disable_recompute,
+    )
+    given = Inputs(q, k, v, g, beta, A_log, dt_bias)
+    check_inputs(given, options)
+    return run(
+        KDA,
+        given,
+        options=options,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        cp_context=cp_context,
+        cp_method=cp_method,
+        impl=impl,
+    )
+
+
+# --- Gated DeltaNet --------------------------------------------------------------------------------------------------
+
+
+GDN = delta_rule("chunk_gated_delta_rule", family="gdn")
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: CPContext | None = None,
+    *,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = 64,
+    disable_recompute: bool = False,
+    cp_method: str = "kcp",
+    impl: str | Choice = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """S_t = exp(g_t) (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ;  o_t = scale·S_tᵀ q_t  (Gated Delta Networks, eq. 10).
+
+    As `chunk_kda`, with one gate per head: g [B, T, HV], dt_bias [HV], and the gate in the kernel is
+    −exp(A_log)·softplus(g + dt_bias). chunk_indices must be None: the kernels find their chunks.
+
+    Results are right for any g ≤ 0, −∞ too. Triton raises a g below −87 to −87, after which 1e-38 of a state is left,
+    and sums gates over chunks of 64: a token that follows, in its chunk, n tokens that forget everything has a relative
+    error of n · 5e-6.
+    """
+    refuse("leave it out, chunks are found from cu_seqlens on the device", chunk_indices=chunk_indices)
+    check_chunk_size(chunk_size)
+    if g.dim() != 3:
+        raise ValueError(f"g {tuple(g.shape)} must be [B, T, HV] for the gated delta rule")
+    if dt_bias is not None and dt_bias.numel() != g.shape[2]:
+        raise ValueError(f"dt_bias {tuple(dt_bias.shape)} must be [HV] = [{g.shape[2]}]")
+    options = DeltaRuleOptions(
+        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        l2norm=use_qk_l2norm_in_kernel,
+        gate_in_kernel=use_gate_in_kernel,
+        beta_range=beta_range(use_beta_sigmoid_in_kernel, allow_neg_eigval),
+        disable_recompute=disable_recompute,
+    )
+    given = Inputs(q, k, v, g, beta, A_log, dt_bias)
+    check_inputs(given, options)
+    return run(
+        GDN,
+        given,
+        options=options,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        cp_context=cp_context,
+        cp_method=cp_method,
+        impl=impl,
+    )

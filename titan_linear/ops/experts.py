@@ -8,7 +8,7 @@ from torch import Tensor
 
 from titan_linear.ops.exchange.collectives import sum_ranks
 from titan_linear.ops.layout.context import CPContext
-from titan_linear.ops.runtime.kept import kept
+from titan_linear.ops.runtime.operators import kept
 from titan_linear.ops.runtime.support import Choice, Implementation, Op, Target, dtype_in, instead_of, on_gpu
 
 

@@ -21,8 +21,7 @@ from titan_linear.ops.exchange.ulysses import heads_to_tokens, tokens_to_heads
 from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.layout.chains import Chains
 from titan_linear.ops.layout.context import CPContext
-from titan_linear.ops.runtime.kept import kept
-from titan_linear.ops.runtime.operators import check_first_derivative
+from titan_linear.ops.runtime.operators import check_first_derivative, kept
 from titan_linear.ops.runtime.options import (
     AnyInputs,
     AnyOptions,

@@ -8,10 +8,9 @@ import torch
 
 from titan_linear.ops.convolution import CONVOLUTION
 from titan_linear.ops.cross_entropy import CROSS_ENTROPY
+from titan_linear.ops.delta_rule import GDN, KDA
 from titan_linear.ops.dplr import DPLR, RWKV7
 from titan_linear.ops.experts import GROUPED_LINEAR
-from titan_linear.ops.gated_delta_rule import GDN
-from titan_linear.ops.kda import KDA
 from titan_linear.ops.runtime.support import Choice
 from titan_linear.ops.simple_gla import SIMPLE_GLA
 from titan_linear.ops.ssd import SSD

@@ -29,8 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from titan_linear.models.decoder import Block
 from titan_linear.models.plan import BatchPlan
-from titan_linear.ops.runtime.kept import contexts
-from titan_linear.ops.runtime.operators import SPECS, Spec
+from titan_linear.ops.runtime.operators import SPECS, Spec, contexts
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm, aten.bmm, aten.addmm)

@@ -11,8 +11,8 @@ or of the first layer, or after backward. A part that does not exist at that mom
                                        host
     activations                        what layers keep of one micro-step until their backward: all that it needs, with
                                        compile.enable only what is expensive to recompute; with activation checkpointing
-                                       the layer's input (and what ops/runtime/kept.py lists for the mode), and all that
-                                       the layer being recomputed needs
+                                       the layer's input (and what ops/runtime/operators.py lists for the mode), and all
+                                       that the layer being recomputed needs
     working                            the most that a layer's backward, or Muon's update, needs besides these
     head                               the final norm's input and output, the gradients of the head's input and weight
     logits                             of training.loss_chunk_size tokens, and their gradient

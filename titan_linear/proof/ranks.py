@@ -22,7 +22,7 @@ from titan_linear.models.mlps.moe import MoE
 from titan_linear.ops.exchange.collectives import Ranks
 from titan_linear.proof.subject import Degrees, Subject
 from titan_linear.run.build import build_sharding
-from titan_linear.step.batch import BatchSharding
+from titan_linear.step.feed import BatchSharding
 
 T = TypeVar("T")
 

@@ -56,8 +56,7 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.presets import preset, resized
 from titan_linear.ops.registry import choose_implementations
 from titan_linear.ops.runtime.support import Choice
-from titan_linear.step.batch import BatchSharding
-from titan_linear.step.feed import Feed, MicroBatch
+from titan_linear.step.feed import BatchSharding, Feed, MicroBatch
 from titan_linear.step.passes import ComputeCopies, Passes
 from titan_linear.storage.hf_io import check_tokenizer, find_family, read_config, read_model, write_folder
 from titan_linear.storage.rundir import BOARD, checkpoint_folder

@@ -14,7 +14,7 @@ from titan_linear.data import IGNORE, Streams, Tokenizer, validation_batches
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.models.decoder import Decoder
 from titan_linear.run.generate import Sampling, generate
-from titan_linear.step.batch import BatchSharding
+from titan_linear.step.feed import BatchSharding
 
 
 @dataclass(eq=False)

@@ -1,7 +1,7 @@
 """Everything between two weights. To be read in this order:
 
-feed.py       the micro-batches of each step, read ahead, with the step's counts of tokens
-batch.py      which tokens of a batch this rank computes, and what is planned for its mixers
+feed.py       which tokens of a batch this rank computes, and what is planned for its mixers; the micro-batches of each
+              step, read ahead, with the step's counts of tokens
 passes.py     forward and backward, by micro-batch; mixed precision
 update.py     gradients summed over ranks, the update, the experts' biases
 optimizer.py  AdamW or Muon, the learning rate, clipping

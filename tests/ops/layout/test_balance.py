@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.ops.layout.documents import packed
-from titan_linear.ops.layout.balance import GIVES, TAKES, Runs, balanced, entries
 from titan_linear.ops.layout.fragments import cut
+from titan_linear.ops.layout.spans import GIVES, TAKES, Runs, balanced, entries
 
 
 def work(runs: Runs, world_size: int, causal: bool = True) -> float:

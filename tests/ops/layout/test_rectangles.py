@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tests.ops.layout.documents import packed
+from titan_linear.ops.layout.boundaries import padded
 from titan_linear.ops.layout.fragments import LAYOUTS, Fragment, cut, owned
 from titan_linear.ops.layout.rectangles import Rectangle, _append, _rectangles, rectangles
-from titan_linear.ops.layout.tables import padded
 
 
 def searched(fragments: Sequence[Fragment], rank: int, world_size: int, causal: bool) -> np.ndarray:

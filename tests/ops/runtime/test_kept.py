@@ -24,8 +24,8 @@ from titan_linear.models.mixers.attention import AttentionMixer
 from titan_linear.models.mixers.mla import MLAMixer
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import build_cp_context
-from titan_linear.ops.runtime.kept import Run, contexts, kept
-from titan_linear.ops.torch import chunked, local_attention
+from titan_linear.ops.runtime.operators import Run, contexts, kept
+from titan_linear.ops.torch import attention, chunked
 from titan_linear.ops.triton import delta_rule as triton_rules
 from titan_linear.ops.triton.launch import Launcher
 
@@ -75,7 +75,7 @@ def counting(patch: pytest.MonkeyPatch) -> Counter[str]:
     count(Launcher, "_launch", lambda kernel, *_: kernel.__name__)
     count(chunked.TorchRule, "__init__", lambda *_: "prepare")
     count(chunked, "scan", lambda *_: "scan")
-    count(local_attention, "attend_spans", lambda *_: "attention")
+    count(attention, "attend_spans", lambda *_: "attention")
     for name in EXCHANGES:
         count(dist, name, lambda *_, name=name: name)
     return counts

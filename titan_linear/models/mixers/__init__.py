@@ -1,12 +1,11 @@
-"""Sequence mixers, a file for each: options, module, initial values, cache, what its ops need, how its heads split.
+"""Sequence mixers, a file for one or two of a kind: options, module, initial values, cache, ops' dims, how heads split.
 
 A new mixer takes a file here and a line in MIXERS: docs/adding_a_mixer.md has a whole one.
 """
 
 from titan_linear.models.config import MixerOptions
 from titan_linear.models.mixers.attention import Attention
-from titan_linear.models.mixers.gdn import GDN
-from titan_linear.models.mixers.kda import KDA
+from titan_linear.models.mixers.delta import GDN, KDA
 from titan_linear.models.mixers.lightning import Lightning
 from titan_linear.models.mixers.mamba2 import Mamba2
 from titan_linear.models.mixers.mla import MLA

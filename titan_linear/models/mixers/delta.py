@@ -1,6 +1,6 @@
-"""What KDA and Gated DeltaNet have in common, as published and as in FLA's layers.
+"""Kimi Delta Attention and Gated DeltaNet, as published and as in FLA's layers.
 
-Kimi Delta Attention and Gated DeltaNet project to q, k, v, run one short causal convolution with silu over the three,
+Both project to q, k, v, run one short causal convolution with silu over the three,
 apply a delta rule to normalised q and k, norm and gate each head's output, and project back. Their gates differ.
 """
 
@@ -13,16 +13,19 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_linear.models.cases import Draws, OpCase, Tensors, convolution_case
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
-from titan_linear.models.draws import Draw, time_step_bias
-from titan_linear.models.layers import ConvWeight, GatedRMSNorm, project
+from titan_linear.models.draws import Draw, time_step_bias, uniform_decay, zeros
+from titan_linear.models.layers import ConvWeight, GatedRMSNorm, cut, project, widen
 from titan_linear.models.mixers.recurrent import Cache, Inputs, RecurrentMixer
 from titan_linear.models.plan import BatchPlan
+from titan_linear.ops import chunk_gated_delta_rule, chunk_kda
+from titan_linear.ops.delta_rule import is_bound
 from titan_linear.ops.layout.boundaries import scan_programs
-from titan_linear.ops.reference.delta_rule import l2norm, recurrent_delta_rule
+from titan_linear.ops.reference.delta_rule import gdn_gate, kda_gate, l2norm, recurrent_delta_rule
 from titan_linear.ops.triton.configs import kernel_dims
 
 IN_KERNEL = dict.fromkeys(("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel"), True)
@@ -178,3 +181,114 @@ class DeltaMixer(RecurrentMixer):
 
     def _delta_rule(self, *inputs: Tensor, **options) -> tuple[Tensor, Tensor | None]:
         raise NotImplementedError
+
+
+# --- Kimi Delta Attention --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class KDA(DeltaOptions):
+    lower_bound: float | None = -5.0  # of the bounded gate, whose kernels are faster; None: −exp(A_log)·softplus(…)
+    gate_bias: bool = True  # a bias in the output gate
+
+    name: ClassVar[str] = "kda"
+    op: ClassVar[str] = "chunk_kda"
+
+    @property
+    def any_gate(self) -> bool:
+        return self.lower_bound is None
+
+    @property
+    def contradiction(self) -> str | None:
+        if self.lower_bound is not None and not is_bound(self.lower_bound):
+            return f"{self.name} lower_bound = {self.lower_bound}, which must be null or lie in [-5, 0)"
+        return super().contradiction
+
+    def gate_flops(self, dim: int) -> int:
+        """Each gate is a projection to `v_head_dim` channels, followed by one from them."""
+        rank, widths = self.v_head_dim, self.v_heads * (self.head_dim + self.v_head_dim)
+        return 2 * rank * (2 * dim + widths)
+
+    def cases(self, draw: Draws) -> Iterator[OpCase]:
+        gates = (self.v_heads, self.head_dim)
+        return self.delta_cases(draw, chunk_kda, kda_gate, gates, lower_bound=self.lower_bound)
+
+    def build(self, config: ModelConfig, layer: int) -> KDAMixer:
+        return KDAMixer(self, config)
+
+
+class KDAMixer(DeltaMixer):
+    """The gate and the output gate come from low-rank projections."""
+
+    split: ClassVar[dict[str, int]] = {  # of the low-rank projections, the second factors only
+        **DeltaMixer.split,
+        "f_proj.1.weight": 0,
+        "g_proj.1.weight": 0,
+        "g_proj.1.bias": 0,
+    }
+
+    def __init__(self, options: KDA, config: ModelConfig):
+        A_log = uniform_decay(1.0) if options.lower_bound is None else zeros
+        super().__init__(options, config, "sigmoid", A_log)
+        self.lower_bound = options.lower_bound
+        rank, gate_dim, value_dim = self.v_head_dim, options.v_heads * self.head_dim, options.v_heads * self.v_head_dim
+        self.f_proj = nn.Sequential(nn.Linear(config.dim, rank, bias=False), nn.Linear(rank, gate_dim, bias=False))
+        self.g_proj = nn.Sequential(
+            nn.Linear(config.dim, rank, bias=False), nn.Linear(rank, value_dim, bias=options.gate_bias)
+        )
+        self.A_log = nn.Parameter(torch.empty(options.v_heads))
+        self.dt_bias = nn.Parameter(torch.empty(gate_dim))
+
+    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        (f_in, f_out), (g_in, g_out) = self.f_proj, self.g_proj
+        f, g = cut(project(x, f_in, g_in), f_in.out_features, g_in.out_features)
+        return f_out(f).unflatten(-1, (-1, self.head_dim)), self.b_proj(x), g_out(g)
+
+    def _log_decay(self, inputs: Inputs) -> Tensor:
+        _, _, _, gate, _ = inputs
+        rate, gate = self.A_log.exp()[:, None], widen(gate) + self.dt_bias.view(-1, self.head_dim)
+        return -rate * F.softplus(gate) if self.lower_bound is None else self.lower_bound * (rate * gate).sigmoid()
+
+    def _delta_rule(self, *inputs: Tensor, **options) -> tuple[Tensor, Tensor | None]:
+        return chunk_kda(*inputs, lower_bound=self.lower_bound, **options)
+
+
+# --- Gated DeltaNet --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class GDN(DeltaOptions):
+    name: ClassVar[str] = "gdn"
+    op: ClassVar[str] = "chunk_gated_delta_rule"
+
+    def gate_flops(self, dim: int) -> int:
+        return 2 * dim * self.v_heads * (1 + self.v_head_dim)
+
+    def cases(self, draw: Draws) -> Iterator[OpCase]:
+        return self.delta_cases(draw, chunk_gated_delta_rule, gdn_gate, (self.v_heads,))
+
+    def build(self, config: ModelConfig, layer: int) -> GDNMixer:
+        return GDNMixer(self, config)
+
+
+class GDNMixer(DeltaMixer):
+    split: ClassVar[dict[str, int]] = {**DeltaMixer.split, "a_proj.weight": 0, "g_proj.weight": 0}
+
+    def __init__(self, options: GDN, config: ModelConfig):
+        super().__init__(options, config, "silu", uniform_decay(0.0))
+        self.a_proj = nn.Linear(config.dim, options.v_heads, bias=False)
+        self.g_proj = nn.Linear(config.dim, options.v_heads * self.v_head_dim, bias=False)
+        self.A_log = nn.Parameter(torch.empty(options.v_heads))
+        self.dt_bias = nn.Parameter(torch.empty(options.v_heads))
+
+    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        heads = len(self.A_log)
+        g, beta = cut(project(x, self.a_proj, self.b_proj), heads, heads)
+        return g, beta, self.g_proj(x)
+
+    def _log_decay(self, inputs: Inputs) -> Tensor:
+        _, _, _, gate, _ = inputs
+        return -self.A_log.exp() * F.softplus(widen(gate) + self.dt_bias)
+
+    def _delta_rule(self, *inputs: Tensor, **options) -> tuple[Tensor, Tensor | None]:
+        return chunk_gated_delta_rule(*inputs, **options)

@@ -1,7 +1,7 @@
 """The tokens before a fragment that a causal convolution needs, fetched from the ranks that own them.
 
 They may come from several fragments, where fragments are shorter than the halo. Which tokens go where follows from the
-fragments, once per batch (ops/layout/halo.py).
+fragments, once per batch (ops/layout/fragments.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from titan_linear.ops.exchange.collectives import all_to_all
-from titan_linear.ops.layout.halo import HaloRoutes
+from titan_linear.ops.layout.fragments import HaloRoutes
 from titan_linear.ops.runtime.operators import check_first_derivative, operator, register_fake
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from titan_linear.ops.exchange.collectives import all_to_all, group_named
 from titan_linear.ops.exchange.folds import Runs, compose_runs, fold_runs, on_tensor_cores
-from titan_linear.ops.layout.chains import Chains
-from titan_linear.ops.layout.levels import Level, block_sizes
+from titan_linear.ops.layout.chains import Chains, block_sizes
+from titan_linear.ops.layout.levels import Level
 
 
 def incoming_by_levels(

@@ -17,7 +17,7 @@ from titan_linear.ops.exchange.collectives import all_to_all, group_named
 from titan_linear.ops.exchange.ring import ring_attention
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.runtime.operators import check_first_derivative, operator, register_fake
-from titan_linear.ops.torch.local_attention import local_attention
+from titan_linear.ops.torch.attention import local_attention
 
 
 def tokens_to_heads(x: Tensor, cp: CPContext, *, in_node: bool = False) -> Tensor:

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from titan_linear.ops.layout.boundaries import OnHost, padded
 from titan_linear.ops.layout.fragments import Fragment, owned
-from titan_linear.ops.layout.tables import OnHost, padded
 
 NOTHING, STATE, STATE_AND_M = range(3)  # what is needed of a fragment
 
@@ -37,7 +37,7 @@ class Chains(NamedTuple):
     receive_counts: OnHost  # [W, 2] and from each sender
     links: OnHost  # [., 3] the links again, as (slot, s_row, m_row)
     most: OnHost  # [1] the largest number of S_ext and M that any one rank folds, its own included
-    # Of all ranks, for states that travel level by level (layout/levels.py):
+    # Of all ranks, for states that travel level by level:
     blocks: Tensor  # [.] int32: what blocks of ranks pass on (`blocks_wanted`)
     blocks_on_host: OnHost  # the same
     node_size: OnHost  # [1] ranks per node
@@ -131,3 +131,31 @@ def _add(kinds: Kinds, j: int, f: Fragment) -> None:
     kinds[0].append(j)
     if f.through:
         kinds[1].append(j)
+
+
+# --- What blocks of ranks pass on, where states travel level by level (layout/levels.py) -----------------------------
+
+
+def block_sizes(world_size: int) -> list[int]:
+    """Number of ranks of the blocks that a level may have, in the order of `blocks_wanted`."""
+    return [n for n in range(1, world_size) if world_size % n == 0]
+
+
+def blocks_wanted(fragments: Sequence[Fragment], world_size: int, *, reverse: bool) -> np.ndarray:
+    """[Σ W/n · slots] int32: for blocks of each of `block_sizes`, in rank order, and for each slot, whether the block
+    passes on NOTHING, a STATE, or a STATE_AND_M: what a document carries from its last fragment into the next, and
+    whether what enters the first fragment has a part in it; in reverse, from its first fragment into the one before."""
+    slots = len(fragments) // world_size
+    flags, place = np.zeros((3, world_size, slots), dtype=bool), np.zeros((world_size, slots), dtype=np.int64)
+    for i, f in enumerate(fragments):
+        flags[:, f.rank, f.slot] = f.through, f.leaves, f.enters
+        place[f.rank, f.slot] = i
+    through, passes = flags[0], flags[2 if reverse else 1]
+    falls = place[0] > place[-1]  # [slots] whether a slot's fragments run from the last rank to the first
+    tables = []
+    for n in block_sizes(world_size):
+        last = passes.reshape(-1, n, slots)[:, [0, -1]]  # [W/n, 2, slots], of each block's first rank and its last
+        passed = np.where(falls == reverse, last[:, 1], last[:, 0])
+        whole = through.reshape(-1, n, slots).all(1)
+        tables.append(np.where(whole, STATE_AND_M, np.where(passed, STATE, NOTHING)).ravel())
+    return np.concatenate([np.zeros(0), *tables]).astype(np.int32)

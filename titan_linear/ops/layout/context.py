@@ -26,7 +26,9 @@ from titan_linear.ops.layout.boundaries import (
     CONV_RUN,
     Boundaries,
     ChunkTable,
+    OnHost,
     Segments,
+    Tables,
     check_copy,
     checked,
     chunk_arrays,
@@ -34,14 +36,12 @@ from titan_linear.ops.layout.boundaries import (
     segment_arrays,
     segment_length,
     short,
+    to_tensors,
 )
-from titan_linear.ops.layout.chains import Chains, chains
-from titan_linear.ops.layout.fragments import LAYOUTS, Fragment, cut, owned
-from titan_linear.ops.layout.halo import HaloRoutes, halo_routes
-from titan_linear.ops.layout.levels import blocks_wanted
+from titan_linear.ops.layout.chains import Chains, blocks_wanted, chains
+from titan_linear.ops.layout.fragments import LAYOUTS, Fragment, HaloRoutes, cut, halo_routes, owned
 from titan_linear.ops.layout.rectangles import Rectangles, rectangles
 from titan_linear.ops.layout.spans import GatheredSpans, gathered, span_tables
-from titan_linear.ops.layout.tables import OnHost, Tables, to_tensors
 
 SOFTMAX_METHODS = ("ring", "allgather", "ulysses", "ulysses+ring")
 

@@ -25,11 +25,6 @@ from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
 
-import numpy as np
-
-from titan_linear.ops.layout.chains import NOTHING, STATE, STATE_AND_M
-from titan_linear.ops.layout.fragments import Fragment
-
 
 class Level(NamedTuple):
     """Its members are blocks of `stride` ranks each."""
@@ -126,31 +121,3 @@ def _factors(n: int) -> Iterator[tuple[int, ...]]:
     for first in (d for d in range(2, n + 1) if n % d == 0):
         for rest in _factors(n // first):
             yield first, *rest
-
-
-# --- What blocks pass on ---------------------------------------------------------------------------------------------
-
-
-def block_sizes(world_size: int) -> list[int]:
-    """Number of ranks of the blocks that a level may have, in the order of `blocks_wanted`."""
-    return [n for n in range(1, world_size) if world_size % n == 0]
-
-
-def blocks_wanted(fragments: Sequence[Fragment], world_size: int, *, reverse: bool) -> np.ndarray:
-    """[Σ W/n · slots] int32: for blocks of each of `block_sizes`, in rank order, and for each slot, whether the block
-    passes on NOTHING, a STATE, or a STATE_AND_M: what a document carries from its last fragment into the next, and
-    whether what enters the first fragment has a part in it; in reverse, from its first fragment into the one before."""
-    slots = len(fragments) // world_size
-    flags, place = np.zeros((3, world_size, slots), dtype=bool), np.zeros((world_size, slots), dtype=np.int64)
-    for i, f in enumerate(fragments):
-        flags[:, f.rank, f.slot] = f.through, f.leaves, f.enters
-        place[f.rank, f.slot] = i
-    through, passes = flags[0], flags[2 if reverse else 1]
-    falls = place[0] > place[-1]  # [slots] whether a slot's fragments run from the last rank to the first
-    tables = []
-    for n in block_sizes(world_size):
-        last = passes.reshape(-1, n, slots)[:, [0, -1]]  # [W/n, 2, slots], of each block's first rank and its last
-        passed = np.where(falls == reverse, last[:, 1], last[:, 0])
-        whole = through.reshape(-1, n, slots).all(1)
-        tables.append(np.where(whole, STATE_AND_M, np.where(passed, STATE, NOTHING)).ravel())
-    return np.concatenate([np.zeros(0), *tables]).astype(np.int32)

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from titan_linear.ops.layout.boundaries import padded
 from titan_linear.ops.layout.fragments import Fragment, owned
-from titan_linear.ops.layout.tables import padded
 
 Rows = tuple[int, int]
 

@@ -18,14 +18,14 @@ k [B, Tk, Hkv, D], v [B, Tk, Hkv, Dv], o like q with Dv, lse [B, Hq, Tq] in fp32
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from titan_linear.ops.layout.balance import TILE
-from titan_linear.ops.layout.spans import CUDNN_MULTIPLE, Spans, Varlen
-from titan_linear.ops.runtime.operators import check_first_derivative
+from titan_linear.ops.layout.boundaries import Boundaries
+from titan_linear.ops.layout.spans import CUDNN_MULTIPLE, TILE, Spans, Varlen, document_spans
+from titan_linear.ops.runtime.operators import check_first_derivative, operator, register_fake
 from titan_linear.ops.runtime.support import (
     HALF,
     Choice,
@@ -445,3 +445,49 @@ def whole_streams(packed: Choice, device: torch.device, dtype: torch.dtype, dims
         return packed
     where = f"and {recurring} for whole streams and fragments of them"
     return packed._replace(why="; ".join(filter(None, (where, packed.why))))
+
+
+# --- On one device ---------------------------------------------------------------------------------------------------
+
+
+def local_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, documents: Boundaries | None
+) -> Tensor:
+    """q [B, Tq, Hq, D], k [B, Tk, Hkv, D], v [B, Tk, Hkv, Dv] → o [B, Tq, Hq, Dv]."""
+    spans = [] if documents is None else list(document_spans(documents))
+    return Attention.apply(q, k, v, (attention_forward, attention_backward), (spans,), scale, causal)
+
+
+@operator(kept_by=("selective", "attention"), kind="attention")
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, spans: list[Tensor], scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """o like q with Dv, lse [B, Hq, Tq]. spans: the fields of `Spans`, or empty for a whole batch."""
+    o, lse = attend_spans(q, k, v, scale, causal, Spans(*spans) if spans else None)
+    return o.contiguous(), lse.contiguous()
+
+
+def _room_in_backward(q: Tensor, **_: Any) -> int:
+    """Bytes of dq's accumulator, in float32."""
+    return 4 * q.numel()
+
+
+@operator(kind="attention", temporary=_room_in_backward)
+def attention_backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    spans: list[Tensor],
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grads = attend_spans_backward(do, q, k, v, o, lse, scale, causal, Spans(*spans) if spans else None)
+    dq, dk, dv = (grad.to(x.dtype).contiguous() for grad, x in zip(grads, (q, k, v), strict=True))
+    return dq, dk, dv
+
+
+register_fake(attention_forward)(empty_output)
+register_fake(attention_backward)(empty_gradients)
