@@ -18,7 +18,6 @@ from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import CHUNK
 from titan_linear.ops.runtime.operators import operator, register_fake
-from titan_linear.ops.triton.launch import Launcher
 
 
 class Chunks(NamedTuple):
@@ -58,7 +57,6 @@ def locate_entry(cu_seqlens, chunk_offsets, i_n):
     return start, (tl.load(cu_seqlens + i_n + 1) - start).to(tl.int32), tl.load(chunk_offsets + i_n).to(tl.int64)
 
 
-@Launcher
 @triton.jit
 def chunk_table_kernel(cu_seqlens, chunk_index, chunk_offsets, N, NT, BT, BN: tl.constexpr):
     i_n = tl.program_id(0)

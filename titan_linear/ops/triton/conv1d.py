@@ -22,7 +22,7 @@ from titan_linear.ops.layout.boundaries import CONV_RUN, Boundaries
 from titan_linear.ops.runtime.operators import check_first_derivative, operator, register_autograd, register_fake
 from titan_linear.ops.runtime.options import States
 from titan_linear.ops.triton.chunks import chunk_table, max_chunks
-from titan_linear.ops.triton.launch import Launcher, blocks_of
+from titan_linear.ops.triton.tiles import blocks_of
 
 BT = CONV_RUN  # rows per program, a multiple of the unroll; forward and backward share a chunk table
 # channels per program, rows in flight, warps: good on every GPU, no shared memory to run out of
@@ -97,7 +97,6 @@ def _load_weights(weight, bias, o_d, m_d, W: tl.constexpr, BD: tl.constexpr):
     return weights, b_bias
 
 
-@Launcher
 @triton.jit
 def conv1d_fwd_kernel(
     x,
@@ -211,7 +210,6 @@ def _state_gradient(
         window, grads = full[1:], d_full[1:]
 
 
-@Launcher
 @triton.jit
 def conv1d_bwd_kernel(
     x,
@@ -332,7 +330,6 @@ def conv1d_bwd_kernel(
         tl.store(d_bias + i_t * D + o_d, b_dbias, mask=m_d)
 
 
-@Launcher
 @triton.jit
 def conv1d_final_state_kernel(
     x,

@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_linear.ops.runtime.operators import operator, register_fake
-from titan_linear.ops.triton.launch import Launcher
 from titan_linear.ops.triton.tiles import load_state
 
 
@@ -30,7 +29,6 @@ def _transition(
     return b_s
 
 
-@Launcher
 @triton.jit
 def fold_kernel(
     S_ext,  # [links, HV, K, V]
@@ -104,7 +102,6 @@ def _(S_ext, M, chain_offsets, s_row, m_row, reverse):
     return S_ext.new_empty(chain_offsets.shape[0] - 1, *S_ext.shape[1:])
 
 
-@Launcher
 @triton.jit
 def fold_segments_kernel(
     S_ext,  # [S, HV, K, V]
@@ -242,7 +239,6 @@ def _through_entry(
         tl.debug_barrier()  # the next segment reads all rows
 
 
-@Launcher
 @triton.jit
 def fold_entries_kernel(
     S_ext,  # [S, HV, K, V]

@@ -23,7 +23,6 @@ import triton.language as tl
 
 from titan_linear.ops.triton.chunks import locate, locate_entry
 from titan_linear.ops.triton.gates import beta_gradient, load_beta, log2_gate, softplus
-from titan_linear.ops.triton.launch import Launcher
 from titan_linear.ops.triton.solve import lower_triangle
 from titan_linear.ops.triton.tiles import load_rows, load_state, store_rows, store_state
 
@@ -62,7 +61,6 @@ def _store_norms(b_x, norms, i_p, i_x: tl.constexpr, length, HV, R: tl.constexpr
     return b_r
 
 
-@Launcher
 @triton.jit
 def prepare_kernel(
     q,  # [T, H, K]
@@ -242,7 +240,6 @@ def _reverse_scan(
     return b_ds
 
 
-@Launcher
 @triton.jit
 def scan_kernel(
     q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms,
@@ -270,7 +267,6 @@ def scan_kernel(
         store_state(final_state, None, i_n, HV * K * V, o_s, b_s)
 
 
-@Launcher
 @triton.jit
 def boundary_kernel(
     k_desc, v_desc, C_desc, gates, norms,
@@ -304,7 +300,6 @@ def boundary_kernel(
         tl.store(S_ext + i_fh * K * V + o_k * V + i_v * BV + o_v, b_s)
 
 
-@Launcher
 @triton.jit
 def boundary_bwd_kernel(
     q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms,
@@ -330,7 +325,6 @@ def boundary_bwd_kernel(
     tl.store(dS_ext + i_fh * K * V + o_s, b_ds)
 
 
-@Launcher
 @triton.jit
 def states_kernel(
     k_desc, v_desc, C_desc, gates, norms,
@@ -356,7 +350,6 @@ def states_kernel(
     )  # fmt: skip
 
 
-@Launcher
 @triton.jit
 def reverse_kernel(
     q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms,
@@ -409,7 +402,6 @@ def _pair_gradients(b_w, b_beta, BT: tl.constexpr):
     return tl.sum(b_w * b_beta[None, :], 1) - b_beta * b_db, b_db + b_own
 
 
-@Launcher
 @triton.jit
 def gradients_kernel(
     q_desc, k_desc,  # [T, H·K]

@@ -39,9 +39,8 @@ from titan_linear.ops.triton.kda_bwd import (
     reverse_scan_kernel,
 )
 from titan_linear.ops.triton.kda_fwd import boundary_kernel, prepare_kernel, scan_kernel
-from titan_linear.ops.triton.launch import blocks_of
 from titan_linear.ops.triton.solve import solve_kernel
-from titan_linear.ops.triton.tiles import chunk_tiles, dense_heads, empty_gradients, empty_states, row_tiles
+from titan_linear.ops.triton.tiles import blocks_of, chunk_tiles, dense_heads, empty_gradients, empty_states, row_tiles
 
 GATES = {"none": 0, "softplus": 1, "bounded": 2}
 

@@ -36,7 +36,6 @@ from titan_linear.ops.triton.kda_fwd import (
     normalised,
     split_dot,
 )
-from titan_linear.ops.triton.launch import Launcher
 from titan_linear.ops.triton.tiles import load_rows, load_state, store_state
 
 
@@ -72,7 +71,6 @@ def _reverse_scan(
     return dS
 
 
-@Launcher
 @triton.jit
 def reverse_scan_kernel(
     do,  # [T, HV, V]
@@ -100,7 +98,6 @@ def reverse_scan_kernel(
         store_state(d_initial_state, state_index, i_n, HV * K * V, o_s, dS)
 
 
-@Launcher
 @triton.jit
 def boundary_bwd_kernel(
     do,  # [T, HV, V]
@@ -136,7 +133,6 @@ def gate_gradient(dg, x, rate, lower_bound, GATE: tl.constexpr):
         return d_raw, d_raw * x
 
 
-@Launcher
 @triton.jit
 def matrix_kernel(
     b,  # [NT, HV, 64] fp32, β
@@ -209,7 +205,6 @@ def write_state_gradient(
     return dk, ds
 
 
-@Launcher
 @triton.jit
 def gradient_kernel(
     q, k, g, A_log, dt_bias, b, do, r, y, h, dh, dA, dK, diagonal,
@@ -341,7 +336,6 @@ def _norm_gradient(
     tl.store(dx + row * K + o_k, b_dx.to(dx.dtype.element_ty), mask=inside)
 
 
-@Launcher
 @triton.jit
 def norm_gradient_kernel(
     q, k, dqn, dkn, dq, dk, tokens, stride_q, stride_k,

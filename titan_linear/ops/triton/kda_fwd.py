@@ -27,7 +27,6 @@ import triton.language as tl
 
 from titan_linear.ops.triton.chunks import locate, locate_entry
 from titan_linear.ops.triton.gates import load_beta, log2_gate, softplus
-from titan_linear.ops.triton.launch import Launcher
 from titan_linear.ops.triton.solve import lower_triangle, split
 from titan_linear.ops.triton.tiles import load_rows, load_state, store_state
 
@@ -177,7 +176,6 @@ def store_keys(p, x, tile, i_k, K: tl.constexpr, BK: tl.constexpr):
     tl.store(p + (tile * K + i_k * BK) * 64 + (o_k * 64 + tl.arange(0, 64)[None, :]), x.to(p.dtype.element_ty))
 
 
-@Launcher
 @triton.jit
 def prepare_kernel(
     q,  # [T, H, K]
@@ -304,7 +302,6 @@ def _scan(
     return S
 
 
-@Launcher
 @triton.jit
 def scan_kernel(
     v,  # [T, HV, V]
@@ -333,7 +330,6 @@ def scan_kernel(
         store_state(final_state, None, i_n, HV * K * V, o_s, S)
 
 
-@Launcher
 @triton.jit
 def boundary_kernel(
     v,  # [T, HV, V]

@@ -9,8 +9,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from titan_linear.ops.triton.launch import Launcher
-
 
 @triton.jit
 def split(x):
@@ -43,7 +41,6 @@ def merge(N21, G11, G22, b1, b2, CT: tl.constexpr):
     return x - dot_fp32(G22 * b2, x, CT)
 
 
-@Launcher
 @triton.jit
 def solve_kernel(b, G, STRIDE_B: tl.constexpr, SCALED: tl.constexpr):
     """One (chunk, head): write −G, or with SCALED G diag(b), in place of N. Forward substitution in fp32 on 16×16

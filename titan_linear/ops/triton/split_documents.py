@@ -22,10 +22,9 @@ from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs, States
 from titan_linear.ops.triton.chunks import Chunks, chunk_table, chunks_of, max_chunks
 from titan_linear.ops.triton.fold import fold_entries, fold_entries_back, fold_segments
-from titan_linear.ops.triton.launch import Launcher, blocks_of
+from titan_linear.ops.triton.tiles import blocks_of
 
 
-@Launcher
 @triton.jit
 def boundaries_kernel(table, cu_seqlens, boundaries, tokens, length, S, B: tl.constexpr):
     """Where each segment of the table begins; surplus segments, and the boundary after the last, are at the end."""

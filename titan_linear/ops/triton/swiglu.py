@@ -8,12 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_linear.ops.runtime.operators import operator, register_fake
-from titan_linear.ops.triton.launch import Launcher, blocks_of
+from titan_linear.ops.triton.tiles import blocks_of
 
 TILE = {"ROWS": 8, "BH": 256, "num_warps": 4}  # rows and channels per program
 
 
-@Launcher
 @triton.jit
 def swiglu_fwd_kernel(gate_up, y, rows, H, ROWS: tl.constexpr, BH: tl.constexpr):
     o_r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -24,7 +23,6 @@ def swiglu_fwd_kernel(gate_up, y, rows, H, ROWS: tl.constexpr, BH: tl.constexpr)
     tl.store(y + o_r * H + o_h, (b_gate * tl.sigmoid(b_gate) * b_up).to(y.dtype.element_ty), mask=m)
 
 
-@Launcher
 @triton.jit
 def swiglu_bwd_kernel(gate_up, dy, d, y, rows, H, ROWS: tl.constexpr, BH: tl.constexpr):
     o_r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
