@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 
 from titan_linear.ops.layout.fragments import cut
@@ -25,3 +27,13 @@ def test_how_keys_travel() -> None:
     assert travel([0, 4096]) == ALL
     assert travel([0, 1024, 2048, 3072, 4096]) == NOTHING
     assert travel([0, 512, 1000, 1536, 2100, 2500, 3072, 3600, 4096]) == SOME
+
+
+def test_tables_of_many_ranks_stay_small() -> None:
+    """What grows with the square of the ranks would be 8 MiB, in one table."""
+    fragments = cut(np.array([0, 1 << 24]), 1, 1024, "zigzag")
+    tracemalloc.start()
+    span_tables(fragments, np.array([0, 1 << 24]), 500, 1024, causal=True)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 4 << 20

@@ -146,11 +146,11 @@ def blocks_wanted(fragments: Sequence[Fragment], world_size: int, *, reverse: bo
     passes on NOTHING, a STATE, or a STATE_AND_M: what a document carries from its last fragment into the next, and
     whether what enters the first fragment has a part in it; in reverse, from its first fragment into the one before."""
     slots = len(fragments) // world_size
-    flags, place = np.zeros((3, world_size, slots), dtype=bool), np.zeros((world_size, slots), dtype=np.int64)
-    for i, f in enumerate(fragments):
-        flags[:, f.rank, f.slot] = f.through, f.leaves, f.enters
-        place[f.rank, f.slot] = i
-    through, passes = flags[0], flags[2 if reverse else 1]
+    through, passes, place = np.zeros((3, world_size, slots), dtype=np.int64)
+    owner = [f.rank for f in fragments], [f.slot for f in fragments]
+    through[owner] = [f.through for f in fragments]
+    passes[owner] = [f.enters if reverse else f.leaves for f in fragments]
+    place[owner] = np.arange(len(fragments))
     falls = place[0] > place[-1]  # [slots] whether a slot's fragments run from the last rank to the first
     tables = []
     for n in block_sizes(world_size):

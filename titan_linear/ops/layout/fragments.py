@@ -38,7 +38,7 @@ class Fragment:
     @property
     def through(self) -> bool:
         """Whether one document comes in, fills the fragment and goes out: the only case that needs M."""
-        return self.enters and self.leaves and self.head == self.tail
+        return self.head == self.tail and self.enters and self.leaves
 
 
 def cut(documents: np.ndarray, num_streams: int, world_size: int, layout: str) -> tuple[Fragment, ...]:
@@ -64,14 +64,13 @@ def cut(documents: np.ndarray, num_streams: int, world_size: int, layout: str) -
     size, slots = length // blocks, blocks // world_size
     starts = np.arange(num_streams * blocks) * size
     heads, tails = (np.searchsorted(documents, t, side="right") - 1 for t in (starts, starts + size - 1))
-    bounds = documents.tolist()
+    bounds = np.stack([documents[heads], documents[heads + 1], documents[tails], documents[tails + 1]], 1)
     fragments = []
-    for i, (start, head, tail) in enumerate(zip(starts.tolist(), heads.tolist(), tails.tolist(), strict=True)):
+    for i, (start, (*head, a, b)) in enumerate(zip(starts.tolist(), bounds.tolist(), strict=True)):
         stream, block = divmod(i, blocks)
         mirrored = block >= world_size  # only in the zigzag layout
         owner = 2 * world_size - 1 - block if mirrored else block
-        ends = (bounds[head], bounds[head + 1]), (bounds[tail], bounds[tail + 1])
-        fragments.append(Fragment(start, start + size, owner, stream * slots + mirrored, *ends))
+        fragments.append(Fragment(start, start + size, owner, stream * slots + mirrored, tuple(head), (a, b)))
     return tuple(fragments)
 
 

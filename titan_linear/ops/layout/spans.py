@@ -59,7 +59,7 @@ def pairs_between(start, end, first, last, causal: bool):
 def entries(fragments: Sequence[Fragment], documents: np.ndarray) -> Runs:
     """The part of each document in each fragment, computed by its owner; in global order."""
     size = fragments[0].end
-    edges = distinct(np.sort(np.concatenate([documents, np.arange(len(fragments)) * size])))
+    edges = distinct(np.sort(np.concatenate([documents, np.arange(len(fragments)) * size]), kind="stable"))
     start, document = edges[:-1], np.searchsorted(documents, edges[:-1], side="right") - 1
     owner = np.array([f.rank for f in fragments])[start // size]
     return Runs(start, edges[1:], documents[document], documents[document + 1], owner, owner)
@@ -69,13 +69,14 @@ def balanced(runs: Runs, world_size: int, causal: bool) -> Runs:
     """The runs, some of them cut in two or more, with ranks chosen so that all have about the same number of pairs."""
     loads = pairs_by_rank(runs, world_size, causal)
     by_owner = np.argsort(runs.owner, kind="stable")
-    own = np.split(by_owner, np.cumsum(np.bincount(runs.owner, minlength=world_size))[:-1])
+    begins = np.searchsorted(runs.owner[by_owner], np.arange(world_size + 1))
     mean, keys_of_last = loads.mean(), (runs.end if causal else runs.last) - runs.first
     tile, moves = _tile(int(keys_of_last.max()), mean), []
     for rank in np.argsort(-loads, kind="stable"):
         if loads[rank] > GIVES * mean:
-            longest_first = own[rank][np.argsort(-keys_of_last[own[rank]], kind="stable")]
-            moves += _given_away(runs.of(longest_first), longest_first, loads, mean, tile, causal)
+            own = by_owner[begins[rank] : begins[rank + 1]]
+            longest_first = own[np.argsort(-keys_of_last[own], kind="stable")]
+            moves += _given_away(runs, longest_first, loads, mean, tile, causal)
     if not moves:
         return runs
     index, start, end, to = np.array(moves).T
@@ -92,14 +93,15 @@ def pairs_by_rank(runs: Runs, world_size: int, causal: bool) -> np.ndarray:
 
 
 def _given_away(
-    own: Runs, index: np.ndarray, loads: np.ndarray, mean: float, tile: int, causal: bool
+    runs: Runs, own: np.ndarray, loads: np.ndarray, mean: float, tile: int, causal: bool
 ) -> list[tuple[int, int, int, int]]:
     """The queries that a rank gives away: (run, start, end, receiver). Updates `loads` [W] in place.
 
-    own: the rank's runs, those with the most keys first; index: their numbers.
+    own: the numbers of the rank's runs, those with the most keys first.
     """
-    moves, rank = [], own.owner[0]
-    for i, start, end, first, last in zip(index.tolist(), *(x.tolist() for x in own[:4]), strict=True):
+    moves, rank = [], runs.owner[own[0]]
+    for i in own:
+        start, end, first, last, *_ = (int(column[i]) for column in runs)
         while start < end and (surplus := loads[rank] - GIVES * mean) > 0:
             pairs = partial(pairs_between, end=end, first=first, last=last, causal=causal)
             to = int(loads.argmin())
@@ -109,6 +111,8 @@ def _given_away(
             loads[[rank, to]] += -pairs(cut), pairs(cut)
             moves.append((i, cut, end, to))
             end = cut
+        if start < end:
+            return moves  # the surplus is cleared
     return moves
 
 
@@ -231,7 +235,7 @@ def span_tables(
     first, after = runs.first, (runs.end if causal else runs.last)  # of each run's keys
     here = np.flatnonzero(runs.rank == rank)
     here = here[np.lexsort((runs.start[here], runs.owner[here], runs.owner[here] != rank))]
-    needed = _Needed.all(fragments, runs.rank, first, after)
+    needed = _Needed(*_union(runs.rank, first, after))
     q_lengths, k_lengths = (runs.end - runs.start)[here], (after - first)[here]
     q, k = (_bounds(lengths).astype(np.int32) for lengths in (q_lengths, k_lengths))
     longest = {"longest_q": q_lengths.max(keepdims=True), "longest_k": k_lengths.max(keepdims=True)}
@@ -261,38 +265,31 @@ def _query_routes(fragments: Sequence[Fragment], runs: Runs, rank: int, world_si
 
 
 class _Needed(NamedTuple):
-    """Keys that ranks need from others, each token once per rank: ranges of global tokens, [N] int64."""
+    """Keys that ranks need, each token once per rank: ranges of global tokens, [N] int64, sorted by `by`, `start`."""
 
     by: np.ndarray  # the rank that needs them
-    of: np.ndarray  # the rank that owns them
     start: np.ndarray
     end: np.ndarray
-    row: np.ndarray  # local row of the first one at its owner
 
-    @classmethod
-    def all(cls, fragments: Sequence[Fragment], by: np.ndarray, start: np.ndarray, end: np.ndarray) -> _Needed:
-        """Sorted by `by`, then `start`. by, start, end: [.] the rank and the key range of every span."""
-        by, start, end = _union(by, start, end)
-        i, n, start, end = _by_fragment(start, end, fragments[0].end)
-        of = np.array([f.rank for f in fragments])[n]
-        return cls(by[i], of, start, end, start + _offsets(fragments)[n])._where(by[i] != of)
+    def overlaps(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Start and end [N, slots] of each range's part of blocks [slots, 2] or [N, slots, 2]; end ≤ start: none."""
+        return np.maximum(self.start[:, None], blocks[..., 0]), np.minimum(self.end[:, None], blocks[..., 1])
 
-    def _where(self, which: np.ndarray) -> _Needed:
-        return _Needed(*(column[which] for column in self))
+    def traffic(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Number of rows [W] that each rank receives, and that it sends. blocks: [W, slots, 2], the ranks' tokens."""
+        start, end = self.overlaps(blocks[self.by])
+        own = np.maximum(end - start, 0).sum(1)
+        before = _sums_below(self.start, blocks) - _sums_below(self.end, blocks)  # in all ranges, before each edge
+        own_of_rank = np.bincount(self.by, own, len(blocks))
+        received = np.bincount(self.by, self.end - self.start, len(blocks)) - own_of_rank
+        return received, np.diff(before).sum((1, 2)) - own_of_rank
 
-    def of_rank(self, rank: int) -> _Needed:
-        """Those that `rank` owns, by receiver: the order in which it sends them."""
-        return self._where(self.of == rank)
 
-    def by_rank(self, rank: int) -> _Needed:
-        """Those that `rank` needs, by sender: the order in which they arrive."""
-        found = self._where(self.by == rank)
-        return found._where(np.argsort(found.of, kind="stable"))
-
-    def rows(self, world_size: int) -> np.ndarray:
-        """[W, W] number of rows by receiver and sender."""
-        counts = np.bincount(self.by * world_size + self.of, self.end - self.start, world_size**2)
-        return counts.reshape(world_size, world_size).astype(np.int64)
+def _sums_below(edges: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Σ max(x − edge, 0) over edges, for each x."""
+    edges = np.sort(edges)
+    count = np.searchsorted(edges, x)
+    return count * x - _bounds(edges)[count]
 
 
 def _key_routes(
@@ -300,32 +297,57 @@ def _key_routes(
 ) -> dict[str, np.ndarray]:
     """start, end: [.] key ranges of the rank's spans, in order."""
     size, tokens = fragments[0].end, len(fragments) // world_size * fragments[0].end
-    rows = needed.rows(world_size)
+    owners = np.array([f.rank for f in fragments])
+    blocks = np.argsort(owners, kind="stable").reshape(world_size, -1, 1) * size + [0, size]  # [W, slots, 2]
+    received, sent = needed.traffic(blocks)
     # Where no document enters a fragment, the spans' keys are the rank's rows, each once and in order. A document that
     # goes on in the same rank's next fragment, as one across the middle of zig-zag does, needs no rows of other ranks,
     # but some of its rows are keys of two spans.
-    travel = SOME if rows.any() or any(f.enters for f in fragments) else NOTHING
-    if travel and max(rows.sum(0).max(), rows.sum(1).max()) > GATHER_FROM * (world_size - 1) * tokens:
-        travel, rows = ALL, tokens * (1 - np.eye(world_size, dtype=np.int64))
-    leave, come = needed.of_rank(rank), needed.by_rank(rank)
+    travel = SOME if received.any() or any(f.enters for f in fragments) else NOTHING
+    if travel and max(received.max(), sent.max()) > GATHER_FROM * (world_size - 1) * tokens:
+        travel = ALL
 
+    receiver, leave, leave_end = _leaving(needed, blocks[rank], rank)
+    sender, come, come_end = _arriving(needed, owners, rank, size)
     _, n, first, after = _by_fragment(start, end, size)
-    owner = np.array([f.rank for f in fragments])[n]
-    row = first + _offsets(fragments)[n]  # at its owner
+    owner, row = owners[n], first + _offsets(fragments)[n]  # at its owner
     if travel == ALL:
         row += tokens + owner * tokens
-    elif len(come.by):
-        order = np.argsort(come.start)
-        at = order[np.searchsorted(come.start[order], first, side="right") - 1]
-        came = _bounds(come.end - come.start)[at] + first - come.start[at]
+    elif len(come):
+        order = np.argsort(come)
+        at = order[np.searchsorted(come[order], first, side="right") - 1]
+        came = _bounds(come_end - come)[at] + first - come[at]
         row = np.where(owner == rank, row, tokens + came)
+    leaving = np.bincount(receiver, leave_end - leave, world_size)
+    coming = np.bincount(sender, come_end - come, world_size)
+    every = tokens * (np.arange(world_size) != rank)
     return {
         "pieces": _joined(row, row + after - first, row < tokens),
-        "sent": _joined(leave.row, leave.row + leave.end - leave.start, leave.by),
-        "leaving": rows[:, rank].copy(),
-        "coming": rows[rank].copy(),
+        "sent": _joined(leave, leave_end, receiver),
+        "leaving": every if travel == ALL else leaving.astype(np.int64),
+        "coming": every if travel == ALL else coming.astype(np.int64),
         "travel": np.array([travel]),
     }
+
+
+def _leaving(needed: _Needed, own: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Receiver, first row and row after the last of what other ranks need of this one, by receiver.
+
+    own: [slots, 2] its tokens."""
+    start, end = needed.overlaps(own)  # [N, slots]
+    leaves = (start < end) & (needed.by != rank)[:, None]
+    i, slot = np.nonzero(leaves)
+    to_row = slot * (own[0, 1] - own[0, 0]) - own[slot, 0]
+    return needed.by[i], start[leaves] + to_row, end[leaves] + to_row
+
+
+def _arriving(needed: _Needed, owners: np.ndarray, rank: int, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Sender, first token and token after the last of what this rank needs of others, by sender: as rows arrive."""
+    mine = needed.by == rank
+    _, n, start, end = _by_fragment(needed.start[mine], needed.end[mine], size)
+    others = np.flatnonzero(owners[n] != rank)
+    others = others[np.argsort(owners[n[others]], kind="stable")]
+    return owners[n[others]], start[others], end[others]
 
 
 def _offsets(fragments: Sequence[Fragment]) -> np.ndarray:
