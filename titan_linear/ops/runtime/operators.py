@@ -131,7 +131,18 @@ def kept(fn: Callable[P, R], *, modes: tuple[str, ...] = ("selective",)) -> Call
 
 LIBRARY = torch.library.Library("titan_linear", "FRAGMENT")
 Kind = Literal[
-    "fused", "attention", "delta rule", "convolution", "gather", "scatter", "sum", "heads", "states", "halo", "segments"
+    "fused",
+    "attention",
+    "delta rule",
+    "convolution",
+    "float8",
+    "gather",
+    "scatter",
+    "sum",
+    "heads",
+    "states",
+    "halo",
+    "segments",
 ]
 
 
