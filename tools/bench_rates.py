@@ -44,6 +44,7 @@ from titan_linear.distributed.groups import process_group
 from titan_linear.distributed.process import refusing, run_command
 from titan_linear.observe.flops import known_peak
 from titan_linear.ops import CPContext, attention, build_cp_context, causal_conv1d, chunk_gated_delta_rule, chunk_kda
+from titan_linear.ops.float8 import CAPABILITY, scaled_product, scaled_rows
 from titan_linear.ops.layout.boundaries import PROGRAMS
 from titan_linear.ops.torch.attention import attention_kernel
 from titan_linear.planner.timing import DIM
@@ -132,6 +133,18 @@ def products(bench: Bench) -> list[tuple[int, float]]:
         weight = bench.randn(width, width)
         seconds = bench.seconds(lambda x=x, weight=weight: (x @ weight, x.T @ x))
         rates.append((width, 4 * bench.tokens * width**2 / seconds / 1e12))
+    return rates
+
+
+def float8_products(bench: Bench) -> list[tuple[int, float]] | None:
+    """The same of products in float8 alone, for widths that take part; None: the device computes none."""
+    if not bench.gpu or torch.cuda.get_device_capability() < CAPABILITY:
+        return None
+    rates = []
+    for width in (2048, 4096):
+        (x, scale), (weight, scale_w) = (scaled_rows(bench.randn(n, width)) for n in (bench.tokens, width))
+        given = x, weight, scale, scale_w, bench.dtype, False
+        rates.append((width, 2 * bench.tokens * width**2 / bench.seconds(lambda g=given: scaled_product(*g)) / 1e12))
     return rates
 
 
@@ -340,7 +353,7 @@ def measured(device: torch.device, rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {"gpu": name, "memory_gib": memory / GIB}
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "bandwidths": lambda: bandwidths(bench),
-        "products": lambda: {"products": products(bench)},
+        "products": lambda: {"products": products(bench), "float8": float8_products(bench)},
         "launches": lambda: launches(bench),
         "links": lambda: {"node": links(bench)},
         "the host": lambda: {"offload": offload(bench)},

@@ -61,7 +61,7 @@ from titan_linear.run.build import (
     model_without_tokenizer,
     tokenizer_path,
 )
-from titan_linear.run.preflight import check_checkpointing, check_splits
+from titan_linear.run.preflight import check_checkpointing, check_float8, check_splits
 
 BEST = 5  # number of splits to print
 LOCAL = 4  # the largest local batch to try
@@ -186,6 +186,7 @@ def check(config: Config, model: ModelConfig, gpus: int) -> None:
     check_config(config, gpus)
     check_splits(model, config)
     check_checkpointing(model, config)
+    check_float8(model, config)
 
 
 def check_corpus(config: Config) -> None:

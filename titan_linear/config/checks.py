@@ -53,6 +53,7 @@ def check_config(config: Config, world_size: int) -> None:
             f"whose gradients have all been 0 would become 0 / 0; use at least {SMALLEST_EPS}"
         )
     _check_activation_checkpoint(config.activation_checkpoint)
+    _check_float8(config)
     _check_data(config)
     _check_checkpoint(config.checkpoint)
     _check_file_groups(config)
@@ -70,6 +71,21 @@ def _check_activation_checkpoint(ac: ActivationCheckpoint) -> None:
         raise ValueError(
             f"activation_checkpoint.selective_ac_option = {ac.selective_ac_option!r} must be 'op', or a number n above "
             "0, to compute every n-th layer again"
+        )
+
+
+def _check_float8(config: Config) -> None:
+    float8, tp = config.float8, config.parallelism.tensor_parallel_degree
+    for key in ("filter_fqns", "emulate"):
+        if (value := getattr(float8, key)) and not float8.enable:
+            raise ValueError(
+                f"float8.{key} = {value!r} has no effect with float8.enable = false; set that to true, or remove "
+                f"float8.{key}"
+            )
+    if float8.enable and tp > 1:
+        raise ValueError(
+            f"float8.enable = true scales whole rows, and parallelism.tensor_parallel_degree = {tp} leaves ranks parts "
+            "of them; set it to false, or the degree to 1"
         )
 
 

@@ -310,6 +310,21 @@ class Compile(Section):
     """aot_eager: graphs without generated code, to find out which of the two an error comes from."""
 
 
+class Float8(Section):
+    """Products in float8 (e4m3, a scale for each row): those of hidden states with weights of 2048 × 2048 or more, and
+    those that give the hidden states' gradients. Gradients of weights, gates, routers, experts, convolutions,
+    recurrences, attention and the head stay in training.mixed_precision_param."""
+
+    rules = (Rule.MAY_CHANGE,)
+
+    enable: bool = False
+    """Compute these products in float8, on a GPU of compute capability 8.9 or more. Weights are stored as ever."""
+    filter_fqns: list[str] = []
+    """Parts of projections' names: products with these stay as they are. ["layers.0.", "o_proj"], for example."""
+    emulate: bool = False
+    """Round to float8, but multiply in float32: for tests, on any device, slowly."""
+
+
 class FileGroup(Section):
     """A group of metrics.loss_by_source."""
 
@@ -452,6 +467,7 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()
+    float8: Float8 = Float8()
     metrics: Metrics = Metrics()
     profiling: Profiling = Profiling()
     validation: Validation = Validation()
@@ -487,6 +503,7 @@ MEANT = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd"), "model.dim"),
     **dict.fromkeys(("checkpoint.freq", "save_freq", "save_interval", "save_steps"), "checkpoint.interval"),
     **dict.fromkeys(("validation.interval", "eval_freq", "eval_interval", "eval_steps"), "validation.freq"),
+    "enable_float8_linear": "float8.enable",
     **{name: f"parallelism.{kind}_parallel_degree" for name, kind in (("cp", "context"), ("tp", "tensor"))},
 }
 
@@ -494,7 +511,7 @@ MEANT = {
 ABSENT = {
     "pipeline_parallel_degree": "there is no pipeline parallelism; parallelism.data_parallel_shard_degree splits the "
     "parameters",
-    "float8": "there is no float8; training.mixed_precision_param is the type of compute",
+    "recipe_name": "float8 has one recipe, rowwise_with_gw_hp",
     **dict.fromkeys(
         ("heads", "n_heads", "num_heads", "kv_heads", "head_dim"),
         "each mixer has its own, model.kda.heads, model.attention.kv_heads, ... (--help flavors lists them)",

@@ -1,5 +1,5 @@
-"""From a plain decoder to one that many ranks train: expert and tensor parallelism, context parallelism, torch.compile,
-activation checkpointing, then FSDP2."""
+"""From a plain decoder to one that many ranks train: float8, expert and tensor parallelism, context parallelism,
+torch.compile, activation checkpointing, then FSDP2."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from titan_linear.distributed.parts import Parts
 from titan_linear.distributed.tensor_parallel import apply_tp
 from titan_linear.models.config import MixerOptions
 from titan_linear.models.decoder import Decoder
+from titan_linear.models.float8 import use_float8
 from titan_linear.models.mlps.moe import MoE
 from titan_linear.ops.runtime.operators import contexts
 
@@ -30,6 +31,9 @@ def parallelize(model: Decoder, dims: ParallelDims, config: Config, device: torc
         param_dtype=getattr(torch, t.mixed_precision_param), reduce_dtype=getattr(torch, t.mixed_precision_reduce)
     )
     model.use(config.model.impl, device, policy.param_dtype, dims.tp)
+
+    if config.float8.enable:
+        use_float8(model, config.float8.filter_fqns, config.float8.emulate)
 
     # A rank gets its share of the experts, its part of every layer, and then tokens that other ranks go on with.
     experts = apply_ep(model, dims.ep_ranks) if dims.ep > 1 else frozenset()

@@ -52,6 +52,7 @@ class MixerOptions(ABC):
         kept_whole: parameters that FSDP neither shards nor casts
         split: parameter -> the dimension along which each rank of tensor parallelism has an equal part; a rank then
             computes its heads, and its part of the sum that is the output
+        float8: the products that may be in float8: of each the projections that it joins, none of them to a gate
         ranks: of a module in it with split parameters: None, or the ranks that have the other parts
 
         What telemetry shows of it (telemetry.py) comes from

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_linear.models.draws import ones, zeros
+from titan_linear.ops.float8 import Product
 
 QUERIES = 32  # number of queries whose attention telemetry samples
 
@@ -51,27 +52,42 @@ class GatedRMSNorm(RMSNorm):
 
 def project(x: Tensor, *projections: nn.Linear) -> Tensor:
     """Apply several projections without biases to x [.., dim] as one product; their outputs are concatenated."""
-    weights = [projection.weight for projection in projections]
+    weights, product = [projection.weight for projection in projections], product_of(projections[0])
     # Without gradients, compiled code takes a call with as many arguments as `forward` has for one without ctx.
     if not torch.is_grad_enabled():
-        return F.linear(x, torch.cat(weights))
-    return _Project.apply(x, *weights)
+        return product(x, torch.cat(weights))
+    return _Project.apply(x, product, *weights)
 
 
 class _Project(torch.autograd.Function):
     """Backward concatenates the weights again: if saved, the result would be a copy that FSDP cannot free."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, product: Product, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(x, *weights)
-        return F.linear(x, torch.cat(weights))
+        ctx.product = product
+        return product(x, torch.cat(weights))
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         dy = dy.to(x.dtype)  # dy has autocast's dtype if only forward ran under it
         dweight = dy.reshape(-1, dy.shape[-1]).T @ x.reshape(-1, x.shape[-1])
-        return dy @ torch.cat(weights), *dweight.split([len(weight) for weight in weights])
+        return ctx.product(dy, torch.cat(weights).T), None, *dweight.split([len(weight) for weight in weights])
+
+
+class Float8Linear(nn.Linear):
+    """A projection without a bias whose products with x and with the gradient of y are in float8 (ops/float8.py)."""
+
+    product: Product
+
+    def forward(self, x: Tensor) -> Tensor:
+        return project(x, self)
+
+
+def product_of(projection: nn.Linear) -> Product:
+    """What multiplies with its weight."""
+    return projection.product if isinstance(projection, Float8Linear) else F.linear
 
 
 def cut(x: Tensor, *widths: int) -> tuple[Tensor, ...]:

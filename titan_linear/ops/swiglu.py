@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan_linear.ops.float8 import Product
 from titan_linear.ops.runtime.operators import check_first_derivative
 from titan_linear.ops.runtime.options import check_floats
 from titan_linear.ops.runtime.support import Choice, Op
@@ -21,10 +22,10 @@ from titan_linear.ops.triton.configs import with_kernels
 Pair = tuple[Tensor, Tensor]
 
 
-def swiglu(gate_up: Tensor, weight: Tensor, impl: str | Choice = "auto") -> Tensor:
+def swiglu(gate_up: Tensor, weight: Tensor, impl: str | Choice = "auto", product: Product = F.linear) -> Tensor:
     """gate_up [.., 2 H], gate before up, weight [D, H] -> [.., D]. Elementwise work is done in float32 or wider.
 
-    impl: "torch", "triton", or "auto" (ops/runtime/support.py).
+    impl: "torch", "triton", or "auto" (ops/runtime/support.py). product: of x [.., K] and weight [N, K], x weightᵀ.
     Raises ValueError for shapes that do not fit, or integers.
     """
     if weight.dim() != 2 or not gate_up.dim() or gate_up.shape[-1] != 2 * weight.shape[1]:
@@ -32,7 +33,7 @@ def swiglu(gate_up: Tensor, weight: Tensor, impl: str | Choice = "auto") -> Tens
             f"gate_up {tuple(gate_up.shape)} and weight {tuple(weight.shape)} must be [.., 2 H] and [D, H]"
         )
     check_floats(gate_up=gate_up, weight=weight)
-    return _SwiGLU.apply(gate_up, weight, SWIGLU.implementation(impl, gate_up.device, gate_up.dtype))
+    return _SwiGLU.apply(gate_up, weight, SWIGLU.implementation(impl, gate_up.device, gate_up.dtype), product)
 
 
 def _forward(gate_up: Tensor) -> Tensor:
@@ -60,16 +61,16 @@ SWIGLU = Op("swiglu", with_kernels(_triton, lambda: (_forward, _backward), slowe
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, name: str) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, name: str, product: Product) -> Tensor:
         ctx.save_for_backward(gate_up, weight)
-        ctx.name = name
-        return F.linear(SWIGLU.load(name)[0](gate_up.contiguous()), weight)
+        ctx.name, ctx.product = name, product
+        return product(SWIGLU.load(name)[0](gate_up.contiguous()), weight)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
         check_first_derivative()
         gate_up, weight = ctx.saved_tensors
         dy = dy.to(weight.dtype)  # dy has autocast's dtype if only forward ran in autocast
-        d, activated = SWIGLU.load(ctx.name)[1](gate_up.contiguous(), (dy @ weight).contiguous())
+        d, activated = SWIGLU.load(ctx.name)[1](gate_up.contiguous(), ctx.product(dy, weight.T).contiguous())
         dweight = dy.reshape(-1, dy.shape[-1]).T @ activated.reshape(-1, activated.shape[-1])
-        return d, dweight, None
+        return d, dweight, None, None

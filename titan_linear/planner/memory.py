@@ -39,6 +39,7 @@ from titan_linear.distributed.parallelize import replicated_parameters, set_dtyp
 from titan_linear.distributed.tensor_parallel import apply_tp
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
+from titan_linear.models.float8 import use_float8
 from titan_linear.models.layers import widened
 from titan_linear.models.mlps.moe import Experts, LocalDispatch, MoE
 from titan_linear.models.plan import BatchPlan
@@ -176,6 +177,7 @@ class Batch(NamedTuple):
     ep: int
     dtype: torch.dtype
     node: int = 8  # GPUs per node
+    float8: tuple[str, ...] | None = None  # float8.filter_fqns; None: no float8
 
     @classmethod
     def of(cls, config: Config, mean: int | None = None, node: int = 8) -> Batch:
@@ -193,6 +195,7 @@ class Batch(NamedTuple):
             ep=p.expert_parallel_degree,
             dtype=DTYPES[t.mixed_precision_param],
             node=node,
+            float8=tuple(config.float8.filter_fqns) if config.float8.enable else None,
         )
 
     @property
@@ -242,17 +245,19 @@ def layers(model: ModelConfig, batch: Batch) -> list[Layer]:
         if kernels and no_kernels not in kernels.needs and (reason := op.reason_against("triton", target)):
             raise ValueError(f"{name} is planned as the GPU's kernels compute it: {reason}; use a model that they take")
     alike = batch._replace(ep=1)
-    return [_layer(model.only(i), alike) for i in range(model.num_layers)]
+    return [_layer(model.only(i), alike, i if batch.float8 else 0) for i in range(model.num_layers)]
 
 
 @cache
-def _layer(alone: ModelConfig, batch: Batch) -> Layer:
-    """alone: a model of one layer."""
+def _layer(alone: ModelConfig, batch: Batch, number: int) -> Layer:
+    """alone: a model of one layer. number: by which float8.filter_fqns knows it."""
     with META:
         decoder = Decoder(alone)
         x = torch.empty(1, batch.tokens, alone.dim, dtype=batch.dtype, requires_grad=True)
     set_dtype(decoder, batch.dtype)
     _apply_tp_and_ep(decoder, batch.tp, 1)
+    if batch.float8 is not None:
+        use_float8(decoder, batch.float8, first=number)
     (block,) = decoder.layers
     if isinstance(block.mlp, MoE):
         block.mlp.experts.forward = partial(_one_expert, block.mlp.experts)

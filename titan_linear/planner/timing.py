@@ -3,7 +3,8 @@
 Rates are a JSON file: one that `tools/bench_rates.py` wrote on the machine at hand, or one of those shipped (rates/).
 The plan is seconds by part, of the busiest rank:
 
-    products       matrix products, at a rate by the smallest of their three sizes; never faster than their bytes
+    products       matrix products, at a rate by the smallest of their three sizes; in bfloat16 never faster than their
+                   bytes
     attention      the pairs that the mask leaves, at a rate by kernel and head dim
     delta rule     each of its operators: a time per token and head, and per token of the longest entry, which one head
                    scans alone; the convolution, per token and channel
@@ -112,6 +113,7 @@ class Rates:
     node: Link | None  # None: not measured
     sources: dict[str, str]
     offload: Offload | None = None  # None: not measured
+    float8: list[tuple[Above0, Above0]] | None = None  # as `products`; None: not measured
 
     @pydantic.field_validator("operators")
     @classmethod
@@ -124,11 +126,23 @@ class Rates:
         """Seconds of [m, k] @ [k, n] in bfloat16."""
         m, n, k = size
         moved = 2 * (m * k + k * n + m * n)
-        return max(2 * m * n * k / self._tflops(min(size)) / 1e12, moved / self.copy)
+        return max(2 * m * n * k / _tflops(self.products, size) / 1e12, moved / self.copy)
 
-    def _tflops(self, smallest: int) -> float:
-        known = sorted((math.log2(width), rate) for width, rate in self.products)
-        return float(np.interp(math.log2(smallest), *zip(*known, strict=True)))
+    def float8_product(self, size: Size) -> float:
+        """Seconds of [m, k] @ [k, n] from float8, without what rounds to it."""
+        if self.float8 is None:
+            raise ValueError(
+                f"the rates of {self.gpu} do not say how fast products in float8 are, so that no time is planned with "
+                "float8.enable = true; python -m tools.bench_rates measures that"
+            )
+        m, n, k = size
+        return 2 * m * n * k / _tflops(self.float8, size) / 1e12
+
+
+def _tflops(rates: list[tuple[float, float]], size: Size) -> float:
+    """The rate of products of this size: rates are by the smallest of the three."""
+    known = sorted((math.log2(width), rate) for width, rate in rates)
+    return float(np.interp(math.log2(min(size)), *zip(*known, strict=True)))
 
 
 def shipped() -> dict[str, Path]:
@@ -246,6 +260,9 @@ class Clock:
             elif kind == "delta rule" and call.name in self.rates.operators:
                 assert isinstance(mixer, DeltaOptions)
                 parts["delta rule"] += self._delta_rule(call.name, mixer, segments)
+            elif kind == "float8":
+                a, b = call.arguments["a"], call.arguments["b"]
+                parts["products"] += self.rates.float8_product((len(a), len(b), a.shape[1]))
             elif kind in ("fused", "segments", "delta rule"):
                 # Also tables and folds, which are small, and what was not measured.
                 given = [x for x in tree_leaves(call.arguments) if isinstance(x, Tensor)]

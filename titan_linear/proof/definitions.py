@@ -10,15 +10,18 @@ import torch.nn.functional as F
 
 from titan_linear.models.cases import DELTA
 from titan_linear.models.draws import generator
+from titan_linear.models.float8 import SMALLEST
 from titan_linear.models.layers import rotate
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.cross_entropy import IGNORE, chunked_cross_entropy
+from titan_linear.ops.float8 import emulated_linear, float8_linear
 from titan_linear.ops.runtime.support import short
 from titan_linear.proof.findings import UNIT, Finding, Findings, off, worst
 from titan_linear.proof.subject import Subject
 
 TOKENS, VOCAB = 200, 4096  # VOCAB: the most rows of the head; all are computed alike
 OF_LOSS = 3.0  # units that the loss and its gradients may be off
+PER_ADDITION, ADDITION = 32, 2.0**-13  # terms that Hopper adds at a time, and what it then drops (DeepSeek-V3, 3.3.2)
 
 
 def loss(subject: Subject) -> Findings:
@@ -43,6 +46,19 @@ def loss(subject: Subject) -> Findings:
         name = worst(errors, bounds)
         what = "loss, against the definition"
         yield Finding(f"implementation, {short(dtype)}", what, errors[name], bounds[name], name)
+
+
+def float8(subject: Subject) -> Findings:
+    """Products in float8 equal those of the same rounded numbers in float64, for hidden states and their gradients."""
+    run = subject.run.float8
+    if not run.enable:
+        return
+    rng = generator(subject.config.debug.seed, "proof", "float8")
+    x, weight = (torch.randn(n, SMALLEST, generator=rng).to(subject.device, subject.dtype) for n in (TOKENS, SMALLEST))
+    for what, w in (("x", weight), ("dy", weight.T)):
+        error = off(float8_linear(x, w, run.emulate), emulated_linear(x.double(), w.double()))
+        bound = OF_LOSS * UNIT[subject.dtype] + SMALLEST / PER_ADDITION * ADDITION
+        yield Finding(f"float8, {short(subject.dtype)}", f"products with {what}, against float64", error, bound)
 
 
 def positions(subject: Subject) -> Findings:

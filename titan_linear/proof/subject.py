@@ -31,7 +31,7 @@ from titan_linear.run.build import (
     tokens_of,
     unallocated,
 )
-from titan_linear.run.preflight import check_splits
+from titan_linear.run.preflight import check_float8, check_float8_device, check_splits
 
 LENGTH = {"cpu": 256, "cuda": 2048}  # tokens of a stream, at least
 CPU_PARAMETERS = 4_000_000  # with this many, a few float64 passes take two cores seconds
@@ -159,6 +159,8 @@ def subject_of(config: Config, *, show_progress: bool = False) -> Subject:
     tokenizer = build_tokenizer(tokenizer_path(config))
     full = model_config(config, tokenizer)
     check_splits(full, config)
+    check_float8(full, config)
+    check_float8_device(config)
     implementations(config, full, device)
     open_corpora(config, tokenizer, show_progress)
     said = []
@@ -182,9 +184,12 @@ def subject_of(config: Config, *, show_progress: bool = False) -> Subject:
         compiled = degrees.ranks == 1 or "WORLD_SIZE" in os.environ
         but = ", but in the run's own type" if compiled else ""
         said.append(f"compile.enable true → false{but}")
+    if config.float8.enable:
+        said.append("float8.enable true → false, but for its products by themselves")
     cut = changed(
         config,
         {
+            "float8.enable": False,
             "training.seq_len": seq_len,
             "training.seq_len_schedule": [],
             "training.loss_chunk_size": min(t.loss_chunk_size, seq_len // 2 + 1),

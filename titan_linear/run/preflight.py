@@ -14,6 +14,9 @@ import torch
 from titan_linear.config import Config, check_config, hf_weights, layer_checkpointing
 from titan_linear.data import Streams, Tokenizer, build_tokenizer, num_labels, verify_changed, verify_corpus
 from titan_linear.models.config import ModelConfig
+from titan_linear.models.float8 import SMALLEST, use_float8
+from titan_linear.ops.float8 import CAPABILITY
+from titan_linear.ops.runtime.support import capability, dotted
 from titan_linear.run.build import (
     build_streams,
     check_content,
@@ -89,6 +92,8 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
     check_prompts(config, tokenizer)
     check_splits(model, config)
     check_checkpointing(model, config)
+    check_float8(model, config)
+    check_float8_device(config)
     check_node_heads(model, config, node_size or world_size)
     if warning := spans_nodes(config, node_size or world_size):
         print(warning, flush=True)
@@ -247,6 +252,39 @@ def check_checkpointing(model: ModelConfig, config: Config) -> None:
         raise ValueError(
             f"activation_checkpoint.selective_ac_option = {ac.selective_ac_option!r} computes none of the model's "
             f"{model.num_layers} layers again; use at most {model.num_layers}, or mode = 'none'"
+        )
+
+
+def check_float8(model: ModelConfig, config: Config) -> None:
+    """Raise ValueError if float8 is asked for where no product takes it, or a filter is for none."""
+    float8 = config.float8
+    if not float8.enable:
+        return
+    products = use_float8(unallocated(model, torch.float32), [])
+    for part in float8.filter_fqns:
+        if not any(part in name for names in products for name in names):
+            raise ValueError(f"float8.filter_fqns: {part!r} is in the name of no projection in float8; remove it")
+    if not use_float8(unallocated(model, torch.float32), float8.filter_fqns):
+        which = "outside float8.filter_fqns" if products else f"of model.flavor = {config.model.flavor!r}"
+        raise ValueError(
+            f"float8.enable = true: no product {which} (dim {model.dim}) has a weight of {SMALLEST} × {SMALLEST} or "
+            "more, and with smaller ones float8 does not pay; set it to false"
+        )
+
+
+def check_float8_device(config: Config) -> None:
+    """Raise ValueError if float8 is asked for, and this machine does not compute it."""
+    if not config.float8.enable or config.float8.emulate:
+        return
+    here = capability(torch.device("cuda")) if torch.cuda.is_available() else None
+    if here is None or here < CAPABILITY:
+        raise ValueError(
+            f"float8.enable = true needs a GPU of compute capability {dotted(CAPABILITY)} or more, not "
+            f"{'a CPU' if here is None else dotted(here)}; set it to false, or float8.emulate = true for a slow trial"
+        )
+    if (dtype := config.training.mixed_precision_param) != "bfloat16":
+        raise ValueError(
+            f"float8.enable = true is for training.mixed_precision_param = 'bfloat16', and it is {dtype!r}; change one"
         )
 
 

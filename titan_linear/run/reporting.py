@@ -8,6 +8,7 @@ import torch.distributed as dist
 from titan_linear.config import Config
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.models.decoder import Decoder
+from titan_linear.models.float8 import float8_line
 from titan_linear.observe.flops import no_peak, peak_tflops
 from titan_linear.observe.profiling import MemorySnapshots, Profiler
 from titan_linear.observe.report import Report
@@ -66,6 +67,7 @@ def write_down(
     lines = [
         f"model {model_name(config)}: {parameters:,} parameters",
         *start_lines(model.implementations),
+        float8_line(model),
         uncompiled(config, device),
         f"mesh {dims.description}",
         sharding.uneven(config.training.local_batch_size * config.training.seq_len),

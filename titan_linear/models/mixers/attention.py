@@ -69,6 +69,7 @@ class AttentionMixer(nn.Module):
     """The cache holds `k` and `v` [B, tokens, Hkv, D]."""
 
     split: ClassVar[dict[str, int]] = {**{f"{x}_proj.weight": 0 for x in "qkvg"}, "o_proj.weight": 1}  # by heads
+    float8: ClassVar = (("q_proj",), ("k_proj",), ("v_proj",), ("o_proj",))
 
     def __init__(self, options: Attention, config: ModelConfig):
         super().__init__()

@@ -131,6 +131,7 @@ class DeltaMixer(RecurrentMixer):
         "dt_bias": 0,
         "o_proj.weight": 1,
     }
+    float8: ClassVar = (("q_proj", "k_proj", "v_proj"), ("o_proj",))
 
     def __init__(self, options: DeltaOptions, config: ModelConfig, activation: str, A_log: Draw):
         super().__init__()

@@ -59,6 +59,7 @@ class LightningMixer(RecurrentMixer):
         "o_norm.weight": 0,
         "o_proj.weight": 1,
     }
+    float8: ClassVar = (("o_proj",),)  # its other product has gates
 
     def __init__(self, options: Lightning, config: ModelConfig, layer: int):
         super().__init__()

@@ -128,6 +128,7 @@ class Mamba2Mixer(RecurrentMixer):
         **dict.fromkeys(("A_log", "D", "dt_bias"), 0),
         "o_proj.weight": 1,
     }
+    float8: ClassVar = (("o_proj",),)  # its other product has gates
 
     def __init__(self, options: Mamba2, config: ModelConfig):
         super().__init__()

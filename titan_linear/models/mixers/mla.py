@@ -58,6 +58,7 @@ class MLAMixer(nn.Module):
     """
 
     split: ClassVar[dict[str, int]] = {"q_proj.weight": 0, "kv_b_proj.weight": 0, "o_proj.weight": 1}  # not the latent
+    float8: ClassVar = (("q_proj",), ("kv_a_proj",), ("kv_b_proj",), ("o_proj",))
 
     def __init__(self, options: MLA, config: ModelConfig):
         super().__init__()

@@ -53,6 +53,7 @@ class ShortConvMixer(nn.Module):
         **dict.fromkeys(("b_proj.weight", "c_proj.weight", "x_proj.weight", "conv1d.weight"), 0),
         "o_proj.weight": 1,
     }
+    float8: ClassVar = (("o_proj",),)  # its other product has gates
 
     def __init__(self, options: ShortConv, config: ModelConfig):
         super().__init__()

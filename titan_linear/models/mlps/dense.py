@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_linear.models.layers import project
+from titan_linear.models.layers import product_of, project
 from titan_linear.models.mlps.options import MLPOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.runtime.support import Choice
@@ -47,6 +47,7 @@ class SwiGLU(nn.Module):
     """down(silu(gate(x)) · up(x)).  [.., dim] -> [.., dim]"""
 
     split: ClassVar[dict[str, int]] = {"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1}
+    float8: ClassVar = (("gate_proj", "up_proj"), ("down_proj",))
 
     def __init__(self, dim: int, hidden_dim: int):
         super().__init__()
@@ -57,13 +58,15 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor, plan: BatchPlan | None = None) -> Tensor:
         impl = self.implementations.get("swiglu", "auto")
-        return swiglu(project(x, self.gate_proj, self.up_proj), self.down_proj.weight, impl)
+        gate_up = project(x, self.gate_proj, self.up_proj)
+        return swiglu(gate_up, self.down_proj.weight, impl, product_of(self.down_proj))
 
 
 class ReLU2(nn.Module):
     """down(relu(up(x))²) (Primer, section 4.1).  [.., dim] -> [.., dim]"""
 
     split: ClassVar[dict[str, int]] = {"up_proj.weight": 0, "down_proj.weight": 1}
+    float8: ClassVar = (("up_proj",), ("down_proj",))
 
     def __init__(self, dim: int, hidden_dim: int):
         super().__init__()

@@ -130,9 +130,8 @@ def kept(fn: Callable[P, R], *, modes: tuple[str, ...] = ("selective",)) -> Call
 # the kernels wait for the host.
 
 LIBRARY = torch.library.Library("titan_linear", "FRAGMENT")
-Kind = Literal[
-    "fused", "attention", "delta rule", "convolution", "gather", "scatter", "sum", "heads", "states", "halo", "segments"
-]
+Exchange = Literal["gather", "scatter", "sum", "heads", "states", "halo"]
+Kind = Exchange | Literal["fused", "float8", "attention", "delta rule", "convolution", "segments"]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,39 @@
+"""Which products of a model are in float8."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from titan_linear.models.decoder import Decoder
+from titan_linear.models.layers import Float8Linear
+from titan_linear.ops.float8 import MULTIPLE, emulated_linear, float8_linear
+
+SMALLEST = 2048  # K and N: rounding to float8 takes longer than smaller products save
+
+
+def use_float8(model: Decoder, filter_fqns: Sequence[str], emulate: bool = False, first: int = 0) -> list[list[str]]:
+    """Have projections compute in float8 that modules name in `float8`, by products that join them: those that are
+    large enough, and whose names have no part in `filter_fqns`. Returns the names. first: number of the first layer."""
+    product, found = emulated_linear if emulate else float8_linear, []
+    for i, layer in enumerate(model.layers, first):
+        for owner, module in layer.named_modules(prefix=f"layers.{i}"):
+            for joined in getattr(module, "float8", ()):
+                projections, names = [getattr(module, name) for name in joined], [f"{owner}.{name}" for name in joined]
+                if _pays(projections) and not any(part in name for part in filter_fqns for name in names):
+                    found.append(names)
+                    for projection in projections:
+                        projection.__class__, projection.product = Float8Linear, product
+    return found
+
+
+def _pays(projections: list[nn.Linear]) -> bool:
+    K, N = projections[0].in_features, sum(projection.out_features for projection in projections)
+    return min(K, N) >= SMALLEST and K % MULTIPLE == N % MULTIPLE == 0
+
+
+def float8_line(model: Decoder) -> str:
+    """A console line: the projections in float8; "" if there are none."""
+    names = [name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, Float8Linear)]
+    return f"float8: {len(names)} projections, {', '.join(dict.fromkeys(names))}" if names else ""
