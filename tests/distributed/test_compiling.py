@@ -7,20 +7,26 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from functorch.compile import default_partition, nop
+from torch import Tensor, fx
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.ops.inputs import boundaries
 from tests.worlds import World
-from titan_linear.distributed.compiling import apply_compile
+from titan_linear.distributed.compiling import apply_compile, compile_kernels
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
-from titan_linear.models.mixers import KDA, Attention
+from titan_linear.models.mixers import GDN, KDA, Attention
+from titan_linear.models.mixers.delta import DeltaOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.layout import boundaries as segments
+from titan_linear.ops.triton import launch
 
 UNEQUAL = (
     KDA(heads=1, v_heads=1, head_dim=32, v_head_dim=32),
@@ -96,3 +102,58 @@ def test_other_code_is_compiled_as_its_owner_wants(worlds: Callable[[int], World
     """The options of our layers are not those of the process: with them a backward pass could not run twice."""
     ((first, second),) = worlds(1).run(gradient_of_other_code)
     assert first == second != 0.0
+
+
+def ahead(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+    """A backend that compiles the kernels of a layer's joint graph, and nothing else."""
+
+    def partition(joint: fx.GraphModule, *args: object, **kwargs: object) -> tuple[fx.GraphModule, fx.GraphModule]:
+        compile_kernels(joint.graph)
+        return default_partition(joint, *args, **kwargs)
+
+    return aot_autograd(fw_compiler=nop, partition_fn=partition)(graph, inputs)
+
+
+def specialisation(x: object) -> object:
+    """What of an argument a kernel is compiled for, but its alignment, which tables on the CPU need not have."""
+    if isinstance(x, Tensor):
+        return x.dtype
+    if isinstance(x, TensorDescriptor):
+        return x.base.dtype, *x.block_shape
+    return (x == 1, x % 16 == 0) if type(x) is int else type(x)
+
+
+def compiled_and_launched(rank: int, world_size: int, kind: type[DeltaOptions], segment: int) -> list[set[object]]:
+    """Kernels with what they are specialised for: those compiled ahead, and those that the layer then launches."""
+    seen: list[set[object]] = [set(), set()]
+    run = launch.Kernel._launch
+
+    def note(self: launch.Kernel, grid: tuple[int, ...], *args: object, **kwargs: object) -> None:
+        on_meta = any(isinstance(x, Tensor) and x.is_meta for x in args)
+        seen[0 if on_meta else 1].add((self.__name__, *map(specialisation, args), *kwargs.items()))
+        run(self, grid, *args, **kwargs)
+
+    mixer = kind(heads=1, v_heads=2, head_dim=32, v_head_dim=32)
+    model = Decoder(ModelConfig(vocab_size=64, dim=32, num_layers=1, hidden_dim=32, pattern=(mixer,)))
+    initialise(model.use("triton", torch.device("cpu"), torch.float32), seed=0)
+    torch.compiler.reset()
+    apply_compile(model, ahead)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segments, "SHORTEST", segment)
+        patch.setattr(launch.Kernel, "_launch", note)
+        cp = build_cp_context(boundaries([70, 20, 38]), dist.group.WORLD, conv1d_kernel_size=4, programs=(2,))
+        cp.mark_dynamic()
+        x = torch.randn(1, 128 // world_size, 32, requires_grad=True)
+        y, _ = model.layers[0](x, BatchPlan(cp.position_ids, cp_context=cp))
+        y.sum().backward()
+    return seen
+
+
+@pytest.mark.parametrize(("kind", "segment", "ranks"), [(KDA, 64, 1), (GDN, 512, 1), (KDA, 512, 2), (GDN, 64, 2)])
+def test_kernels_are_compiled_before_their_first_launch(
+    kind: type[DeltaOptions], segment: int, ranks: int, worlds: Callable[..., World]
+) -> None:
+    """All that a layer launches, forward and backward, but the fold of what came from other ranks."""
+    for compiled, launched in worlds(ranks).run(compiled_and_launched, kind, segment):
+        assert len(launched) > 10 and compiled <= launched
+        assert {name for name, *_ in launched - compiled} <= {"fold_kernel"}

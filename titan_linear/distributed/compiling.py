@@ -1,4 +1,5 @@
-"""torch.compile for layers, and what their graphs compute again in backward instead of keeping it.
+"""torch.compile for layers: what their graphs compute again in backward instead of keeping it, and the Triton kernels
+of our operators, which are compiled along with a graph.
 
 Import it only where something is compiled: the compiler is slow to import.
 """
@@ -6,6 +7,7 @@ Import it only where something is compiled: the compiler is slow to import.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from operator import getitem
 from pathlib import Path
 from textwrap import shorten
@@ -14,14 +16,18 @@ from typing import Any
 
 import torch
 import torch._functorch.config
-from torch import fx
+from torch import Tensor, fx
 from torch._dynamo import lookup_backend
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from titan_linear.models.decoder import Block, Decoder
 from titan_linear.ops.runtime.operators import SPECS
+
+VARIES = 3  # for this number kernels are not specialised, as for 1 and multiples of 16
 
 
 def apply_compile(model: Decoder, backend: str) -> None:
@@ -44,16 +50,17 @@ def apply_compile(model: Decoder, backend: str) -> None:
 
 def _compiler(backend: str) -> Callable[..., Any]:
     """`backend`, with options that hold while it compiles a graph of ours, and for no other graph of this process."""
-    options = {"config_patches": {"joint_custom_pre_pass": ComputedAgain()}} if backend == "inductor" else {}
+    options = {"config_patches": {"joint_custom_pre_pass": OwnOperators()}} if backend == "inductor" else {}
     compile_graph = lookup_backend(backend)
 
-    def compiler(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        with torch._functorch.config.patch(
+    def compiler(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        functorch = torch._functorch.config.patch(
             # By default it is computed again only if it could be fused with the product that reads it.
             ban_recompute_materialized_backward=False,
             # Backward is compiled along with forward: its failure is then one of a layer, in the first step's forward.
             force_non_lazy_backward_lowering=True,
-        ):
+        )
+        with functorch, _kernels_ahead(inputs):
             return compile_graph(graph, inputs, **options)
 
     return compiler
@@ -75,20 +82,54 @@ def _named(compiled: Callable[..., Any], layer: str) -> Callable[..., Any]:
     return forward
 
 
-class ComputedAgain(CustomGraphPass):
-    """Marks two results to be computed again in backward, as in uncompiled code: weights put side by side, and what an
-    operator prepares for backward too (`Spec.prepares`)."""
+def _kernels_ahead(inputs: list[Tensor]) -> AbstractContextManager[None]:
+    """On a GPU, `compiling_ahead`."""
+    device = next((x.device for x in inputs if isinstance(x, Tensor) and x.is_cuda), None)
+    if device is None:
+        return nullcontext()
+    from titan_linear.ops.triton.launch import compiling_ahead  # Triton is available on Linux only
+
+    return compiling_ahead(device)
+
+
+class OwnOperators(CustomGraphPass):
+    """What the compiler does not know of our operators in a layer's graph of forward and backward."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        prepares = {node: _prepares(node) for node in graph.nodes}
-        shared = "backward" not in prepares.values()  # else backward has an operator of its own
-        for node, when in prepares.items():
-            if (when == "forward" and shared) or _joins_parameters(node):
-                for marked in (node, *(user for user in node.users if user.target is getitem)):
-                    marked.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        compute_again(graph)
+        compile_kernels(graph)
 
     def uuid(self) -> bytes:
         return get_hash_for_files((str(Path(__file__)),))
+
+
+def compute_again(graph: fx.Graph) -> None:
+    """Mark two results to be computed again in backward, as in uncompiled code: weights put side by side, and what an
+    operator prepares for backward too (`Spec.prepares`)."""
+    prepares = {node: _prepares(node) for node in graph.nodes}
+    shared = "backward" not in prepares.values()  # else backward has an operator of its own
+    for node, when in prepares.items():
+        if (when == "forward" and shared) or _joins_parameters(node):
+            for marked in (node, *(user for user in node.users if user.target is getitem)):
+                marked.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def compile_kernels(graph: fx.Graph) -> None:
+    """Run the operators that launch kernels on the meta device, so that these are compiled while the compiler goes on,
+    side by side (`compiling_ahead`); each would otherwise wait for its first launch."""
+    with unset_fake_temporarily():
+        for node in filter(_own, graph.nodes):
+            if node.target.python.__module__.startswith("titan_linear.ops.triton."):
+                node.target.python(*map_arg(node.args, _stand_in), **map_arg(node.kwargs, _stand_in))
+
+
+def _stand_in(node: fx.Node) -> Any:
+    """A node's value, a tensor on the meta device. Numbers that differ between batches become VARIES."""
+    x = node.meta["val"]
+    if not isinstance(x, Tensor):
+        return VARIES if isinstance(x, torch.SymInt) else x
+    size, stride = ([VARIES if isinstance(n, torch.SymInt) else n for n in of] for of in (x.shape, x.stride()))
+    return torch.empty_strided(size, stride, dtype=x.dtype, device="meta")
 
 
 def _joins_parameters(node: fx.Node) -> bool:
@@ -98,5 +139,8 @@ def _joins_parameters(node: fx.Node) -> bool:
 
 def _prepares(node: fx.Node) -> str | None:
     """`Spec.prepares` of one of our operators; None for any other node."""
-    own = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "titan_linear"
-    return SPECS[node.target._opname].prepares if own else None
+    return SPECS[node.target._opname].prepares if _own(node) else None
+
+
+def _own(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "titan_linear"

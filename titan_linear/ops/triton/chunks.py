@@ -18,6 +18,7 @@ from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import CHUNK
 from titan_linear.ops.runtime.operators import operator, register_fake
+from titan_linear.ops.triton.launch import Kernel
 
 
 class Chunks(NamedTuple):
@@ -57,7 +58,7 @@ def locate_entry(cu_seqlens, chunk_offsets, i_n):
     return start, (tl.load(cu_seqlens + i_n + 1) - start).to(tl.int32), tl.load(chunk_offsets + i_n).to(tl.int64)
 
 
-@triton.jit
+@Kernel
 def chunk_table_kernel(cu_seqlens, chunk_index, chunk_offsets, N, NT, BT, BN: tl.constexpr):
     i_n = tl.program_id(0)
     first = 0

@@ -153,9 +153,9 @@ def largest_dim(own: tuple[int, int], family: str, size: int) -> int:
 
 @cache
 def architecture(device: torch.device) -> tuple[int, int]:
-    """The key of CONFIGS for a device on which the kernels are supported (`KERNELS`). The interpreter, and compilation
-    without a GPU, take that of the measured GPU."""
-    own = capability(device)
+    """The key of CONFIGS for a device on which the kernels are supported (`KERNELS`). On the meta device they are only
+    compiled, for the GPU. The interpreter, and compilation without a GPU, take that of the measured GPU."""
+    own = capability(torch.device("cuda") if device.type == "meta" else device)
     return (9, 0) if own is None else shipped_for(own)
 
 

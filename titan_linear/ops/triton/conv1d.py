@@ -22,6 +22,7 @@ from titan_linear.ops.layout.boundaries import CONV_RUN, Boundaries
 from titan_linear.ops.runtime.operators import check_first_derivative, operator, register_autograd, register_fake
 from titan_linear.ops.runtime.options import States
 from titan_linear.ops.triton.chunks import chunk_table, max_chunks
+from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.tiles import blocks_of
 
 BT = CONV_RUN  # rows per program, a multiple of the unroll; forward and backward share a chunk table
@@ -97,7 +98,7 @@ def _load_weights(weight, bias, o_d, m_d, W: tl.constexpr, BD: tl.constexpr):
     return weights, b_bias
 
 
-@triton.jit
+@Kernel
 def conv1d_fwd_kernel(
     x,
     weight,
@@ -210,7 +211,7 @@ def _state_gradient(
         window, grads = full[1:], d_full[1:]
 
 
-@triton.jit
+@Kernel
 def conv1d_bwd_kernel(
     x,
     weight,
@@ -330,7 +331,7 @@ def conv1d_bwd_kernel(
         tl.store(d_bias + i_t * D + o_d, b_dbias, mask=m_d)
 
 
-@triton.jit
+@Kernel
 def conv1d_final_state_kernel(
     x,
     initial_state,

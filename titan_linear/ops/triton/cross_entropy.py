@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from titan_linear.ops.runtime.operators import operator, register_fake
+from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.tiles import blocks_of
 
 IGNORE = tl.constexpr(-100)
 BLOCK = {"BV": 8192, "num_warps": 16}  # columns of a row, at a time
 
 
-@triton.jit
+@Kernel
 def logsumexp_kernel(logits, lse, stride, vocab, BV: tl.constexpr):
     """One row. Each column of the block keeps its own maximum and sum until the end: no step waits for a reduction."""
     row = logits + tl.program_id(0).to(tl.int64) * stride
@@ -30,7 +30,7 @@ def logsumexp_kernel(logits, lse, stride, vocab, BV: tl.constexpr):
     tl.store(lse + tl.program_id(0), m + tl.log(tl.sum(b_s * tl.exp(b_m - m), 0)))
 
 
-@triton.jit
+@Kernel
 def softmax_gradient_kernel(logits, lse, target, d, stride, vocab, BV: tl.constexpr):
     """One row and block of columns."""
     i_t = tl.program_id(0).to(tl.int64)

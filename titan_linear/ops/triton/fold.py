@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_linear.ops.runtime.operators import operator, register_fake
+from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.tiles import load_state
 
 
@@ -29,7 +30,7 @@ def _transition(
     return b_s
 
 
-@triton.jit
+@Kernel
 def fold_kernel(
     S_ext,  # [links, HV, K, V]
     M,  # [transitions, HV, K, K]
@@ -102,7 +103,7 @@ def _(S_ext, M, chain_offsets, s_row, m_row, reverse):
     return S_ext.new_empty(chain_offsets.shape[0] - 1, *S_ext.shape[1:])
 
 
-@triton.jit
+@Kernel
 def fold_segments_kernel(
     S_ext,  # [S, HV, K, V]
     M,  # [S, HV, K, K]
@@ -239,7 +240,7 @@ def _through_entry(
         tl.debug_barrier()  # the next segment reads all rows
 
 
-@triton.jit
+@Kernel
 def fold_entries_kernel(
     S_ext,  # [S, HV, K, V]
     M,  # [S, HV, K, K]

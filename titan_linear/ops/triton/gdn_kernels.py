@@ -23,6 +23,7 @@ import triton.language as tl
 
 from titan_linear.ops.triton.chunks import locate, locate_entry
 from titan_linear.ops.triton.gates import beta_gradient, load_beta, log2_gate, softplus
+from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.solve import lower_triangle
 from titan_linear.ops.triton.tiles import load_rows, load_state, store_rows, store_state
 
@@ -61,7 +62,7 @@ def _store_norms(b_x, norms, i_p, i_x: tl.constexpr, length, HV, R: tl.constexpr
     return b_r
 
 
-@triton.jit
+@Kernel
 def prepare_kernel(
     q,  # [T, H, K]
     k,  # [T, H, K]
@@ -240,7 +241,7 @@ def _reverse_scan(
     return b_ds
 
 
-@triton.jit
+@Kernel
 def scan_kernel(
     q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms,
     initial_state, state_index,
@@ -267,7 +268,7 @@ def scan_kernel(
         store_state(final_state, None, i_n, HV * K * V, o_s, b_s)
 
 
-@triton.jit
+@Kernel
 def boundary_kernel(
     k_desc, v_desc, C_desc, gates, norms,
     entries,  # [F]
@@ -300,7 +301,7 @@ def boundary_kernel(
         tl.store(S_ext + i_fh * K * V + o_k * V + i_v * BV + o_v, b_s)
 
 
-@triton.jit
+@Kernel
 def boundary_bwd_kernel(
     q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms,
     entries,  # [F]
@@ -325,7 +326,7 @@ def boundary_bwd_kernel(
     tl.store(dS_ext + i_fh * K * V + o_s, b_ds)
 
 
-@triton.jit
+@Kernel
 def states_kernel(
     k_desc, v_desc, C_desc, gates, norms,
     initial_state, state_index,
@@ -350,7 +351,7 @@ def states_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@Kernel
 def reverse_kernel(
     q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms,
     d_final_state, final_index,
@@ -402,7 +403,7 @@ def _pair_gradients(b_w, b_beta, BT: tl.constexpr):
     return tl.sum(b_w * b_beta[None, :], 1) - b_beta * b_db, b_db + b_own
 
 
-@triton.jit
+@Kernel
 def gradients_kernel(
     q_desc, k_desc,  # [T, H·K]
     do_desc, y_desc, dv_desc,  # [T, HV·V]

@@ -36,6 +36,7 @@ from titan_linear.ops.triton.kda_fwd import (
     normalised,
     split_dot,
 )
+from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.tiles import load_rows, load_state, store_state
 
 
@@ -71,7 +72,7 @@ def _reverse_scan(
     return dS
 
 
-@triton.jit
+@Kernel
 def reverse_scan_kernel(
     do,  # [T, HV, V]
     qg, kn, kg, decay, b, Aqk, Gn,
@@ -98,7 +99,7 @@ def reverse_scan_kernel(
         store_state(d_initial_state, state_index, i_n, HV * K * V, o_s, dS)
 
 
-@triton.jit
+@Kernel
 def boundary_bwd_kernel(
     do,  # [T, HV, V]
     qg, kn, kg, decay, b, Aqk, Gn,
@@ -133,7 +134,7 @@ def gate_gradient(dg, x, rate, lower_bound, GATE: tl.constexpr):
         return d_raw, d_raw * x
 
 
-@triton.jit
+@Kernel
 def matrix_kernel(
     b,  # [NT, HV, 64] fp32, β
     do,  # [T, HV, V]
@@ -205,7 +206,7 @@ def write_state_gradient(
     return dk, ds
 
 
-@triton.jit
+@Kernel
 def gradient_kernel(
     q, k, g, A_log, dt_bias, b, do, r, y, h, dh, dA, dK, diagonal,
     dq, dk, dg,  # [T, HV, K]
@@ -336,7 +337,7 @@ def _norm_gradient(
     tl.store(dx + row * K + o_k, b_dx.to(dx.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@Kernel
 def norm_gradient_kernel(
     q, k, dqn, dkn, dq, dk, tokens, stride_q, stride_k,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,

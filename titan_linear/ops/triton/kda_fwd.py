@@ -27,6 +27,7 @@ import triton.language as tl
 
 from titan_linear.ops.triton.chunks import locate, locate_entry
 from titan_linear.ops.triton.gates import load_beta, log2_gate, softplus
+from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.solve import lower_triangle, split
 from titan_linear.ops.triton.tiles import load_rows, load_state, store_state
 
@@ -176,7 +177,7 @@ def store_keys(p, x, tile, i_k, K: tl.constexpr, BK: tl.constexpr):
     tl.store(p + (tile * K + i_k * BK) * 64 + (o_k * 64 + tl.arange(0, 64)[None, :]), x.to(p.dtype.element_ty))
 
 
-@triton.jit
+@Kernel
 def prepare_kernel(
     q,  # [T, H, K]
     k,  # [T, H, K]
@@ -302,7 +303,7 @@ def _scan(
     return S
 
 
-@triton.jit
+@Kernel
 def scan_kernel(
     v,  # [T, HV, V]
     qg, kn, kg, decay, b, Aqk, Gn,
@@ -330,7 +331,7 @@ def scan_kernel(
         store_state(final_state, None, i_n, HV * K * V, o_s, S)
 
 
-@triton.jit
+@Kernel
 def boundary_kernel(
     v,  # [T, HV, V]
     kn, kg, decay, b, Gn,

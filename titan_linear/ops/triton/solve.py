@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from titan_linear.ops.triton.launch import Kernel
+
 
 @triton.jit
 def split(x):
@@ -41,7 +43,7 @@ def merge(N21, G11, G22, b1, b2, CT: tl.constexpr):
     return x - dot_fp32(G22 * b2, x, CT)
 
 
-@triton.jit
+@Kernel
 def solve_kernel(b, G, STRIDE_B: tl.constexpr, SCALED: tl.constexpr):
     """One (chunk, head): write −G, or with SCALED G diag(b), in place of N. Forward substitution in fp32 on 16×16
     blocks, G_i = N_i − Σ_m N_im b_m G_m for m < i with one column per lane, then merged to 32 and 64 rows."""

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -22,10 +21,11 @@ from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs, States
 from titan_linear.ops.triton.chunks import Chunks, chunk_table, chunks_of, max_chunks
 from titan_linear.ops.triton.fold import fold_entries, fold_entries_back, fold_segments
+from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.tiles import blocks_of
 
 
-@triton.jit
+@Kernel
 def boundaries_kernel(table, cu_seqlens, boundaries, tokens, length, S, B: tl.constexpr):
     """Where each segment of the table begins; surplus segments, and the boundary after the last, are at the end."""
     o_s = tl.program_id(0) * B + tl.arange(0, B)

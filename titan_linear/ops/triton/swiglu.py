@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from titan_linear.ops.runtime.operators import operator, register_fake
+from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.tiles import blocks_of
 
 TILE = {"ROWS": 8, "BH": 256, "num_warps": 4}  # rows and channels per program
 
 
-@triton.jit
+@Kernel
 def swiglu_fwd_kernel(gate_up, y, rows, H, ROWS: tl.constexpr, BH: tl.constexpr):
     o_r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     o_h = tl.program_id(1) * BH + tl.arange(0, BH)[None, :]
@@ -23,7 +23,7 @@ def swiglu_fwd_kernel(gate_up, y, rows, H, ROWS: tl.constexpr, BH: tl.constexpr)
     tl.store(y + o_r * H + o_h, (b_gate * tl.sigmoid(b_gate) * b_up).to(y.dtype.element_ty), mask=m)
 
 
-@triton.jit
+@Kernel
 def swiglu_bwd_kernel(gate_up, dy, d, y, rows, H, ROWS: tl.constexpr, BH: tl.constexpr):
     o_r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     o_h = tl.program_id(1) * BH + tl.arange(0, BH)[None, :]
