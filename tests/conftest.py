@@ -27,7 +27,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--share-gpus", action="store_true", help="tests of several GPUs, with those that there are")
     parser.addoption("--matrix-part", default="1/1", help="which part of the matrix (tests/matrix), 1/2 or 2/2 say")
-    parser.addoption("--matrix-jobs", type=int, default=6, help="how many runs of the matrix at once")
+    parser.addoption("--matrix-jobs", type=int, default=14, help="how many runs of the matrix at once")
     parser.addoption("--matrix-out", help="file that gets a line of JSON as each row of the matrix ends")
 
 

@@ -6,6 +6,7 @@ compared with is the same model on the same streams, uncompiled, in one process.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -26,7 +27,6 @@ class Variant:
     """A preset or a shipped configuration, cut to a few layers.
 
     scheduled: streams have half their length in the first half of the steps.
-    gib: what a run on one GPU takes at most, in GiB.
     """
 
     keys: Keys
@@ -34,7 +34,6 @@ class Variant:
     seq_len: int = 4096
     scheduled: bool = False
     experts: bool = False
-    gib: int = 9
 
 
 def preset(name: str, flavor: str, **options: object) -> Variant:
@@ -56,33 +55,33 @@ QWEN_MOE = {"vocab_size": 8192, "moe__num_experts": 32, "experts": True}
 MODELS: dict[str, tuple[Variant, ...]] = {
     "hybrid": (
         shipped("hybrid_340m_32k", seq_len=8192),
-        shipped("hybrid_1_3b_128k", scheduled=True, seq_len=8192, gib=12),
+        shipped("hybrid_1_3b_128k", scheduled=True, seq_len=8192),
         shipped("hybrid_100m", seq_len=8192),
         shipped("debug", scheduled=True),
     ),
     "kda": (
         preset("kda", "340M"),
         shipped("reference_340m", seq_len=8192),
-        preset("kda", "1.3B", scheduled=True, gib=12),
+        preset("kda", "1.3B", scheduled=True),
     ),
-    "gdn": (preset("gdn", "340M"), preset("gdn", "1.3B", scheduled=True, gib=12)),
+    "gdn": (preset("gdn", "340M"), preset("gdn", "1.3B", scheduled=True)),
     "qwen3.5": (
         preset("qwen3.5", "0.8B", vocab_size=8192),
-        preset("qwen3.5", "35B-A3B", **QWEN_MOE, gib=20),
-        preset("qwen3.5", "4B", **LESS, scheduled=True, gib=16),
-        preset("qwen3.5", "35B-A3B", **QWEN_MOE, scheduled=True, gib=20),
+        preset("qwen3.5", "35B-A3B", **QWEN_MOE),
+        preset("qwen3.5", "4B", **LESS, scheduled=True),
+        preset("qwen3.5", "35B-A3B", **QWEN_MOE, scheduled=True),
     ),
     "olmo-hybrid": (
-        preset("olmo-hybrid", "7B", **LESS, gib=22),
-        preset("olmo-hybrid", "7B", **LESS, scheduled=True, gib=22),
+        preset("olmo-hybrid", "7B", **LESS),
+        preset("olmo-hybrid", "7B", **LESS, scheduled=True),
     ),
     "qwen3-next": (
-        preset("qwen3-next", "80B-A3B", **QWEN_MOE, gib=20),
-        preset("qwen3-next", "80B-A3B", **QWEN_MOE, scheduled=True, gib=20),
+        preset("qwen3-next", "80B-A3B", **QWEN_MOE),
+        preset("qwen3-next", "80B-A3B", **QWEN_MOE, scheduled=True),
     ),
     "kimi-linear": (
-        preset("kimi-linear", "48B-A3B", vocab_size=8192, moe__num_experts=16, experts=True, gib=22),
-        preset("kimi-linear", "48B-A3B", vocab_size=8192, moe__num_experts=16, experts=True, scheduled=True, gib=22),
+        preset("kimi-linear", "48B-A3B", vocab_size=8192, moe__num_experts=16, experts=True),
+        preset("kimi-linear", "48B-A3B", vocab_size=8192, moe__num_experts=16, experts=True, scheduled=True),
     ),
 }
 EXPERTS = [name for name, variants in MODELS.items() if any(variant.experts for variant in variants)]
@@ -246,22 +245,28 @@ def all_rows() -> list[Row]:
 
 
 def part_of(rows: list[Row], part: str) -> list[Row]:
-    """The rows of part "1/2". Those of one model are in one part where possible: they share what they are compared
-    with."""
+    """The rows of part "1/2". Those that are compared with the same run are in one part, and parts have about as many
+    runs each."""
     number, _, parts = part.partition("/")
-    by_model = sorted(rows, key=lambda row: list(MODELS).index(row.model))
-    chosen = by_model[(int(number) - 1) * len(rows) // int(parts) : int(number) * len(rows) // int(parts)]
-    return [row for row in rows if row in chosen]
+    runs = Counter(compared_with(row) for row in rows)  # of each comparison: its own, and those of its rows
+    runs.update(compared_with(row) for row in rows if row.end)
+    runs.update(set(runs))
+    total, place = [0] * int(parts), {}
+    for comparison, count in runs.most_common():
+        place[comparison] = total.index(min(total))
+        total[place[comparison]] += count
+    return [row for row in rows if place[compared_with(row)] == int(number) - 1]
 
 
 def in_turn(rows: list[Row]) -> list[Row]:
-    """The models in turn, so that rows that take much memory do not come together."""
+    """Those that take longest first; of these the models in turn, so that rows that take much memory do not come
+    together."""
     of_model = Counter[str]()
     turns = []
     for row in rows:
-        turns.append((of_model[row.model], len(turns), row))
+        turns.append((not row.end, of_model[row.model], len(turns), row))
         of_model[row.model] += 1
-    return [row for _, _, row in sorted(turns, key=lambda turn: turn[:2])]
+    return [row for *_, row in sorted(turns, key=lambda turn: turn[:3])]
 
 
 # --- Keys ------------------------------------------------------------------------------------------------------------
@@ -297,6 +302,11 @@ def baseline_keys(row: Row) -> dict[str, object]:
     if v.scheduled:
         keys["training.seq_len_schedule"] = f"[{{until_step = {STEPS // 2}, seq_len = {v.seq_len // 2}}}]"
     return keys
+
+
+def compared_with(row: Row) -> str:
+    """What the row is compared with: rows that have the same share one run."""
+    return json.dumps(baseline_keys(row), sort_keys=True) + row.variant.toml
 
 
 def row_keys(row: Row, split: str) -> dict[str, object]:

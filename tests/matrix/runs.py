@@ -28,16 +28,21 @@ from tests.matrix.rows import (
     SPLITS,
     STEPS,
     Row,
+    Split,
     baseline_keys,
+    compared_with,
     row_keys,
 )
 from tests.processes import children, gone
 from tests.worlds import free_port
-from titan_linear.config import KEYS, toml_value
+from titan_linear.commands.plan import planned_model
+from titan_linear.config import KEYS, load_config, toml_value
+from titan_linear.planner.memory import GIB, memory
 
 TOLERANCE = 1e-3  # of a loss, in bfloat16
-LIMIT = 200.0  # seconds of each start of a run
-GIB = 72.0  # of a GPU, that runs may take
+LIMIT = 300.0  # seconds of each start of a run
+ROOM = 72.0  # GiB of a GPU, that runs may take
+OWN, MORE = 3.0, 1.25  # GiB of CUDA and NCCL in a process, and times what is planned of the rest
 AGAIN = ("compiled layers again", "recompile_limit")  # signs that layers compile again, or no more
 TAIL = 25  # lines of the output of a failed run that are kept
 REPORT = re.compile(r"^step \d+/\d+ +loss", re.MULTILINE)  # of a step, on the console
@@ -87,7 +92,7 @@ class Gpus:
     """The GPUs' memory, shared out among the runs. count: 0 on the CPU."""
 
     def __init__(self, count: int):
-        self.free = [GIB] * count
+        self.free = [ROOM] * count
         self.changed = threading.Condition()
 
     @contextmanager
@@ -128,15 +133,15 @@ class Matrix:
         self.gpus, self.pool = Gpus(gpus), ThreadPoolExecutor(jobs)
         self.baselines: dict[str, Future[dict[str, float]]] = {}
         self.running: set[int] = set()
-        self.writing = threading.Lock()
+        self.planning, self.writing = threading.Lock(), threading.Lock()
         self.documents = folder / "documents.jsonl"
         write_documents(self.documents)
 
     def submit(self, row: Row) -> Future[Outcome]:
-        keys = json.dumps(baseline_keys(row), sort_keys=True) + row.variant.toml
-        if keys not in self.baselines:
-            self.baselines[keys] = self.pool.submit(self._baseline, row, f"baseline-{len(self.baselines)}")
-        return self.pool.submit(self._run, row, self.baselines[keys])
+        run = compared_with(row)
+        if run not in self.baselines:
+            self.baselines[run] = self.pool.submit(self._baseline, row, f"baseline-{len(self.baselines)}")
+        return self.pool.submit(self._run, row, self.baselines[run])
 
     def close(self) -> None:
         """End what still runs."""
@@ -147,10 +152,36 @@ class Matrix:
 
     def _baseline(self, row: Row, name: str) -> dict[str, float]:
         """Losses of the row's model, uncompiled, in one process."""
-        with self.gpus.taken(1, row.variant.gib) as gpus:
-            start = Start(self, name, row, baseline_keys(row) | {"validation.freq": 2}, 1, gpus)
+        with self._started(name, row, baseline_keys(row) | {"validation.freq": 2}, SPLITS["one"]) as start:
             start.finish(0)
-            return losses(start.folder)
+        return losses(start.folder)
+
+    @contextmanager
+    def _started(
+        self, name: str, row: Row, keys: Mapping[str, object], split: Split, outcome: Outcome | None = None
+    ) -> Iterator[Start]:
+        """A start of a run, as soon as there is room for it, which it has until the end."""
+        argv = self.arguments(name, row, keys)
+        with self.gpus.taken(split.processes, self.gib(argv, split.processes)) as gpus:
+            yield Start(self, name, row, argv, split.processes, gpus, outcome)
+
+    def arguments(self, name: str, row: Row, keys: Mapping[str, object]) -> list[str]:
+        """The command line of a run."""
+        argv = [f"--job.config_file={ROOT / row.variant.toml}"] if row.variant.toml else []
+        keys = {**keys, **self.keys, "job.dump_folder": self.folder / name}
+        if not row.variant.toml:
+            keys = {key: value for key, value in keys.items() if not is_default(key, value)}
+        return argv + [f"--{key}={value}".replace("{documents}", str(self.documents)) for key, value in keys.items()]
+
+    def gib(self, argv: list[str], processes: int) -> float:
+        """GiB that a run takes of each of its GPUs."""
+        if not self.gpus.free:
+            return 0.0
+        with self.planning:
+            config = load_config(argv, cuda=True)
+            planned = sum(memory(config, planned_model(config), processes, None).values()) / GIB
+        sharing = -(-processes // len(self.gpus.free))
+        return sharing * (OWN + MORE * planned)
 
     def _run(self, row: Row, baseline: Future[dict[str, float]]) -> Outcome:
         model = row.variant.keys.get("model.flavor", row.variant.toml)
@@ -171,20 +202,17 @@ class Matrix:
     def _judge(self, row: Row, outcome: Outcome, baseline: Future[dict[str, float]]) -> None:
         """Run the row and compare. Raises Failed."""
         name = row.name.replace(", ", "-").replace(" ", "_")
-        folder = self.folder / name
-        # States of the optimizer are shared by two processes, or the activations of a stream are.
-        gib = row.variant.gib * (0.75 if SPLITS[row.split].processes > 1 and not row.end else 1)
+        folder, split = self.folder / name, row.split
         try:
-            with self.gpus.taken(row.processes, gib) as gpus:
-                split = SPLITS[row.split]
-                start = Start(self, name, row, row_keys(row, row.split), split.processes, gpus, outcome)
+            with self._started(name, row, row_keys(row, split), SPLITS[split], outcome) as start:
                 if row.end:
                     start.stop(row.end)
-                    outcome.resumed_after = newest(folder)
-                    split = SPLITS[SPLITS[row.split].resumes_as]
-                    keys = row_keys(row, SPLITS[row.split].resumes_as)
-                    start = Start(self, name, row, keys, split.processes, gpus, outcome)
-                start.finish(0)
+                else:
+                    start.finish(0)
+            if row.end:
+                outcome.resumed_after, split = newest(folder), SPLITS[split].resumes_as
+                with self._started(name, row, row_keys(row, split), SPLITS[split], outcome) as start:
+                    start.finish(0)
             outcome.losses, outcome.graphs = losses(folder), graphs(folder)
             said = start.output.read_text(errors="replace")
             resumed = f"resuming from step {outcome.resumed_after}"
@@ -209,18 +237,13 @@ class Start:
         matrix: Matrix,
         name: str,
         row: Row,
-        keys: Mapping[str, object],
+        argv: list[str],
         processes: int,
         gpus: list[int],
-        outcome: Outcome | None = None,
+        outcome: Outcome | None,
     ):
         self.matrix, self.outcome, self.folder = matrix, outcome, matrix.folder / name
         self.output = matrix.folder / f"{name}.{len(outcome.commands) if outcome else 0}.txt"
-        argv = [f"--job.config_file={ROOT / row.variant.toml}"] if row.variant.toml else []
-        keys = {**keys, **matrix.keys, "job.dump_folder": self.folder}
-        if not row.variant.toml:
-            keys = {key: value for key, value in keys.items() if not is_default(key, value)}
-        argv += [f"--{key}={value}".replace("{documents}", str(matrix.documents)) for key, value in keys.items()]
         own = dict(EXTRAS[row.extra].environment) | {"NGPU": str(processes)}
         command = [sys.executable, "-m", "titan_linear.launch", *argv]
         if gpus:

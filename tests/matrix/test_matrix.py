@@ -1,6 +1,6 @@
 """Models on GPUs through the launcher, on packed text, with every pair of the ways to run them.
 
-    pytest -m cuda tests/matrix --matrix-part 1/4 --matrix-jobs 8 --matrix-out rows.jsonl -rP
+    pytest -m cuda tests/matrix --matrix-part 1/4 --matrix-out rows.jsonl -rP
 
 takes two GPUs, or with --share-gpus one; a failed row is repeated by the command that its line of rows.jsonl has. The
 losses of each are those of one process, uncompiled.
@@ -31,8 +31,9 @@ from tests.matrix.rows import (
     in_turn,
     pairs,
     part_of,
+    row_keys,
 )
-from tests.matrix.runs import Failed, Matrix, Outcome
+from tests.matrix.runs import ROOM, Failed, Matrix, Outcome
 
 ROWS = all_rows()
 TINY = Variant({"model.name": "hybrid", "model.flavor": "debug", "model.dim": 64, "model.impl": "torch"}, seq_len=256)
@@ -91,6 +92,14 @@ def test_every_preset_and_every_shipped_configuration_has_a_row() -> None:
 def test_parts_have_each_row_once(parts: int) -> None:
     rows = [row for n in range(parts) for row in part_of(ROWS, f"{n + 1}/{parts}")]
     assert sorted(row.name for row in rows) == sorted(row.name for row in ROWS)
+
+
+def test_the_largest_run_fits_and_sharing_ranks_take_twice(tmp_path: Path) -> None:
+    largest = next(row for row in ROWS if row.name.startswith("kimi-linear, one, compiled, none"))
+    two, one = (Matrix(tmp_path, gpus, jobs=1) for gpus in (2, 1))
+    argv = two.arguments("row", largest, row_keys(largest, "one"))
+    assert 20 < two.gib(argv, 1) < ROOM / 2
+    assert one.gib(argv, 2) == 2 * two.gib(argv, 2)
 
 
 @pytest.fixture(scope="module")
