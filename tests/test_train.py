@@ -37,7 +37,7 @@ from titan_linear.storage.step_folders import read_progress
 from titan_linear.storage.tensors import named_parameters
 from titan_linear.train import Trainer
 
-STEPS = 10
+STEPS = 6
 BASE = {
     "training.dataset": "jsonl",
     "training.seq_len": 64,
@@ -46,7 +46,7 @@ BASE = {
     "training.steps": STEPS,
     "training.loss_chunk_size": 48,
     "optimizer.lr": 3e-3,
-    "lr_scheduler.warmup_steps": 4,
+    "lr_scheduler.warmup_steps": 2,
     "checkpoint.enable": "false",
     "metrics.enable_tensorboard": "false",
 }
