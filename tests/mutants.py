@@ -74,7 +74,7 @@ MUTANTS = [
         "b, a, rest = widen(x).split([half, half, x.shape[-1] - 2 * half], dim",
         "test_layers.py",
     ),
-    Mutant("eigval=self.beta_range == 2.0", "eigval=self.beta_range != 2.0", "test_families.py"),
+    Mutant('eigval": self.beta_range == 2.0,\n', 'eigval": self.beta_range != 2.0,\n', "test_families.py"),
     Mutant("grouped.topk(2, -1)", "grouped.topk(1, -1)", "test_moe.py"),
     Mutant("y if self.shared_gate is None else y *", "y if self.shared_gate else y +", "test_moe.py"),
     Mutant("offsets[cut] * strides[cut] -", "0 * strides[cut] -", "test_init.py"),

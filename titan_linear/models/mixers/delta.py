@@ -10,7 +10,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -157,30 +157,25 @@ class DeltaMixer(RecurrentMixer):
         g, beta, z = self._gates(x)
         return (q, k, v, g, beta), z
 
-    def _recurrence(
-        self, inputs: Inputs, plan: BatchPlan, state: Tensor | None = None, final: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        return self._delta_rule(
-            *inputs,
-            A_log=self.A_log,
-            dt_bias=self.dt_bias,
+    def _arguments(self, plan: BatchPlan, state: Tensor | None, final: bool) -> dict[str, Any]:
+        """Of the delta rule, besides its inputs."""
+        return {
+            "A_log": self.A_log,
+            "dt_bias": self.dt_bias,
             **IN_KERNEL,
-            allow_neg_eigval=self.beta_range == 2.0,
-            initial_state=state,
-            output_final_state=final,
-            impl=self.implementations.get(self.op, "auto"),
-            cp_method=self.cp_method,
+            "allow_neg_eigval": self.beta_range == 2.0,
+            "initial_state": state,
+            "output_final_state": final,
+            "impl": self.implementations.get(self.op, "auto"),
+            "cp_method": self.cp_method,
             **plan.documents,
-        )
+        }
 
     def _output(self, o: Tensor, gate: Tensor) -> Tensor:
         return self.o_proj(self.o_norm(o, gate.unflatten(-1, (-1, self.v_head_dim))).flatten(-2))
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The raw gate [B, T, HV] or [B, T, HV, K], the logits of β [B, T, HV], the output gate [B, T, HV·V]."""
-        raise NotImplementedError
-
-    def _delta_rule(self, *inputs: Tensor, **options) -> tuple[Tensor, Tensor | None]:
         raise NotImplementedError
 
 
@@ -250,8 +245,10 @@ class KDAMixer(DeltaMixer):
         rate, gate = self.A_log.exp()[:, None], widen(gate) + self.dt_bias.view(-1, self.head_dim)
         return -rate * F.softplus(gate) if self.lower_bound is None else self.lower_bound * (rate * gate).sigmoid()
 
-    def _delta_rule(self, *inputs: Tensor, **options) -> tuple[Tensor, Tensor | None]:
-        return chunk_kda(*inputs, lower_bound=self.lower_bound, **options)
+    def _recurrence(
+        self, inputs: Inputs, plan: BatchPlan, state: Tensor | None = None, final: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        return chunk_kda(*inputs, lower_bound=self.lower_bound, **self._arguments(plan, state, final))
 
 
 # --- Gated DeltaNet --------------------------------------------------------------------------------------------------
@@ -291,5 +288,7 @@ class GDNMixer(DeltaMixer):
         _, _, _, gate, _ = inputs
         return -self.A_log.exp() * F.softplus(widen(gate) + self.dt_bias)
 
-    def _delta_rule(self, *inputs: Tensor, **options) -> tuple[Tensor, Tensor | None]:
-        return chunk_gated_delta_rule(*inputs, **options)
+    def _recurrence(
+        self, inputs: Inputs, plan: BatchPlan, state: Tensor | None = None, final: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        return chunk_gated_delta_rule(*inputs, **self._arguments(plan, state, final))
