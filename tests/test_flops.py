@@ -19,7 +19,7 @@ from titan_linear.config import load_config
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig, MoEConfig
 from titan_linear.models.decoder import Block, Decoder
 from titan_linear.models.init import initialise
-from titan_linear.models.mixers import GDN, KDA, MLA, Attention, Lightning, Mamba2, ShortConv
+from titan_linear.models.mixers import GDN, KDA, MLA, RWKV7, Attention, Lightning, Mamba2, ShortConv
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from titan_linear.observe import flops
@@ -36,6 +36,7 @@ MIXERS: dict[str, MixerOptions] = {
     "kda, softplus gate": KDA(heads=2, v_heads=2, head_dim=8, v_head_dim=12, lower_bound=None, conv_size=3),
     "gdn": GDN(heads=2, v_heads=4, head_dim=8, v_head_dim=12),
     "mamba2": Mamba2(heads=4, head_dim=12, state_dim=8, groups=2),
+    "rwkv7": RWKV7(heads=4, head_dim=12, w_rank=4, a_rank=5, v_rank=6, g_rank=7),
     "lightning": Lightning(heads=4, head_dim=12),
     "short_conv": ShortConv(channels=16),
 }
@@ -117,6 +118,18 @@ def test_mamba2_by_chunks() -> None:
     mixer, products, documents = MIXERS["mamba2"], counted(model_of(MIXERS["mamba2"]), CHUNKED), plan_of(CHUNKED)[1]
     gaps = (len(CHUNKED) - 1) * (mixer.conv_size - 1)
     assert products.total == mixer.flops(DIM, documents) + 2 * mixer.conv_size * sum(mixer.widths) * gaps
+
+
+def test_rwkv7_by_chunks() -> None:
+    """In the first layer. PyTorch's implementation solves for K + V columns where the statement has a product with V; a
+    chunk's rows that only write meet the state too; the four matrices leave out blocks above the diagonal, as KDA's do;
+    the token shift is a convolution."""
+    mixer, C = MIXERS["rwkv7"], 64
+    products, documents = counted(model_of(mixer), CHUNKED), plan_of(CHUNKED)[1]
+    H, K, NC = mixer.heads, mixer.head_dim, documents.tokens // C
+    assert products.counts["solve"] == H * NC * C * (C - 1) * 2 * K
+    extra = H * NC * (2 * C * K * K - 2 * C * C * K - 8 * C * C * K * (256 - 160) // 256)
+    assert products.counts["products"] == mixer.first.flops(DIM, documents) + extra
 
 
 @torch.no_grad()

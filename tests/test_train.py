@@ -315,6 +315,7 @@ def test_tied_embeddings_and_other_presets(corpus: Path, worlds: Callable[[int],
     for name, flavor, splits in (
         ("kda", "debug", ("cp 2 zig-zag", "HSDP x tp")),
         ("gdn", "debug", ("full activation checkpointing", "tp 2")),
+        ("rwkv7", "debug", ("full activation checkpointing", "dp 2 x cp 2", "tp 2 x cp 2 zig-zag", "cp 2 all heads")),
         ("hybrid", "wide norms", ("tp 2",)),
     ):
         keys = FLOAT64 | {"training.steps": 3, "model.name": name, "model.flavor": flavor}
@@ -329,11 +330,13 @@ def test_a_compiled_run_is_equal(corpus: Path, worlds: Callable[[int], World], o
     """Documents change from step to step, and the graphs stay (`tests/models/test_plan.py` compiles each mixer)."""
     softmax = FLOAT64 | {"training.steps": 3, "model.name": "hybrid", "model.flavor": "softmax"}
     experts = FLOAT64 | {"training.steps": 3, "model.name": "hybrid", "model.flavor": "experts"}
+    rwkv7 = FLOAT64 | {"training.steps": 3, "model.name": "rwkv7", "model.num_layers": 2}  # a layer gives values
     compiled = {"compile.enable": "true", "compile.backend": "aot_eager"}
     full = {"activation_checkpoint.mode": "full", "training.local_batch_size": 2}  # two micro-steps
     for keys, (processes, split), more in (
         (softmax, SPLITS["cp 2 zig-zag"], {"training.enable_cpu_offload": "true"}),
         (softmax, SPLITS["tp 2"], full),
+        (rwkv7, SPLITS["tp 2"], full),
         (experts, EXPERT_SPLITS["ep 2, dp 2"], {}),
     ):
         losses, norms, weights = one_process(keys)

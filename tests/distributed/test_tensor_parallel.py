@@ -12,7 +12,7 @@ from titan_linear.distributed.one_process import LocalGroup, run_ranks
 from titan_linear.distributed.tensor_parallel import apply_tp, tensor_splits
 from titan_linear.models.config import ModelConfig, MoEConfig
 from titan_linear.models.decoder import Decoder
-from titan_linear.models.mixers import GDN, KDA, MLA, Attention, Lightning, Mamba2, ShortConv
+from titan_linear.models.mixers import GDN, KDA, MLA, RWKV7, Attention, Lightning, Mamba2, ShortConv
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.cross_entropy import IGNORE, chunked_cross_entropy
 from titan_linear.ops.exchange.collectives import Ranks
@@ -21,6 +21,7 @@ MIXERS = {
     "kda": (KDA(heads=2, v_heads=4, head_dim=8, v_head_dim=12), ("heads", "v_heads")),
     "gdn": (GDN(heads=2, v_heads=4, head_dim=8, v_head_dim=12), ("heads", "v_heads")),
     "mamba2": (Mamba2(heads=4, head_dim=12, state_dim=8, groups=2), ("heads", "groups")),
+    "rwkv7": (RWKV7(heads=4, head_dim=12, w_rank=4, a_rank=4, v_rank=4, g_rank=4), ("heads",)),
     "lightning": (Lightning(heads=4, head_dim=12), ("heads",)),
     "short_conv": (ShortConv(channels=12), ("channels",)),
     "mamba2, one group": (Mamba2(heads=4, head_dim=12, state_dim=8), ("heads",)),

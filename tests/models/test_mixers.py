@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from titan_linear.distributed.parallelize import replicated_parameters, set_dtype
+from titan_linear.models import layers
 from titan_linear.models.config import MixerOptions, differences
 from titan_linear.models.decoder import Decoder, LayerCache
 from titan_linear.models.init import initialise
@@ -17,6 +18,7 @@ from titan_linear.models.mixers import (
     KDA,
     MIXERS,
     MLA,
+    RWKV7,
     Attention,
     Lightning,
     Mamba2,
@@ -27,6 +29,7 @@ from titan_linear.models.mixers import (
     mamba2,
     mla,
     recurrent,
+    rwkv7,
     short_conv,
 )
 from titan_linear.models.plan import BatchPlan
@@ -36,6 +39,7 @@ OPTIONS: dict[str, MixerOptions] = {
     "kda": KDA(heads=2, v_heads=4, head_dim=8, v_head_dim=12),
     "gdn": GDN(heads=2, v_heads=4, head_dim=8, v_head_dim=12, conv_size=3),
     "mamba2": Mamba2(heads=4, head_dim=12, state_dim=8, groups=2),
+    "rwkv7": RWKV7(heads=2, head_dim=8, w_rank=4, a_rank=4, v_rank=4, g_rank=4),
     "lightning": Lightning(heads=4, head_dim=12),
     "short_conv": ShortConv(channels=12),
     "attention": Attention(heads=4, kv_heads=2, head_dim=8, rotary_fraction=0.5),
@@ -73,8 +77,9 @@ def test_ops_are_those_that_it_calls(name: str, monkeypatch: pytest.MonkeyPatch)
     record(lightning, "chunk_simple_gla", lambda q, k, v: {"K": q.shape[-1], "V": v.shape[-1]})
     for module in (attention, mla):
         record(module, "attention", lambda q, k, v: {"D": q.shape[-1], "Dv": v.shape[-1]})
-    for module in (recurrent, short_conv):
-        record(module, "causal_conv1d", lambda x, weight, bias: {"W": weight.shape[-1]})
+    record(rwkv7, "chunk_rwkv7", lambda r, w, k, v, a, b: {"K": r.shape[-1], "V": v.shape[-1]})
+    for module in (recurrent, short_conv, layers):
+        record(module, "causal_conv1d", lambda x, weight, bias=None: {"W": weight.shape[-1]})
     build(OPTIONS[name])(torch.arange(9).unsqueeze(0), BatchPlan(torch.arange(9)))
     assert called == OPTIONS[name].ops
 
@@ -127,7 +132,7 @@ def test_key_heads_that_cannot_be_split() -> None:
 
 
 def test_rotary_channels() -> None:
-    assert [OPTIONS[name].rotary for name in MIXERS] == [None, None, None, None, None, (10000.0, 4), None]
+    assert [OPTIONS[name].rotary for name in MIXERS] == [None] * 6 + [(10000.0, 4), None]
     assert replace(OPTIONS["attention"], rope_theta=None).rotary is None
 
 

@@ -26,7 +26,7 @@ from titan_linear.distributed.tensor_parallel import apply_tp
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.models.decoder import Block, Decoder
 from titan_linear.models.init import initialise
-from titan_linear.models.mixers import GDN, KDA, MLA, Attention, Lightning, Mamba2, ShortConv
+from titan_linear.models.mixers import GDN, KDA, MLA, RWKV7, Attention, Lightning, Mamba2, ShortConv
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from titan_linear.ops import build_cp_context
@@ -42,6 +42,7 @@ MIXERS: dict[str, MixerOptions] = {
     "kda": KDA(heads=1, v_heads=1, head_dim=32, v_head_dim=32),
     "gdn": GDN(heads=1, v_heads=1, head_dim=32, v_head_dim=32),
     "mamba2": Mamba2(heads=2, head_dim=32, state_dim=16, groups=2),
+    "rwkv7": RWKV7(heads=2, head_dim=32, w_rank=8, a_rank=8, v_rank=8, g_rank=8),
     "lightning": Lightning(heads=2, head_dim=32),
     "short_conv": ShortConv(channels=32, conv_size=4),
     "attention": Attention(heads=4, kv_heads=2, head_dim=32, qk_norm="head"),
@@ -70,6 +71,7 @@ def plan_of(
     *,
     layout: str = "contiguous",
     linear_method: str = "kcp",
+    W: int = 4,
     **_: str,
 ) -> BatchPlan:
     """For this rank; dimensions that count documents are marked, as a compiled run marks them."""
@@ -77,7 +79,7 @@ def plan_of(
     over_heads = linear_method == "ulysses"
     cp_context = build_cp_context(
         boundaries(lengths),
-        conv1d_kernel_size=4,
+        conv1d_kernel_size=W,
         layout=layout,
         device=device,
         stream_programs=() if over_heads else None,
@@ -146,15 +148,19 @@ ON_HOST = {
 
 
 def host_work(mixer: str, device: torch.device, group: dist.ProcessGroup | None, **methods: str) -> Counter:
-    """Of the first layer that reads a plan, forward and backward, in a process in which another plan was read."""
-    block = blocks_of(mixer, device, 1)[0]
-    use_methods([block.mixer], **methods)
+    """Of the first layer of each kind that reads a plan, forward and backward, in a process in which another plan was
+    read."""
+    options = (MIXERS | OTHERS)[mixer]
+    blocks, W = blocks_of(mixer, device, 1 if options.first == options else 2), options.ops.get("causal_conv1d", {})
+    use_methods([block.mixer for block in blocks], **methods)
     for mode in (nullcontext(), work_on_host(device)):
-        plan = plan_of([5, 20, 20, 19], device, group, **methods)
+        plan = plan_of([5, 20, 20, 19], device, group, **methods, **W)
         x = torch.randn(1, plan.cp_context.tokens, 32, device=device, requires_grad=True)
         with mode as seen, torch.autograd.set_multithreading_enabled(False):
-            y, _ = block(x, plan)
-            torch.autograd.grad(y.square().sum(), [x, *block.parameters()])
+            y, values = x, None
+            for block in blocks:
+                y, _, values = block(y, plan, None, values)
+            torch.autograd.grad(y.square().sum(), [x, *(p for block in blocks for p in block.parameters())])
     return seen
 
 
@@ -171,6 +177,8 @@ SPLIT = [
         ("gdn", {}),
         ("mamba2", {}),
         ("mamba2", {"linear_method": "ulysses"}),
+        ("rwkv7", {}),
+        ("rwkv7", {"linear_method": "ulysses"}),
         ("lightning", {}),
         ("lightning", {"linear_method": "ulysses"}),
         ("short_conv", {}),
@@ -241,7 +249,7 @@ def compiled(
                 with torch.set_grad_enabled(grad):
                     y = x
                     for forward in forwards:
-                        y, _ = forward(y, plan)
+                        y, *_ = forward(y, plan)
                 results.append([y, *(torch.autograd.grad(y.square().sum(), [x, *parameters]) if grad else ())])
             errors.append(max((a - b).detach().abs().max().item() for a, b in zip(*results, strict=True)))
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])

@@ -39,6 +39,12 @@ COUNTS = {
     ("granite-h", "tiny"): 6_939_037_248,
     ("granite-h", "small"): 32_207_337_984,
 }
+BY_THEIR_AUTHORS = {  # of models that transformers lacks
+    ("rwkv7", "0.1B"): 191_034_624,
+    ("rwkv7", "0.4B"): 450_767_872,
+    ("rwkv7", "1.5B"): 1_527_404_544,
+    ("rwkv7", "2.9B"): 2_947_735_040,
+}
 
 
 def family_of(name: str, config: ModelConfig) -> str:
@@ -46,7 +52,7 @@ def family_of(name: str, config: ModelConfig) -> str:
 
 
 def test_every_published_size_is_counted() -> None:
-    assert set(COUNTS) == {(n, f) for n in MODELS if n not in OWN for f in MODELS[n] if f != "debug"}
+    assert set(COUNTS | BY_THEIR_AUTHORS) == {(n, f) for n in MODELS if n not in OWN for f in MODELS[n] if f != "debug"}
 
 
 @pytest.mark.parametrize(("name", "flavor"), COUNTS)
@@ -58,6 +64,10 @@ def test_parameter_counts(name: str, flavor: str) -> None:
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **written))
     assert type(theirs).__name__ == family_of(name, config)
     assert count_parameters(config) == sum(p.numel() for p in theirs.parameters()) == COUNTS[name, flavor]
+
+
+def test_parameter_counts_of_their_authors() -> None:
+    assert {which: count_parameters(preset(*which)) for which in BY_THEIR_AUTHORS} == BY_THEIR_AUTHORS
 
 
 @pytest.mark.parametrize(("name", "flavor"), [("qwen3-next", "80B-A3B"), ("kimi-linear", "48B-A3B")])

@@ -2,10 +2,12 @@
 
 titan-linear convert to-hf outputs/run/checkpoint/step-1000 exported --export-dtype bfloat16
 titan-linear convert from-hf Qwen3.5-2B converted
+titan-linear convert from-rwkv RWKV-x070-World-0.1B-v2.8.pth RWKV-7-0.1B
 
 to-hf     CHECKPOINT is a run's folder, its checkpoint/ (the newest step is taken), or a step-N in it. If the run began
           from a Hugging Face folder, the names, config.json and tokenizer are that folder's; --like names another copy
           of it.
+from-rwkv FILE is RWKV-LM's .pth of an RWKV-7, of which no code is run; the folder is flash-linear-attention's.
 from-hf   writes CHECKPOINTS/step-0, weights only, for checkpoint.initial_load_path; checkpoint.initial_load_in_hf
           starts a run from the Hugging Face folder itself.
 """
@@ -13,19 +15,22 @@ from-hf   writes CHECKPOINTS/step-0, weights only, for checkpoint.initial_load_p
 from __future__ import annotations
 
 import argparse
+import pickle
 import warnings
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 
 import torch
 import torch.distributed as dist
 
 from titan_linear.distributed.process import refusing
+from titan_linear.models.families.rwkv7 import from_rwkv_lm
 from titan_linear.run.build import DTYPES, EXPORT_DTYPES
 from titan_linear.run.exports import export_checkpoint
 from titan_linear.storage.checkpoint import Checkpointer
-from titan_linear.storage.hf_io import RowReader, locate, open_folder, read_model
+from titan_linear.storage.hf_io import RowReader, find_family, locate, open_folder, read_model, write_folder
 from titan_linear.storage.step_folders import Progress, whole_steps
 
 
@@ -35,6 +40,8 @@ def main(argv: list[str]) -> int:
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is intended
     if args.direction == "to-hf":
         to_hf(Path(args.checkpoint), Path(args.folder), args.export_dtype, args.like)
+    elif args.direction == "from-rwkv":
+        from_rwkv(Path(args.file), Path(args.folder))
     else:
         from_hf(Path(args.folder), Path(args.checkpoints), DTYPES[args.dtype])
     return 0
@@ -42,10 +49,28 @@ def main(argv: list[str]) -> int:
 
 def to_hf(checkpoint: Path, folder: Path, export_dtype: str, like: str | None) -> None:
     """Write a Hugging Face folder."""
-    if folder.exists():
-        raise ValueError(f"'{folder}' is there already; choose another name")
+    _check_new(folder)
     export_checkpoint(checkpoint, folder, export_dtype, like or "")
     print(f"exported '{checkpoint}' to '{folder}'")
+
+
+def _check_new(folder: Path) -> None:
+    if folder.exists():
+        raise ValueError(f"'{folder}' is there already; choose another name")
+
+
+def from_rwkv(file: Path, folder: Path) -> None:
+    """Write a Hugging Face folder, its tensors of the embedding's dtype."""
+    _check_new(folder)
+    try:
+        tensors = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        model, get = from_rwkv_lm(tensors)
+    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+        raise ValueError(f"'{file}' cannot be read ({shorten(str(error), 200)}); fetch it again") from None
+    except ValueError as error:
+        raise ValueError(f"'{file}': {error}") from None
+    write_folder(folder, model, find_family(model), get, dtype=tensors["emb.weight"].dtype)
+    print(f"imported '{file}' to '{folder}'")
 
 
 def from_hf(folder: Path, checkpoints: Path, dtype: torch.dtype) -> None:
@@ -79,6 +104,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     source = "source: of each tensor as in the folder that the run began from (default: float32)"
     to.add_argument("--export-dtype", choices=EXPORT_DTYPES, default="float32", help=source)
     to.add_argument("--like", help="a Hugging Face folder of the same model")
+    rwkv = directions.add_parser("from-rwkv")
+    rwkv.add_argument("file", metavar="FILE")
+    rwkv.add_argument("folder", metavar="FOLDER")
     of = directions.add_parser("from-hf")
     of.add_argument("folder", metavar="FOLDER")
     of.add_argument("checkpoints", metavar="CHECKPOINTS")

@@ -65,6 +65,7 @@ class Model(Section):
         "granite-h",
         "lfm2",
         "minimax",
+        "rwkv7",
     ] = "hybrid"
     """Family: linear layers only (kda, gdn), a pattern with softmax attention (hybrid), or a published hybrid."""
     flavor: str = Field("debug", min_length=1)

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from titan_linear.distributed.parts import shard_parameter
 from titan_linear.models.decoder import Decoder, Head
 from titan_linear.models.layers import RMSNorm, widen
+from titan_linear.models.mlps.moe import MoE
 from titan_linear.ops.cross_entropy import chunked_cross_entropy
 from titan_linear.ops.exchange.collectives import Ranks, gather_along, gather_tokens, scatter_tokens, sum_over_ranks
 
@@ -62,7 +63,7 @@ def apply_tp(model: Decoder, ranks: Ranks) -> dict[str, int]:
         model.head.weight = model.embedding.weight
     for layer in model.layers:
         for part in filter(None, (layer.mixer, layer.mlp)):
-            _share(part, ranks, _on_all_tokens)
+            _share(part, ranks, _moe if isinstance(part, MoE) else _on_all_tokens)
     _share(model.embedding, ranks, _embed)
     _share(model.head, ranks, _head)
     return splits
@@ -94,12 +95,18 @@ def _summed(x: Tensor, ranks: Ranks) -> Tensor:
 
 
 def _on_all_tokens(module: nn.Module, x: Tensor, *arguments: object) -> object:
-    """A mixer or an MLP. The load-balance loss of experts is the same on all ranks: each gives an equal part of it."""
+    """A mixer or an MLP. The values that a mixer hands to later layers are of this rank's heads, and of all tokens."""
     out = module.alone(_gathered(x, module.ranks), *arguments)
     if isinstance(out, Tensor):
         return _summed(out, module.ranks)
-    y, balance = out
-    return _summed(y, module.ranks), None if balance is None else balance / module.ranks.size
+    y, more = out
+    return _summed(y, module.ranks), more
+
+
+def _moe(moe: MoE, x: Tensor, *arguments: object) -> object:
+    """The load-balance loss of experts is the same on all ranks: each gives an equal part of it."""
+    y, balance = _on_all_tokens(moe, x, *arguments)
+    return y, None if balance is None else balance / moe.ranks.size
 
 
 def _embed(embedding: nn.Embedding, tokens: Tensor) -> Tensor:

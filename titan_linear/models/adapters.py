@@ -176,7 +176,7 @@ def _layouts(config: ModelConfig, family: str, ours: Shapes, on_disk: Shapes | N
     prefix = next((p for p in has.prefixes if on_disk and p + embedding in on_disk), has.prefixes[0])
     num_experts = config.moe.num_experts if config.moe else 0
     for spellings in has.model:
-        if not (config.tie_embeddings and spellings[0].ours == ("head.weight",)):
+        if set(spellings[0].ours) <= ours.keys():
             yield [_resolve(layout, "", prefix, ours) for layout in spellings]
     for i, (mixer, mlp) in enumerate(config.layers):
         mine, theirs = f"layers.{i}.", f"{prefix}layers.{i}."
@@ -201,8 +201,9 @@ def _resolve(
     else:
         step = -(-sum(counts) // len(on_disk))
         rows = [min(step, sum(counts) - i * step) for i in range(len(on_disk))]
-    shapes = [layout.shape_on_disk(n, width, ours[names[0]]) for n in rows]
-    return _Resolved(names, tuple(map(Source, on_disk, shapes)), getattr(mixer, layout.groups) if layout.groups else 1)
+    groups = getattr(mixer, layout.groups) if layout.groups else 1
+    shapes = [layout.shape_on_disk(n, width, ours[names[0]], groups) for n in rows]
+    return _Resolved(names, tuple(map(Source, on_disk, shapes)), groups)
 
 
 def _spelling(spellings: list[_Resolved], on_disk: Shapes | None) -> _Resolved:

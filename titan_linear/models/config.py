@@ -15,7 +15,7 @@ from torch import nn
 
 from titan_linear.models.cases import Draws, OpCase
 from titan_linear.models.mlps import Dense, MLPOptions, MoEConfig
-from titan_linear.models.mlps.dense import Activation
+from titan_linear.models.mlps.dense import DenseActivation
 from titan_linear.ops.layout.boundaries import CHUNK
 
 
@@ -46,7 +46,8 @@ class MixerOptions(ABC):
 
     @abstractmethod
     def build(self, config: ModelConfig, layer: int) -> nn.Module:
-        """Build the module of a layer: forward(x [B, T, dim], plan, cache) -> [B, T, dim]. It may have the attributes
+        """Build the module of a layer: forward(x [B, T, dim], plan, cache) -> [B, T, dim]. One that `takes`
+        values [B, T, takes] gets them as a fourth argument; `first` returns them too. It may have the attributes
 
         initial: parameter -> its Draw, where it is not normal
         kept_whole: parameters that FSDP neither shards nor casts
@@ -64,6 +65,16 @@ class MixerOptions(ABC):
     @abstractmethod
     def ops(self) -> dict[str, dict[str, int]]:
         """The ops of titan_linear.ops that the mixer calls, with the sizes on which their implementations depend."""
+
+    @property
+    def first(self) -> MixerOptions:
+        """What it is in the first layer of its kind."""
+        return self
+
+    @property
+    def takes(self) -> int:
+        """Channels of the values that it takes from the first layer of its kind, which are split by heads."""
+        return 0
 
     @property
     def rotary(self) -> tuple[float, int] | None:
@@ -119,12 +130,13 @@ class ModelConfig:
     moe: MoEConfig | None = None
     dense_layers: tuple[int, ...] = ()  # layers that have an MLP despite `moe`
     zero_centred_norm: bool = False  # norms multiply by (1 + weight), except linear layers' output norm
+    layer_norm: bool = False  # norms are LayerNorms with biases, one after the embedding too; else RMSNorms
     post_norm: tuple[str, ...] = ()  # mixers whose blocks norm the outputs of mixer and MLP, not their inputs
     tie_embeddings: bool = False
     norm_eps: float = 1e-5
     init_std: float = 0.02
     one_branch: bool = False  # a layer is what the pattern names; else a mixer and the MLP or experts that follow it
-    activation: Activation = "swiglu"  # of MLPs
+    activation: DenseActivation = "swiglu"  # of MLPs
     embedding_factor: float = 1.0  # on the embedding's output
     residual_factor: float = 1.0  # on what each branch adds
     kept_factor: float = 1.0  # on what it adds that to
@@ -140,6 +152,8 @@ class ModelConfig:
         dense = Dense(self.hidden_dim, self.activation) if self.hidden_dim else None
         if isinstance(entry, str):
             return Layer(None, self.moe if entry == MoEConfig.name else dense)
+        if type(entry) not in map(type, self.pattern[:i]):
+            entry = entry.first
         mlp = dense if self.moe is None or i in self.dense_layers else self.moe
         return Layer(entry, None if self.one_branch else mlp)
 
@@ -168,11 +182,6 @@ class ModelConfig:
         n = self.num_layers if n is None else min(n, self.num_layers)
         period = self.pattern * -(-n // len(self.pattern))
         return replace(self, num_layers=n, pattern=period[:n])
-
-    def only(self, layer: int) -> ModelConfig:
-        """The same model with one of its layers only."""
-        dense = (0,) if layer in self.dense_layers else ()
-        return replace(self, num_layers=1, pattern=(self.pattern[layer % len(self.pattern)],), dense_layers=dense)
 
     @property
     def split_counts(self) -> list[tuple[str, int]]:

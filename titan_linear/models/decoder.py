@@ -9,11 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from titan_linear.models.config import ModelConfig
-from titan_linear.models.layers import RMSNorm
+from titan_linear.models.layers import LayerNorm, RMSNorm
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.cross_entropy import chunked_cross_entropy
 from titan_linear.ops.registry import choose_implementations
 from titan_linear.ops.runtime.support import Choice
+
+
+def norm_of(config: ModelConfig) -> nn.Module:
+    if config.layer_norm:
+        return LayerNorm(config.dim, config.norm_eps)
+    return RMSNorm(config.dim, config.norm_eps, config.zero_centred_norm)
 
 
 class LayerCache(UserDict[str, Tensor]):
@@ -30,31 +36,37 @@ class Block(nn.Module):
         self.options = options = config.layers[layer]
         self.post_norm, self.normed_residual = options.name in config.post_norm, config.normed_residual
         self.factor, self.kept_factor = config.residual_factor, config.kept_factor
+        self.takes = options.mixer is not None and options.mixer.takes > 0
         self.mixer = self.mlp = None
         if options.mixer is not None:
-            self.mixer_norm = RMSNorm(config.dim, config.norm_eps, config.zero_centred_norm)
+            self.mixer_norm = norm_of(config)
             self.mixer = options.mixer.build(config, layer)
         if options.mlp is not None:
-            self.mlp_norm = RMSNorm(config.dim, config.norm_eps, config.zero_centred_norm)
-            self.mlp = options.mlp.build(config.dim)
+            self.mlp_norm = norm_of(config)
+            self.mlp = options.mlp.build(config.dim, layer / config.num_layers)
 
-    def forward(self, x: Tensor, plan: BatchPlan, cache: LayerCache | None = None) -> tuple[Tensor, Tensor | None]:
-        """x [B, T, dim] -> [B, T, dim], and the load-balance loss of the experts, if there is one."""
+    def forward(
+        self, x: Tensor, plan: BatchPlan, cache: LayerCache | None = None, values: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """x [B, T, dim] -> [B, T, dim], the load-balance loss of the experts, if there is one, and the values that
+        later layers take: those given, or the mixer's."""
         balance = None
         if self.mixer is not None:
             given = self.mixer_input(x)
-            x = self._added(x, given, self.mixer(given, plan, cache), self.mixer_norm)
+            y = self.mixer(given, plan, cache, values) if self.takes else self.mixer(given, plan, cache)
+            y, values = y if isinstance(y, tuple) else (y, values)
+            x = self._added(x, given, y, self.mixer_norm)
         if self.mlp is not None:
             given = x if self.post_norm else self.mlp_norm(x)
-            y = self.mlp(given, plan)
+            y = self.mlp(given, plan, cache)
             y, balance = y if isinstance(y, tuple) else (y, None)
             x = self._added(x, given, y, self.mlp_norm)
-        return x, balance
+        return x, balance, values
 
     def mixer_input(self, x: Tensor) -> Tensor:
         return x if self.post_norm else self.mixer_norm(x)
 
-    def _added(self, x: Tensor, given: Tensor, y: Tensor, norm: RMSNorm) -> Tensor:
+    def _added(self, x: Tensor, given: Tensor, y: Tensor, norm: nn.Module) -> Tensor:
         """given: what the branch got; y: what came of it."""
         x = given if self.normed_residual else x
         x = x if self.kept_factor == 1 else x * self.kept_factor
@@ -67,7 +79,7 @@ class Head(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.norm = RMSNorm(config.dim, config.norm_eps, config.zero_centred_norm)
+        self.norm = norm_of(config)
         self.divisor = config.logits_divisor
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim))
         self.token_losses: Tensor | None = None  # [B·T] into which the loss's terms are written, if set
@@ -99,6 +111,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.embedding_norm = norm_of(config) if config.layer_norm else nn.Identity()
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.head = Head(config)
         self.implementations: dict[str, Choice] = {}
@@ -124,7 +137,7 @@ class Decoder(nn.Module):
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         x, factor = self.embedding(tokens), self.config.embedding_factor
-        return x if factor == 1 else x * factor
+        return self.embedding_norm(x if factor == 1 else x * factor)
 
     def forward(
         self,
@@ -143,9 +156,9 @@ class Decoder(nn.Module):
         The load-balance loss, times balance_weight, is in the loss's gradient, not in its value, which stays the sum of
         cross-entropies. It is a sum over all tokens, with or without a label.
         """
-        x, balances = self._embedded(tokens), []
+        x, balances, values = self._embedded(tokens), [], None
         for i, layer in enumerate(self.layers):
-            x, balance = layer(x, plan, None if caches is None else caches[i])
+            x, balance, values = layer(x, plan, None if caches is None else caches[i], values)
             balances += [] if balance is None else [balance]
         out = self.head(x if logits_to_keep is None else x[:, -logits_to_keep:], labels, loss_chunk)
         for balance in balances if labels is not None else []:

@@ -54,6 +54,10 @@ class Elements:
         x ^= x >> np.uint64(31)
         return x
 
+    def places(self) -> Tensor:
+        """[n] float64, the indices themselves."""
+        return _floats(self.index)
+
     def uniform(self) -> Tensor:
         """[n] float64 in (0, 1)."""
         return _floats(self.bits() >> np.uint64(12)).add_(0.5).mul_(2.0**-52)
@@ -82,6 +86,15 @@ def zeros(elements: Elements) -> Tensor:
 
 def ones(elements: Elements) -> Tensor:
     return torch.ones(len(elements.index))
+
+
+def constant(value: float) -> Draw:
+    return lambda elements: torch.full((len(elements.index),), value)
+
+
+def token_mix(dim: int, power: float) -> Draw:
+    """What channel n of `dim` takes from the token before, 1 − (n / dim)^power."""
+    return lambda elements: 1 - (elements.places() / dim).pow(power)
 
 
 def normal(std: float) -> Draw:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, MutableMapping
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -10,9 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_linear.models.draws import ones, zeros
+from titan_linear.ops import causal_conv1d
 from titan_linear.ops.float8 import Product
+from titan_linear.ops.runtime.support import Choice
 
 QUERIES = 32  # number of queries whose attention telemetry samples
+SHIFT_OPS = {"causal_conv1d": {"W": 2}}  # the op of `token_shift`
+Cache = MutableMapping[str, Tensor] | None  # what a layer keeps of earlier tokens
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:
@@ -36,6 +41,20 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight = 1 + widen(self.weight) if self.zero_centred else widen(self.weight)
         return F.rms_norm(widen(x), self.weight.shape, weight, self.eps).to(x.dtype)
+
+
+class LayerNorm(nn.Module):
+    """(x − mean(x)) / sqrt(var(x) + eps) · weight + bias over the last dimension."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight, self.bias = (nn.Parameter(torch.empty(dim)) for _ in range(2))
+        self.eps = eps
+        self.initial = {"weight": ones, "bias": zeros}
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = widen(self.weight), widen(self.bias)
+        return F.layer_norm(widen(x), weight.shape, weight, bias, self.eps).to(x.dtype)
 
 
 class GatedRMSNorm(RMSNorm):
@@ -136,6 +155,23 @@ class ConvWeight(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim, width))
         self.bias = nn.Parameter(torch.empty(dim)) if bias else None
         self.initial = {"bias": zeros}
+
+
+def token_shift(
+    x: Tensor, documents: dict[str, object], cache: Cache, name: str, implementations: Mapping[str, Choice]
+) -> Tensor:
+    """RWKV's shift: x_{t−1} − x_t, where x_{−1} = 0 before a document's first token.  [B, T, D] -> [B, T, D]
+
+    It is a convolution with the taps 1 and 0, which knows documents, halos and states. cache[name] is the last token's
+    x, [B, D, 1].
+    """
+    taps = F.pad(x.new_ones(x.shape[-1], 1), (0, 1))  # [D, 2]
+    states = {} if cache is None else {"initial_state": cache.get(name), "output_final_state": True}
+    impl = implementations.get("causal_conv1d", "auto")
+    before, tail = causal_conv1d(x, taps, impl=impl, **documents, **states)
+    if cache is not None:
+        cache[name] = tail
+    return before - x
 
 
 def angles(position_ids: Tensor, theta: float, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -129,7 +129,8 @@ class Telemetry(Hook):
         x = inputs[0] if window.fragments else inputs[0][:, : window.tokens]
         if self.dims.tp > 1:
             x = gather_along(x, 1, self.dims.tp_ranks.group, self.dims.tp)
-        for quantity, pair in layer.mixer.watch(layer.mixer_input(x), window).items():
+        taken = inputs[3:] if layer.takes else ()
+        for quantity, pair in layer.mixer.watch(layer.mixer_input(x), window, *taken).items():
             self._parts[quantity, name] = Part(torch.stack(pair), _by_head)
 
     def _add_losses(self, batch: MicroBatch, losses: Tensor) -> None:

@@ -89,8 +89,9 @@ class Layer:
     compiled: Memory
 
 
-def count(block: Block, x: Tensor, plan: BatchPlan) -> Layer:
-    """Count a layer's work and memory on a rank. x [1, T, dim] (requires_grad) and `plan` are on the meta device."""
+def count(block: Block, x: Tensor, plan: BatchPlan, values: Tensor | None = None) -> Layer:
+    """Count a layer's work and memory on a rank. x [1, T, dim] and the values that the layer takes (requires_grad), and
+    `plan`, are on the meta device."""
     seen = _Seen(x)
     saved = {}
 
@@ -101,16 +102,17 @@ def count(block: Block, x: Tensor, plan: BatchPlan) -> Layer:
 
     region, _ = contexts()
     with _OneKernelNorms(), region, saved_tensors_hooks(keep, lambda tensor: tensor):
-        block(x, plan)
+        block(x, plan, None, values)
     selective = region.region.nbytes
     saved.clear()
     with _OneKernelNorms(), seen:
         with saved_tensors_hooks(keep, lambda tensor: tensor):
-            y, _ = block(x, plan)
+            y, *_ = block(x, plan, None, values)
         seen.turn(y)
         y.backward(torch.empty_like(y))
         seen.take(x.grad)
-    parameters = {p.untyped_storage()._cdata for p in block.parameters()}
+    others = () if values is None else (values,)
+    parameters = {p.untyped_storage()._cdata for p in (*block.parameters(), *others)}
     kept = sum(size for key, size in saved.items() if key not in parameters)
     leaves = (seen.leaves(saved) | {seen.key(x)}) - parameters
     for key in leaves:

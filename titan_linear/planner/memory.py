@@ -244,27 +244,31 @@ def layers(model: ModelConfig, batch: Batch) -> list[Layer]:
         kernels = op.implementations.get("triton")
         if kernels and no_kernels not in kernels.needs and (reason := op.reason_against("triton", target)):
             raise ValueError(f"{name} is planned as the GPU's kernels compute it: {reason}; use a model that they take")
-    alike = batch._replace(ep=1)
-    return [_layer(model.only(i), alike, i if batch.float8 else 0) for i in range(model.num_layers)]
+    alike, of_kind = batch._replace(ep=1), model.layers
+    firsts = [of_kind.index(layer) for layer in of_kind]
+    return [_last_layer(model.first_layers(n + 1), alike, i - n if batch.float8 else 0) for i, n in enumerate(firsts)]
 
 
 @cache
-def _layer(alone: ModelConfig, batch: Batch, number: int) -> Layer:
-    """alone: a model of one layer. number: by which float8.filter_fqns knows it."""
+def _last_layer(model: ModelConfig, batch: Batch, shift: int) -> Layer:
+    """shift: of the layers' numbers, by which float8.filter_fqns knows them."""
     with META:
-        decoder = Decoder(alone)
-        x = torch.empty(1, batch.tokens, alone.dim, dtype=batch.dtype, requires_grad=True)
+        decoder = Decoder(model)
+        x = torch.empty(1, batch.tokens, model.dim, dtype=batch.dtype, requires_grad=True)
     set_dtype(decoder, batch.dtype)
     _apply_tp_and_ep(decoder, batch.tp, 1)
     if batch.float8 is not None:
-        use_float8(decoder, batch.float8, first=number)
-    (block,) = decoder.layers
+        use_float8(decoder, batch.float8, first=shift)
+    *_, block = decoder.layers
     if isinstance(block.mlp, MoE):
         block.mlp.experts.forward = partial(_one_expert, block.mlp.experts)
     cp = context(batch)
-    if mixer := alone.layers[0].mixer:
+    values = None
+    if mixer := block.options.mixer:
         block.mixer.cp_method = batch.linear_method if mixer.linear else batch.softmax_method
-    return count(block, x, BatchPlan(cp.position_ids, cp_context=cp, num_streams=batch.streams))
+        if mixer.takes:
+            values = x.new_empty(1, len(cp.position_ids), mixer.takes // batch.tp, requires_grad=True)
+    return count(block, x, BatchPlan(cp.position_ids, cp_context=cp, num_streams=batch.streams), values)
 
 
 def _one_expert(experts: Experts, x: Tensor, counts: Tensor) -> Tensor:

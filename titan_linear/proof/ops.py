@@ -103,7 +103,8 @@ def _op(of: OpCase, layers: tuple[int, ...], draw: _Draws) -> Case:
 def _mixer(kind: MixerOptions, layers: tuple[int, ...], draw: _Draws, mixer: nn.Module) -> Case:
     def run(x: Tensors, plan: BatchPlan, impl: str) -> Tensor:
         x = dict(x)
-        own, tokens = copy.deepcopy(mixer), x.pop("x")  # a copy per call: ranks run it in turns
+        own = copy.deepcopy(mixer)  # per call: ranks run it in turns
+        tokens, *taken = (x.pop(name) for name in given)
         for name, p in x.items():
             owner, _, leaf = name.rpartition(".")
             module = own.get_submodule(owner)
@@ -111,12 +112,15 @@ def _mixer(kind: MixerOptions, layers: tuple[int, ...], draw: _Draws, mixer: nn.
             setattr(module, leaf, p)
         own.cp_method = draw.cp_method
         own.implementations = choose_implementations(kind.ops, impl, tokens.device, tokens.dtype)
-        return own(tokens, plan)
+        y = own(tokens, plan, None, *taken)
+        return y if isinstance(y, Tensor) else y[0]
 
     parameters = {name: p.detach() for name, p in mixer.named_parameters()}
-    x, dy = draw.tokens("x", draw.dim), draw.tokens("dy of mixer", draw.dim)
-    wide = getattr(mixer, "kept_whole", ())
-    return Case(f"mixer {kind.name}", layers, {"x": x}, dy, parameters, run, DELTA, OF_MIXER, wide)
+    given = {"x": draw.tokens("x", draw.dim)}
+    if kind.takes:
+        given["values"] = draw.tokens("values", kind.takes)
+    dy, wide = draw.tokens("dy of mixer", draw.dim), getattr(mixer, "kept_whole", ())
+    return Case(f"mixer {kind.name}", layers, given, dy, parameters, run, DELTA, OF_MIXER, wide)
 
 
 # --- A case on one rank or many --------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ class BatchSharding:
         compiled: bool = False,
     ) -> BatchSharding:
         """The sharding that plans for what this model's mixers need of a batch."""
-        needs = [mixer.ops for mixer in model.mixers]
+        needs = [*(mixer.ops for mixer in model.mixers), *(mlp.ops(model.dim, dims.tp) for mlp in model.mlps)]
         over_heads = dims.cp > 1 and linear_method == "ulysses"
         programs = _programs(model, dims.tp * dims.cp if over_heads else dims.tp, device)
         sizes = {ops["causal_conv1d"]["W"] for ops in needs if "causal_conv1d" in ops}

@@ -14,6 +14,7 @@ from titan_linear.models.families.nemotron_h import NEMOTRON_H, NEMOTRON_H_MODEL
 from titan_linear.models.families.olmo import OLMO_HYBRID, OLMO_HYBRID_MODELS
 from titan_linear.models.families.own import OWN_FAMILY
 from titan_linear.models.families.qwen import QWEN3_5, QWEN3_5_MODELS, QWEN3_5_MOE, QWEN3_NEXT, QWEN3_NEXT_MODELS
+from titan_linear.models.families.rwkv7 import RWKV7_FAMILY, RWKV7_MODELS
 
 FAMILIES: dict[str, Family] = {  # by architecture
     "Qwen3_5ForCausalLM": QWEN3_5,
@@ -25,6 +26,7 @@ FAMILIES: dict[str, Family] = {  # by architecture
     "GraniteMoeHybridForCausalLM": GRANITE_H,
     "Lfm2ForCausalLM": LFM2,
     "MiniMaxForCausalLM": MINIMAX,
+    "RWKV7ForCausalLM": RWKV7_FAMILY,
     "KDAForCausalLM": FLA_KDA_FAMILY,
     "GatedDeltaNetForCausalLM": FLA_GDN_FAMILY,
     "TitanLinearForCausalLM": OWN_FAMILY,
@@ -39,4 +41,5 @@ PUBLISHED: dict[str, dict[str, ModelConfig]] = {  # by name and flavor, from the
     "granite-h": GRANITE_H_MODELS,
     "lfm2": LFM2_MODELS,
     "minimax": MINIMAX_MODELS,
+    "rwkv7": RWKV7_MODELS,
 }

@@ -22,13 +22,19 @@ class Layout:
     ours: tuple[str, ...]
     theirs: tuple[str, ...]  # a name with {e} stands for one tensor per expert
     groups: str | None = None  # the mixer's option that is the number of groups; None: one group
-    form: str = "matrix"  # the shape on disk: "matrix", "conv" [rows, 1, W], "heads" [1, 1, H, 1], "stacked" [E, .., W]
+    form: str = "matrix"  # the shape on disk: a key of `shape_on_disk`
     equal: bool = False  # `theirs` are of equal size (the last may be smaller), whatever the sizes of `ours`
 
-    def shape_on_disk(self, rows: int, width: int, ours: tuple[int, ...]) -> tuple[int, ...]:
-        matrix = (rows,) if len(ours) == 1 else (rows, width)
-        stacked = (ours[0], rows // ours[0], width)
-        return {"matrix": matrix, "conv": (rows, 1, width), "heads": (1, 1, rows, 1), "stacked": stacked}[self.form]
+    def shape_on_disk(self, rows: int, width: int, ours: tuple[int, ...], groups: int) -> tuple[int, ...]:
+        return {
+            "matrix": (rows,) if len(ours) == 1 else (rows, width),
+            "conv": (rows, 1, width),
+            "heads": (1, 1, rows, 1),
+            "stacked": (ours[0], rows // ours[0], width),
+            "vector": (1, 1, rows),
+            "by group": (groups, rows // groups),
+            "vectors": (len(self.ours), rows // len(self.ours)),
+        }[self.form]
 
 
 Spellings = tuple[Layout, ...]  # the layouts that one part of a model may have

@@ -9,10 +9,11 @@ from titan_linear.models.mixers.delta import GDN, KDA
 from titan_linear.models.mixers.lightning import Lightning
 from titan_linear.models.mixers.mamba2 import Mamba2
 from titan_linear.models.mixers.mla import MLA
+from titan_linear.models.mixers.rwkv7 import RWKV7
 from titan_linear.models.mixers.short_conv import ShortConv
 
 MIXERS: dict[str, type[MixerOptions]] = {
-    kind.name: kind for kind in (KDA, GDN, Mamba2, Lightning, ShortConv, Attention, MLA)
+    kind.name: kind for kind in (KDA, GDN, Mamba2, RWKV7, Lightning, ShortConv, Attention, MLA)
 }
 
-__all__ = ["GDN", "KDA", "MIXERS", "MLA", "Attention", "Lightning", "Mamba2", "ShortConv"]
+__all__ = ["GDN", "KDA", "MIXERS", "MLA", "RWKV7", "Attention", "Lightning", "Mamba2", "ShortConv"]

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from titan_linear.models.layers import ConvWeight, widen, widened
+from titan_linear.models.layers import Cache, ConvWeight, widen, widened
 from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.ops import causal_conv1d
 from titan_linear.ops.runtime.support import Choice
 
-Cache = dict[str, Tensor] | None
 Inputs = tuple[Tensor, ...]
 
 
@@ -30,15 +30,20 @@ class RecurrentMixer(nn.Module):
     def forward(self, x: Tensor, plan: BatchPlan, cache: Cache = None) -> Tensor:
         """x [B, T, dim] -> [B, T, dim]. A cache holds what earlier tokens left; it is updated in place."""
         inputs, gate = self._inputs(x, plan, cache)
+        return self._output(self._carried(inputs, plan, cache), gate)
+
+    def _carried(self, inputs: Inputs, plan: BatchPlan, cache: Cache) -> Tensor:
+        """The recurrence's output, from the cache's state on, which is brought up to date."""
         if cache is None:
             o, _ = self._recurrence(inputs, plan)
         else:
             o, cache["state"] = self._recurrence(inputs, plan, cache.get("state"), final=True)
-        return self._output(o, gate)
+        return o
 
     @abstractmethod
-    def _inputs(self, x: Tensor, plan: BatchPlan, cache: Cache) -> tuple[Inputs, Tensor]:
-        """The recurrence's inputs [B, T, ...], and the output gate [B, T, ...]."""
+    def _inputs(self, x: Tensor, plan: BatchPlan, cache: Cache, *taken: Tensor) -> tuple[Inputs, Any]:
+        """The recurrence's inputs [B, T, ...], and what `_output` needs besides: an output gate [B, T, ...]. taken:
+        values of the first layer, for mixers that take them."""
 
     @abstractmethod
     def _recurrence(
@@ -47,19 +52,19 @@ class RecurrentMixer(nn.Module):
         """o [B, T, heads, V] and, if `final`, the last states, from those given (None: zeros)."""
 
     @abstractmethod
-    def _output(self, o: Tensor, gate: Tensor) -> Tensor:
+    def _output(self, o: Tensor, gate: Any) -> Tensor:
         """[B, T, dim]."""
 
     @abstractmethod
     def _log_decay(self, inputs: Inputs) -> Tensor:
         """Log decays ≤ 0, [B, T, heads] or [B, T, heads, K]."""
 
-    def watch(self, x: Tensor, window: Window) -> dict[str, tuple[Tensor, Tensor]]:
+    def watch(self, x: Tensor, window: Window, *taken: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """half_life: number of tokens in which a state decays by half, ln 2 over the mean log decay of tokens and, in
         KDA, a head's channels. state_norm: 2-norm of the states at the ends of documents. carried_share: of the
         squared output over the second half of the longest document, the share that comes from its first half, through
         the state. fragment_share: of all squared outputs, the share that comes from other ranks' fragments."""
-        inputs, _ = self._inputs(x[:, : window.tokens], window.plan, None)
+        inputs, _ = self._inputs(x[:, : window.tokens], window.plan, None, *(y[:, : window.tokens] for y in taken))
         o, states = self._recurrence(inputs, window.plan, final=True)
         alone, _ = self._recurrence(inputs, window.halves)
         decay = -self._log_decay(inputs).reshape(window.tokens, o.shape[2], -1).mean(-1)  # [W, heads]
@@ -71,7 +76,7 @@ class RecurrentMixer(nn.Module):
         }
         if window.fragments is not None:
             plan, apart = window.fragments
-            inputs, _ = self._inputs(x, plan, None)
+            inputs, _ = self._inputs(x, plan, None, *taken)
             (o, _), (alone, _) = self._recurrence(inputs, plan), self._recurrence(inputs, apart)
             seen["fragment_share"] = _share(o[0], alone[0])
         return seen

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from titan_linear.models.cases import Draws, OpCase, convolution_case
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
-from titan_linear.models.layers import ConvWeight, cut, project
+from titan_linear.models.layers import Cache, ConvWeight, cut, project
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import causal_conv1d
 from titan_linear.ops.runtime.support import Choice
@@ -62,7 +62,7 @@ class ShortConvMixer(nn.Module):
         self.o_proj = nn.Linear(options.channels, config.dim, bias=False)
         self.implementations: dict[str, Choice] = {}
 
-    def forward(self, x: Tensor, plan: BatchPlan, cache: dict[str, Tensor] | None = None) -> Tensor:
+    def forward(self, x: Tensor, plan: BatchPlan, cache: Cache = None) -> Tensor:
         """x [B, T, dim] -> [B, T, dim]. A cache holds what earlier tokens left; it is updated in place."""
         projections = self.b_proj, self.c_proj, self.x_proj
         B, C, x = cut(project(x, *projections), *(len(p.weight) for p in projections))

@@ -5,30 +5,35 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_linear.models.layers import product_of, project
+from titan_linear.models.draws import token_mix
+from titan_linear.models.layers import SHIFT_OPS, Cache, product_of, project, token_shift
 from titan_linear.models.mlps.options import MLPOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.runtime.support import Choice
 from titan_linear.ops.swiglu import swiglu
 
 Activation = Literal["swiglu", "relu2"]
+DenseActivation = Literal[Activation, "shifted_relu2"]
 
 
 @dataclass(frozen=True)
 class Dense(MLPOptions):
     hidden_dim: int
-    activation: Activation = "swiglu"
+    activation: DenseActivation = "swiglu"
 
     name: ClassVar[str] = "mlp"
 
-    def build(self, dim: int) -> SwiGLU | ReLU2:
+    def build(self, dim: int, depth: float = 0.0) -> SwiGLU | ReLU2:
+        if self.activation == "shifted_relu2":
+            return ShiftedReLU2(dim, self.hidden_dim, depth)
         return {"swiglu": SwiGLU, "relu2": ReLU2}[self.activation](dim, self.hidden_dim)
 
     def ops(self, dim: int, tp: int) -> dict[str, dict[str, int]]:
-        return {"swiglu": {}} if self.activation == "swiglu" else {}
+        return {"swiglu": {"swiglu": {}}, "relu2": {}, "shifted_relu2": SHIFT_OPS}[self.activation]
 
     def flops(self, dim: int) -> int:
         return matrices(self.activation) * 2 * dim * self.hidden_dim
@@ -38,7 +43,7 @@ class Dense(MLPOptions):
         return {"hidden channels": self.hidden_dim}
 
 
-def matrices(activation: Activation) -> int:
+def matrices(activation: DenseActivation) -> int:
     """The number of projections."""
     return 3 if activation == "swiglu" else 2
 
@@ -56,7 +61,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(hidden_dim, dim, bias=False)
         self.implementations: dict[str, Choice] = {}
 
-    def forward(self, x: Tensor, plan: BatchPlan | None = None) -> Tensor:
+    def forward(self, x: Tensor, plan: BatchPlan | None = None, cache: Cache = None) -> Tensor:
         impl = self.implementations.get("swiglu", "auto")
         gate_up = project(x, self.gate_proj, self.up_proj)
         return swiglu(gate_up, self.down_proj.weight, impl, product_of(self.down_proj))
@@ -73,5 +78,20 @@ class ReLU2(nn.Module):
         self.up_proj = nn.Linear(dim, hidden_dim, bias=False)
         self.down_proj = nn.Linear(hidden_dim, dim, bias=False)
 
-    def forward(self, x: Tensor, plan: BatchPlan | None = None) -> Tensor:
+    def forward(self, x: Tensor, plan: BatchPlan | None = None, cache: Cache = None) -> Tensor:
         return self.down_proj(F.relu(self.up_proj(x)).square())
+
+
+class ShiftedReLU2(ReLU2):
+    """ReLU2 of x mixed with the token before it: RWKV-7's channel mixing (Goose, eqs. 24 to 26). The cache holds
+    `mlp_shift` [B, dim, 1], the last token's x."""
+
+    def __init__(self, dim: int, hidden_dim: int, depth: float):
+        super().__init__(dim, hidden_dim)
+        self.x_k = nn.Parameter(torch.empty(dim))
+        self.initial = {"x_k": token_mix(dim, (1 - depth) ** 4)}
+        self.implementations: dict[str, Choice] = {}
+
+    def forward(self, x: Tensor, plan: BatchPlan, cache: Cache = None) -> Tensor:
+        shift = token_shift(x, plan.documents, cache, "mlp_shift", self.implementations)
+        return super().forward(torch.addcmul(x, shift, self.x_k))

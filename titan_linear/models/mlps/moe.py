@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_linear.models.draws import zeros
-from titan_linear.models.layers import widen
+from titan_linear.models.layers import Cache, widen
 from titan_linear.models.mlps.dense import Activation, Dense, matrices
 from titan_linear.models.mlps.options import MLPOptions
 from titan_linear.models.plan import BatchPlan
@@ -64,7 +64,7 @@ class MoEConfig(MLPOptions):
         """Of what the routed experts read and write."""
         return self.latent_dim or dim
 
-    def build(self, dim: int) -> MoE:
+    def build(self, dim: int, depth: float = 0.0) -> MoE:
         return MoE(dim, self)
 
     def ops(self, dim: int, tp: int) -> dict[str, dict[str, int]]:
@@ -198,7 +198,7 @@ class MoE(nn.Module):
         # [E] int64, tokens sent to each expert in this step
         self.register_buffer("loads", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False)
 
-    def forward(self, x: Tensor, plan: BatchPlan) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, plan: BatchPlan, cache: Cache = None) -> tuple[Tensor, Tensor | None]:
         """x [B, T, dim] -> [B, T, dim], and this rank's part of the load-balance loss (None: not wanted)."""
         flat = x.flatten(0, 1)
         experts, weights, scores = self.router(flat)

@@ -14,9 +14,10 @@ class MLPOptions(ABC):
     name: ClassVar[str]  # of a layer that has nothing else, in a model's pattern
 
     @abstractmethod
-    def build(self, dim: int) -> nn.Module:
-        """Build the module: forward(x [B, T, dim], plan) -> [B, T, dim], or that and the load-balance loss or None. It
-        may have the attributes that a mixer may have (`MixerOptions.build`)."""
+    def build(self, dim: int, depth: float = 0.0) -> nn.Module:
+        """Build the module: forward(x [B, T, dim], plan, cache) -> [B, T, dim], or that and the load-balance loss or
+        None. It may have the attributes that a mixer may have (`MixerOptions.build`). depth: the share of the layers
+        that come before it, for initial values."""
 
     @abstractmethod
     def ops(self, dim: int, tp: int) -> dict[str, dict[str, int]]:

@@ -1,0 +1,268 @@
+"""RWKV-7 against its equations (arXiv 2503.14456, section 4), computed token by token from the tensors of a folder of
+flash-linear-attention."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.models.hf_states import state_from_hf, state_to_hf
+from tests.models.ours import State, labels_of, positions, relative
+from tests.ops.inputs import tokens_of
+from titan_linear.__main__ import main
+from titan_linear.distributed.one_process import LocalGroup, run_ranks
+from titan_linear.models.adapters import config_from_hf, config_to_hf
+from titan_linear.models.decoder import Decoder
+from titan_linear.models.plan import BatchPlan
+from titan_linear.models.presets import preset
+from titan_linear.ops import build_cp_context
+from titan_linear.storage.hf_io import load_weights, read_model
+
+FAMILY = "RWKV7ForCausalLM"
+CONFIG = preset("rwkv7", "debug")
+HEADS, HEAD_DIM = CONFIG.pattern[0].heads, CONFIG.pattern[0].head_dim
+T, BOUNDS = 144, [0, 1, 38, 39, 104, 144]
+
+
+# --- The equations ---------------------------------------------------------------------------------------------------
+
+
+def below(tensors: State, prefix: str) -> State:
+    return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+
+
+def layer_norm(x: Tensor, tensors: State, name: str) -> Tensor:
+    return F.layer_norm(x, x.shape, tensors[f"{name}.weight"], tensors[f"{name}.bias"], CONFIG.norm_eps)
+
+
+def time_mixing(p: State, x: Tensor, before: Tensor, S: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """x and that of the token before [dim], the state [heads, V, K], the first layer's v -> y, v, the next state."""
+
+    def mixed(name: str) -> Tensor:
+        return x + p[f"x_{name}"].flatten() * (before - x)
+
+    def low_rank(name: str, act: Callable[[Tensor], Tensor]) -> Tensor:
+        hidden = act(p[f"{name}_lora.lora.0.weight"] @ mixed(name))
+        return p[f"{name}_lora.lora.2.weight"] @ hidden + p.get(f"{name}_lora.lora.2.bias", 0)
+
+    def same(hidden: Tensor) -> Tensor:
+        return hidden
+
+    r, k, v = (p[f"{name}_proj.weight"] @ mixed(name) for name in "rkv")
+    w = torch.exp(-math.exp(-0.5) * low_rank("w", torch.tanh).sigmoid())
+    a, g = low_rank("a", same).sigmoid(), low_rank("g", torch.sigmoid)
+    if first is not None:
+        v = v + (first - v) * low_rank("v", same).sigmoid()
+    removed = (k * p["k_k"]).view(HEADS, -1)
+    removed = removed / removed.norm(dim=1, keepdim=True)
+    k = k * (1 + (a - 1) * p["k_a"])
+    r, w, k, by_head, a = (y.view(HEADS, -1) for y in (r, w, k, v, a))
+    read = (S * removed.unsqueeze(1)).sum(2, keepdim=True)  # [heads, V, 1]
+    S = S * w.unsqueeze(1) - read * (a * removed).unsqueeze(1) + by_head.unsqueeze(2) * k.unsqueeze(1)
+    o = (S * r.unsqueeze(1)).sum(2)
+    deviation = (o.var(1, keepdim=True, correction=0) + HEAD_DIM * CONFIG.norm_eps).sqrt()
+    o = ((o - o.mean(1, keepdim=True)) / deviation).flatten() * p["g_norm.weight"] + p["g_norm.bias"]
+    bonus = (r * k * p["r_k"]).sum(1, keepdim=True) * by_head
+    return p["o_proj.weight"] @ ((o + bonus.flatten()) * g), v, S
+
+
+def channel_mixing(p: State, x: Tensor, before: Tensor) -> Tensor:
+    return p["value.weight"] @ (p["key.weight"] @ (x + p["x_k"] * (before - x))).relu().square()
+
+
+def oracle(tensors: State, tokens: Tensor, bounds: list[int]) -> Tensor:
+    """Logits [T, vocab]."""
+    logits, nothing = [], torch.zeros(CONFIG.dim, dtype=torch.float64)
+    layers = [below(tensors, f"model.layers.{i}.") for i in range(CONFIG.num_layers)]
+    parts = [(p, below(p, "attn."), below(p, "ffn.")) for p in layers]
+    for start, end in pairwise(bounds):
+        shifts = [[nothing, nothing] for _ in layers]
+        states = [torch.zeros(HEADS, HEAD_DIM, HEAD_DIM, dtype=torch.float64) for _ in layers]
+        for token in tokens[start:end]:
+            x, first = layer_norm(tensors["model.embeddings.weight"][token], layers[0], "pre_norm"), None
+            for i, (p, attn, ffn) in enumerate(parts):
+                given = layer_norm(x, p, "attn_norm")
+                y, v, states[i] = time_mixing(attn, given, shifts[i][0], states[i], first)
+                first, x = v if first is None else first, x + y
+                more = layer_norm(x, p, "ffn_norm")
+                x = x + channel_mixing(ffn, more, shifts[i][1])
+                shifts[i] = [given, more]
+            logits.append(tensors["lm_head.weight"] @ layer_norm(x, tensors, "model.norm"))
+    return torch.stack(logits)
+
+
+# --- Our model -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def theirs() -> State:
+    """The tensors of a folder, so large that every one matters."""
+    rng = torch.Generator().manual_seed(0)
+    shapes = {name: p.shape for name, p in Decoder(CONFIG).named_parameters()}
+    state = {}
+    for name, shape in shapes.items():
+        noise = torch.randn(shape, generator=rng, dtype=torch.float64)
+        state[name] = noise * shape[-1] ** -0.5 if len(shape) > 1 else 0.7 + 0.3 * noise
+    return state_to_hf(state, CONFIG, FAMILY)
+
+
+@pytest.fixture(scope="module")
+def tokens() -> Tensor:
+    return torch.randint(CONFIG.vocab_size, (T,), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def wanted(theirs: State, tokens: Tensor) -> tuple[Tensor, State]:
+    """Logits, and the gradients of the summed loss by our names."""
+    leaves = {name: x.clone().requires_grad_() for name, x in theirs.items()}
+    logits = oracle(leaves, tokens, BOUNDS)
+    F.cross_entropy(logits, labels_of(tokens, BOUNDS), reduction="sum").backward()
+    return logits.detach(), state_from_hf({name: x.grad for name, x in leaves.items()}, CONFIG, FAMILY)
+
+
+def computed(theirs: State, tokens: Tensor, labels: Tensor, plan: BatchPlan) -> tuple[Tensor, State]:
+    model = Decoder(CONFIG).double()
+    model.load_state_dict(state_from_hf(theirs, CONFIG, FAMILY))
+    model(tokens.unsqueeze(0), plan, labels.unsqueeze(0), loss_chunk=48).backward()
+    with torch.no_grad():
+        return model(tokens.unsqueeze(0), plan)[0], {name: p.grad for name, p in model.named_parameters()}
+
+
+def check(got: tuple[Tensor, State], wanted: tuple[Tensor, State]) -> None:
+    assert relative(got[0], wanted[0]) < 1e-12
+    errors = {name: relative(got[1][name], grad) for name, grad in wanted[1].items()}
+    assert got[1].keys() == errors.keys() and max(errors.values()) < 1e-9, errors
+
+
+def test_packed_documents(theirs: State, tokens: Tensor, wanted: tuple[Tensor, State]) -> None:
+    plan = BatchPlan(positions(BOUNDS), cu_seqlens=torch.tensor(BOUNDS, dtype=torch.int32))
+    check(computed(theirs, tokens, labels_of(tokens, BOUNDS), plan), wanted)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_context_parallelism(
+    ranks: int, layout: str, theirs: State, tokens: Tensor, wanted: tuple[Tensor, State]
+) -> None:
+    """The token before and the state come from other ranks; each rank has the first layer's values of its tokens."""
+    labels, bounds = labels_of(tokens, BOUNDS), torch.tensor(BOUNDS, dtype=torch.int32)
+
+    def on_rank(group: LocalGroup) -> tuple[Tensor, Tensor, State]:
+        context = build_cp_context(bounds, group, layout=layout)
+        mine = tokens_of(context)
+        return mine, *computed(theirs, tokens[mine], labels[mine], BatchPlan(context.position_ids, cp_context=context))
+
+    parts = run_ranks(on_rank, ranks)
+    logits = torch.empty_like(wanted[0])
+    for mine, own, _ in parts:
+        logits[mine] = own
+    check((logits, {name: sum(grads[name] for _, _, grads in parts) for name in wanted[1]}), wanted)
+
+
+# --- Folders ---------------------------------------------------------------------------------------------------------
+
+
+def test_folders_go_in_and_out_unchanged(theirs: State) -> None:
+    """FLA's first version had its six mixes in one tensor."""
+    assert config_from_hf(config_to_hf(FAMILY, CONFIG)) == (FAMILY, CONFIG)
+    state = state_from_hf(theirs, CONFIG, FAMILY)
+    first = {name: x for name, x in theirs.items() if ".attn.x_" not in name}
+    for i in range(CONFIG.num_layers):
+        attn = f"model.layers.{i}.attn."
+        first[f"{attn}x_x"] = torch.cat([theirs[f"{attn}x_{name}"][0] for name in "rwkvag"])
+    again = state_from_hf(first, CONFIG, FAMILY)
+    assert all(torch.equal(again[name], x) for name, x in state.items())
+    back = state_to_hf(state, CONFIG, FAMILY, {name: tuple(x.shape) for name, x in first.items()})
+    assert back.keys() == first.keys() and all(torch.equal(back[name], x) for name, x in first.items())
+
+
+RWKV_LM = {  # of names of flash-linear-attention; both factors of low-rank MLPs are transposed there
+    "model.embeddings": "emb",
+    "model.norm": "ln_out",
+    "lm_head": "head",
+    "model.layers": "blocks",
+    "pre_norm": "ln0",
+    "attn_norm": "ln1",
+    "ffn_norm": "ln2",
+    "attn.": "att.",
+    "r_proj": "receptance",
+    "k_proj": "key",
+    "v_proj": "value",
+    "o_proj": "output",
+    "g_norm": "ln_x",
+    "_lora.lora.0.weight": "1",
+    "_lora.lora.2.weight": "2",
+    "_lora.lora.2.bias": "0",
+}
+
+
+@pytest.fixture
+def of_rwkv_lm(theirs: State) -> State:
+    """What a .pth file of RWKV-LM holds."""
+    tensors = {}
+    for name, x in theirs.items():
+        renamed = name
+        for fla, own in RWKV_LM.items():
+            renamed = renamed.replace(fla, own)
+        vector = re.search(r"att\.(.0|k_.)$|x_k$", renamed)
+        tensors[renamed] = x.view(1, 1, -1) if vector else x.T.contiguous() if re.search(r"att\..[12]$", renamed) else x
+    unused = {f"blocks.0.att.v{n}": tensors[f"blocks.1.att.v{n}"] for n in range(3)}
+    return tensors | unused
+
+
+def test_a_file_of_rwkv_lm_becomes_a_folder(theirs: State, of_rwkv_lm: State, tmp_path: Path) -> None:
+    file, folder = tmp_path / "model.pth", tmp_path / "folder"
+    torch.save(of_rwkv_lm, file)
+    assert main(["convert", "from-rwkv", str(file), str(folder)]) == 0
+    assert read_model(folder) == (FAMILY, CONFIG)
+    model = Decoder(CONFIG).double()
+    load_weights(folder, model)
+    state = state_from_hf(theirs, CONFIG, FAMILY)
+    assert all(torch.equal(p, state[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.pop("blocks.0.att.r_k"), "blocks.0.att.r_k is missing, so that this is no RWKV-7"),
+        (lambda t: t.pop("blocks.0.ln0.bias"), "blocks.0.ln0.bias is missing"),
+        (lambda t: t.update({"blocks.0.ffn.s_emb.weight": torch.ones(1)}), "blocks.0.ffn.s_emb.weight is no tensor of"),
+        (lambda t: t.update({"ln_out.bias": torch.ones(3)}), "ln_out.bias is [3], other than [128]"),
+    ],
+)
+def test_other_files_are_refused(
+    change: Callable[[State], object], said: str, of_rwkv_lm: State, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    change(of_rwkv_lm)
+    torch.save(of_rwkv_lm, tmp_path / "model.pth")
+    assert main(["convert", "from-rwkv", str(tmp_path / "model.pth"), str(tmp_path / "folder")]) == 2
+    err = capsys.readouterr().err
+    assert f"model.pth': {said}" in err and err.count("\n") == 1
+    assert not (tmp_path / "folder").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"head_dim": 48}, "hidden_size = 128 is no multiple of head_dim = 48"),
+        ({"hidden_act": "relu"}, "hidden_act = 'relu'; only 'sqrelu'"),
+        ({"norm_bias": False}, "norm_bias = False; only True"),
+        ({"attn": {"layers": [1]}}, "attn = {'layers': [1]}; only None"),
+        ({"value_dim": 256}, "value_dim = 256; only hidden_size = 128"),
+        (
+            {"architectures": ["RWKV6ForCausalLM"]},
+            "architectures = ['RWKV6ForCausalLM']: unknown; give a folder of one of",
+        ),
+    ],
+)
+def test_other_folders_are_refused(change: State, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        config_from_hf(config_to_hf(FAMILY, CONFIG) | change)

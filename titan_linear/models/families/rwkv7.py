@@ -1,0 +1,204 @@
+"""RWKV-7 ("Goose"): time mixing, then channel mixing, in folders of flash-linear-attention and files of RWKV-LM."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from titan_linear.models.config import ModelConfig
+from titan_linear.models.decoder import Decoder
+from titan_linear.models.families.layout import Family, Json, Keys, Layout, Spellings, renamed, same
+from titan_linear.models.mixers import RWKV7
+
+# --- Tensors ---------------------------------------------------------------------------------------------------------
+
+
+def _normed(ours: str, theirs: str) -> tuple[Spellings, ...]:
+    return tuple((Layout((f"{ours}.{leaf}",), (f"{theirs}.{leaf}",)),) for leaf in ("weight", "bias"))
+
+
+def _low_rank(name: str) -> tuple[Spellings, ...]:
+    parts = {"down.weight": "0.weight", "up.weight": "2.weight", "bias": "2.bias"}
+    names = ((f"mixer.{name}.{ours}", f"attn.{name}.lora.{theirs}") for ours, theirs in parts.items())
+    return tuple((Layout((ours,), (theirs,)),) for ours, theirs in names)
+
+
+_MIXES = tuple(f"x_{name}" for name in "rwkvag")
+_OURS = tuple(f"mixer.{mix}" for mix in _MIXES)
+
+MODEL = (
+    *renamed("", "", embedding="embeddings"),
+    *_normed("embedding_norm", "layers.0.pre_norm"),
+    *_normed("head.norm", "norm"),
+    *renamed("", "", head="lm_head"),
+)
+TIME_MIXING = (
+    *_normed("mixer_norm", "attn_norm"),
+    *_normed("mlp_norm", "ffn_norm"),
+    (
+        Layout(_OURS, tuple(f"attn.{mix}" for mix in _MIXES), form="vector"),
+        Layout(_OURS, ("attn.x_x",), form="vectors"),  # FLA's first version
+    ),
+    *((Layout((f"mixer.{name}",), (f"attn.{name}",)),) for name in ("k_k", "k_a")),
+    (Layout(("mixer.r_k",), ("attn.r_k",), groups="heads", form="by group"),),
+    *same("mixer.", "attn.", "r_proj", "k_proj", "v_proj", "o_proj"),
+    *(spellings for name in "wavg" for spellings in _low_rank(f"{name}_lora")),
+    *_normed("mixer.g_norm", "attn.g_norm"),
+)
+CHANNEL_MIXING = (
+    (Layout(("mlp.x_k",), ("ffn.x_k",)),),
+    *renamed("mlp.", "ffn.", up_proj="key", down_proj="value"),
+)
+
+# --- config.json -----------------------------------------------------------------------------------------------------
+
+
+def _from_hf(config: Json) -> ModelConfig:
+    key = Keys(config)
+    key.only("hidden_act", "sqrelu")
+    key.only("norm_first", True)
+    key.only("norm_bias", True)
+    key.only("attn", None)
+    dim, layers = key("hidden_size"), key("num_hidden_layers")
+    if key("value_dim", None) not in (None, dim, [dim] * layers):
+        raise ValueError(f"config.json: value_dim = {key('value_dim')}; only hidden_size = {dim} is known")
+    head_dim = key("head_dim", 64) or dim // key("num_heads")
+    if dim % head_dim:
+        raise ValueError(f"config.json: hidden_size = {dim} is no multiple of head_dim = {head_dim}; fetch it again")
+    mixer = RWKV7(
+        heads=dim // head_dim,
+        head_dim=head_dim,
+        w_rank=key("decay_low_rank_dim", 64),
+        a_rank=key("a_low_rank_dim", 64),
+        v_rank=key("v_low_rank_dim", 16),
+        g_rank=key("gate_low_rank_dim", 128),
+    )
+    hidden_dim = key("intermediate_size", None) or 32 * -(-int(dim * (key("hidden_ratio", None) or 4)) // 32)
+    return replace(
+        _sized(key("vocab_size"), dim, mixer, layers, hidden_dim),
+        tie_embeddings=key("tie_word_embeddings", False),
+        norm_eps=key("norm_eps", 1e-5),
+        init_std=key("initializer_range", 0.02),
+    )
+
+
+def _sized(vocab_size: int, dim: int, mixer: RWKV7, num_layers: int, hidden_dim: int) -> ModelConfig:
+    return ModelConfig(vocab_size, dim, (mixer,), num_layers, hidden_dim, layer_norm=True, activation="shifted_relu2")
+
+
+def _to_hf(config: ModelConfig) -> Json:
+    mixer, *_ = config.pattern
+    return dict(
+        model_type="rwkv7",
+        vocab_size=config.vocab_size,
+        hidden_size=config.dim,
+        num_hidden_layers=config.num_layers,
+        intermediate_size=config.hidden_dim,
+        hidden_act="sqrelu",
+        head_dim=mixer.head_dim,
+        decay_low_rank_dim=mixer.w_rank,
+        a_low_rank_dim=mixer.a_rank,
+        v_low_rank_dim=mixer.v_rank,
+        gate_low_rank_dim=mixer.g_rank,
+        norm_first=True,
+        norm_bias=True,
+        norm_eps=config.norm_eps,
+        fuse_norm=False,  # FLA's fused norms add 1e-6 to the squares of keys
+        tie_word_embeddings=config.tie_embeddings,
+        initializer_range=config.init_std,
+    )
+
+
+RWKV7_FAMILY = Family(MODEL, {RWKV7: TIME_MIXING}, CHANNEL_MIXING, (), _from_hf, _to_hf)
+
+# --- RWKV-LM's files -------------------------------------------------------------------------------------------------
+
+_RWKV_LM = {  # parts of our names -> of theirs
+    "embedding_norm.": "blocks.0.ln0.",
+    "embedding.": "emb.",
+    "head.norm.": "ln_out.",
+    "layers.": "blocks.",
+    "mixer_norm.": "ln1.",
+    "mlp_norm.": "ln2.",
+    "_lora.down.weight": "1",  # transposed
+    "_lora.up.weight": "2",  # transposed
+    "_lora.bias": "0",
+    "g_norm": "ln_x",
+    "r_proj": "receptance",
+    "k_proj": "key",
+    "v_proj": "value",
+    "o_proj": "output",
+    "up_proj": "key",
+    "down_proj": "value",
+    "mixer.": "att.",
+    "mlp.": "ffn.",
+}
+_UNUSED = {f"blocks.0.att.v{n}" for n in range(3)}  # the first layer's, which files have
+
+
+def from_rwkv_lm(tensors: Mapping[str, Tensor]) -> tuple[ModelConfig, Callable[[str], Tensor]]:
+    """The tensors of a .pth file of RWKV-LM -> the model, and a function from our names to its parameters.
+
+    Raises:
+        ValueError: they are not exactly those of an RWKV-7; the message names one.
+    """
+    model = _model_of(tensors)
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in Decoder(model).named_parameters()}
+    names = {name: _rwkv_lm(name) for name in shapes}
+    if others := sorted(tensors.keys() - set(names.values()) - _UNUSED):
+        raise ValueError(f"{others[0]} is no tensor of an RWKV-7; other versions are not read")
+
+    def get(name: str) -> Tensor:
+        x = _tensor(tensors, names[name])
+        return (x.T if name.endswith(("down.weight", "up.weight")) else x).reshape(shapes[name])
+
+    for name, shape in shapes.items():
+        if (x := _tensor(tensors, names[name])).numel() != math.prod(shape):
+            raise ValueError(f"{names[name]} is {list(x.shape)}, other than {list(shape)}; fetch it again")
+    return model, get
+
+
+def _model_of(tensors: Mapping[str, Tensor]) -> ModelConfig:
+    def sizes(name: str) -> torch.Size:
+        return _tensor(tensors, name).shape
+
+    num_layers = len({name.split(".")[1] for name in tensors if name.startswith("blocks.")})
+    heads, head_dim = sizes("blocks.0.att.r_k")
+    ranks = {f"{x}_rank": sizes(f"blocks.{num_layers - 1}.att.{x}1")[1] for x in "wavg"}
+    vocab_size, dim = sizes("emb.weight")
+    mixer = RWKV7(heads=heads, head_dim=head_dim, **ranks)
+    return _sized(vocab_size, dim, mixer, num_layers, len(_tensor(tensors, "blocks.0.ffn.key.weight")))
+
+
+def _tensor(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    if name not in tensors:
+        raise ValueError(f"{name} is missing, so that this is no RWKV-7; other versions are not read")
+    return tensors[name]
+
+
+def _rwkv_lm(name: str) -> str:
+    for ours, theirs in _RWKV_LM.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
+# --- Presets ---------------------------------------------------------------------------------------------------------
+
+
+def _world(dim: int, num_layers: int, w_rank: int, v_rank: int, g_rank: int) -> ModelConfig:
+    mixer = RWKV7(heads=dim // 64, head_dim=64, w_rank=w_rank, a_rank=w_rank, v_rank=v_rank, g_rank=g_rank)
+    return _sized(65536, dim, mixer, num_layers, 4 * dim)
+
+
+RWKV7_MODELS = {
+    "debug": _sized(320, 128, RWKV7(heads=4, head_dim=32, w_rank=16, a_rank=16, v_rank=8, g_rank=32), 3, 256),
+    "0.1B": _world(768, 12, 64, 32, 128),
+    "0.4B": _world(1024, 24, 64, 32, 128),
+    "1.5B": _world(2048, 24, 96, 64, 256),
+    "2.9B": _world(2560, 32, 96, 64, 320),
+}

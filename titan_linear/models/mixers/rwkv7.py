@@ -1,0 +1,233 @@
+"""RWKV-7's time mixing (Goose, arXiv 2503.14456, section 4): a delta rule that removes along another direction than it
+writes, by rates and decays of each channel, all from mixes of a token with the one before it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan_linear.models.cases import Draws, OpCase, Tensors, convolution_case
+from titan_linear.models.config import Documents, MixerOptions, ModelConfig
+from titan_linear.models.draws import Draw, Elements, constant, token_mix, zeros
+from titan_linear.models.layers import SHIFT_OPS, Cache, token_shift, widen
+from titan_linear.models.mixers.recurrent import Inputs, RecurrentMixer
+from titan_linear.models.plan import BatchPlan
+from titan_linear.ops import chunk_rwkv7
+from titan_linear.ops.reference.linear_attention import recurrent_dplr
+
+DECAY = -math.exp(-0.5)  # the least log decay
+
+
+@dataclass(frozen=True, kw_only=True)
+class RWKV7(MixerOptions):
+    heads: int
+    head_dim: int
+    w_rank: int  # of the low-rank MLPs: of the decay,
+    a_rank: int  # the rate of removing,
+    v_rank: int  # the mix with the first layer's values, which has none,
+    g_rank: int  # the output gate
+
+    name: ClassVar[str] = "rwkv7"
+    linear: ClassVar[bool] = True
+
+    @property
+    def first(self) -> RWKV7:
+        return replace(self, v_rank=0)
+
+    @property
+    def takes(self) -> int:
+        return self.heads * self.head_dim if self.v_rank else 0
+
+    @property
+    def ops(self) -> dict[str, dict[str, int]]:
+        return {"chunk_rwkv7": {"K": self.head_dim, "V": self.head_dim}, **SHIFT_OPS}
+
+    def flops(self, dim: int, documents: Documents) -> int:
+        """Projections to r, k, v and from the output, the low-rank MLPs, the recurrence by chunks. Per token and head:
+        8 K² for reading the state with r and a and for adding to it along k and b. Per pair of tokens in a chunk: 8 K
+        for the matrices of r and a with k and b, and 8 K for applying them, where an inverse counts as a product."""
+        K, width = self.head_dim, self.heads * self.head_dim
+        projections = 8 * dim * width + 2 * (self.w_rank + self.a_rank + self.v_rank + self.g_rank) * (dim + width)
+        return projections * documents.tokens + width * (8 * K * documents.tokens + 16 * documents.chunk_pairs)
+
+    def cases(self, draw: Draws) -> Iterator[OpCase]:
+        shape = (self.heads, self.head_dim)
+
+        def inputs(x: Tensors) -> Tensors:
+            """With decays that last for hundreds of tokens: see `DeltaOptions.delta_cases`."""
+            removed = F.normalize(widen(x["a"]), dim=-1)
+            b = removed * widen(x["b"]).sigmoid()
+            w = DECAY * (widen(x["w"]) - 7).sigmoid()
+            return x | {"w": w, "a": -removed.to(x["a"].dtype), "b": b.to(x["b"].dtype)}
+
+        def run(x: Tensors, plan: BatchPlan, impl: str, cp_method: str) -> Tensor:
+            return chunk_rwkv7(**inputs(x), output_final_state=False, impl=impl, cp_method=cp_method, **plan.documents)[
+                0
+            ]
+
+        def oracle(x: Tensors, cu_seqlens: Tensor) -> Tensor:
+            r, w, *others = (inputs(x)[name] for name in "rwkvab")
+            return recurrent_dplr(r, *others, w, scale=1.0, cu_seqlens=cu_seqlens)[0]
+
+        units = {"": 3.0, "w": 6.0}
+        yield OpCase("chunk_rwkv7", dict.fromkeys("rwkvab", shape), shape, {}, run, oracle, units)
+        yield convolution_case(draw, math.prod(shape), 2, activation=None)
+
+    @property
+    def head_counts(self) -> dict[str, int]:
+        return {"heads": self.heads}
+
+    def build(self, config: ModelConfig, layer: int) -> RWKV7Mixer:
+        return RWKV7Mixer(self, config, layer)
+
+
+class LowRank(nn.Module):
+    """up(activation(down(x))) + bias.  [.., dim] -> [.., width]"""
+
+    split: ClassVar[dict[str, int]] = {"up.weight": 0, "bias": 0}
+
+    def __init__(
+        self, dim: int, rank: int, width: int, activation: Callable[[Tensor], Tensor] | None, bias: Draw | None
+    ):
+        super().__init__()
+        self.down, self.up = nn.Linear(dim, rank, bias=False), nn.Linear(rank, width, bias=False)
+        self.activation, self.initial = activation, {"bias": bias}
+        self.bias = None if bias is None else nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.down(x)
+        return F.linear(x if self.activation is None else self.activation(x), self.up.weight, self.bias)
+
+
+class HeadNorm(nn.Module):
+    """A LayerNorm of each head, with a weight and a bias for each channel.  [.., heads, V] -> [.., heads·V]"""
+
+    split: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
+
+    def __init__(self, dim: int, eps: float, weight: float):
+        super().__init__()
+        self.weight, self.bias = (nn.Parameter(torch.empty(dim)) for _ in range(2))
+        self.eps, self.initial = eps, {"weight": constant(weight), "bias": zeros}
+
+    def forward(self, o: Tensor) -> Tensor:
+        normed = F.layer_norm(widen(o), o.shape[-1:], eps=self.eps).flatten(-2)
+        return torch.addcmul(widen(self.bias), normed, widen(self.weight)).to(o.dtype)
+
+
+class RWKV7Mixer(RecurrentMixer):
+    """With x_c = x + (x_{t−1} − x) ⊙ c for each mix c, k̂ = (k ⊙ k_k) / ‖·‖ by head, rates a, and v₁ of the first layer:
+
+        w = −e^{−1/2} σ(w_lora(x_w))    a = σ(a_lora(x_a))    g = g_lora(x_g)    v ← v + (v₁ − v) ⊙ σ(v_lora(x_v))
+        S_t = Diag(e^w) S_{t−1} − (k̂ ⊙ a) (k̂ᵀ S_{t−1}) + k̃ vᵀ    k̃ = k ⊙ (1 + (a − 1) ⊙ k_a)    o_t = S_tᵀ r
+        y = W_o (g ⊙ (norm(o) + (r · (k̃ ⊙ r_k)) v))
+
+    These are eqs. 3 to 22. Its states are [B, heads, K, V]; the cache also holds `shift` [B, dim, 1], the last token's
+    x. In the first layer it returns its v too.
+    """
+
+    split: ClassVar[dict[str, int]] = {
+        **dict.fromkeys(("r_proj.weight", "k_proj.weight", "v_proj.weight", "k_k", "k_a", "r_k"), 0),
+        "o_proj.weight": 1,
+    }
+    float8: ClassVar = tuple((f"{name}_proj",) for name in "rkvo")
+
+    def __init__(self, options: RWKV7, config: ModelConfig, layer: int):
+        super().__init__()
+        dim, K, width = config.dim, options.head_dim, options.heads * options.head_dim
+        depth = layer / config.num_layers
+        drawn = _Vectors(width, K, layer / max(config.num_layers - 1, 1))
+        self.head_dim = K
+        self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g = (nn.Parameter(torch.empty(dim)) for _ in range(6))
+        self.k_k, self.k_a, self.r_k = (nn.Parameter(torch.empty(width)) for _ in range(3))
+        powers = {"x_r": 0.2, "x_w": 0.9, "x_k": 0.7, "x_v": 0.7, "x_a": 0.9, "x_g": 0.2}
+        self.initial = {name: token_mix(dim, power * (1 - depth)) for name, power in powers.items()}
+        self.initial |= {"k_k": drawn.k_k, "k_a": constant(1.02), "r_k": constant(-0.04)}
+        self.r_proj, self.k_proj, self.v_proj = (nn.Linear(dim, width, bias=False) for _ in range(3))
+        self.w_lora = LowRank(dim, options.w_rank, width, torch.tanh, drawn.w)
+        self.a_lora = LowRank(dim, options.a_rank, width, None, drawn.a)
+        self.g_lora = LowRank(dim, options.g_rank, width, torch.sigmoid, None)
+        self.v_lora = LowRank(dim, options.v_rank, width, None, drawn.v) if options.v_rank else None
+        self.g_norm = HeadNorm(width, K * config.norm_eps, ((layer + 1) / config.num_layers) ** 0.7)
+        self.o_proj = nn.Linear(width, dim, bias=False)
+
+    def forward(
+        self, x: Tensor, plan: BatchPlan, cache: Cache = None, *taken: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        inputs, others = self._inputs(x, plan, cache, *taken)
+        y = self._output(self._carried(inputs, plan, cache), others)
+        return y if taken else (y, inputs[3].flatten(-2))
+
+    def _inputs(self, x: Tensor, plan: BatchPlan, cache: Cache, *taken: Tensor) -> tuple[Inputs, tuple[Tensor, Tensor]]:
+        """r, w, k, v, a, b [B, T, heads, K]; the bonus (r · (k̃ ⊙ r_k)) v and the gate, [B, T, heads·K]."""
+        shift = token_shift(x, plan.documents, cache, "shift", self.implementations)
+        mixes = self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g
+        x_r, x_w, x_k, x_v, x_a, x_g = (torch.addcmul(x, shift, mix) for mix in mixes)
+        r, k, v = self.r_proj(x_r), self.k_proj(x_k), self.v_proj(x_v)
+        for first in taken:
+            v = torch.lerp(v, first, self.v_lora(x_v).sigmoid())
+        w = DECAY * widen(self.w_lora(x_w)).sigmoid()
+        rate = self.a_lora(x_a).sigmoid()
+        removed = F.normalize(self._by_head(widen(k * self.k_k)), dim=-1).to(x.dtype)
+        k = torch.addcmul(k, k * (rate - 1), self.k_a)
+        r, w, k, v, rate, r_k = map(self._by_head, (r, w, k, v, rate, self.r_k))
+        bonus = (r * k * r_k).sum(-1, keepdim=True) * v
+        return (r, w, k, v, -removed, removed * rate), (bonus.flatten(-2), self.g_lora(x_g))
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+    def _recurrence(
+        self, inputs: Inputs, plan: BatchPlan, state: Tensor | None = None, final: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        return chunk_rwkv7(
+            *inputs,
+            initial_state=state,
+            output_final_state=final,
+            impl=self.implementations.get("chunk_rwkv7", "auto"),
+            cp_method=self.cp_method,
+            **plan.documents,
+        )
+
+    def _output(self, o: Tensor, gate: tuple[Tensor, Tensor]) -> Tensor:
+        bonus, gate = gate
+        return self.o_proj((self.g_norm(o) + bonus) * gate)
+
+    def _log_decay(self, inputs: Inputs) -> Tensor:
+        return inputs[1]
+
+
+@dataclass(frozen=True)
+class _Vectors:
+    """Initial values by channel, as RWKV-LM has them, of a layer at `depth` (0: the first, 1: the last)."""
+
+    width: int
+    head_dim: int
+    depth: float
+
+    def _ramp(self, elements: Elements) -> Tensor:
+        """From 0 to 1 over all channels."""
+        return elements.places() / (self.width - 1)
+
+    def _wave(self, elements: Elements) -> Tensor:
+        """From −1 to 1 over each head's channels, squared with its sign."""
+        half = (self.head_dim - 1) / 2
+        z = (elements.places() % self.head_dim - half) / half
+        return z * z.abs()
+
+    def w(self, elements: Elements) -> Tensor:
+        return -5.5 + 6 * self._ramp(elements).pow(1 + self.depth**0.3) + 2.5 * self._wave(elements)
+
+    def a(self, elements: Elements) -> Tensor:
+        return -0.39 + 0.4 * self._ramp(elements) + 0.3 * self._wave(elements)
+
+    def v(self, elements: Elements) -> Tensor:
+        return 0.93 - 0.4 * self._ramp(elements)
+
+    def k_k(self, elements: Elements) -> Tensor:
+        return 0.76 - 0.1 * self._ramp(elements)
