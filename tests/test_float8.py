@@ -187,6 +187,7 @@ IN_FLOAT8 = {
     "granite-h/micro": SWIGLU | {"mixer.o_proj", "mixer.q_proj"},
     "lfm2/1.2B": SWIGLU | {"mixer.o_proj", "mixer.q_proj"},
     "minimax/text-01": {"mixer.o_proj", "mixer.q_proj"},
+    "rwkv7/1.5B": {*(f"mixer.{x}_proj" for x in "rkvo"), "mlp.up_proj", "mlp.down_proj"},
 }
 
 
@@ -339,7 +340,7 @@ def test_the_gpu_computes_the_same(compiled: bool) -> None:
     """As the emulation does with the same numbers; Hopper drops 2⁻¹³ of a sum with every 32 terms."""
     run = torch.compile(float8_linear, fullgraph=True) if compiled else float8_linear
     x, w = (draw(n, 2048, seed=n).bfloat16().cuda() for n in (1000, 4096))
-    for a, b in ((x, w), (x @ w.T, w.T)):
+    for a, b in ((x, w), (x @ w.T, w.T), (x[3:4], w)):  # hidden states, their gradients, one token that is decoded
         want = emulated_linear(a.double(), b.double())
         bound = 2**-8 + a.shape[1] / 32 * 2**-13
         assert ((run(a, b).double() - want).norm() / want.norm()).item() < bound
