@@ -35,6 +35,9 @@ OCCUPANCY = (
 BY_INDEX = (
     "56 bytes with Triton 3.6 where states come by an index; under context parallelism it takes as long as before"
 )
+DECAYS = (
+    "72 bytes at most (168 at P = 80): other stages, warps and orders of products spill as much or compute things twice"
+)
 ACCEPTED_SPILLS: dict[str, str] = {
     "gdn bfloat16 K=128 V=128 R=1 plain gradients_kernel": MANY_TILES,
     **{
@@ -53,6 +56,17 @@ ACCEPTED_SPILLS: dict[str, str] = {
     },
     "kda bfloat16 K=32 V=32 softplus gradient_kernel": MANY_TILES,
     "kda bfloat16 K=128 V=128 bounded scan_kernel": BY_INDEX,
+    **{
+        f"ssd {case} {kernel}_kernel": DECAYS
+        for case, kernels in {
+            "bfloat16 128 heads P=64 N=128 G=1 plain": ("scan", "gradients"),
+            "bfloat16 128 heads P=64 N=128 G=1": ("scan", "gradients"),
+            "bfloat16 64 heads P=64 N=128 G=8": ("scan", "gradients"),
+            "bfloat16 64 heads P=80 N=64 G=1": ("gradients",),
+            "gla bfloat16": ("scan",),
+        }.items()
+        for kernel in kernels
+    },
 }
 
 
@@ -201,6 +215,33 @@ def gdn_case(dtype: str, K: int, V: int, R: int = 1, plain: bool = False, HV: in
     launch(gdn.gdn_boundary_bwd, do, q, k, tiles, chunks, entries, None if plain else entries, 0.5)
 
 
+def ssd_case(dtype: str, heads: int, P: int, N: int, G: int, plain: bool = False, gla: bool = False) -> None:
+    """All stages; plain: no states (what is timed); else states by index; gla: log decays, and factors of none."""
+    import torch
+
+    from titan_linear.ops.triton import ssd
+    from titan_linear.ops.triton.chunks import max_chunks
+
+    def meta(*shape, kind=dtype):
+        return torch.empty(*shape, dtype=getattr(torch, kind), device="meta")
+
+    T, entries, width = 32768, 10, heads * P
+    x, B, C = meta(T, width + 2 * G * N).split([width, G * N, G * N], -1)  # as the mixer gives them
+    v, k, q, do = x.unflatten(-1, (heads, P)), *(y.unflatten(-1, (G, N)) for y in (B, C)), meta(T, heads, P)
+    g, A, D, bias = meta(T, heads), *(None if gla else meta(heads, kind="float32") for _ in range(3))
+    state = None if plain else meta(entries, heads, N, P, kind="float32")
+    rows, two = None if plain else meta(entries, kind="int32"), meta(2, kind="int32")
+    NT, wanted, states = max_chunks(T, entries, 64), None if plain else two, [state, rows]
+    chunks = [meta(entries + 1, kind="int32"), meta(NT, 2, kind="int32"), meta(entries + 1, kind="int32")]
+    limits = (not gla, 0.0, float("inf"))
+    gates = launch(ssd.ssd_prepare, g, A, bias, chunks, 2 if dtype == "float32" else 1, *limits)
+    launch(ssd.ssd_scan, q, k, v, D, gates, chunks, states, 0 if plain else entries, 1.0)
+    launch(ssd.ssd_boundary, k, v, gates, chunks, two, wanted)
+    launch(ssd.ssd_boundary_bwd, do, q, gates, chunks, two, wanted, 1.0)
+    inputs = [q, k, v, g, A, D, bias]
+    launch(ssd.ssd_backward, do, inputs, gates, chunks, states, states, not plain, 1.0, *limits)
+
+
 def fold_case(K: int, V: int) -> None:
     """What turns a packed stream into chunks, documents into segments, and folds these and the chains of KCP."""
     import torch
@@ -258,6 +299,21 @@ CASES |= {
 }
 # OLMo-Hybrid's K = 96 is filled up (padded.py); its number of heads is no multiple of 16.
 CASES["gdn bfloat16 K=128 V=192 30 heads"] = (gdn_case, ("bfloat16", 128, 192, 1, False, 30))
+CASES |= {
+    f"ssd {dtype} {heads} heads P={P} N={N} G={G}{' plain' if plain else ''}": (
+        ssd_case,
+        (dtype, heads, P, N, G, plain),
+    )
+    for dtype, heads, P, N, G, plain in [
+        ("bfloat16", 128, 64, 128, 1, True),
+        ("bfloat16", 128, 64, 128, 1, False),
+        ("bfloat16", 64, 64, 128, 8, False),
+        ("bfloat16", 64, 80, 64, 1, False),
+        ("bfloat16", 32, 128, 256, 1, False),
+        ("float32", 64, 64, 128, 1, False),
+    ]
+}
+CASES["ssd gla bfloat16"] = (ssd_case, ("bfloat16", 32, 128, 128, 32, False, True))
 CASES |= {
     "cross-entropy": (cross_entropy_case, ()),
     "swiglu": (swiglu_case, ()),
