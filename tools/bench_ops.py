@@ -250,10 +250,15 @@ def copy_bandwidth() -> float:
 # --- The table -------------------------------------------------------------------------------------------------------
 
 
+def values(x: Inputs) -> Tensor:
+    """The input that the output has the shape and dtype of."""
+    return x["v" if "v" in x else "x"]
+
+
 def needed_bytes(x: Inputs) -> tuple[int, int]:
     """Bytes to read the inputs and write the output; for both passes, also to read these again and write gradients."""
     inputs = sum(t.nbytes for t in x.values())
-    output = x["v" if "v" in x else "x"].nbytes
+    output = values(x).nbytes
     return inputs + output, 3 * inputs + 2 * output
 
 
