@@ -35,9 +35,7 @@ OCCUPANCY = (
 BY_INDEX = (
     "56 bytes with Triton 3.6 where states come by an index; under context parallelism it takes as long as before"
 )
-DECAYS = (
-    "120 bytes at most (168 at P = 80), of which a loop of 1,400 instructions reloads 17: other stages and warps spill more"
-)
+DECAYS = "120 bytes at most (168 at P = 80), with 17 loads among 1,400 instructions; other stages and warps spill more"
 ACCEPTED_SPILLS: dict[str, str] = {
     "gdn bfloat16 K=128 V=128 R=1 plain gradients_kernel": MANY_TILES,
     **{
