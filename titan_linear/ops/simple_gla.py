@@ -15,9 +15,9 @@ from titan_linear.ops.triton.configs import decay_needs, with_kernels
 
 
 def _triton() -> Any:
-    from titan_linear.ops.triton.ssd import TritonLinearAttention  # Triton is available on Linux only
+    from titan_linear.ops.triton.ssd import triton_decay  # Triton is available on Linux only
 
-    return TritonLinearAttention
+    return triton_decay
 
 
 def decaying(op: str, **names: str) -> Recurrence:

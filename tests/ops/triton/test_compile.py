@@ -237,10 +237,10 @@ def ssd_case(dtype: str, heads: int, P: int, N: int, G: int, plain: bool = False
     launch(ssd.ssd_boundary, k, v, gates, chunks, two, wanted)
     launch(ssd.ssd_boundary_bwd, do, q, gates, chunks, two, wanted, 1.0)
     inputs = [q, k, v, g, A, D, bias]
-    launch(ssd.ssd_backward, do, inputs, gates, chunks, states, states, not plain, 1.0, *limits)
+    launch(ssd.ssd_backward, do, inputs, [gates], chunks, states, states, not plain, 1.0, *limits)
 
 
-def fold_case(K: int, V: int) -> None:
+def fold_case(K: int, V: int, number: bool = False) -> None:
     """What turns a packed stream into chunks, documents into segments, and folds these and the chains of KCP."""
     import torch
 
@@ -253,7 +253,7 @@ def fold_case(K: int, V: int) -> None:
     launch(chunks.chunk_table, offsets, 64, 514)
     launch(split_documents.segment_table, offsets, 32768, 8192)
     for reverse in (False, True):
-        states, M = meta(6, HV, K, V), meta(6, HV, K, K)
+        states, M = meta(6, HV, K, V), meta(6, HV, *([1] if number else [K, K]))
         for index, wanted in ((None, None), (rows, rows)):
             launch(fold.fold_segments, states, M, meta(2, HV, K, V), index, offsets, wanted, reverse)
             launch(fold.fold_entries, states, M, offsets, rows, wanted, reverse)
@@ -318,6 +318,7 @@ CASES |= {
     "fold K=128 V=128": (fold_case, (128, 128)),
     "fold K=128 V=192": (fold_case, (128, 192)),
     "fold K=256 V=64": (fold_case, (256, 64)),
+    "fold K=128 V=80 by a number": (fold_case, (128, 80, True)),
     "kda bfloat16 K=128 V=128 plain": (kda_case, ("bfloat16", 128, 128)),
     "kda bfloat16 K=128 V=128 bounded": (kda_case, ("bfloat16", 128, 128, "bounded")),
     "kda bfloat16 K=32 V=32 softplus": (kda_case, ("bfloat16", 32, 32, "softplus", False, 2)),

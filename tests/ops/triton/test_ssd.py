@@ -23,7 +23,8 @@ from tests.ops.inputs import (
 from tests.ops.triton.bfloat16 import interpret_bfloat16
 from titan_linear.distributed.one_process import LocalGroup, run_ranks
 from titan_linear.ops import build_cp_context
-from titan_linear.ops.triton import ssd
+from titan_linear.ops.exchange import folds
+from titan_linear.ops.triton import delta_rule, ssd
 from titan_linear.ops.triton.chunks import chunks_of
 
 TOLERANCE = 2e-5  # float32 sums of up to 130 terms, through exponentials
@@ -70,6 +71,14 @@ def test_packed_documents(op: str, programs: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ssd, "PROGRAMS", programs)
     lengths = [1, 70, 0, 64, 3]
     compare(op, decaying_inputs(op, sum(lengths), G=2, heads=4, N=32, P=32), boundaries(lengths))
+
+
+@OPS
+def test_documents_in_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three, one, none and two segments; little of the state decays on the way."""
+    monkeypatch.setattr(delta_rule, "segment_length", lambda *_: 64)
+    lengths = [150, 64, 0, 65]
+    compare(op, decaying_inputs(op, sum(lengths), bias=-5.0, **SMALL), boundaries(lengths))
 
 
 @pytest.mark.parametrize(
@@ -153,10 +162,15 @@ def test_neighbours_of_what_is_not_finite(op: str) -> None:
                 assert torch.equal(a, b), (name, value)
 
 
+@pytest.mark.parametrize("segments", [False, True])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @OPS
-def test_ranks(op: str, layout: str) -> None:
-    """Four of them: one document goes through two, and a rank has several; little of the state decays on the way."""
+def test_ranks(op: str, layout: str, segments: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four of them: one document goes through two, and a rank has several; little of the state decays on the way. Also
+    cut into segments, with kernels that fold."""
+    if segments:
+        monkeypatch.setattr(delta_rule, "segment_length", lambda *_: 64)
+        monkeypatch.setattr(folds, "by_kernels", lambda _: True)
     cu, x = boundaries([10, 280, 30]), decaying_inputs(op, 320, bias=-5.0, **SMALL)
     exact = leaves({n: t.float().double() for n, t in x.items()})
     want = gradients([oracle(op, exact, cu_seqlens=cu)[0]], exact)
@@ -201,11 +215,10 @@ def test_operators_are_well_formed(indexed: bool) -> None:
     gates = ops.ssd_prepare(g, A, bias, chunks, 2, *numbers)
     calls = {
         ops.ssd_prepare: (g, A, bias, chunks, 2, *numbers),
-        ops.ssd_recompute: (g, A, bias, chunks, 2, *numbers),
         ops.ssd_scan: (q, k, v, D, gates, chunks, states, int(indexed), 1.0),
         ops.ssd_boundary: (k, v, gates, chunks, index, None),
         ops.ssd_boundary_bwd: (do, q, gates, chunks, index, None, 1.0),
-        ops.ssd_backward: (do, [q, k, v, g, A, D, bias], gates, chunks, states, states, indexed, 1.0, *numbers),
+        ops.ssd_backward: (do, [q, k, v, g, A, D, bias], [gates], chunks, states, states, indexed, 1.0, *numbers),
     }
     for op, arguments in calls.items():
         torch.library.opcheck(op.default, arguments)

@@ -31,14 +31,15 @@ from torch import Tensor, float32
 
 from titan_linear.ops.layout.boundaries import CHUNK as BT
 from titan_linear.ops.layout.boundaries import Boundaries
-from titan_linear.ops.layout.chains import Chains
 from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.runtime.options import DecayInputs, DecayOptions, States
 from titan_linear.ops.triton import ssd_kernels as kernels
-from titan_linear.ops.triton.chunks import Chunks, chunks_of
+from titan_linear.ops.triton.chunks import Chunks
 from titan_linear.ops.triton.configs import Config, config
+from titan_linear.ops.triton.delta_rule import TritonRule, given_states, whole_or_split
 from titan_linear.ops.triton.launch import blocks_of
-from titan_linear.ops.triton.tiles import dense_heads, empty_states
+from titan_linear.ops.triton.split_documents import SplitDocuments
+from titan_linear.ops.triton.tiles import dense_heads, empty_gradients, empty_states
 
 BH = 16  # heads of a program on decays
 PROGRAMS = 256  # of `gradients` that fill a GPU
@@ -88,34 +89,6 @@ def ssd_prepare(
 ) -> Tensor:
     """-> gates [NT, HV, 1 + parts, BT] fp32: the decay summed in a chunk, in base 2, and Δ. parts: of the sums; with
     two, differences of them are as exact as their terms."""
-    return _gates(g, A, dt_bias, chunks, parts, softplus, low, high)
-
-
-@operator(kind="delta rule", of_driver=True, prepares="backward")
-def ssd_recompute(
-    g: Tensor,
-    A: Tensor | None,
-    dt_bias: Tensor | None,
-    chunks: list[Tensor],
-    parts: int,
-    softplus: bool,
-    low: float,
-    high: float,
-) -> Tensor:
-    """`ssd_prepare` again."""
-    return _gates(g, A, dt_bias, chunks, parts, softplus, low, high)
-
-
-def _gates(
-    g: Tensor,
-    A: Tensor | None,
-    dt_bias: Tensor | None,
-    chunks: list[Tensor],
-    parts: int,
-    softplus: bool,
-    low: float,
-    high: float,
-) -> Tensor:
     where, HV = Chunks(*chunks), g.shape[1]
     g, gates = dense_heads(g), _empty_gates(g, where.chunk_index, parts)
     kernels.prepare_kernel[(len(gates) * blocks_of(HV, BH),)](
@@ -139,7 +112,6 @@ def _gates(
 
 
 @register_fake(ssd_prepare)
-@register_fake(ssd_recompute)
 def _(g, A, dt_bias, chunks, parts, softplus, low, high):
     return _empty_gates(g, Chunks(*chunks).chunk_index, parts)
 
@@ -273,7 +245,7 @@ def _room_in_backward(inputs: list[Tensor | None], **_: Any) -> int:
 def ssd_backward(
     do: Tensor,
     inputs: list[Tensor | None],
-    gates: Tensor,
+    tiles: list[Tensor],
     chunks: list[Tensor],
     initial: list[Tensor | None],
     d_final: list[Tensor | None],
@@ -286,7 +258,7 @@ def ssd_backward(
     """-> the gradients of `DecayInputs` (each dense, in its input's dtype; empty if not given), and of the initial
     states, fp32 in their shape (empty unless needed; rows that belong to no entry stay unwritten)."""
     q, k, v, g, A, D, dt_bias = DecayInputs(*inputs)
-    where, states, final = Chunks(*chunks), States(*initial), States(*d_final)
+    (gates,), where, states, final = tiles, Chunks(*chunks), States(*initial), States(*d_final)
     q, k, v, g, do = (dense_heads(x) for x in (q, k, v, g, do))
     (T, H, K), (_, HV, V) = k.shape, v.shape
     NT, N, R = where.chunk_index.shape[0], where.cu_seqlens.shape[0] - 1, HV // H
@@ -407,62 +379,39 @@ def ssd_backward(
     return dq, dk, dv, dg, *of_heads, d_initial
 
 
-@register_fake(ssd_backward)
-def _(do, inputs, gates, chunks, initial, d_final, need_d_initial, *_):
-    x, states = DecayInputs(*inputs), States(*initial)
-    grads = (x.q.new_empty(0) if given is None else given.new_empty(given.shape) for given in x)
-    return *grads, x.v.new_empty(states.values.shape if need_d_initial else 0, dtype=float32)
+register_fake(ssd_backward)(empty_gradients)
 
 
-def _states(states: States | None) -> list[Tensor | None]:
-    """As operators take them: contiguous states, or None for zeros, and the row of each entry among them."""
-    return [None, None] if states is None else [states.values.contiguous(), states.index]
+class TritonDecay(TritonRule):
+    kept_tiles = ()
+    backward_operator = staticmethod(ssd_backward)
 
-
-class TritonLinearAttention:
-    """One call's stages; see `Rule` in ops/recurrence.py. `differentiable` changes nothing here."""
-
-    def __init__(
-        self,
-        inputs: DecayInputs,
-        options: DecayOptions,
-        boundaries: Boundaries,
-        differentiable: bool,
-        kept: Sequence[Tensor] = (),
-    ):
-        self.inputs, self.scale = inputs, options.scale
+    def __init__(self, inputs: DecayInputs, options: DecayOptions, chunks: Chunks, kept: Sequence[Tensor]):
+        self.inputs, self.chunks = inputs, list(chunks)
         low, high = options.dt_limit
-        self.numbers = {"softplus": options.dt_softplus, "low": low, "high": high}
-        where = Chunks(boundaries.cu_seqlens, *kept) if kept else _chunks(boundaries, inputs.v.shape[0])
-        self.chunks, self.kept = list(where), where[1:]
-        prepare = ssd_recompute if kept else ssd_prepare
+        steps = {"softplus": options.dt_softplus, "low": low, "high": high}
+        self.scale, self.numbers = options.scale, {"scale": options.scale, **steps}
         parts = 2 if inputs.q.dtype == float32 else 1
-        self.gates = prepare(inputs.g, inputs.A, inputs.dt_bias, self.chunks, parts, **self.numbers)
-
-    def boundary(self, chains: Chains) -> tuple[Tensor, Tensor]:
-        x = self.inputs
-        return ssd_boundary(x.k, x.v, self.gates, self.chunks, chains.entries, chains.wanted)
+        self.tiles = [ssd_prepare(inputs.g, inputs.A, inputs.dt_bias, self.chunks, parts, **steps)]
 
     def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]:
-        x, rows = self.inputs, len(self.chunks[0]) - 1 if need_final else 0
-        return ssd_scan(x.q, x.k, x.v, x.D, self.gates, self.chunks, _states(initial), rows, self.scale)
+        x, rows = self.inputs, self._entries(need_final)
+        return ssd_scan(x.q, x.k, x.v, x.D, *self.tiles, self.chunks, given_states(initial), rows, self.scale)
 
-    def boundary_backward(self, do: Tensor, chains: Chains) -> Tensor:
-        q, entries, wanted = self.inputs.q, chains.entries, chains.wanted
-        return ssd_boundary_bwd(do, q, self.gates, self.chunks, entries, wanted, self.scale)
+    def boundaries(self, entries: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return ssd_boundary(self.inputs.k, self.inputs.v, *self.tiles, self.chunks, entries, wanted)
 
-    def backward(
-        self, do: Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
-    ) -> tuple[DecayInputs, Tensor]:
-        tables = list(self.inputs), self.gates, self.chunks, _states(initial), _states(d_final)
-        *grads, d_initial = ssd_backward(do, *tables, need_d_initial, self.scale, **self.numbers)
-        given = (None if x is None else grad for x, grad in zip(self.inputs, grads, strict=True))
-        return DecayInputs(*given), d_initial
+    def boundary_gradients(self, do: Tensor, entries: Tensor, wanted: Tensor | None = None) -> Tensor:
+        return ssd_boundary_bwd(do, self.inputs.q, *self.tiles, self.chunks, entries, wanted, self.scale)
 
 
-def _chunks(boundaries: Boundaries, tokens: int) -> Chunks:
-    """The chunks, from the batch's plan or found on the device."""
-    if BT in boundaries.chunks:
-        table = boundaries.chunks[BT]
-        return Chunks(boundaries.cu_seqlens, table.index, table.offsets)
-    return chunks_of(boundaries.cu_seqlens, tokens)
+def triton_decay(
+    inputs: DecayInputs,
+    options: DecayOptions,
+    boundaries: Boundaries,
+    differentiable: bool,
+    kept: Sequence[Tensor] = (),
+) -> TritonDecay | SplitDocuments:
+    """The kernels for these inputs; long documents are cut into segments where that fills the GPU. `differentiable`
+    changes nothing here."""
+    return whole_or_split(TritonDecay, inputs, options, boundaries, kept)
