@@ -102,7 +102,7 @@ class TritonRule(ABC):
         tables = list(self.inputs), list(self.tiles), self.chunks, given_states(initial), given_states(d_final)
         *grads, d_initial = self.backward_operator(do, *tables, need_d_initial, **self.numbers)
         given = (None if x is None else grad for x, grad in zip(self.inputs, grads, strict=True))
-        return self.inputs._make(given), d_initial
+        return type(self.inputs)(*given), d_initial
 
     @abstractmethod
     def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]: ...

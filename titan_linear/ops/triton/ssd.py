@@ -45,11 +45,6 @@ BH = 16  # heads of a program on decays
 PROGRAMS = 256  # of `gradients` that fill a GPU
 
 
-def _precision(x: Tensor) -> str:
-    """Precision of dots with fp32 operands; bf16 and fp16 operands are exact in the tensor cores' fp32 sums."""
-    return "tf32x3" if x.dtype == float32 else "ieee"
-
-
 def _power_of_two(V: int) -> int:
     return max(1 << (V - 1).bit_length(), 16)
 
@@ -62,9 +57,9 @@ def _sliced(kernel: str, k: Tensor, V: int) -> Config:
     return chosen | {"BV": BV // 2} if BV > 16 and 0 < V % BV <= BV // 2 else chosen
 
 
-def _constants(k: Tensor, v: Tensor, gates: Tensor) -> dict[str, int | str]:
+def _constants(k: Tensor, v: Tensor, gates: Tensor) -> dict[str, int]:
     dims = {"R": v.shape[1] // k.shape[1], "K": k.shape[2], "V": v.shape[2], "BT": BT}
-    return dims | {"PARTS": gates.shape[2] - 1, "PREC": _precision(k)}
+    return dims | {"PARTS": gates.shape[2] - 1}
 
 
 def _wide(D: Tensor | None, HV: int) -> bool:
@@ -289,7 +284,7 @@ def ssd_backward(
     )
 
     scores = k.new_empty(NT, H, BT, BT, dtype=float32)
-    of_groups = {"K": K, "BT": BT, "PREC": _precision(k), **config("ssd groups", k, K)}
+    of_groups = {"K": K, "BT": BT, **config("ssd groups", k, K)}
     kernels.scores_kernel[(NT * H,)](q, k, scores, *by_chunk, q.stride(0), k.stride(0), H, **of_groups)
     splits, dv = _splits(NT, H, R), v.new_empty(v.shape)
     dq_parts, dk_parts = (k.new_empty(splits, T, H, K, dtype=float32) for _ in range(2))
@@ -347,7 +342,6 @@ def ssd_backward(
     )
 
     dg = g.new_empty(T, HV)
-    gate_constants = {name: value for name, value in constants.items() if name != "PREC"}
     d_heads = gates.new_empty(3, NT, HV)
     kernels.gates_kernel[(NT * blocks_of(HV, BH),)](
         g,
@@ -367,7 +361,7 @@ def ssd_backward(
         g.stride(0),
         HV,
         NT,
-        **gate_constants,
+        **constants,
         BH=BH,
         SLICES=slices,
         SOFTPLUS=softplus,

@@ -182,7 +182,7 @@ def scan_kernel(
     final_state,  # [N, HV, K, V] fp32 or None
     cu_seqlens, chunk_offsets, scale, stride_q, stride_k, stride_v, HV,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, WIDE: tl.constexpr,
-    PARTS: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+    PARTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One (entry, head, slice of V): o, and the last states where they are asked for. The state stays in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
@@ -196,15 +196,15 @@ def scan_kernel(
         b_k = load_rows(k, begin, rows, stride_k, i_hv // R * K, BT, K)
         b_v = _load_columns(v, begin, rows, stride_v, i_hv, i_v, V, BT, BV)
         b_G, b_low, b_dt, b_after, b_last = _load_gates(gates, (first + i) * HV + i_hv, BT, PARTS)
-        b_m = tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
+        b_m = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         b_m *= _decays(b_G, b_low, BT, PARTS, True) * (scale * b_dt)[None, :]
-        b_o = tl.dot(b_q, b_s.to(b_q.dtype), input_precision=PREC) * (scale * tl.exp2(b_last - b_after))[:, None]
-        b_o = tl.dot(b_m.to(b_q.dtype), b_v, b_o, input_precision=PREC)
+        b_o = tl.dot(b_q, b_s.to(b_q.dtype), input_precision="ieee") * (scale * tl.exp2(b_last - b_after))[:, None]
+        b_o = tl.dot(b_m.to(b_q.dtype), b_v, b_o, input_precision="ieee")
         if D is not None:
             b_o += _skip(D, i_hv, i_v, V, BV, WIDE) * b_v
         _store_columns(o, b_o, begin, rows, HV, i_hv, i_v, V, BT, BV)
         b_w = (tl.exp2(b_after) * b_dt)[:, None] * b_v
-        b_s = tl.dot(tl.trans(b_k), b_w.to(b_q.dtype), b_s * tl.exp2(b_last), input_precision=PREC)
+        b_s = tl.dot(tl.trans(b_k), b_w.to(b_q.dtype), b_s * tl.exp2(b_last), input_precision="ieee")
     if final_state is not None:
         _store_state(final_state, b_s, i_n, HV, i_hv, i_v, K, V, BV)
 
@@ -213,7 +213,7 @@ def scan_kernel(
 def _pass(
     b_s, x, y, gates, h, start, length, first, i_hv, i_v, scale, stride_x, stride_y, HV,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr,
-    STAGES: tl.constexpr, PREC: tl.constexpr, REVERSE: tl.constexpr,
+    STAGES: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """Carry a state through an entry's chunks, x = k and y = v; or with REVERSE its gradient through these from the
     last, x = q and y = do. Writes it before each chunk to h [NT, HV, K, V], if given. Returns the last one and the sum
@@ -229,7 +229,7 @@ def _pass(
             _store_state(h, b_s, first + i, HV, i_hv, i_v, K, V, BV)
         b_w = scale * tl.exp2(b_last - b_after) if REVERSE else tl.exp2(b_after) * b_dt
         b_y = (b_w[:, None] * b_y).to(b_x.dtype)
-        b_s = tl.dot(tl.trans(b_x), b_y, b_s * tl.exp2(b_last), input_precision=PREC)
+        b_s = tl.dot(tl.trans(b_x), b_y, b_s * tl.exp2(b_last), input_precision="ieee")
         b_sum += b_last
     return b_s, b_sum
 
@@ -244,7 +244,7 @@ def boundary_kernel(
     M,  # [F, HV, 1] fp32 or None
     cu_seqlens, chunk_offsets, scale, stride_x, stride_y, HV,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr,
-    STAGES: tl.constexpr, PREC: tl.constexpr, REVERSE: tl.constexpr,
+    STAGES: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """One (listed entry, head, slice of V): `_pass` from a zero state, and the factor of any other."""
     blocks: tl.constexpr = (V + BV - 1) // BV
@@ -259,7 +259,7 @@ def boundary_kernel(
     start, length, first = locate_entry(cu_seqlens, chunk_offsets, tl.load(entries + i_f).to(tl.int64))
     b_s, b_sum = _pass(
         tl.zeros([K, BV], tl.float32), x, y, gates, None, start, length, first, i_hv, i_v, scale, stride_x, stride_y,
-        HV, R, K, V, BT, BV, PARTS, STAGES, PREC, REVERSE,
+        HV, R, K, V, BT, BV, PARTS, STAGES, REVERSE,
     )  # fmt: skip
     _store_state(S_ext, b_s, i_f, HV, i_hv, i_v, K, V, BV)
     if M is not None:
@@ -276,7 +276,7 @@ def states_kernel(
     d_initial_state,
     cu_seqlens, chunk_offsets, scale, stride_q, stride_k, stride_v, stride_do, HV,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr,
-    STAGES: tl.constexpr, PREC: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One (entry, head, slice of V) in one direction: all states, or all their gradients."""
     blocks: tl.constexpr = (V + BV - 1) // BV
@@ -288,13 +288,13 @@ def states_kernel(
         b_s = _load_state(initial_state, state_index, i_n, HV, i_hv, i_v, K, V, BV)
         _pass(
             b_s, k, v, gates, h, start, length, first, i_hv, i_v, scale, stride_k, stride_v, HV, R, K, V, BT, BV,
-            PARTS, STAGES, PREC, False,
+            PARTS, STAGES, False,
         )  # fmt: skip
     else:
         b_ds = _load_state(d_final_state, final_index, i_n, HV, i_hv, i_v, K, V, BV)
         b_ds, _ = _pass(
             b_ds, q, do, gates, dh, start, length, first, i_hv, i_v, scale, stride_q, stride_do, HV, R, K, V, BT, BV,
-            PARTS, STAGES, PREC, True,
+            PARTS, STAGES, True,
         )  # fmt: skip
         if d_initial_state is not None:
             _store_state(d_initial_state, b_ds, _row(state_index, i_n), HV, i_hv, i_v, K, V, BV)
@@ -309,7 +309,7 @@ def scores_kernel(
     q, k,
     scores,  # [NT, H, BT, BT] fp32
     cu_seqlens, chunk_index, stride_q, stride_k, H,
-    K: tl.constexpr, BT: tl.constexpr, PREC: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """k qᵀ of one chunk and group."""
     i_p = tl.program_id(0).to(tl.int64)
@@ -318,7 +318,7 @@ def scores_kernel(
     b_q = load_rows(q, start, length, stride_q, i_h * K, BT, K)
     b_k = load_rows(k, start, length, stride_k, i_h * K, BT, K)
     o_j, o_i = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
-    b_kq = tl.dot(b_k, tl.trans(b_q), input_precision=PREC)
+    b_kq = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")
     tl.store(scores + i_p * BT * BT + (o_j * BT + o_i), b_kq)
 
 
@@ -336,7 +336,7 @@ def gradients_kernel(
     dD,  # [NT, HV, V] fp32, only with WIDE
     cu_seqlens, chunk_index, scale, stride_q, stride_k, stride_v, stride_do, T, HV, NT, heads,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, WIDE: tl.constexpr,
-    PARTS: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+    PARTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One chunk and `heads` heads of a group, one after another, slice by slice of V: dv, and what they add to dq, dk
     and E."""
@@ -368,10 +368,10 @@ def gradients_kernel(
         # Whatever is needed of whole tiles in registers comes first, so that they are free for what follows.
         tl.store(products + (i_th * slices + i_v) * K + tl.arange(0, K), tl.sum(b_s.to(tl.float32) * b_ds, 1))
         tl.store(p_s + 3 * BT, tl.sum(b_v.to(tl.float32) * b_do, 1))
-        b_dq = tl.dot((b_out[:, None] * b_do).to(dtype), tl.trans(b_s), b_dq, input_precision=PREC)
-        b_dk = tl.dot(((b_in * b_dt)[:, None] * b_v).to(dtype), tl.trans(b_ds), b_dk, input_precision=PREC)
+        b_dq = tl.dot((b_out[:, None] * b_do).to(dtype), tl.trans(b_s), b_dq, input_precision="ieee")
+        b_dk = tl.dot(((b_in * b_dt)[:, None] * b_v).to(dtype), tl.trans(b_ds), b_dk, input_precision="ieee")
 
-        b_a = tl.dot(b_v, tl.trans(b_do), input_precision=PREC)  # [j, i]
+        b_a = tl.dot(b_v, tl.trans(b_do), input_precision="ieee")  # [j, i]
         b_p = scale * _decays(b_G, b_low, BT, PARTS, False)
         b_m = b_kq * b_p
         b_u = b_a * b_m
@@ -380,12 +380,12 @@ def gradients_kernel(
         tl.store(p_s, tl.sum(b_u * b_dt[:, None], 0))
         tl.store(p_s + 2 * BT, tl.sum(b_u, 1))
 
-        b_z = tl.dot(b_k, b_ds, input_precision=PREC) * b_in[:, None]  # [BT, BV]
-        b_y = tl.dot(b_q, b_s, input_precision=PREC) * b_out[:, None]
+        b_z = tl.dot(b_k, b_ds, input_precision="ieee") * b_in[:, None]  # [BT, BV]
+        b_y = tl.dot(b_q, b_s, input_precision="ieee") * b_out[:, None]
         tl.store(p_s + BT, tl.sum(b_y * b_do, 1))
         tl.store(p_s + 4 * BT, tl.sum(b_z * b_v, 1))
         # Scaled one by one: as the other's start, z would be spread over warps that compute the same.
-        b_dv = tl.dot(b_m.to(dtype), b_do, input_precision=PREC) * b_dt[:, None] + b_z * b_dt[:, None]
+        b_dv = tl.dot(b_m.to(dtype), b_do, input_precision="ieee") * b_dt[:, None] + b_z * b_dt[:, None]
         if D is not None:
             b_dv += _skip(D, i_hv, i_v, V, BV, WIDE) * b_do
             if WIDE:
@@ -405,7 +405,7 @@ def groups_kernel(
     dq_parts, dk_parts,  # [splits, T, H, K] fp32
     dq, dk,  # [T, H, K]
     cu_seqlens, chunk_index, stride_q, stride_k, T, H, NT, splits,
-    K: tl.constexpr, BT: tl.constexpr, PREC: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """dq and dk of one chunk and group: the sums over parts, and E's products."""
     i_p = tl.program_id(0).to(tl.int64)
@@ -420,10 +420,10 @@ def groups_kernel(
         b_dk += load_rows(dk_parts, i * T + start, length, H * K, i_h * K, BT, K)
     b_e = b_e.to(q.dtype.element_ty)  # Eᵀ
     b_k = load_rows(k, start, length, stride_k, i_h * K, BT, K)
-    b_dq = tl.dot(tl.trans(b_e), b_k, b_dq, input_precision=PREC)
+    b_dq = tl.dot(tl.trans(b_e), b_k, b_dq, input_precision="ieee")
     store_rows(dq, b_dq, start, length, H * K, i_h * K, BT, K)
     b_q = load_rows(q, start, length, stride_q, i_h * K, BT, K)
-    b_dk = tl.dot(b_e, b_q, b_dk, input_precision=PREC)
+    b_dk = tl.dot(b_e, b_q, b_dk, input_precision="ieee")
     store_rows(dk, b_dk, start, length, H * K, i_h * K, BT, K)
 
 
