@@ -16,8 +16,8 @@ raw time steps, beside FLA's simple_gla behind what makes decays of these, and m
 of inputs, outputs and gradients divided by the copy bandwidth measured in the same run; GB/s are those bytes divided by
 the time, TFLOP/s count the chunked algorithm's products (`flops`). "kept": bytes per token and value head held between
 forward and backward, apart from inputs and output. "peak": GiB above the inputs. "host": the milliseconds that the host
-takes to queue forward + backward; if they exceed the GPU's time, the GPU waits. FLA's GDN runs without its guard
-against wrong numbers on Hopper: times only.
+takes to queue forward + backward; if they exceed the GPU's time, the GPU waits. FLA's GDN and simple_gla run without
+their guard against wrong numbers on Hopper: times only.
 """
 
 from __future__ import annotations
@@ -155,8 +155,10 @@ def fla_ssd(
     cu_seqlens: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
     """FLA's recurrence of this form, which has as many keys as values, under chunk_ssd's arguments."""
+    from fla.ops.common import chunk_o
     from fla.ops.simple_gla import chunk_simple_gla
 
+    chunk_o.TRITON_ABOVE_3_7_1 = True
     dt = torch.nn.functional.softplus(dt + dt_bias)
     q, k = (t.repeat_interleave(x.shape[2] // t.shape[2], dim=2) for t in (C, B))
     v = (x * dt.unsqueeze(-1)).to(x.dtype)

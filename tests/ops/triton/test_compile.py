@@ -76,21 +76,19 @@ def _resources(cubin: bytes) -> dict[str, Any]:
 
 
 def _disassembled(cubin: bytes) -> str:
-    """The line on resources, and where there is a stack those on R1. Disassembling takes half a second, and the lines
-    are kept where Triton keeps its kernels."""
+    """The line on resources, and those on R1. Disassembling takes half a second, and the lines are kept where Triton
+    keeps its kernels."""
     from triton import __version__
     from triton.runtime.cache import get_cache_manager
 
     kept = get_cache_manager(hashlib.sha256(__version__.encode() + cubin).hexdigest())
-    if (path := kept.get_file("resources.txt")) is None:
+    if (path := kept.get_file("on_r1.txt")) is None:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(cubin)
             file.flush()
-            report = _cuobjdump("-res-usage", file.name)
-            if " STACK:0 " not in report:
-                report += _cuobjdump("-sass", file.name)
+            report = _cuobjdump("-res-usage", file.name) + _cuobjdump("-sass", file.name)
         lines = [line for line in report.splitlines() if "REG:" in line or re.search(r"\bR1\b", line)]
-        path = kept.put("\n".join(lines), "resources.txt", binary=False)
+        path = kept.put("\n".join(lines), "on_r1.txt", binary=False)
     return Path(path).read_text()
 
 
@@ -104,8 +102,8 @@ def _cuobjdump(*arguments: str) -> str:
 def _stack_pointer_as_number(code: str) -> list[str]:
     """Instructions that compute with R1 other than addresses on the stack.
 
-    Where a kernel spills, ptxas 12.8 was seen to take R1, the stack pointer, for an operand that it had lost: a product
-    then read shared memory that no one wrote. A kernel without a stack has put nothing aside that could be lost.
+    ptxas 12.8 was seen to take R1, the stack pointer, for an operand that it had lost, even in a kernel without a stack:
+    a product then read shared memory that no one wrote.
     """
     lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+([^;]*\bR1\b[^;]*);", code)
     stack = r"LDC R1, |VIADD R1, R1, |IADD3? R1, (PT, PT, )?R1, |IMAD\.MOV\.U32 R1, RZ, RZ, c\[|MOV R1, c\["

@@ -37,9 +37,8 @@ from titan_linear.ops.triton import ssd_kernels as kernels
 from titan_linear.ops.triton.chunks import Chunks
 from titan_linear.ops.triton.configs import Config, config
 from titan_linear.ops.triton.delta_rule import TritonRule, given_states, whole_or_split
-from titan_linear.ops.triton.launch import blocks_of
 from titan_linear.ops.triton.split_documents import SplitDocuments
-from titan_linear.ops.triton.tiles import dense_heads, empty_gradients, empty_states
+from titan_linear.ops.triton.tiles import blocks_of, dense_heads, empty_gradients, empty_states
 
 BH = 16  # heads of a program on decays
 PROGRAMS = 256  # of `gradients` that fill a GPU

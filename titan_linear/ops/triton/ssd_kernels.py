@@ -22,7 +22,7 @@ import triton.language as tl
 
 from titan_linear.ops.triton.chunks import locate, locate_entry
 from titan_linear.ops.triton.gates import log2_gate, softplus
-from titan_linear.ops.triton.launch import Launcher
+from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.tiles import load_rows, store_rows
 
 # --- Tiles ------------------------------------------------------------------------------------------------------------
@@ -136,8 +136,7 @@ def _steps(b_g, dt_bias, o_h, m_h, low, high, SOFTPLUS: tl.constexpr):
     return b_g, b_dt, tl.where(b_clamped > high, high, b_clamped)
 
 
-@Launcher
-@triton.jit
+@Kernel
 def prepare_kernel(
     g,  # [T, HV]
     A,  # [HV], or None: g is the log decay
@@ -173,8 +172,7 @@ def prepare_kernel(
 # --- Passes from chunk to chunk ---------------------------------------------------------------------------------------
 
 
-@Launcher
-@triton.jit
+@Kernel
 def scan_kernel(
     q, k, v, gates, D,
     initial_state, state_index,
@@ -234,8 +232,7 @@ def _pass(
     return b_s, b_sum
 
 
-@Launcher
-@triton.jit
+@Kernel
 def boundary_kernel(
     x, y, gates,
     entries,  # [F]
@@ -266,8 +263,7 @@ def boundary_kernel(
         tl.store(M + i_fh, tl.exp2(b_sum), mask=has_m & (i_v == 0))
 
 
-@Launcher
-@triton.jit
+@Kernel
 def states_kernel(
     q, k, v, do, gates,
     initial_state, state_index, d_final_state, final_index,
@@ -303,8 +299,7 @@ def states_kernel(
 # --- Gradients, chunk by chunk ----------------------------------------------------------------------------------------
 
 
-@Launcher
-@triton.jit
+@Kernel
 def scores_kernel(
     q, k,
     scores,  # [NT, H, BT, BT] fp32
@@ -322,8 +317,7 @@ def scores_kernel(
     tl.store(scores + i_p * BT * BT + (o_j * BT + o_i), b_kq)
 
 
-@Launcher
-@triton.jit
+@Kernel
 def gradients_kernel(
     q, k, v, do, gates,
     scores,  # [NT, H, BT, BT] fp32, k qᵀ
@@ -397,8 +391,7 @@ def gradients_kernel(
     store_rows(dk, b_dk, i_split * T + start, length, H * K, i_h * K, BT, K)
 
 
-@Launcher
-@triton.jit
+@Kernel
 def groups_kernel(
     q, k,
     dE,  # [splits, NT, H, BT, BT] fp32
@@ -442,8 +435,7 @@ def _given_product(
     return tl.sum(b_sum)
 
 
-@Launcher
-@triton.jit
+@Kernel
 def gates_kernel(
     g, A, dt_bias, gates, sums, products,
     scores,  # [NT, HV / R, BT, BT]
