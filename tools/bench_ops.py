@@ -6,16 +6,18 @@
     python -m tools.bench_ops --ops kda gdn --heads 16/32 16/64 --gates log raw --peers
     python -m tools.bench_ops --ops kda --tokens 8192 --heads 64
     python -m tools.bench_ops --ops gdn --tokens 32768 --heads 30 --dims 96x192 128x256
+    python -m tools.bench_ops --ops ssd --tokens 32768 --heads 1/128 8/64 --dims 128x64 --peers
 
 Milliseconds on the GPU, forward and forward + backward, with a cold L2 cache and the host ahead, as in a training step
 (`timed`); q and k are normalised beforehand; all in bfloat16. --gates log: float32 log decays, computed beforehand;
-raw: bfloat16 projections, as our mixers and FLA's give them, of which the op computes the decays. Heads are K × V =
+raw: bfloat16 projections, as our mixers and FLA's give them, of which the op computes the decays; "ssd" always takes
+raw time steps, beside FLA's simple_gla behind what makes decays of these, and mamba_ssm. Heads are K × V =
 128 × 128, or as `--dims` says; 16/64: 16 query and 64 value heads. "packed" has ten documents. The floor is the bytes
 of inputs, outputs and gradients divided by the copy bandwidth measured in the same run; GB/s are those bytes divided by
 the time, TFLOP/s count the chunked algorithm's products (`flops`). "kept": bytes per token and value head held between
 forward and backward, apart from inputs and output. "peak": GiB above the inputs. "host": the milliseconds that the host
-takes to queue forward + backward; if they exceed the GPU's time, the GPU waits. FLA's GDN runs without its guard
-against wrong numbers on Hopper: times only.
+takes to queue forward + backward; if they exceed the GPU's time, the GPU waits. FLA's GDN and simple_gla run without
+their guard against wrong numbers on Hopper: times only.
 """
 
 from __future__ import annotations
@@ -36,14 +38,14 @@ from torch import Tensor
 from triton.testing import do_bench
 
 from titan_linear.distributed.process import refusing, run_command
-from titan_linear.ops import causal_conv1d, chunk_gated_delta_rule, chunk_kda
+from titan_linear.ops import causal_conv1d, chunk_gated_delta_rule, chunk_kda, chunk_ssd
 
 PACKED = (0, 2960, 5212, 9513, 13567, 17443, 20634, 23521, 26281, 31785, 32768)
 C = 64  # tokens per chunk
 TAPS = 4  # of the convolution
 ROUNDS = 40
 DEVICE = "cuda"
-OPS = {"kda": chunk_kda, "gdn": chunk_gated_delta_rule, "conv": causal_conv1d}
+OPS = {"kda": chunk_kda, "gdn": chunk_gated_delta_rule, "conv": causal_conv1d, "ssd": chunk_ssd}
 Inputs = dict[str, Tensor]
 
 
@@ -67,6 +69,8 @@ class Case:
     def options(self) -> dict[str, Any]:
         if self.op == "conv":
             return {"activation": "silu"}
+        if self.op == "ssd":
+            return {"dt_softplus": True}
         raw = {"use_gate_in_kernel": True} if self.raw else {}
         if self.op == "gdn":
             return raw
@@ -76,6 +80,10 @@ class Case:
         T, H, HV, K, V = self.T, self.H, self.HV, self.K, self.V
         if self.op == "conv":
             return {"x": randn(1, T, HV * K).bfloat16(), "weight": randn(HV * K, TAPS).bfloat16()}
+        if self.op == "ssd":
+            tokens = {"x": randn(1, T, HV, V), "dt": randn(1, T, HV), "B": randn(1, T, H, K), "C": randn(1, T, H, K)}
+            of_heads = {"A": -torch.rand(HV, device=DEVICE), "D": randn(HV), "dt_bias": randn(HV) - 4}
+            return {name: x.bfloat16() for name, x in tokens.items()} | of_heads
         q, k = (torch.nn.functional.normalize(randn(1, T, H, K), dim=-1).bfloat16() for _ in range(2))
         beta = torch.rand(1, T, HV, device=DEVICE).bfloat16()
         x = {"q": q, "k": k, "v": randn(1, T, HV, V).bfloat16(), "beta": beta}
@@ -90,6 +98,10 @@ def flops(op: str, K: int, V: int) -> tuple[int, int]:
     """FLOPs per token and head: (forward, forward and backward)."""
     if op == "conv":
         return 2 * TAPS * K, 6 * TAPS * K
+    if op == "ssd":
+        # q·S, kᵀv; q·k and its use. Backward: the states again, their gradients, and what chunks make of them.
+        forward = 4 * K * V + 2 * C * K + 2 * C * V
+        return forward, forward + 12 * K * V + 4 * C * V
     # q·S, k·S, kᵀN; the two chunk matrices and their use. Backward: the states again, their reverse scan, gradients.
     forward = 6 * K * V + 4 * C * K + 4 * C * V
     return forward, forward + 16 * K * V + 8 * C * K + 10 * C * V
@@ -103,6 +115,8 @@ def peers(op: str) -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {}
     if find_spec("fla"):
         found["FLA"] = fla_op(op)
+    if op == "ssd" and find_spec("mamba_ssm"):
+        found["mamba_ssm"] = mamba_ssd
     if op == "gdn" and find_spec("flash_qla"):
         from flash_qla import chunk_gated_delta_rule as peer
 
@@ -116,6 +130,8 @@ def fla_op(op: str) -> Callable[..., Any]:
     """FLA's function. Its refusal of Triton kernels that give wrong numbers on Hopper is lifted: times only."""
     if op == "conv":
         from fla.modules.causal_conv1d import causal_conv1d as peer
+    elif op == "ssd":
+        return fla_ssd
     elif op == "kda":
         from fla.ops.kda import chunk_kda as peer
     else:
@@ -124,6 +140,41 @@ def fla_op(op: str) -> Callable[..., Any]:
 
         chunk_o.TRITON_ABOVE_3_7_1 = True
     return peer
+
+
+def fla_ssd(
+    *,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_bias: Tensor,
+    dt_softplus: bool,
+    cu_seqlens: Tensor,
+) -> tuple[Tensor, Tensor | None]:
+    """FLA's recurrence of this form, which has as many keys as values, under chunk_ssd's arguments."""
+    from fla.ops.common import chunk_o
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    chunk_o.TRITON_ABOVE_3_7_1 = True
+    dt = torch.nn.functional.softplus(dt + dt_bias)
+    q, k = (t.repeat_interleave(x.shape[2] // t.shape[2], dim=2) for t in (C, B))
+    v = (x * dt.unsqueeze(-1)).to(x.dtype)
+    o, _ = chunk_simple_gla(q, k, v, g=dt * A, scale=1.0, cu_seqlens=cu_seqlens)
+    return o + D.unsqueeze(-1).to(x.dtype) * x, None
+
+
+def mamba_ssd(*, cu_seqlens: Tensor, **x: Any) -> tuple[Tensor, None]:
+    """mamba_ssm's, for which documents are numbers of tokens; without them for one document."""
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+    index = None
+    if len(cu_seqlens) > 2:
+        documents = torch.arange(len(cu_seqlens) - 1, dtype=torch.int32, device=DEVICE)
+        index = documents.repeat_interleave(cu_seqlens.diff(), output_size=x["x"].shape[1])[None]
+    return mamba_chunk_scan_combined(**x, chunk_size=256, seq_idx=index), None
 
 
 def cudnn_kda(*, cu_seqlens: Tensor, safe_gate: bool, **x: Tensor) -> tuple[Tensor, None]:
@@ -201,10 +252,15 @@ def copy_bandwidth() -> float:
 # --- The table -------------------------------------------------------------------------------------------------------
 
 
+def values(x: Inputs) -> Tensor:
+    """The input that the output has the shape and dtype of."""
+    return x["v" if "v" in x else "x"]
+
+
 def needed_bytes(x: Inputs) -> tuple[int, int]:
     """Bytes to read the inputs and write the output; for both passes, also to read these again and write gradients."""
     inputs = sum(t.nbytes for t in x.values())
-    output = x["v" if "v" in x else "x"].nbytes
+    output = values(x).nbytes
     return inputs + output, 3 * inputs + 2 * output
 
 
@@ -227,7 +283,7 @@ def print_rows(
     x = case.inputs()
     cu = torch.tensor(PACKED if documents == "packed" else (0, case.T), dtype=torch.int32, device=DEVICE)
     heads = str(case.H) if case.H == case.HV else f"{case.H}/{case.HV}"
-    gates = "" if case.op == "conv" else ", raw gates" if case.raw else ", log gates"
+    gates = "" if case.op in ("conv", "ssd") else ", raw gates" if case.raw else ", log gates"
     for name, fn in {"": OPS[case.op], **others}.items():
         if not can_run(name, case):
             continue
@@ -280,8 +336,8 @@ def main(argv: list[str]) -> int:
     print(f"| op | T | heads | dims | documents | {times} | kept | peak | host |")
     print("|---" * 16 + "|")
     for op, T, heads, dims, gate in product(args.ops, args.tokens, args.heads, args.dims, args.gates):
-        if op == "conv" and gate != args.gates[0]:
-            continue  # it has no gates
+        if op in ("conv", "ssd") and gate != args.gates[0]:
+            continue  # they have one kind of gates, or none
         others = peers(op) if args.peers else {}
         for documents in ["one"] + ["packed"] * (PACKED[-1] == T):
             print_rows(Case(op, T, *heads, *dims, raw=gate == "raw"), documents, others, bandwidth, flush)

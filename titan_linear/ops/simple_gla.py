@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from titan_linear.ops.layout.context import CPContext
@@ -9,12 +11,18 @@ from titan_linear.ops.recurrence import Recurrence, check_queries, run
 from titan_linear.ops.runtime.options import DecayInputs, DecayOptions
 from titan_linear.ops.runtime.support import Choice
 from titan_linear.ops.torch.linear_attention import TorchLinearAttention, step
-from titan_linear.ops.triton.configs import without_kernels
+from titan_linear.ops.triton.configs import decay_needs, with_kernels
+
+
+def _triton() -> Any:
+    from titan_linear.ops.triton.ssd import triton_decay  # Triton is available on Linux only
+
+    return triton_decay
 
 
 def decaying(op: str, **names: str) -> Recurrence:
     """A recurrence whose state only decays."""
-    implementations = without_kernels(lambda: TorchLinearAttention)
+    implementations = with_kernels(_triton, lambda: TorchLinearAttention, *decay_needs())
     return Recurrence(op, implementations, ("A", "D", "dt_bias"), step, names)
 
 

@@ -76,12 +76,13 @@ def test_every_way_brings_the_same_states(world_size: int, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_kernels_fold_as_float64(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
+@pytest.mark.parametrize("transition", [(2, 16, 16), (2, 1)], ids=str)
+def test_kernels_fold_as_float64(monkeypatch: pytest.MonkeyPatch, transition: tuple[int, ...], layout: str) -> None:
     lengths, ways = [40, 8, 80], [(Level(1, 2, True), Level(2, 2)), (Level(1, 2), Level(2, 2))]
-    work = partial(states_by, ways=ways, lengths=lengths, layout=layout, streams=1, shapes=((2, 16, 16), (2, 16, 16)))
+    work = partial(states_by, ways=ways, lengths=lengths, layout=layout, streams=1, shapes=((2, 16, 16), transition))
     exact = run_ranks(work, 4)
     for module in (folds, levels):
-        monkeypatch.setattr(module, "on_tensor_cores", lambda *_: True)
+        monkeypatch.setattr(module, "by_kernels", lambda _: True)
     real = torch.randn
     monkeypatch.setattr(
         torch, "randn", lambda *shape, generator, dtype: real(*shape, generator=generator, dtype=dtype).float()

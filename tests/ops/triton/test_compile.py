@@ -35,6 +35,7 @@ OCCUPANCY = (
 BY_INDEX = (
     "56 bytes with Triton 3.6 where states come by an index; under context parallelism it takes as long as before"
 )
+DECAYS = "120 bytes at most (168 at P = 80), with 17 loads among 1,400 instructions; other stages and warps spill more"
 ACCEPTED_SPILLS: dict[str, str] = {
     "gdn bfloat16 K=128 V=128 R=1 plain gradients_kernel": MANY_TILES,
     **{
@@ -53,6 +54,17 @@ ACCEPTED_SPILLS: dict[str, str] = {
     },
     "kda bfloat16 K=32 V=32 softplus gradient_kernel": MANY_TILES,
     "kda bfloat16 K=128 V=128 bounded scan_kernel": BY_INDEX,
+    **{
+        f"ssd {case} {kernel}_kernel": DECAYS
+        for case, kernels in {
+            "bfloat16 128 heads P=64 N=128 G=1 plain": ("scan", "gradients"),
+            "bfloat16 128 heads P=64 N=128 G=1": ("scan", "gradients"),
+            "bfloat16 64 heads P=64 N=128 G=8": ("scan", "gradients"),
+            "bfloat16 64 heads P=80 N=64 G=1": ("gradients",),
+            "gla bfloat16": ("scan",),
+        }.items()
+        for kernel in kernels
+    },
 }
 
 
@@ -64,21 +76,19 @@ def _resources(cubin: bytes) -> dict[str, Any]:
 
 
 def _disassembled(cubin: bytes) -> str:
-    """The line on resources, and where there is a stack those on R1. Disassembling takes half a second, and the lines
-    are kept where Triton keeps its kernels."""
+    """The line on resources, and those on R1. Disassembling takes half a second, and the lines are kept where Triton
+    keeps its kernels."""
     from triton import __version__
     from triton.runtime.cache import get_cache_manager
 
     kept = get_cache_manager(hashlib.sha256(__version__.encode() + cubin).hexdigest())
-    if (path := kept.get_file("resources.txt")) is None:
+    if (path := kept.get_file("on_r1.txt")) is None:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(cubin)
             file.flush()
-            report = _cuobjdump("-res-usage", file.name)
-            if " STACK:0 " not in report:
-                report += _cuobjdump("-sass", file.name)
+            report = _cuobjdump("-res-usage", file.name) + _cuobjdump("-sass", file.name)
         lines = [line for line in report.splitlines() if "REG:" in line or re.search(r"\bR1\b", line)]
-        path = kept.put("\n".join(lines), "resources.txt", binary=False)
+        path = kept.put("\n".join(lines), "on_r1.txt", binary=False)
     return Path(path).read_text()
 
 
@@ -92,8 +102,8 @@ def _cuobjdump(*arguments: str) -> str:
 def _stack_pointer_as_number(code: str) -> list[str]:
     """Instructions that compute with R1 other than addresses on the stack.
 
-    Where a kernel spills, ptxas 12.8 was seen to take R1, the stack pointer, for an operand that it had lost: a product
-    then read shared memory that no one wrote. A kernel without a stack has put nothing aside that could be lost.
+    ptxas 12.8 was seen to take R1, the stack pointer, for an operand that it had lost, even in a kernel without a stack:
+    a product then read shared memory that no one wrote.
     """
     lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+([^;]*\bR1\b[^;]*);", code)
     stack = r"LDC R1, |VIADD R1, R1, |IADD3? R1, (PT, PT, )?R1, |IMAD\.MOV\.U32 R1, RZ, RZ, c\[|MOV R1, c\["
@@ -201,7 +211,34 @@ def gdn_case(dtype: str, K: int, V: int, R: int = 1, plain: bool = False, HV: in
     launch(gdn.gdn_boundary_bwd, do, q, k, tiles, chunks, entries, None if plain else entries, 0.5)
 
 
-def fold_case(K: int, V: int) -> None:
+def ssd_case(dtype: str, heads: int, P: int, N: int, G: int, plain: bool = False, gla: bool = False) -> None:
+    """All stages; plain: no states (what is timed); else states by index; gla: log decays, and factors of none."""
+    import torch
+
+    from titan_linear.ops.triton import ssd
+    from titan_linear.ops.triton.chunks import max_chunks
+
+    def meta(*shape, kind=dtype):
+        return torch.empty(*shape, dtype=getattr(torch, kind), device="meta")
+
+    T, entries, width = 32768, 10, heads * P
+    x, B, C = meta(T, width + 2 * G * N).split([width, G * N, G * N], -1)  # as the mixer gives them
+    v, k, q, do = x.unflatten(-1, (heads, P)), *(y.unflatten(-1, (G, N)) for y in (B, C)), meta(T, heads, P)
+    g, A, D, bias = meta(T, heads), *(None if gla else meta(heads, kind="float32") for _ in range(3))
+    state = None if plain else meta(entries, heads, N, P, kind="float32")
+    rows, two = None if plain else meta(entries, kind="int32"), meta(2, kind="int32")
+    NT, wanted, states = max_chunks(T, entries, 64), None if plain else two, [state, rows]
+    chunks = [meta(entries + 1, kind="int32"), meta(NT, 2, kind="int32"), meta(entries + 1, kind="int32")]
+    limits = (not gla, 0.0, float("inf"))
+    gates = launch(ssd.ssd_prepare, g, A, bias, chunks, 2 if dtype == "float32" else 1, *limits)
+    launch(ssd.ssd_scan, q, k, v, D, gates, chunks, states, 0 if plain else entries, 1.0)
+    launch(ssd.ssd_boundary, k, v, gates, chunks, two, wanted)
+    launch(ssd.ssd_boundary_bwd, do, q, gates, chunks, two, wanted, 1.0)
+    inputs = [q, k, v, g, A, D, bias]
+    launch(ssd.ssd_backward, do, inputs, [gates], chunks, states, states, not plain, 1.0, *limits)
+
+
+def fold_case(K: int, V: int, number: bool = False) -> None:
     """What turns a packed stream into chunks, documents into segments, and folds these and the chains of KCP."""
     import torch
 
@@ -214,7 +251,7 @@ def fold_case(K: int, V: int) -> None:
     launch(chunks.chunk_table, offsets, 64, 514)
     launch(split_documents.segment_table, offsets, 32768, 8192)
     for reverse in (False, True):
-        states, M = meta(6, HV, K, V), meta(6, HV, K, K)
+        states, M = meta(6, HV, K, V), meta(6, HV, *([1] if number else [K, K]))
         for index, wanted in ((None, None), (rows, rows)):
             launch(fold.fold_segments, states, M, meta(2, HV, K, V), index, offsets, wanted, reverse)
             launch(fold.fold_entries, states, M, offsets, rows, wanted, reverse)
@@ -259,11 +296,27 @@ CASES |= {
 # OLMo-Hybrid's K = 96 is filled up (padded.py); its number of heads is no multiple of 16.
 CASES["gdn bfloat16 K=128 V=192 30 heads"] = (gdn_case, ("bfloat16", 128, 192, 1, False, 30))
 CASES |= {
+    f"ssd {dtype} {heads} heads P={P} N={N} G={G}{' plain' if plain else ''}": (
+        ssd_case,
+        (dtype, heads, P, N, G, plain),
+    )
+    for dtype, heads, P, N, G, plain in [
+        ("bfloat16", 128, 64, 128, 1, True),
+        ("bfloat16", 128, 64, 128, 1, False),
+        ("bfloat16", 64, 64, 128, 8, False),
+        ("bfloat16", 64, 80, 64, 1, False),
+        ("bfloat16", 32, 128, 256, 1, False),
+        ("float32", 64, 64, 128, 1, False),
+    ]
+}
+CASES["ssd gla bfloat16"] = (ssd_case, ("bfloat16", 32, 128, 128, 32, False, True))
+CASES |= {
     "cross-entropy": (cross_entropy_case, ()),
     "swiglu": (swiglu_case, ()),
     "fold K=128 V=128": (fold_case, (128, 128)),
     "fold K=128 V=192": (fold_case, (128, 192)),
     "fold K=256 V=64": (fold_case, (256, 64)),
+    "fold K=128 V=80 by a number": (fold_case, (128, 80, True)),
     "kda bfloat16 K=128 V=128 plain": (kda_case, ("bfloat16", 128, 128)),
     "kda bfloat16 K=128 V=128 bounded": (kda_case, ("bfloat16", 128, 128, "bounded")),
     "kda bfloat16 K=32 V=32 softplus": (kda_case, ("bfloat16", 32, 32, "softplus", False, 2)),

@@ -12,6 +12,13 @@ from tests.ops.inputs import DEVICE, relative_error
 from titan_linear.ops.triton.fold import fold, fold_entries, fold_entries_back, fold_segments
 
 
+def transitions(count: int, K: int, of: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """M [count, 2, ...] in float32: matrices, diagonals, or one number for each; and as matrices in float64."""
+    shape = {"matrix": (K, K), "diagonal": (K,), "number": (1,)}[of]
+    M = torch.randn(count, 2, *shape, generator=torch.Generator().manual_seed(1)) / K ** (0.5 if of == "matrix" else 0)
+    return M, M.double() if of == "matrix" else torch.diag_embed(M.double().expand(count, 2, K))
+
+
 def folded(S_ext: torch.Tensor, M: torch.Tensor, chains: list[list[tuple[int, int]]], reverse: bool) -> torch.Tensor:
     states = []
     for links in chains:
@@ -23,19 +30,22 @@ def folded(S_ext: torch.Tensor, M: torch.Tensor, chains: list[list[tuple[int, in
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize(("K", "V"), [(32, 64), (128, 32), (32, 96)])
-def test_fold(K: int, V: int, reverse: bool) -> None:
+@pytest.mark.parametrize(
+    ("K", "V", "of"),
+    [(32, 64, "matrix"), (128, 32, "matrix"), (32, 96, "matrix"), (128, 80, "number"), (32, 16, "diagonal")],
+)
+def test_fold(K: int, V: int, of: str, reverse: bool) -> None:
     """Chains of none, one, two and four links, in any order of rows; one begins with an M, of a zero state."""
     generator = torch.Generator().manual_seed(0)
     S_ext = torch.randn(5, 2, K, V, generator=generator, dtype=torch.float64)
-    M = torch.randn(3, 2, K, K, generator=generator, dtype=torch.float64) / K**0.5
+    M, matrices = transitions(3, K, of)
     chains = [[], [(3, -1)], [(4, -1), (0, 2)], [(1, -1), (2, 0), (0, 1), (3, 2)], [(2, 1), (1, 0)]]
     lengths = torch.tensor([0, *map(len, chains)]).cumsum(0)
     s_row, m_row = zip(*chain.from_iterable(chains), strict=True)
     numbers = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (lengths.tolist(), s_row, m_row))
-    arguments = (S_ext.float().to(DEVICE), M.float().to(DEVICE), *numbers, reverse)
+    arguments = (S_ext.float().to(DEVICE), M.to(DEVICE), *numbers, reverse)
     torch.library.opcheck(fold.overload, arguments)
-    got, want = fold(*arguments).cpu(), folded(S_ext.float().double(), M.float().double(), chains, reverse)
+    got, want = fold(*arguments).cpu(), folded(S_ext.float().double(), matrices, chains, reverse)
     assert got.shape == want.shape and not got[0].any()
     assert max(relative_error(a, b) for a, b in zip(got[1:], want[1:], strict=True)) < 2e-6
 
@@ -47,16 +57,18 @@ def test_fold_without_transitions() -> None:
     assert torch.equal(fold(S_ext, S_ext.new_empty(0, 1, 32, 32), *rows, False), S_ext.flip(0))
 
 
-@pytest.mark.parametrize(("K", "V"), [(32, 64), (128, 32)])
-def test_segments(monkeypatch: pytest.MonkeyPatch, K: int, V: int) -> None:
+@pytest.mark.parametrize(
+    ("K", "V", "of"), [(32, 64, "matrix"), (128, 32, "matrix"), (128, 80, "number"), (32, 64, "diagonal")]
+)
+def test_segments(monkeypatch: pytest.MonkeyPatch, K: int, V: int, of: str) -> None:
     """Entries of one, three and two segments, in both directions: what enters and leaves segments, from states by index
     and from none, zeros for two surplus ones; what an entry makes of no state, and its transition."""
     generator, offsets = torch.Generator().manual_seed(0), [0, 1, 4, 6]
     S_ext = torch.randn(8, 2, K, V, generator=generator, dtype=torch.float64).float().double()
-    M = (torch.randn(8, 2, K, K, generator=generator, dtype=torch.float64) / K**0.5).float().double()
+    given_M, M = transitions(8, K, of)
     start, index, entries = torch.randn(2, 2, K, V, generator=generator), [1, 0, -1], [2, 1]
     on_device = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (offsets, index, entries)]
-    x, transitions, given = (t.float().to(DEVICE) for t in (S_ext, M, start))
+    x, given_M, given = (t.float().to(DEVICE) for t in (S_ext, given_M, start))
     monkeypatch.setattr(torch, "empty_like", lambda like: torch.full_like(like, torch.nan))
     for reverse in (False, True):
         walks = [list(range(*span))[:: -1 if reverse else 1] for span in pairwise(offsets)]
@@ -68,7 +80,7 @@ def test_segments(monkeypatch: pytest.MonkeyPatch, K: int, V: int) -> None:
                 for i in walk:
                     entering[i], S = S, step[i] @ S + S_ext[i]
             states = (None, None) if first is None else (given, on_device[1])
-            got = fold_segments(x, transitions, *states, on_device[0], None, reverse).cpu()
+            got = fold_segments(x, given_M, *states, on_device[0], None, reverse).cpu()
             assert relative_error(got, entering) < 2e-6
         want = [
             reduce(lambda S, i: step[i] @ S + S_ext[i], walks[entry], torch.zeros_like(S_ext[0])) for entry in entries
@@ -77,11 +89,12 @@ def test_segments(monkeypatch: pytest.MonkeyPatch, K: int, V: int) -> None:
             reduce(lambda S, i: M[i] @ S, range(*offsets[entry : entry + 2]), torch.eye(K, dtype=torch.float64))
             for entry in entries
         ]
-        found = fold_entries(x, transitions, on_device[0], on_device[2], None, reverse)
-        for got, exact in zip(found, (want, whole), strict=True):
+        found = fold_entries(x, given_M, on_device[0], on_device[2], None, reverse)
+        of_entries = found[1] if of == "matrix" else torch.diag_embed(found[1].expand(-1, -1, K))
+        for got, exact in zip((found[0], of_entries), (want, whole), strict=True):
             assert relative_error(got.cpu(), torch.stack(exact)) < 2e-6
         if reverse:
-            assert torch.equal(fold_entries_back(x, transitions, on_device[0], on_device[2]), found[0])
+            assert torch.equal(fold_entries_back(x, given_M, on_device[0], on_device[2]), found[0])
 
 
 @pytest.mark.parametrize("reverse", [False, True])

@@ -17,6 +17,7 @@ from titan_linear.models.mixers.recurrent import Cache, Inputs, RecurrentMixer
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_simple_gla
 from titan_linear.ops.exchange.collectives import Ranks
+from titan_linear.ops.layout.boundaries import scan_programs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,9 @@ class Lightning(MixerOptions):
 
     def cases(self, draw: Draws) -> Iterator[OpCase]:
         yield simple_gla_case(self.heads, self.head_dim, self.head_dim, scale=1.0)
+
+    def scan_programs(self, ranks: int) -> int:
+        return scan_programs(self.heads // ranks, self.head_dim)
 
     @property
     def head_counts(self) -> dict[str, int]:

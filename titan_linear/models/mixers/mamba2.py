@@ -19,6 +19,7 @@ from titan_linear.models.mixers.recurrent import Cache, Inputs, RecurrentMixer
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_ssd
 from titan_linear.ops.exchange.collectives import Ranks, sum_over_ranks
+from titan_linear.ops.layout.boundaries import scan_programs
 from titan_linear.ops.reference.linear_attention import recurrent_ssd
 
 
@@ -83,6 +84,9 @@ class Mamba2(MixerOptions):
         usual, wide = {"dt_bias": dt_bias}, tuple(parameters)
         yield OpCase("chunk_ssd", tokens, (heads, P), parameters, run, oracle, units, wide=wide, usual=usual)
         yield convolution_case(draw, sum(self.widths), self.conv_size, self.conv_bias)
+
+    def scan_programs(self, ranks: int) -> int:
+        return scan_programs(self.heads // ranks, self.head_dim)
 
     @property
     def head_counts(self) -> dict[str, int]:

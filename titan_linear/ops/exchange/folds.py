@@ -19,15 +19,14 @@ class Runs(NamedTuple):
     """Runs of n blocks each, which follow each other in global order; what each block passes on, and of it."""
 
     S_ext: Tensor  # [runs, n, HV, K, V]
-    M: Tensor  # [runs, n, HV, K, K]
+    M: Tensor  # [runs, n, HV, K, K], or [runs, n, HV, K or 1]
     wanted: Tensor  # [runs, n] int32; on the CPU unless kernels fold
 
 
-def on_tensor_cores(S_ext: Tensor, M: Tensor) -> bool:
+def by_kernels(S_ext: Tensor) -> bool:
     """Whether kernels fold, with products as exact as those of float32."""
     K, V = S_ext.shape[-2:]
-    dims = M.dim() == S_ext.dim() and K in (16, 32, 64, 128, 256) and (V == 16 or V % 32 == 0)
-    return dims and S_ext.is_cuda and S_ext.dtype == torch.float32
+    return K in (16, 32, 64, 128, 256) and V % 16 == 0 and S_ext.is_cuda and S_ext.dtype == torch.float32
 
 
 def act(M: Tensor, S: Tensor, reverse: bool) -> Tensor:
@@ -39,7 +38,7 @@ def act(M: Tensor, S: Tensor, reverse: bool) -> Tensor:
 
 def fold_chains(S_rows: Tensor, M_rows: Tensor, c: Chains, reverse: bool) -> Tensor:
     """The links of each slot's chain -> [slots, HV, K, V], zeros for a slot without a chain."""
-    if on_tensor_cores(S_rows, M_rows):
+    if by_kernels(S_rows):
         from titan_linear.ops.triton.fold import fold  # Triton is available on Linux only
 
         return fold(S_rows, M_rows, c.chain_offsets, c.s_row, c.m_row, reverse)
@@ -58,7 +57,7 @@ def fold_runs(runs: Runs, start: Tensor | None, reverse: bool) -> Tensor:
     zero, NaN of one document would enter the next."""
     S_ext, M, wanted = runs
     n = wanted.shape[1]
-    if on_tensor_cores(S_ext, M):
+    if by_kernels(S_ext):
         from titan_linear.ops.triton.fold import fold_segments
 
         rows, firsts = (S_ext.flatten(0, 1), M.flatten(0, 1)), _firsts(runs)
@@ -77,7 +76,7 @@ def compose_runs(runs: Runs, reverse: bool) -> tuple[Tensor, Tensor]:
     """S_ext [runs, HV, K, V] and M [runs, HV, K, K] of each run as a block of its own, where it passes them on; M is
     that of the forward direction, in reverse too."""
     S_ext, M, wanted = runs
-    if on_tensor_cores(S_ext, M):
+    if by_kernels(S_ext):
         from titan_linear.ops.triton.fold import fold_entries
 
         firsts = _firsts(runs)

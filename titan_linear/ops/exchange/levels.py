@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from titan_linear.ops.exchange.collectives import all_to_all, group_named
-from titan_linear.ops.exchange.folds import Runs, compose_runs, fold_runs, on_tensor_cores
+from titan_linear.ops.exchange.folds import Runs, by_kernels, compose_runs, fold_runs
 from titan_linear.ops.layout.chains import Chains, block_sizes
 from titan_linear.ops.layout.levels import Level
 
@@ -44,7 +44,7 @@ def _members(S_ext: Tensor, M: Tensor, c: Chains, level: Level, group: str) -> R
         came = _exchanged(pairs.expand(level.members, *pairs.shape).contiguous(), level, group)
         came = came.view(level.members, *pairs.shape)
     states, transitions = _mirrored(came.transpose(0, 1), c).split([K * V, M[0, 0].numel()], -1)
-    table = c.blocks if on_tensor_cores(S_ext, M) else c.blocks_on_host
+    table = c.blocks if by_kernels(S_ext) else c.blocks_on_host
     smaller = sum(W // n for n in block_sizes(W) if n < level.stride)  # blocks of fewer ranks come first
     begin = (smaller + first // level.stride) * slots
     wanted = table[begin : begin + level.members * slots].view(level.members, slots)

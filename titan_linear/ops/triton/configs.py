@@ -66,6 +66,12 @@ HOPPER_GDN_LOOP: dict[tuple[int, int], Config] = {
     (4, 64): {"BV": 32, "STAGES": 2, "num_warps": 4},
     (4, 256): {"BV": 16, "STAGES": 2, "num_warps": 4},
 }
+HOPPER_DECAY_LOOP: dict[tuple[int, int], Config] = {
+    (2, 128): {"BV": 64, "STAGES": 3, "num_warps": 4},
+    (2, 256): {"BV": 32, "STAGES": 2, "num_warps": 4},
+    (4, 64): {"BV": 32, "STAGES": 2, "num_warps": 4},
+    (4, 256): {"BV": 16, "STAGES": 2, "num_warps": 4},
+}
 
 # Compute capability -> kernel -> (bytes of an operand, largest K (KDA) or largest K and V (GDN)) -> launch arguments.
 # KDA's "safe" kernels: with safe_gate, 128 registers let two programs share a multiprocessor; other gates would spill.
@@ -80,6 +86,14 @@ CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
     (10, 0): {kernel: table for kernel, table in GENERAL.items() if not kernel.startswith("gdn")},
     (12, 0): GENERAL,
     (9, 0): {
+        "ssd scan": HOPPER_DECAY_LOOP,
+        "ssd pass": HOPPER_DECAY_LOOP,
+        "ssd groups": {(2, 256): {"num_warps": 8, "num_stages": 1}, (4, 256): {"num_warps": 8, "num_stages": 1}},
+        "ssd gradients": {
+            (2, 128): {"BV": 128, "STAGES": 3, "num_warps": 8},
+            (2, 256): {"BV": 64, "STAGES": 2, "num_warps": 8},
+            (4, 128): {"BV": 64, "STAGES": 1, "num_warps": 8},
+        },
         "kda prepare safe": {
             (2, 256): {"BK": 128, "num_warps": 8, "num_stages": 1, "maxnreg": 128},
             (4, 256): {"BK": 32, "num_warps": 4, "num_stages": 1},
@@ -135,7 +149,8 @@ CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
 
 
 MEASURED = ((9, 0),)  # compute capabilities on which these were run
-MAX_HEAD_DIM = 256  # K and V of the delta rules' kernels
+MAX_HEAD_DIM = 256  # K and V of the delta rules' kernels, K of those of states that only decay
+MAX_DECAY_V = 128  # V of these
 
 
 @cache
@@ -250,3 +265,14 @@ def no_kernels(_: Target) -> str:
 
 def delta_rule_needs(family: str) -> tuple[Check, ...]:
     return dims_up_to(MAX_HEAD_DIM, "K", "V"), has_configurations(family)
+
+
+def decay_needs() -> tuple[Check, ...]:
+    return dims_up_to(MAX_HEAD_DIM, "K"), dims_up_to(MAX_DECAY_V, "V"), whole_states, has_configurations("ssd")
+
+
+def whole_states(t: Target) -> str | None:
+    K, V = t.dims["K"], t.dims["V"]
+    if K >= 16 and K & (K - 1) == 0 and V % 16 == 0:
+        return None
+    return f"its kernels take K = 16, 32, 64, 128 or 256 and V in steps of 16, not K = {K}, V = {V}"

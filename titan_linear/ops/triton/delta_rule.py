@@ -10,7 +10,7 @@ from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import CHUNK, Boundaries, Segments, scan_programs, segment_length
 from titan_linear.ops.layout.chains import Chains
-from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs, States
+from titan_linear.ops.runtime.options import AnyInputs, AnyOptions, DeltaRuleOptions, Inputs, States
 from titan_linear.ops.triton import gdn, kda
 from titan_linear.ops.triton.chunks import Chunks, chunks_of
 from titan_linear.ops.triton.configs import kernel_dims
@@ -32,6 +32,13 @@ def triton_delta_rule(
     if kernel_dims(*dims) != dims:
         return Padded(triton_delta_rule, inputs, options, boundaries, differentiable, kept)
     rule = TritonKDA if inputs.g.dim() == 3 else TritonGDN
+    return whole_or_split(rule, inputs, options, boundaries, kept)
+
+
+def whole_or_split(
+    rule: type[TritonRule], inputs: AnyInputs, options: AnyOptions, boundaries: Boundaries, kept: Sequence[Tensor]
+) -> TritonRule | SplitDocuments:
+    """The rule, over entries or over segments of long ones."""
     tokens, HV, V = inputs.v.shape
     find = _segments(boundaries, tokens, scan_programs(HV, V)) if boundaries.may_split else None
     if find is not None:
@@ -59,7 +66,7 @@ def _chunks(boundaries: Boundaries, tokens: int) -> Chunks:
     return chunks_of(boundaries.cu_seqlens, tokens)
 
 
-def _states(states: States | None) -> list[Tensor | None]:
+def given_states(states: States | None) -> list[Tensor | None]:
     """As operators take them: contiguous states, or None for zeros, and the row of each entry among them."""
     return [None, None] if states is None else [states.values.contiguous(), states.index]
 
@@ -69,13 +76,13 @@ class TritonRule(ABC):
 
     kept_tiles: ClassVar[tuple[str, ...]]  # those that backward does not compute again
     backward_operator: ClassVar[Callable[..., tuple[Tensor, ...]]]
-    inputs: Inputs
-    tiles: kda.Tiles | gdn.Tiles
+    inputs: AnyInputs
+    tiles: Sequence[Tensor]
     chunks: list[Tensor]  # `Chunks`
     numbers: dict[str, Any]  # arguments of prepare, recompute and backward
 
     @abstractmethod
-    def __init__(self, inputs: Inputs, options: DeltaRuleOptions, chunks: Chunks, kept: Sequence[Tensor]):
+    def __init__(self, inputs: AnyInputs, options: AnyOptions, chunks: Chunks, kept: Sequence[Tensor]):
         """kept: forward's `kept_tiles`; empty: all tiles are prepared."""
 
     @property
@@ -91,11 +98,11 @@ class TritonRule(ABC):
 
     def backward(
         self, do: Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
-    ) -> tuple[Inputs, Tensor]:
-        tables = list(self.inputs), list(self.tiles), self.chunks, _states(initial), _states(d_final)
+    ) -> tuple[AnyInputs, Tensor]:
+        tables = list(self.inputs), list(self.tiles), self.chunks, given_states(initial), given_states(d_final)
         *grads, d_initial = self.backward_operator(do, *tables, need_d_initial, **self.numbers)
         given = (None if x is None else grad for x, grad in zip(self.inputs, grads, strict=True))
-        return Inputs(*given), d_initial
+        return type(self.inputs)(*given), d_initial
 
     @abstractmethod
     def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]: ...
@@ -135,7 +142,7 @@ class TritonKDA(TritonRule):
 
     def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]:
         rows = self._entries(need_final)
-        return kda.kda_scan(self.inputs.v, list(self.tiles), self.chunks, _states(initial), rows)
+        return kda.kda_scan(self.inputs.v, list(self.tiles), self.chunks, given_states(initial), rows)
 
     def boundaries(self, entries: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return kda.kda_boundary(self.inputs.v, list(self.tiles), self.chunks, entries, wanted)
@@ -158,7 +165,7 @@ class TritonGDN(TritonRule):
     def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]:
         q, k, v, *_ = self.inputs
         rows = self._entries(need_final)
-        return gdn.gdn_scan(q, k, v, list(self.tiles), self.chunks, _states(initial), rows, self.scale)
+        return gdn.gdn_scan(q, k, v, list(self.tiles), self.chunks, given_states(initial), rows, self.scale)
 
     def boundaries(self, entries: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return gdn.gdn_boundary(self.inputs.k, self.inputs.v, list(self.tiles), self.chunks, entries, wanted)

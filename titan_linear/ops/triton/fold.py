@@ -1,7 +1,8 @@
 """Folds S ← M S + S_ext: over the segments of one device, and over the chains of KCP.
 
 States [.., HV, K, V] and transitions [.., HV, K, K] are fp32; products run in three tf32 passes, so that errors stay
-those of fp32 however long a chain is. Nothing here knows KDA or GDN.
+those of fp32 however long a chain is. Of a diagonal M there is the diagonal [.., HV, K], or one number for all of it
+[.., HV, 1]. Nothing here knows KDA or GDN.
 """
 
 from __future__ import annotations
@@ -18,22 +19,38 @@ from titan_linear.ops.triton.tiles import load_state
 
 @triton.jit
 def _transition(
-    p_m, p_s, r, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr
+    p_m,
+    p_s,
+    r,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    NM: tl.constexpr,
+    REVERSE: tl.constexpr,
 ):
-    """Rows r … r+BK of M S, or with REVERSE of Mᵀ S, for BV columns of S at p_s."""
+    """Rows r … r+BK of M S, or with REVERSE of Mᵀ S, for BV columns of S at p_s; M has NM numbers: K·K, K or 1."""
     o_r, o_c = tl.arange(0, BK)[:, None], tl.arange(0, BK)[None, :]
     o_s = o_r * V + tl.arange(0, BV)[None, :]
-    b_s = tl.zeros([BK, BV], tl.float32)
-    for c in range(0, K, BK):
-        o_m = (c + o_c) * K + r + o_r if REVERSE else (r + o_r) * K + c + o_c
-        b_s += tl.dot(tl.load(p_m + o_m), tl.load(p_s + c * V + o_s), input_precision="tf32x3")
-    return b_s
+    if NM <= K:
+        return tl.load(p_m + (r + o_r) % NM) * tl.load(p_s + r * V + o_s)
+    else:
+        b_s = tl.zeros([BK, BV], tl.float32)
+        for c in range(0, K, BK):
+            o_m = (c + o_c) * K + r + o_r if REVERSE else (r + o_r) * K + c + o_c
+            b_s += tl.dot(tl.load(p_m + o_m), tl.load(p_s + c * V + o_s), input_precision="tf32x3")
+        return b_s
+
+
+def _columns(V: int) -> int:
+    """Columns of a state in a block."""
+    return min(V & -V, 32)
 
 
 @Kernel
 def fold_kernel(
     S_ext,  # [links, HV, K, V]
-    M,  # [transitions, HV, K, K]
+    M,  # [transitions, HV, K, K], or [.., HV, K or 1]
     chain_offsets,  # [slots + 1]
     s_row,
     m_row,  # [links of all chains]
@@ -44,6 +61,7 @@ def fold_kernel(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    NM: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
     """Fold one (slot, head, slice of V) along its chain, from one half of `out` to the other and back; the last state
@@ -63,7 +81,7 @@ def fold_kernel(
         for r in range(0, K, BK):
             b_s = tl.load(p_x + r * V + o_s)
             if (i_m >= 0) & (i > begin):
-                b_s += _transition(M + (i_m * HV + i_h) * K * K, p_from + i_v * BV, r, K, V, BK, BV, REVERSE)
+                b_s += _transition(M + (i_m * HV + i_h) * NM, p_from + i_v * BV, r, K, V, BK, BV, NM, REVERSE)
             tl.store(p_to + r * V + o_s, b_s)
         tl.debug_barrier()  # the next link reads all rows
 
@@ -78,7 +96,7 @@ def fold(S_ext: Tensor, M: Tensor, chain_offsets: Tensor, s_row: Tensor, m_row: 
     """
     (_, HV, K, V), slots = S_ext.shape, chain_offsets.shape[0] - 1
     out, half = S_ext.new_empty(2, slots, HV, K, V), slots * HV * K * V
-    BV = min(V, 32)
+    BV = _columns(V)
     fold_kernel[V // BV, slots * HV](
         S_ext,
         M,
@@ -92,6 +110,7 @@ def fold(S_ext: Tensor, M: Tensor, chain_offsets: Tensor, s_row: Tensor, m_row: 
         V=V,
         BK=min(K, 64),
         BV=BV,
+        NM=M.shape[2:].numel(),
         REVERSE=reverse,
         num_warps=4,
     )
@@ -106,7 +125,7 @@ def _(S_ext, M, chain_offsets, s_row, m_row, reverse):
 @Kernel
 def fold_segments_kernel(
     S_ext,  # [S, HV, K, V]
-    M,  # [S, HV, K, K]
+    M,  # [S, HV, K, K], or [S, HV, K or 1]
     start,  # [.., HV, K, V] or None
     index,  # [≥ N] or None
     segment_offsets,  # [N + 1]
@@ -119,6 +138,7 @@ def fold_segments_kernel(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    NM: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
     """Fold one (document, head, slice of V) along its segments. The program after the last document writes zeros for
@@ -137,7 +157,7 @@ def fold_segments_kernel(
         i_s = begin + end - 1 - i if REVERSE else i
         i_before = i_s + 1 if REVERSE else i_s - 1
         p_to, p_from = out + (i_s * HV + i_h) * K * V, out + (i_before * HV + i_h) * K * V
-        p_x, p_m = S_ext + (i_before * HV + i_h) * K * V, M + (i_before * HV + i_h) * K * K
+        p_x, p_m = S_ext + (i_before * HV + i_h) * K * V, M + (i_before * HV + i_h) * NM
         given = 2
         if wanted is not None and i > begin:
             given = tl.load(wanted + i_before)
@@ -147,7 +167,7 @@ def fold_segments_kernel(
                 if given > 0:
                     b_s += tl.load(p_x + r * V + o_s)
                 if given > 1:
-                    b_s += _transition(p_m, p_from + i_v * BV, r, K, V, BK, BV, REVERSE)
+                    b_s += _transition(p_m, p_from + i_v * BV, r, K, V, BK, BV, NM, REVERSE)
             elif start is not None:
                 b_s = load_state(start, index, i_n, HV * K * V, i_h * K * V + r * V + o_s)
             tl.store(p_to + r * V + o_s, b_s)
@@ -173,7 +193,7 @@ def fold_segments(
     What it does not pass on is not read, so that NaN of one document never meets another's state.
     """
     (S, HV, K, V), N, out = S_ext.shape, segment_offsets.shape[0] - 1, torch.empty_like(S_ext)
-    start, BV = None if start is None else start.contiguous(), min(V, 32)
+    start, BV = None if start is None else start.contiguous(), _columns(V)
     fold_segments_kernel[V // BV, (N + 1) * HV](
         S_ext,
         M,
@@ -189,6 +209,7 @@ def fold_segments(
         V=V,
         BK=min(K, 64),
         BV=BV,
+        NM=M.shape[2:].numel(),
         REVERSE=reverse,
         num_warps=4,
     )
@@ -217,6 +238,7 @@ def _through_entry(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    NM: tl.constexpr,
     ADDS: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
@@ -233,7 +255,7 @@ def _through_entry(
         for r in range(0, K, BK):
             b_s = tl.zeros([BK, BV], tl.float32)
             if multiplies:
-                b_s = _transition(M + i_sh * K * K, p_from + column, r, K, V, BK, BV, REVERSE)
+                b_s = _transition(M + i_sh * NM, p_from + column, r, K, V, BK, BV, NM, REVERSE)
             if ADDS or i == begin:
                 b_s += tl.load(x + i_sh * K * V + r * V + o_s)
             tl.store(p_to + r * V + o_s, b_s)
@@ -243,33 +265,40 @@ def _through_entry(
 @Kernel
 def fold_entries_kernel(
     S_ext,  # [S, HV, K, V]
-    M,  # [S, HV, K, K]
+    M,  # [S, HV, K, K], or [S, HV, K or 1]
     entries,  # [n]
     segment_offsets,  # [N + 1]
     wanted,  # [S] or None
     state,
-    transition,  # [2, n, HV, K, V], [2, n, HV, K, K]: results, and room for earlier steps
+    transition,  # [2, n, HV, K, V], [2, n, *M's]: results, and room for earlier steps
     n,
     HV,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    NM: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
     """Fold one (entry, head, slice of the state's or the transition's columns) along its segments."""
     i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_h, entry = i_nh % HV, tl.load(entries + i_nh // HV)
     begin, end = tl.load(segment_offsets + entry).to(tl.int64), tl.load(segment_offsets + entry + 1).to(tl.int64)
-    half = tl.cast(n, tl.int64) * HV * K
     if i_v < V // BV:
-        column = i_v * BV
+        column, half = i_v * BV, tl.cast(n, tl.int64) * HV * K * V
         _through_entry(
-            S_ext, M, wanted, state, half * V, begin, end, i_nh, i_h, HV, column, K, V, BK, BV, True, REVERSE
+            S_ext, M, wanted, state, half, begin, end, i_nh, i_h, HV, column, K, V, BK, BV, NM, True, REVERSE
         )
     elif transition is not None:
-        column = i_v * BV - V
-        _through_entry(M, M, None, transition, half * K, begin, end, i_nh, i_h, HV, column, K, K, BK, BV, False, False)
+        # A matrix is a state of K columns, a diagonal one of one column, a number one of one row.
+        rows: tl.constexpr = K if NM > K else NM
+        columns: tl.constexpr = NM // rows
+        BR: tl.constexpr = BK if rows > BK else rows
+        BC: tl.constexpr = BV if columns > BV else columns
+        column, half = i_v * BV - V, tl.cast(n, tl.int64) * HV * NM
+        _through_entry(
+            M, M, None, transition, half, begin, end, i_nh, i_h, HV, column, rows, columns, BR, BC, NM, False, False
+        )
 
 
 def _launch_fold_entries(
@@ -281,10 +310,11 @@ def _launch_fold_entries(
     transition: Tensor | None,
     reverse: bool,
 ) -> Tensor:
-    """-> [n, HV, K, V]; transition [2, n, HV, K, K] or None: filled here."""
-    (_, HV, K, V), n = S_ext.shape, len(entries)
-    state, BV = S_ext.new_empty(2, n, HV, K, V), min(K, V, 32)
-    fold_entries_kernel[V // BV + (0 if transition is None else K // BV), n * HV](
+    """-> [n, HV, K, V]; transition [2, n, *M's] or None: filled here."""
+    (_, HV, K, V), n, NM = S_ext.shape, len(entries), M.shape[2:].numel()
+    state, BV = S_ext.new_empty(2, n, HV, K, V), min(K, _columns(V))
+    of_transition = 0 if transition is None else max(NM // K // BV, 1)
+    fold_entries_kernel[V // BV + of_transition, n * HV](
         S_ext,
         M,
         entries,
@@ -298,6 +328,7 @@ def _launch_fold_entries(
         V=V,
         BK=min(K, 64),
         BV=BV,
+        NM=M.shape[2:].numel(),
         REVERSE=reverse,
         num_warps=4,
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 from titan_linear.ops.layout.boundaries import Boundaries, Segments
 from titan_linear.ops.layout.chains import Chains
 from titan_linear.ops.runtime.operators import operator, register_fake
-from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs, States
+from titan_linear.ops.runtime.options import AnyInputs, AnyOptions, States
 from titan_linear.ops.triton.chunks import Chunks, chunk_table, chunks_of, max_chunks
 from titan_linear.ops.triton.fold import fold_entries, fold_entries_back, fold_segments
 from titan_linear.ops.triton.launch import Kernel
@@ -59,8 +59,8 @@ class SplitDocuments:
     def __init__(
         self,
         make: Callable[..., Any],
-        inputs: Inputs,
-        options: DeltaRuleOptions,
+        inputs: AnyInputs,
+        options: AnyOptions,
         find: Callable[[], Segments],
         kept: Sequence[Tensor],
     ):
@@ -97,7 +97,7 @@ class SplitDocuments:
 
     def backward(
         self, do: Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
-    ) -> tuple[Inputs, Tensor]:
+    ) -> tuple[AnyInputs, Tensor]:
         if self.dS_ext is None:
             self.dS_ext = self.rule.boundary_gradients(do, self.segments.numbers, self.segments.wanted)
         d_last = self._fold(self.dS_ext, d_final, reverse=True)

@@ -1,0 +1,231 @@
+"""The kernels of states that only decay, behind chunk_ssd and chunk_simple_gla, against the token-by-token oracles in
+float64: in the interpreter, or on the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.inputs import (
+    DEVICE,
+    JUMPS,
+    STATES,
+    boundaries,
+    call,
+    decaying_inputs,
+    gradients,
+    leaves,
+    oracle,
+    relative_error,
+    tokens_of,
+)
+from tests.ops.triton.bfloat16 import interpret_bfloat16
+from titan_linear.distributed.one_process import LocalGroup, run_ranks
+from titan_linear.ops import build_cp_context
+from titan_linear.ops.exchange import folds
+from titan_linear.ops.triton import delta_rule, ssd
+from titan_linear.ops.triton.chunks import chunks_of
+
+TOLERANCE = 2e-5  # float32 sums of up to 130 terms, through exponentials
+UNIT = 2**-8
+HALF_TOLERANCE = {"B": 3 * UNIT, "C": 3 * UNIT, "q": 3 * UNIT, "k": 3 * UNIT}
+HALF_TOLERANCE |= dict.fromkeys(("A", "dt_bias", "D", "dt", "g"), 6 * UNIT)
+OPS = pytest.mark.parametrize("op", ["ssd", "gla"])
+SMALL = {"G": 1, "heads": 2, "N": 16, "P": 16}
+
+
+def compare(
+    op: str,
+    x: dict[str, Tensor],
+    cu: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    bounds: dict[str, float] | None = None,
+    **options,
+) -> None:
+    """Outputs, final states and gradients, from random initial states."""
+    of_values, of_keys = ("x", "B") if op == "ssd" else ("v", "k")
+    (heads, P), N = x[of_values].shape[2:], x[of_keys].shape[3]
+    entries, shape = len(x[of_values]) if cu is None else len(cu) - 1, (P, N) if op == "ssd" else (N, P)
+    initial, need_final = STATES[op]
+    rng = torch.Generator().manual_seed(3)
+    x = x | {initial: torch.randn(entries, heads, *shape, generator=rng, dtype=torch.float64)}
+    wide = {"dt", "g", initial} if dtype != torch.float32 else set()  # as the mixer gives them
+    x = {n: t.to(dtype if t.dim() > 2 and n not in wide else torch.float32) for n, t in x.items()}
+    ours, on_device = leaves({n: t.to(DEVICE) for n, t in x.items()}), None if cu is None else cu.to(DEVICE)
+    got = gradients(list(call(op, ours, cu_seqlens=on_device, impl="triton", **{need_final: True}, **options)), ours)
+    exact = leaves({n: t.double() for n, t in x.items()})
+    want = gradients(list(oracle(op, exact, cu_seqlens=cu, **options)), exact)
+    names = ["o", "final", *x]
+    found = {n: relative_error(a.cpu(), b) for n, a, b in zip(names, got, want, strict=True)}
+    least = TOLERANCE if dtype == torch.float32 else 1.5 * UNIT
+    wrong = {n: error for n, error in found.items() if not error < (bounds or {}).get(n, least)}
+    assert not wrong, found
+
+
+@OPS
+@pytest.mark.parametrize("programs", [1, ssd.PROGRAMS])
+def test_packed_documents(op: str, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one token, shorter than a chunk, empty, exactly one; a group's heads in one program, and in one program
+    each."""
+    monkeypatch.setattr(ssd, "PROGRAMS", programs)
+    lengths = [1, 70, 0, 64, 3]
+    compare(op, decaying_inputs(op, sum(lengths), G=2, heads=4, N=32, P=32), boundaries(lengths))
+
+
+@OPS
+def test_documents_in_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three, one, none and two segments; little of the state decays on the way."""
+    monkeypatch.setattr(delta_rule, "segment_length", lambda *_: 64)
+    lengths = [150, 64, 0, 65]
+    compare(op, decaying_inputs(op, sum(lengths), bias=-5.0, **SMALL), boundaries(lengths))
+
+
+@pytest.mark.parametrize(
+    "dims", [dict(G=1, heads=4, N=128, P=64), dict(G=1, heads=2, N=16, P=128), dict(G=8, heads=8, N=64, P=16)], ids=str
+)
+def test_published_dims(dims: dict[str, int]) -> None:
+    """Also a V that comes in slices of 64 to the gradients, in float32."""
+    compare("ssd", decaying_inputs("ssd", 70, **dims), boundaries([68, 2]))
+
+
+@pytest.mark.parametrize(
+    ("without", "options"),
+    [
+        ((), {"dt_limit": (0.2, 0.7)}),
+        (("D",), {"dt_softplus": False}),
+        (("dt_bias",), {"dt_limit": (1e-3, 0.1)}),
+        (("D", "dt_bias"), {"dt_softplus": False, "dt_limit": (0.2, 0.7)}),
+        ((), {"disable_recompute": True}),
+    ],
+    ids=str,
+)
+def test_time_steps(without: tuple[str, ...], options: dict) -> None:
+    x = decaying_inputs("ssd", 70, **SMALL)
+    compare("ssd", {n: t for n, t in x.items() if n not in without}, **options)
+
+
+def test_slow_time_steps_are_not_raised() -> None:
+    compare("ssd", decaying_inputs("ssd", 130, bias=-12.0, **SMALL))
+
+
+def test_a_factor_for_each_channel() -> None:
+    x = decaying_inputs("ssd", 70, **SMALL | {"P": 80})
+    compare("ssd", x | {"D": torch.randn(2, 80, dtype=torch.float64)}, boundaries([66, 4]))
+
+
+@pytest.mark.parametrize("jumps", JUMPS, ids=str)
+def test_slow_decay_after_fast(jumps: dict[int, float]) -> None:
+    x = decaying_inputs("gla", 128, **SMALL)
+    x["g"][:] = -1e-3
+    for token, g in jumps.items():
+        x["g"][:, token] = g
+    compare("gla", x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@OPS
+def test_half_precision(op: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents of one token, shorter than a chunk and longer; o within 1.5 units of 2^-8, dB and dC within 3, and what
+    decays depend on within 6."""
+    if DEVICE == "cpu":
+        interpret_bfloat16(monkeypatch)
+    monkeypatch.setattr(ssd, "PROGRAMS", 1)
+    lengths = [1, 20, 109]
+    x = decaying_inputs(op, sum(lengths), G=1, heads=4, N=64, P=32)
+    compare(op, x, boundaries(lengths), dtype, HALF_TOLERANCE)
+
+
+@OPS
+def test_neighbours_of_what_is_not_finite(op: str) -> None:
+    """Whatever a document holds, the others' outputs and gradients are what they are without it; and a second run gives
+    the same bits."""
+    lengths, at = [5, 70, 1], 1
+    cu = boundaries(lengths)
+    base = {n: t.float() for n, t in decaying_inputs(op, sum(lengths), **SMALL).items()}
+    tokens = [name for name, t in base.items() if t.dim() > 2]
+
+    def results(given: dict[str, Tensor]) -> list[Tensor]:
+        x = leaves({n: t.to(DEVICE) for n, t in given.items()})
+        return gradients([call(op, x, cu_seqlens=cu.to(DEVICE), impl="triton")[0]], x)
+
+    before = results(base)
+    assert all(torch.equal(a, b) for a, b in zip(results(base), before, strict=True))
+    inside = slice(int(cu[at]), int(cu[at + 1]))
+    for value in (torch.nan, torch.inf, 6e4):
+        changed = {n: t.clone() for n, t in base.items()}
+        for name in tokens:
+            changed[name][:, inside] = value
+        for name, a, b in zip(["o", *base], results(changed), before, strict=True):
+            if name in ("o", *tokens):
+                a, b = (torch.cat([t[:, : inside.start], t[:, inside.stop :]], 1) for t in (a, b))
+                assert torch.equal(a, b), (name, value)
+
+
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@OPS
+def test_ranks(op: str, layout: str, segments: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four of them: one document goes through two, and a rank has several; little of the state decays on the way. Also
+    cut into segments, with kernels that fold."""
+    if segments:
+        monkeypatch.setattr(delta_rule, "segment_length", lambda *_: 64)
+        monkeypatch.setattr(folds, "by_kernels", lambda _: True)
+    cu, x = boundaries([10, 280, 30]), decaying_inputs(op, 320, bias=-5.0, **SMALL)
+    exact = leaves({n: t.float().double() for n, t in x.items()})
+    want = gradients([oracle(op, exact, cu_seqlens=cu)[0]], exact)
+    do = torch.randn(want[0].shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+    def on_rank(group: LocalGroup) -> list[Tensor]:
+        ctx = build_cp_context(cu, group, device=DEVICE, layout=layout)
+        mine = tokens_of(ctx)
+        own = leaves({n: (t[:, mine] if t.dim() > 2 else t).to(DEVICE, torch.float32) for n, t in x.items()})
+        o, _ = call(op, own, cp_context=ctx, impl="triton")
+        return [mine, o.detach(), *torch.autograd.grad(o, list(own.values()), do[:, mine].to(o))]
+
+    places, *ranks = zip(*run_ranks(on_rank, 4), strict=True)
+    order = torch.cat(places).argsort()
+    for name, got, right in zip(["o", *x], ranks, want, strict=True):
+        all_tokens = torch.cat(got, 1).cpu()[:, order] if right.dim() > 2 else sum(got).cpu()
+        assert relative_error(all_tokens, right) < TOLERANCE, name
+
+
+def test_views_of_one_projection_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """x, B and C as the mixer gives them: the same numbers, bit by bit."""
+    x = {n: t.float().to(DEVICE) for n, t in decaying_inputs("ssd", 70, **SMALL).items()}
+    parts = [x["x"].flatten(2), x["B"].flatten(2), x["C"].flatten(2)]
+    views = torch.cat(parts, 2).split([t.shape[2] for t in parts], 2)
+    strided = x | {n: view.unflatten(2, x[n].shape[2:]) for n, view in zip(("x", "B", "C"), views, strict=True)}
+    assert not any(strided[n].is_contiguous() for n in ("x", "B", "C"))
+    want = gradients([call("ssd", own := leaves(x), impl="triton")[0]], own)
+    monkeypatch.setattr(ssd, "dense_heads", lambda t: t)
+    own = {n: t.requires_grad_() for n, t in strided.items()}
+    got = gradients([call("ssd", own, impl="triton")[0]], own)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_operators_are_well_formed(indexed: bool) -> None:
+    made = {n: t.float().to(DEVICE) for n, t in decaying_inputs("ssd", 70, **SMALL).items()}
+    q, k, v, g = (made[n][0] for n in ("C", "B", "x", "dt"))
+    A, D, bias, do = made["A"], made["D"], made["dt_bias"], torch.ones_like(v)
+    cu, index = (torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in ([0, 70], [0]))
+    chunks, numbers, ops = list(chunks_of(cu, 70)), (True, 0.0, 1.0), torch.ops.titan_linear
+    states = [torch.ones(1, 2, 16, 16, device=DEVICE), index if indexed else None]
+    gates = ops.ssd_prepare(g, A, bias, chunks, 2, *numbers)
+    calls = {
+        ops.ssd_prepare: (g, A, bias, chunks, 2, *numbers),
+        ops.ssd_scan: (q, k, v, D, gates, chunks, states, int(indexed), 1.0),
+        ops.ssd_boundary: (k, v, gates, chunks, index, None),
+        ops.ssd_boundary_bwd: (do, q, gates, chunks, index, None, 1.0),
+        ops.ssd_backward: (do, [q, k, v, g, A, D, bias], [gates], chunks, states, states, indexed, 1.0, *numbers),
+    }
+    for op, arguments in calls.items():
+        torch.library.opcheck(op.default, arguments)
+
+
+def test_dims_that_the_kernels_do_not_take() -> None:
+    for dims in ({"N": 24}, {"P": 24}, {"N": 512}, {"P": 144}):
+        x = {n: t.float().to(DEVICE) for n, t in decaying_inputs("ssd", 4, **SMALL | dims).items()}
+        with pytest.raises(ValueError, match="impl = 'triton' cannot run chunk_ssd: "):
+            call("ssd", x, impl="triton")

@@ -1,0 +1,410 @@
+"""Chunked recurrences whose state only decays, by one factor for each head (SSD, Simple GLA), in Triton: the stages of
+a forward and backward pass, as operators, and behind the driver's interface (`ops/recurrence.py`, `Rule`).
+
+    prepare        (g, A, dt_bias) -> gates                                     chunk-parallel
+    scan           (q, k, v, D, gates, initial_state) -> o, final_state         sequential in a head
+    boundary       (k, v, gates, some entries) -> S_ext, M                      for context parallelism
+    boundary_bwd   (q, do, gates, some entries) -> dS_ext
+    backward       (all of these) -> gradients                                  states, then chunk-parallel
+
+Chunks have 64 tokens. A program of the scan holds the state [K, 64 columns] of one head in registers from a document's
+first chunk to its last, forms q kᵀ of a chunk itself, and writes o alone: per token and head it moves 2 V numbers, and
+q and k, which the heads of a group share, come from L2. For the gradients, states before and their gradients behind
+each chunk are written by two scans side by side (2 K V / 64 numbers per token and head); then one program passes
+through the heads of a group at one chunk, adds dq, dk and the gradient of q kᵀ in fp32 registers, and writes dv and
+five numbers per token and head, of which a last kernel makes the gradients of decays. Where chunks and groups are few,
+heads of a group are split among programs, whose sums are added in order.
+
+At T = 32768, 128 heads × 64, K = 128, G = 1, bf16, in GB and TFLOP, at 4.2 TB/s and 700 TFLOP/s in ms: forward 1.1
+(0.26) and 0.24 (0.34); states 3.3 (0.77) and 0.14 (0.20); gradients 3.9 (0.93) and 0.34 (0.49).
+
+q, k [T, H, K], v [T, HV, V], g [T, HV] are flat packed streams (`tiles.py`: any stride between tokens), HV = R·H, of N
+entries. Operators take named tuples as lists: `DecayInputs`, `Chunks`, `States`. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, float32
+
+from titan_linear.ops.layout.boundaries import CHUNK as BT
+from titan_linear.ops.layout.boundaries import Boundaries
+from titan_linear.ops.runtime.operators import operator, register_fake
+from titan_linear.ops.runtime.options import DecayInputs, DecayOptions, States
+from titan_linear.ops.triton import ssd_kernels as kernels
+from titan_linear.ops.triton.chunks import Chunks
+from titan_linear.ops.triton.configs import Config, config
+from titan_linear.ops.triton.delta_rule import TritonRule, given_states, whole_or_split
+from titan_linear.ops.triton.split_documents import SplitDocuments
+from titan_linear.ops.triton.tiles import blocks_of, dense_heads, empty_gradients, empty_states
+
+BH = 16  # heads of a program on decays
+PROGRAMS = 256  # of `gradients` that fill a GPU
+
+
+def _power_of_two(V: int) -> int:
+    return max(1 << (V - 1).bit_length(), 16)
+
+
+def _sliced(kernel: str, k: Tensor, V: int) -> Config:
+    """The configuration of a kernel that takes V slice by slice. Halves of slices serve where the last one would
+    otherwise be half empty."""
+    chosen = config(kernel, k, max(k.shape[2], V), BV=_power_of_two(V))
+    BV = chosen["BV"]
+    return chosen | {"BV": BV // 2} if BV > 16 and 0 < V % BV <= BV // 2 else chosen
+
+
+def _constants(k: Tensor, v: Tensor, gates: Tensor) -> dict[str, int]:
+    dims = {"R": v.shape[1] // k.shape[1], "K": k.shape[2], "V": v.shape[2], "BT": BT}
+    return dims | {"PARTS": gates.shape[2] - 1}
+
+
+def _wide(D: Tensor | None, HV: int) -> bool:
+    """Whether each channel has a factor of its own."""
+    return D is not None and D.numel() > HV
+
+
+def _empty_gates(g: Tensor, chunk_index: Tensor, parts: int) -> Tensor:
+    return g.new_empty(chunk_index.shape[0], g.shape[1], 1 + parts, BT, dtype=float32)
+
+
+@operator(kind="delta rule", of_driver=True, prepares="forward")
+def ssd_prepare(
+    g: Tensor,
+    A: Tensor | None,
+    dt_bias: Tensor | None,
+    chunks: list[Tensor],
+    parts: int,
+    softplus: bool,
+    low: float,
+    high: float,
+) -> Tensor:
+    """-> gates [NT, HV, 1 + parts, BT] fp32: the decay summed in a chunk, in base 2, and Δ. parts: of the sums; with
+    two, differences of them are as exact as their terms."""
+    where, HV = Chunks(*chunks), g.shape[1]
+    g, gates = dense_heads(g), _empty_gates(g, where.chunk_index, parts)
+    kernels.prepare_kernel[(len(gates) * blocks_of(HV, BH),)](
+        g,
+        A,
+        dt_bias,
+        gates,
+        where.cu_seqlens,
+        where.chunk_index,
+        low,
+        high,
+        g.stride(0),
+        HV,
+        BT=BT,
+        BH=BH,
+        PARTS=parts,
+        SOFTPLUS=softplus,
+        num_warps=4,
+    )
+    return gates
+
+
+@register_fake(ssd_prepare)
+def _(g, A, dt_bias, chunks, parts, softplus, low, high):
+    return _empty_gates(g, Chunks(*chunks).chunk_index, parts)
+
+
+@operator(kept_by=("selective",), kind="delta rule", of_driver=True)
+def ssd_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    D: Tensor | None,
+    gates: Tensor,
+    chunks: list[Tensor],
+    initial: list[Tensor | None],
+    final_rows: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """-> o [T, HV, V], final_state [final_rows, HV, K, V] fp32 (0 rows: none is written)."""
+    where, states = Chunks(*chunks), States(*initial)
+    q, k, v = dense_heads(q), dense_heads(k), dense_heads(v)
+    o, final_state = v.new_empty(v.shape), empty_states(v, final_rows, k.shape[2])
+    (_, HV, V), N = v.shape, where.cu_seqlens.shape[0] - 1
+    chosen = _sliced("ssd scan", k, V)
+    kernels.scan_kernel[(N * HV * blocks_of(V, chosen["BV"]),)](
+        q,
+        k,
+        v,
+        gates,
+        D,
+        states.values,
+        states.index,
+        o,
+        final_state if final_rows else None,
+        where.cu_seqlens,
+        where.chunk_offsets,
+        scale,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        HV,
+        WIDE=_wide(D, HV),
+        **_constants(k, v, gates),
+        **chosen,
+    )
+    return o, final_state
+
+
+@register_fake(ssd_scan)
+def _(q, k, v, D, gates, chunks, initial, final_rows, scale):
+    return v.new_empty(v.shape), empty_states(v, final_rows, k.shape[2])
+
+
+def _boundary(
+    x: Tensor,
+    y: Tensor,
+    gates: Tensor,
+    chunks: list[Tensor],
+    entries: Tensor,
+    wanted: Tensor | None,
+    M: Tensor | None,
+    scale: float,
+) -> Tensor:
+    where, x, y = Chunks(*chunks), dense_heads(x), dense_heads(y)
+    (_, HV, V), F = y.shape, entries.shape[0]
+    S_ext, chosen = empty_states(y, F, x.shape[2]), _sliced("ssd pass", x, V)
+    kernels.boundary_kernel[(F * HV * blocks_of(V, chosen["BV"]),)](
+        x,
+        y,
+        gates,
+        entries,
+        wanted,
+        S_ext,
+        M,
+        where.cu_seqlens,
+        where.chunk_offsets,
+        scale,
+        x.stride(0),
+        y.stride(0),
+        HV,
+        REVERSE=M is None,
+        **_constants(x, y, gates),
+        **chosen,
+    )
+    return S_ext
+
+
+@operator(kept_by=("selective",), kind="delta rule", of_driver=True)
+def ssd_boundary(
+    k: Tensor, v: Tensor, gates: Tensor, chunks: list[Tensor], entries: Tensor, wanted: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """entries [F] int32 -> S_ext [F, HV, K, V], each listed entry's last state from a zero state, and M [F, HV, 1], the
+    factor of any other; fp32. wanted [F] int32: what is written for each, 0 nothing, 1 S_ext, 2 both; None: both."""
+    M = v.new_empty(entries.shape[0], v.shape[1], 1, dtype=float32)
+    return _boundary(k, v, gates, chunks, entries, wanted, M, 1.0), M
+
+
+@register_fake(ssd_boundary)
+def _(k, v, gates, chunks, entries, wanted):
+    F, HV = entries.shape[0], v.shape[1]
+    return empty_states(v, F, k.shape[2]), v.new_empty(F, HV, 1, dtype=float32)
+
+
+@operator(kind="delta rule", of_driver=True)
+def ssd_boundary_bwd(
+    do: Tensor, q: Tensor, gates: Tensor, chunks: list[Tensor], entries: Tensor, wanted: Tensor | None, scale: float
+) -> Tensor:
+    """entries [F] int32 -> dS_ext [F, HV, K, V] fp32: the gradient of each listed entry's incoming state if its last
+    state has none. wanted [F] int32: 0 leaves an entry's unwritten; None: all are written."""
+    return _boundary(q, do, gates, chunks, entries, wanted, None, scale)
+
+
+@register_fake(ssd_boundary_bwd)
+def _(do, q, gates, chunks, entries, wanted, scale):
+    return empty_states(do, entries.shape[0], q.shape[2])
+
+
+def _splits(NT: int, H: int, R: int) -> int:
+    """Among how many programs the heads of a group are split at each chunk: a power of two that divides R."""
+    splits = 1
+    while splits * NT * H < PROGRAMS and R % (2 * splits) == 0:
+        splits *= 2
+    return splits
+
+
+def _room_in_backward(inputs: list[Tensor | None], **_: Any) -> int:
+    """Bytes: states and their gradients for each chunk."""
+    x = DecayInputs(*inputs)
+    return 2 * x.v.numel() * x.k.shape[-1] // BT * x.v.element_size()
+
+
+@operator(kind="delta rule", of_driver=True, temporary=_room_in_backward)
+def ssd_backward(
+    do: Tensor,
+    inputs: list[Tensor | None],
+    tiles: list[Tensor],
+    chunks: list[Tensor],
+    initial: list[Tensor | None],
+    d_final: list[Tensor | None],
+    need_d_initial: bool,
+    scale: float,
+    softplus: bool,
+    low: float,
+    high: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """-> the gradients of `DecayInputs` (each dense, in its input's dtype; empty if not given), and of the initial
+    states, fp32 in their shape (empty unless needed; rows that belong to no entry stay unwritten)."""
+    q, k, v, g, A, D, dt_bias = DecayInputs(*inputs)
+    (gates,), where, states, final = tiles, Chunks(*chunks), States(*initial), States(*d_final)
+    q, k, v, g, do = (dense_heads(x) for x in (q, k, v, g, do))
+    (T, H, K), (_, HV, V) = k.shape, v.shape
+    NT, N, R = where.chunk_index.shape[0], where.cu_seqlens.shape[0] - 1, HV // H
+    constants, given = _constants(k, v, gates), (*states, *final)
+    strides = [x.stride(0) for x in (q, k, v, do)]
+    by_chunk = where.cu_seqlens, where.chunk_index
+
+    h, dh = (v.new_empty(NT, HV, K, V) for _ in range(2))
+    d_initial = v.new_empty(states.values.shape if need_d_initial else 0, dtype=float32)
+    chosen = _sliced("ssd pass", k, V)
+    kernels.states_kernel[(2 * N * HV * blocks_of(V, chosen["BV"]),)](
+        q,
+        k,
+        v,
+        do,
+        gates,
+        *given,
+        h,
+        dh,
+        d_initial if need_d_initial else None,
+        where.cu_seqlens,
+        where.chunk_offsets,
+        scale,
+        *strides,
+        HV,
+        **constants,
+        **chosen,
+    )
+
+    scores = k.new_empty(NT, H, BT, BT, dtype=float32)
+    of_groups = {"K": K, "BT": BT, **config("ssd groups", k, K)}
+    kernels.scores_kernel[(NT * H,)](q, k, scores, *by_chunk, q.stride(0), k.stride(0), H, **of_groups)
+    splits, dv = _splits(NT, H, R), v.new_empty(v.shape)
+    dq_parts, dk_parts = (k.new_empty(splits, T, H, K, dtype=float32) for _ in range(2))
+    dE = k.new_empty(splits, NT, H, BT, BT, dtype=float32)
+    chosen = _sliced("ssd gradients", k, V)
+    slices = blocks_of(V, chosen["BV"])
+    sums, products = gates.new_empty(NT, HV, slices, 5, BT), gates.new_empty(NT, HV, slices, K)
+    dD = gates.new_zeros(NT, HV * V) if _wide(D, HV) else None
+    kernels.gradients_kernel[(NT * H * splits,)](
+        q,
+        k,
+        v,
+        do,
+        gates,
+        scores,
+        D,
+        h,
+        dh,
+        dv,
+        dq_parts,
+        dk_parts,
+        dE,
+        sums,
+        products,
+        dD,
+        *by_chunk,
+        scale,
+        *strides,
+        T,
+        HV,
+        NT,
+        R // splits,
+        WIDE=_wide(D, HV),
+        **constants,
+        **chosen,
+    )
+
+    dq, dk = q.new_empty(T, H, K), k.new_empty(T, H, K)
+    kernels.groups_kernel[(NT * H,)](
+        q,
+        k,
+        dE,
+        dq_parts,
+        dk_parts,
+        dq,
+        dk,
+        *by_chunk,
+        q.stride(0),
+        k.stride(0),
+        T,
+        H,
+        NT,
+        splits,
+        **of_groups,
+    )
+
+    dg = g.new_empty(T, HV)
+    d_heads = gates.new_empty(3, NT, HV)
+    kernels.gates_kernel[(NT * blocks_of(HV, BH),)](
+        g,
+        A,
+        dt_bias,
+        gates,
+        sums,
+        products,
+        scores,
+        *given,
+        dg,
+        d_heads,
+        *by_chunk,
+        scale,
+        low,
+        high,
+        g.stride(0),
+        HV,
+        NT,
+        **constants,
+        BH=BH,
+        SLICES=slices,
+        SOFTPLUS=softplus,
+        num_warps=4,
+    )
+    dA, d_bias, d_skip = d_heads
+    parts = (A, dA), (D, d_skip if dD is None else dD), (dt_bias, d_bias)
+    of_heads = (q.new_empty(0) if x is None else part.sum(0).to(x.dtype) for x, part in parts)
+    return dq, dk, dv, dg, *of_heads, d_initial
+
+
+register_fake(ssd_backward)(empty_gradients)
+
+
+class TritonDecay(TritonRule):
+    kept_tiles = ()
+    backward_operator = staticmethod(ssd_backward)
+
+    def __init__(self, inputs: DecayInputs, options: DecayOptions, chunks: Chunks, kept: Sequence[Tensor]):
+        self.inputs, self.chunks = inputs, list(chunks)
+        low, high = options.dt_limit
+        steps = {"softplus": options.dt_softplus, "low": low, "high": high}
+        self.scale, self.numbers = options.scale, {"scale": options.scale, **steps}
+        parts = 2 if inputs.q.dtype == float32 else 1
+        self.tiles = [ssd_prepare(inputs.g, inputs.A, inputs.dt_bias, self.chunks, parts, **steps)]
+
+    def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]:
+        x, rows = self.inputs, self._entries(need_final)
+        return ssd_scan(x.q, x.k, x.v, x.D, *self.tiles, self.chunks, given_states(initial), rows, self.scale)
+
+    def boundaries(self, entries: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return ssd_boundary(self.inputs.k, self.inputs.v, *self.tiles, self.chunks, entries, wanted)
+
+    def boundary_gradients(self, do: Tensor, entries: Tensor, wanted: Tensor | None = None) -> Tensor:
+        return ssd_boundary_bwd(do, self.inputs.q, *self.tiles, self.chunks, entries, wanted, self.scale)
+
+
+def triton_decay(
+    inputs: DecayInputs,
+    options: DecayOptions,
+    boundaries: Boundaries,
+    differentiable: bool,
+    kept: Sequence[Tensor] = (),
+) -> TritonDecay | SplitDocuments:
+    """The kernels for these inputs; long documents are cut into segments where that fills the GPU. `differentiable`
+    changes nothing here."""
+    return whole_or_split(TritonDecay, inputs, options, boundaries, kept)

@@ -1,0 +1,508 @@
+"""Kernels of chunked recurrences whose state only decays, by one factor for each head and token (SSD, Simple GLA).
+
+With G the log decay summed inside a chunk (here in base 2), D_ij = 2^(G_i - G_j) for i >= j, and v weighted by its time
+step Δ (1 without time steps):
+
+    o = scale 2^G q S + scale (q kᵀ ⊙ D) (Δ v) + skip v        S' = 2^γ S + kᵀ (2^(γ-G) Δ v)        γ = the last G
+
+Backward, with dS' the gradient of the state that leaves the chunk and Z = 2^(γ-G) k dS':
+
+    dv = Δ (scale (q kᵀ ⊙ D)ᵀ do + Z) + skip do                dS = 2^γ dS' + scale qᵀ (2^G do)
+    dq = scale 2^G do Sᵀ + E k                    dk = (2^(γ-G) Δ v) dS'ᵀ + Eᵀ q       E = scale do (Δ v)ᵀ ⊙ D
+
+q and k belong to a group of heads: dq, dk and E are sums over its heads, in the registers of one program that passes
+from head to head, and only E's sum is multiplied by k and q. All sums are fp32; operands of a dot are rounded to the
+inputs' dtype. Every load of tokens is masked: what is not finite stays in its document.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from titan_linear.ops.triton.chunks import locate, locate_entry
+from titan_linear.ops.triton.gates import log2_gate, softplus
+from titan_linear.ops.triton.launch import Kernel
+from titan_linear.ops.triton.tiles import load_rows, store_rows
+
+# --- Tiles ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_columns(x, start, rows, stride, i_h, i_v, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr):
+    """Slice i_v of head i_h's V columns, of `rows` tokens from `start` on; zeros beyond both."""
+    if V % BV == 0:
+        return load_rows(x, start, rows, stride, i_h * V + i_v * BV, BT, BV)
+    else:
+        o_c, o_v = tl.arange(0, BT)[:, None], i_v * BV + tl.arange(0, BV)[None, :]
+        p_x = x + start * stride + i_h * V + (o_c * stride + o_v)
+        return tl.load(p_x, mask=(o_c < rows) & (o_v < V), other=0.0)
+
+
+@triton.jit
+def _store_columns(x, b_x, start, rows, HV, i_h, i_v, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr):
+    """Into x [T, HV, V], as `_load_columns`."""
+    if V % BV == 0:
+        store_rows(x, b_x, start, rows, HV * V, i_h * V + i_v * BV, BT, BV)
+    else:
+        o_c, o_v = tl.arange(0, BT)[:, None], i_v * BV + tl.arange(0, BV)[None, :]
+        p_x = x + start * (HV * V) + i_h * V + (o_c * (HV * V) + o_v)
+        tl.store(p_x, b_x.to(x.dtype.element_ty), mask=(o_c < rows) & (o_v < V))
+
+
+@triton.jit
+def _state(i_v, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
+    """Where slice i_v of a state [K, V] lies in it, and which of its columns there are."""
+    o_v = i_v * BV + tl.arange(0, BV)[None, :]
+    return tl.arange(0, K)[:, None] * V + o_v, (tl.arange(0, K)[:, None] >= 0) & (o_v < V)
+
+
+@triton.jit
+def _row(index, i_n):
+    """The row of entry i_n's state, -1: none."""
+    if index is None:
+        return i_n
+    else:
+        return tl.load(index + i_n).to(tl.int64)
+
+
+@triton.jit
+def _load_state(states, index, i_n, HV, i_hv, i_v, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
+    """A slice of entry i_n's state [K, BV] in fp32; zeros if there are no states."""
+    if states is None:
+        return tl.zeros([K, BV], tl.float32)
+    else:
+        o_s, m_s = _state(i_v, K, V, BV)
+        row = _row(index, i_n)
+        p_s = states + (row * HV + i_hv) * (K * V) + o_s
+        return tl.load(p_s, mask=m_s & (row >= 0), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_state(states, b_s, i_row, HV, i_hv, i_v, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
+    o_s, m_s = _state(i_v, K, V, BV)
+    p_s = states + (i_row * HV + i_hv) * (K * V) + o_s
+    tl.store(p_s, b_s.to(states.dtype.element_ty), mask=m_s & (i_row >= 0))
+
+
+@triton.jit
+def _load_gates(gates, i_p, BT: tl.constexpr, PARTS: tl.constexpr):
+    """Of one chunk and head: G and its second part (with PARTS = 2), Δ, what follows of G after each token, each [BT],
+    and the last G."""
+    p_g = gates + i_p * (1 + PARTS) * BT + tl.arange(0, BT)
+    b_G, b_last = tl.load(p_g), tl.load(gates + i_p * (1 + PARTS) * BT + BT - 1)
+    b_low, b_after = b_G, b_last - b_G
+    if PARTS == 2:
+        b_low, b_end = tl.load(p_g + 2 * BT), tl.load(gates + i_p * (1 + PARTS) * BT + 3 * BT - 1)
+        b_after += b_end - b_low
+        b_last += b_end
+    return b_G, b_low, tl.load(p_g + BT), b_after, b_last
+
+
+@triton.jit
+def _decays(b_G, b_low, BT: tl.constexpr, PARTS: tl.constexpr, BY_LATER: tl.constexpr):
+    """D [BT, BT], with later tokens as rows, or else as columns. The first parts' differences are exact: what decays
+    slowly after a fast token keeps its digits."""
+    o_c = tl.arange(0, BT)
+    if BY_LATER:
+        b_d, b_l, m_d = b_G[:, None] - b_G[None, :], b_low[:, None] - b_low[None, :], o_c[:, None] >= o_c[None, :]
+    else:
+        b_d, b_l, m_d = b_G[None, :] - b_G[:, None], b_low[None, :] - b_low[:, None], o_c[None, :] >= o_c[:, None]
+    if PARTS == 2:
+        b_d += b_l
+    return tl.exp2(tl.where(m_d, b_d, -float("inf")))
+
+
+@triton.jit
+def _skip(D, i_hv, i_v, V: tl.constexpr, BV: tl.constexpr, WIDE: tl.constexpr):
+    """Head i_hv's factors of v in o: one, or with WIDE a row [1, BV]."""
+    if WIDE:
+        o_v = i_v * BV + tl.arange(0, BV)
+        return tl.load(D + i_hv * V + o_v, mask=o_v < V, other=0.0).to(tl.float32)[None, :]
+    else:
+        return tl.load(D + i_hv).to(tl.float32)
+
+
+# --- Decays -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _steps(b_g, dt_bias, o_h, m_h, low, high, SOFTPLUS: tl.constexpr):
+    """What goes into the clamp from raw time steps [BT, BH]: raw with its bias, and time steps before and after."""
+    if dt_bias is not None:
+        b_g += tl.load(dt_bias + o_h, mask=m_h, other=0.0).to(tl.float32)[None, :]
+    b_dt = softplus(b_g) if SOFTPLUS else b_g
+    b_clamped = tl.where(b_dt < low, low, b_dt)  # NaN stays NaN
+    return b_g, b_dt, tl.where(b_clamped > high, high, b_clamped)
+
+
+@Kernel
+def prepare_kernel(
+    g,  # [T, HV]
+    A,  # [HV], or None: g is the log decay
+    dt_bias,  # [HV] or None
+    gates,  # [NT, HV, 1 + PARTS, BT] fp32: G in base 2, Δ; past a document's end, the last G and zero
+    cu_seqlens, chunk_index, low, high, stride_g, HV,
+    BT: tl.constexpr, BH: tl.constexpr, PARTS: tl.constexpr, SOFTPLUS: tl.constexpr,
+):  # fmt: skip
+    """Decays of one chunk and BH heads. With two parts, the first are sums of multiples of 2^-8 and exact."""
+    blocks = (HV + BH - 1) // BH
+    i_t, i_b = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
+    start, length = locate(chunk_index, cu_seqlens, i_t, BT)
+    o_c, o_h = tl.arange(0, BT)[:, None], i_b * BH + tl.arange(0, BH)
+    m_h = o_h < HV
+    m_t = (o_c < length) & m_h[None, :]
+    b_g = tl.load(g + start * stride_g + (o_c * stride_g + o_h[None, :]), mask=m_t, other=0.0).to(tl.float32)
+    b_dt = tl.where(m_t, 1.0, 0.0)
+    if A is not None:
+        _, _, b_steps = _steps(b_g, dt_bias, o_h, m_h, low, high, SOFTPLUS)
+        b_dt = tl.where(m_t, b_steps, 0.0)
+        b_g = b_dt * tl.load(A + o_h, mask=m_h, other=0.0).to(tl.float32)[None, :]
+    b_g = log2_gate(b_g)
+    p_g = gates + i_t * HV * (1 + PARTS) * BT + (o_h[None, :] * (1 + PARTS) * BT + o_c)
+    m_g = m_h[None, :] & (o_c >= 0)
+    if PARTS == 2:
+        b_high = tl.floor(b_g * 256.0) * (1 / 256)
+        tl.store(p_g + 2 * BT, tl.cumsum(b_g - b_high, 0), mask=m_g)
+        b_g = b_high
+    tl.store(p_g, tl.cumsum(b_g, 0), mask=m_g)
+    tl.store(p_g + BT, b_dt, mask=m_g)
+
+
+# --- Passes from chunk to chunk ---------------------------------------------------------------------------------------
+
+
+@Kernel
+def scan_kernel(
+    q, k, v, gates, D,
+    initial_state, state_index,
+    o,  # [T, HV, V]
+    final_state,  # [N, HV, K, V] fp32 or None
+    cu_seqlens, chunk_offsets, scale, stride_q, stride_k, stride_v, HV,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, WIDE: tl.constexpr,
+    PARTS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One (entry, head, slice of V): o, and the last states where they are asked for. The state stays in registers."""
+    blocks: tl.constexpr = (V + BV - 1) // BV
+    i_v, i_nh = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
+    i_n, i_hv = i_nh // HV, (i_nh % HV).to(tl.int32)
+    start, length, first = locate_entry(cu_seqlens, chunk_offsets, i_n)
+    b_s = _load_state(initial_state, state_index, i_n, HV, i_hv, i_v, K, V, BV)
+    for i in tl.range(0, (length + BT - 1) // BT, num_stages=STAGES):
+        begin, rows = start + i * BT, length - i * BT
+        b_q = load_rows(q, begin, rows, stride_q, i_hv // R * K, BT, K)
+        b_k = load_rows(k, begin, rows, stride_k, i_hv // R * K, BT, K)
+        b_v = _load_columns(v, begin, rows, stride_v, i_hv, i_v, V, BT, BV)
+        b_G, b_low, b_dt, b_after, b_last = _load_gates(gates, (first + i) * HV + i_hv, BT, PARTS)
+        b_m = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+        b_m *= _decays(b_G, b_low, BT, PARTS, True) * (scale * b_dt)[None, :]
+        b_o = tl.dot(b_q, b_s.to(b_q.dtype), input_precision="ieee") * (scale * tl.exp2(b_last - b_after))[:, None]
+        b_o = tl.dot(b_m.to(b_q.dtype), b_v, b_o, input_precision="ieee")
+        if D is not None:
+            b_o += _skip(D, i_hv, i_v, V, BV, WIDE) * b_v
+        _store_columns(o, b_o, begin, rows, HV, i_hv, i_v, V, BT, BV)
+        b_w = (tl.exp2(b_after) * b_dt)[:, None] * b_v
+        b_s = tl.dot(tl.trans(b_k), b_w.to(b_q.dtype), b_s * tl.exp2(b_last), input_precision="ieee")
+    if final_state is not None:
+        _store_state(final_state, b_s, i_n, HV, i_hv, i_v, K, V, BV)
+
+
+@triton.jit
+def _pass(
+    b_s, x, y, gates, h, start, length, first, i_hv, i_v, scale, stride_x, stride_y, HV,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr,
+    STAGES: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """Carry a state through an entry's chunks, x = k and y = v; or with REVERSE its gradient through these from the
+    last, x = q and y = do. Writes it before each chunk to h [NT, HV, K, V], if given. Returns the last one and the sum
+    of G over the chunks."""
+    chunks, b_sum = (length + BT - 1) // BT, 0.0
+    for n in tl.range(0, chunks, num_stages=STAGES):
+        i = chunks - 1 - n if REVERSE else n
+        begin, rows = start + i * BT, length - i * BT
+        b_x = load_rows(x, begin, rows, stride_x, i_hv // R * K, BT, K)
+        b_y = _load_columns(y, begin, rows, stride_y, i_hv, i_v, V, BT, BV)
+        _, _, b_dt, b_after, b_last = _load_gates(gates, (first + i) * HV + i_hv, BT, PARTS)
+        if h is not None:
+            _store_state(h, b_s, first + i, HV, i_hv, i_v, K, V, BV)
+        b_w = scale * tl.exp2(b_last - b_after) if REVERSE else tl.exp2(b_after) * b_dt
+        b_y = (b_w[:, None] * b_y).to(b_x.dtype)
+        b_s = tl.dot(tl.trans(b_x), b_y, b_s * tl.exp2(b_last), input_precision="ieee")
+        b_sum += b_last
+    return b_s, b_sum
+
+
+@Kernel
+def boundary_kernel(
+    x, y, gates,
+    entries,  # [F]
+    wanted,  # [F] what is written for an entry, 0: nothing, 1: S_ext, 2: M too; None: 2 for all
+    S_ext,  # [F, HV, K, V] fp32
+    M,  # [F, HV, 1] fp32 or None
+    cu_seqlens, chunk_offsets, scale, stride_x, stride_y, HV,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr,
+    STAGES: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """One (listed entry, head, slice of V): `_pass` from a zero state, and the factor of any other."""
+    blocks: tl.constexpr = (V + BV - 1) // BV
+    i_v, i_fh = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
+    i_f, i_hv = i_fh // HV, (i_fh % HV).to(tl.int32)
+    has_m = M is not None
+    if wanted is not None:
+        needed = tl.load(wanted + i_f)
+        if needed == 0:
+            return
+        has_m = has_m & (needed == 2)
+    start, length, first = locate_entry(cu_seqlens, chunk_offsets, tl.load(entries + i_f).to(tl.int64))
+    b_s, b_sum = _pass(
+        tl.zeros([K, BV], tl.float32), x, y, gates, None, start, length, first, i_hv, i_v, scale, stride_x, stride_y,
+        HV, R, K, V, BT, BV, PARTS, STAGES, REVERSE,
+    )  # fmt: skip
+    _store_state(S_ext, b_s, i_f, HV, i_hv, i_v, K, V, BV)
+    if M is not None:
+        tl.store(M + i_fh, tl.exp2(b_sum), mask=has_m & (i_v == 0))
+
+
+@Kernel
+def states_kernel(
+    q, k, v, do, gates,
+    initial_state, state_index, d_final_state, final_index,
+    h,  # [NT, HV, K, V] the state that enters each chunk
+    dh,  # [NT, HV, K, V] the gradient of the state that leaves it
+    d_initial_state,
+    cu_seqlens, chunk_offsets, scale, stride_q, stride_k, stride_v, stride_do, HV,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """One (entry, head, slice of V) in one direction: all states, or all their gradients."""
+    blocks: tl.constexpr = (V + BV - 1) // BV
+    i_p = tl.program_id(0) // 2
+    i_v, i_nh = i_p % blocks, (i_p // blocks).to(tl.int64)
+    i_n, i_hv = i_nh // HV, (i_nh % HV).to(tl.int32)
+    start, length, first = locate_entry(cu_seqlens, chunk_offsets, i_n)
+    if tl.program_id(0) % 2 == 0:
+        b_s = _load_state(initial_state, state_index, i_n, HV, i_hv, i_v, K, V, BV)
+        _pass(
+            b_s, k, v, gates, h, start, length, first, i_hv, i_v, scale, stride_k, stride_v, HV, R, K, V, BT, BV,
+            PARTS, STAGES, False,
+        )  # fmt: skip
+    else:
+        b_ds = _load_state(d_final_state, final_index, i_n, HV, i_hv, i_v, K, V, BV)
+        b_ds, _ = _pass(
+            b_ds, q, do, gates, dh, start, length, first, i_hv, i_v, scale, stride_q, stride_do, HV, R, K, V, BT, BV,
+            PARTS, STAGES, True,
+        )  # fmt: skip
+        if d_initial_state is not None:
+            _store_state(d_initial_state, b_ds, _row(state_index, i_n), HV, i_hv, i_v, K, V, BV)
+
+
+# --- Gradients, chunk by chunk ----------------------------------------------------------------------------------------
+
+
+@Kernel
+def scores_kernel(
+    q, k,
+    scores,  # [NT, H, BT, BT] fp32
+    cu_seqlens, chunk_index, stride_q, stride_k, H,
+    K: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """k qᵀ of one chunk and group."""
+    i_p = tl.program_id(0).to(tl.int64)
+    i_t, i_h = i_p // H, (i_p % H).to(tl.int32)
+    start, length = locate(chunk_index, cu_seqlens, i_t, BT)
+    b_q = load_rows(q, start, length, stride_q, i_h * K, BT, K)
+    b_k = load_rows(k, start, length, stride_k, i_h * K, BT, K)
+    o_j, o_i = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
+    b_kq = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")
+    tl.store(scores + i_p * BT * BT + (o_j * BT + o_i), b_kq)
+
+
+@Kernel
+def gradients_kernel(
+    q, k, v, do, gates,
+    scores,  # [NT, H, BT, BT] fp32, k qᵀ
+    D, h, dh,
+    dv,  # [T, HV, V]
+    dq, dk,  # [splits, T, H, K] fp32, without E
+    dE,  # [splits, NT, H, BT, BT] fp32, Eᵀ
+    sums,  # [NT, HV, slices of V, 5, BT] fp32, for gates_kernel
+    products,  # [NT, HV, slices of V, K] fp32: the rows of S times those of dS'
+    dD,  # [NT, HV, V] fp32, only with WIDE
+    cu_seqlens, chunk_index, scale, stride_q, stride_k, stride_v, stride_do, T, HV, NT, heads,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, WIDE: tl.constexpr,
+    PARTS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One chunk and `heads` heads of a group, one after another, slice by slice of V: dv, and what they add to dq, dk
+    and E."""
+    splits, H = R // heads, HV // R
+    slices: tl.constexpr = (V + BV - 1) // BV
+    i_p = tl.program_id(0).to(tl.int64)
+    i_split, i_t, i_h = i_p % splits, i_p // splits // H, (i_p // splits % H).to(tl.int32)
+    start, length = locate(chunk_index, cu_seqlens, i_t, BT)
+    if length <= 0:
+        return
+    dtype = q.dtype.element_ty
+    o_c, o_j, o_i = tl.arange(0, BT), tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
+    b_q = load_rows(q, start, length, stride_q, i_h * K, BT, K)
+    b_k = load_rows(k, start, length, stride_k, i_h * K, BT, K)
+    b_kq = tl.load(scores + (i_t * H + i_h) * BT * BT + (o_j * BT + o_i))
+    b_dq, b_dk = tl.zeros([BT, K], tl.float32), tl.zeros([BT, K], tl.float32)
+    b_e = tl.zeros([BT, BT], tl.float32)
+    for n in tl.range(0, heads * slices, num_stages=STAGES):
+        i_hv, i_v = i_h * R + i_split.to(tl.int32) * heads + n // slices, n % slices
+        i_th = i_t * HV + i_hv
+        o_s, m_s = _state(i_v, K, V, BV)
+        b_v = _load_columns(v, start, length, stride_v, i_hv, i_v, V, BT, BV)
+        b_do = _load_columns(do, start, length, stride_do, i_hv, i_v, V, BT, BV)
+        b_s = tl.load(h + i_th * (K * V) + o_s, mask=m_s, other=0.0)
+        b_ds = tl.load(dh + i_th * (K * V) + o_s, mask=m_s, other=0.0)
+        b_G, b_low, b_dt, b_after, b_last = _load_gates(gates, i_th, BT, PARTS)
+        b_out, b_in = scale * tl.exp2(b_last - b_after), tl.exp2(b_after)
+        p_s = sums + (i_th * slices + i_v) * 5 * BT + o_c
+        # Whatever is needed of whole tiles in registers comes first, so that they are free for what follows.
+        tl.store(products + (i_th * slices + i_v) * K + tl.arange(0, K), tl.sum(b_s.to(tl.float32) * b_ds, 1))
+        tl.store(p_s + 3 * BT, tl.sum(b_v.to(tl.float32) * b_do, 1))
+        b_dq = tl.dot((b_out[:, None] * b_do).to(dtype), tl.trans(b_s), b_dq, input_precision="ieee")
+        b_dk = tl.dot(((b_in * b_dt)[:, None] * b_v).to(dtype), tl.trans(b_ds), b_dk, input_precision="ieee")
+
+        b_a = tl.dot(b_v, tl.trans(b_do), input_precision="ieee")  # [j, i]
+        b_p = scale * _decays(b_G, b_low, BT, PARTS, False)
+        b_m = b_kq * b_p
+        b_u = b_a * b_m
+        b_e += b_a * b_p * b_dt[:, None]
+        b_u = tl.where(o_i == o_j, 0.0, b_u)  # a token's product with itself does not decay
+        tl.store(p_s, tl.sum(b_u * b_dt[:, None], 0))
+        tl.store(p_s + 2 * BT, tl.sum(b_u, 1))
+
+        b_z = tl.dot(b_k, b_ds, input_precision="ieee") * b_in[:, None]  # [BT, BV]
+        b_y = tl.dot(b_q, b_s, input_precision="ieee") * b_out[:, None]
+        tl.store(p_s + BT, tl.sum(b_y * b_do, 1))
+        tl.store(p_s + 4 * BT, tl.sum(b_z * b_v, 1))
+        # Scaled one by one: as the other's start, z would be spread over warps that compute the same.
+        b_dv = tl.dot(b_m.to(dtype), b_do, input_precision="ieee") * b_dt[:, None] + b_z * b_dt[:, None]
+        if D is not None:
+            b_dv += _skip(D, i_hv, i_v, V, BV, WIDE) * b_do
+            if WIDE:
+                o_v = i_v * BV + tl.arange(0, BV)
+                tl.store(dD + i_th * V + o_v, tl.sum(b_v.to(tl.float32) * b_do, 0), mask=o_v < V)
+        _store_columns(dv, b_dv, start, length, HV, i_hv, i_v, V, BT, BV)
+    tl.store(dE + ((i_split * NT + i_t) * H + i_h) * BT * BT + (o_j * BT + o_i), b_e)
+    store_rows(dq, b_dq, i_split * T + start, length, H * K, i_h * K, BT, K)
+    store_rows(dk, b_dk, i_split * T + start, length, H * K, i_h * K, BT, K)
+
+
+@Kernel
+def groups_kernel(
+    q, k,
+    dE,  # [splits, NT, H, BT, BT] fp32
+    dq_parts, dk_parts,  # [splits, T, H, K] fp32
+    dq, dk,  # [T, H, K]
+    cu_seqlens, chunk_index, stride_q, stride_k, T, H, NT, splits,
+    K: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """dq and dk of one chunk and group: the sums over parts, and E's products."""
+    i_p = tl.program_id(0).to(tl.int64)
+    i_t, i_h = i_p // H, (i_p % H).to(tl.int32)
+    start, length = locate(chunk_index, cu_seqlens, i_t, BT)
+    o_e = tl.arange(0, BT)[:, None] * BT + tl.arange(0, BT)[None, :]
+    b_e = tl.zeros([BT, BT], tl.float32)
+    b_dq, b_dk = tl.zeros([BT, K], tl.float32), tl.zeros([BT, K], tl.float32)
+    for i in range(0, splits):
+        b_e += tl.load(dE + ((i * NT + i_t) * H + i_h) * BT * BT + o_e)
+        b_dq += load_rows(dq_parts, i * T + start, length, H * K, i_h * K, BT, K)
+        b_dk += load_rows(dk_parts, i * T + start, length, H * K, i_h * K, BT, K)
+    b_e = b_e.to(q.dtype.element_ty)  # Eᵀ
+    b_k = load_rows(k, start, length, stride_k, i_h * K, BT, K)
+    b_dq = tl.dot(tl.trans(b_e), b_k, b_dq, input_precision="ieee")
+    store_rows(dq, b_dq, start, length, H * K, i_h * K, BT, K)
+    b_q = load_rows(q, start, length, stride_q, i_h * K, BT, K)
+    b_dk = tl.dot(b_e, b_q, b_dk, input_precision="ieee")
+    store_rows(dk, b_dk, start, length, H * K, i_h * K, BT, K)
+
+
+@triton.jit
+def _given_product(
+    initial_state, state_index, d_final_state, final_index, i_n, i_hv, used, HV, KV: tl.constexpr, B: tl.constexpr
+):
+    """<S, dS'> from the states that were given, 0 unless `used`."""
+    row, final_row = _row(state_index, i_n), _row(final_index, i_n)
+    p_s, p_ds = initial_state + (row * HV + i_hv) * KV, d_final_state + (final_row * HV + i_hv) * KV
+    b_sum = tl.zeros([B], tl.float32)
+    for i in range(0, KV, B):
+        o_s = i + tl.arange(0, B)
+        m_s = (o_s < KV) & used & (row >= 0) & (final_row >= 0)
+        b_sum += tl.load(p_s + o_s, mask=m_s, other=0.0) * tl.load(p_ds + o_s, mask=m_s, other=0.0)
+    return tl.sum(b_sum)
+
+
+@Kernel
+def gates_kernel(
+    g, A, dt_bias, gates, sums, products,
+    scores,  # [NT, HV / R, BT, BT]
+    initial_state, state_index, d_final_state, final_index,
+    dg,  # [T, HV]
+    d_heads,  # [3, NT, HV] fp32, partials of dA, d dt_bias and dD
+    cu_seqlens, chunk_index, scale, low, high, stride_g, HV, NT,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, PARTS: tl.constexpr,
+    SLICES: tl.constexpr, SOFTPLUS: tl.constexpr,
+):  # fmt: skip
+    """dg of one chunk and BH heads, from sums [5, BT]: over the pairs that a token is later in, its product with the
+    state, the pairs that it is earlier in, <v, do>, and what it adds to the state; the last three are without Δ."""
+    blocks = (HV + BH - 1) // BH
+    i_t, i_b = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
+    start, length = locate(chunk_index, cu_seqlens, i_t, BT)
+    o_c, o_h = tl.arange(0, BT)[:, None], i_b * BH + tl.arange(0, BH)
+    m_h = o_h < HV
+    m_t = (o_c < length) & m_h[None, :]
+    b_dt = tl.load(
+        gates + i_t * HV * (1 + PARTS) * BT + BT + (o_h[None, :] * (1 + PARTS) * BT + o_c), mask=m_t, other=0.0
+    )
+    b_dg = tl.zeros([BT, BH], tl.float32)
+    b_earlier, b_skip, b_state = b_dg, b_dg, b_dg
+    b_product = tl.zeros([BH], tl.float32)
+    for i_v in tl.static_range(SLICES):
+        o_hv = o_h[None, :] * SLICES + i_v
+        p_s = sums + i_t * HV * SLICES * 5 * BT + (o_hv * 5 * BT + o_c)
+        b_dg += tl.load(p_s, mask=m_t, other=0.0) + tl.load(p_s + BT, mask=m_t, other=0.0)
+        b_earlier += tl.load(p_s + 2 * BT, mask=m_t, other=0.0)
+        b_skip += tl.load(p_s + 3 * BT, mask=m_t, other=0.0)
+        b_state += tl.load(p_s + 4 * BT, mask=m_t, other=0.0)
+        p_p = products + (i_t * HV * SLICES + o_hv) * K + tl.arange(0, K)[:, None]
+        b_product += tl.sum(tl.load(p_p, mask=m_h[None, :] & (length > 0), other=0.0), 0)
+    b_dg -= b_dt * b_earlier
+    # For an entry within one chunk the given fp32 states are read: <S, dS'> may be most of its dg.
+    if initial_state is not None and d_final_state is not None:
+        i_n = tl.maximum(tl.load(chunk_index + 2 * i_t), 0).to(tl.int64)
+        alone = (length > 0) & (tl.load(cu_seqlens + i_n + 1) - tl.load(cu_seqlens + i_n) == length)
+        if alone:
+            for n in range(BH):
+                i_hv = i_b * BH + n
+                b_given = _given_product(
+                    initial_state, state_index, d_final_state, final_index, i_n, i_hv, i_hv < HV, HV, K * V, 1024
+                )
+                b_product = tl.where(o_h == i_hv, b_given, b_product)
+    # The decay of token t acts on the state that enters, updates before t, and what tokens from t on read.
+    p_last = gates + (i_t * HV + o_h) * (1 + PARTS) * BT + BT - 1
+    b_last = tl.load(p_last, mask=m_h, other=0.0)
+    if PARTS == 2:
+        b_last += tl.load(p_last + 2 * BT, mask=m_h, other=0.0)
+    b_product *= tl.exp2(b_last)
+    b_later = b_dt * b_state
+    b_dg = tl.cumsum(b_dg, 0, reverse=True) + tl.cumsum(b_later, 0) - b_later + b_product[None, :]
+    b_dg = tl.where(m_t, b_dg, 0.0)
+    p_g = start * stride_g + (o_c * stride_g + o_h[None, :])
+    if A is not None:
+        b_raw, b_steps, _ = _steps(
+            tl.load(g + p_g, mask=m_t, other=0.0).to(tl.float32), dt_bias, o_h, m_h, low, high, SOFTPLUS
+        )
+        tl.store(d_heads + i_t * HV + o_h, tl.sum(b_dt * b_dg, 0), mask=m_h)
+        b_dg *= tl.load(A + o_h, mask=m_h, other=0.0).to(tl.float32)[None, :]
+        p_own = scores + (i_t * (HV // R) + o_h[None, :] // R) * (BT * BT) + o_c * (BT + 1)
+        b_dg += b_earlier + scale * b_skip * tl.load(p_own, mask=m_t, other=0.0) + b_state
+        b_dg = tl.where(m_t & (b_steps >= low) & (b_steps <= high), b_dg, 0.0)
+        if SOFTPLUS:
+            b_dg *= tl.sigmoid(b_raw)
+        tl.store(d_heads + (NT + i_t) * HV + o_h, tl.sum(b_dg, 0), mask=m_h)
+    tl.store(d_heads + (2 * NT + i_t) * HV + o_h, tl.sum(b_skip, 0), mask=m_h)
+    p_g = start * HV + (o_c * HV + o_h[None, :])
+    tl.store(dg + p_g, b_dg.to(dg.dtype.element_ty), mask=m_t)
