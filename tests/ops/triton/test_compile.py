@@ -102,8 +102,8 @@ def _cuobjdump(*arguments: str) -> str:
 def _stack_pointer_as_number(code: str) -> list[str]:
     """Instructions that compute with R1 other than addresses on the stack.
 
-    ptxas 12.8 was seen to take R1, the stack pointer, for an operand that it had lost, even in a kernel without a stack:
-    a product then read shared memory that no one wrote.
+    ptxas 12.8 was seen to take R1, the stack pointer, for an operand that it had lost, even in a kernel without a
+    stack: a product then read shared memory that no one wrote.
     """
     lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+([^;]*\bR1\b[^;]*);", code)
     stack = r"LDC R1, |VIADD R1, R1, |IADD3? R1, (PT, PT, )?R1, |IMAD\.MOV\.U32 R1, RZ, RZ, c\[|MOV R1, c\["
