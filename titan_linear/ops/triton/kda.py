@@ -87,34 +87,37 @@ def _launch_prepare(
 ) -> None:
     (_, H, K), HV, NT, matrices = x.q.shape, x.g.shape[1], chunks.chunk_index.shape[0], tiles.Aqk is not None
     q, k, g, beta = map(dense_heads, (x.q, x.k, x.g, x.beta))
-    chosen = config(f"kda {'prepare' if matrices else 'recompute'}{' safe' if safe_gate else ''}", q, K, BK=K)
-    prepare_kernel[1 if matrices else K // chosen["BK"], HV, NT](
-        q,
-        k,
-        g,
-        beta,
-        x.A_log,
-        x.dt_bias,
-        *tiles,
-        chunks.cu_seqlens,
-        chunks.chunk_index,
-        scale,
-        lower_bound,
-        q.stride(0),
-        k.stride(0),
-        g.stride(0),
-        beta.stride(0),
-        H=H,
-        HV=HV,
-        K=K,
-        CT=TRITON_DTYPE[tiles.qg.dtype],
-        GATE=gate,
-        SAFE=safe_gate,
-        L2NORM=l2norm,
-        BETA_RANGE=beta_range,
-        MATRICES=matrices,
-        **chosen,
-    )
+    fast = q.new_empty(NT, HV, dtype=torch.int32) if matrices and not safe_gate else None
+    for safe in (safe_gate,) if fast is None else (True, False):  # see `is_fast`
+        chosen = config(f"kda {'prepare' if matrices else 'recompute'}{' safe' if safe else ''}", q, K, BK=K)
+        prepare_kernel[1 if matrices else K // chosen["BK"], HV, NT](
+            q,
+            k,
+            g,
+            beta,
+            x.A_log,
+            x.dt_bias,
+            *tiles,
+            fast,
+            chunks.cu_seqlens,
+            chunks.chunk_index,
+            scale,
+            lower_bound,
+            q.stride(0),
+            k.stride(0),
+            g.stride(0),
+            beta.stride(0),
+            H=H,
+            HV=HV,
+            K=K,
+            CT=TRITON_DTYPE[tiles.qg.dtype],
+            GATE=gate,
+            SAFE=safe,
+            L2NORM=l2norm,
+            BETA_RANGE=beta_range,
+            MATRICES=matrices,
+            **chosen,
+        )
 
 
 @operator(kind="delta rule", of_driver=True, prepares="forward")
@@ -385,50 +388,57 @@ def kda_backward(
 
     # With grouped value heads, each value head writes its own dq and dk in fp32; they are summed below.
     dq, dk = (q.new_empty(T, HV, K, dtype=q.dtype if HV == H else torch.float32) for _ in range(2))
-    chosen = config(f"kda gradient{' safe' if safe_gate else ''}", q, K, BK=K, BV=widest_slice(V))
-    BK, BV, dg = chosen["BK"], chosen["BV"], g.new_empty(g.shape)
-    dA_part = None if A_log is None else g.new_empty(NT, HV, K // BK, dtype=torch.float32)
+    dg = g.new_empty(g.shape)
+    dA_part = None if A_log is None else g.new_empty(NT, HV * K, dtype=torch.float32)
     dbias_part = None if dt_bias is None else g.new_empty(NT, HV * K, dtype=torch.float32)
-    chunk_matrices = [chunk_tiles(x, BV, width) for x, width in ((r, CHUNK), (y, CHUNK), (h, BK), (dh, BK))]
-    gradient_kernel[K // BK, HV, NT](
-        q,
-        k,
-        g,
-        A_log,
-        dt_bias,
-        made.b,
-        row_tiles(do, CHUNK, BV),
-        *chunk_matrices,
-        dA,
-        dK,
-        diagonal,
-        dq,
-        dk,
-        dg,
-        dA_part,
-        dbias_part,
-        cu_seqlens,
-        chunk_index,
-        scale,
-        lower_bound,
-        q.stride(0),
-        k.stride(0),
-        g.stride(0),
-        H=H,
-        HV=HV,
-        K=K,
-        V=V,
-        CT=TRITON_DTYPE[CT],
-        GATE=gate,
-        SAFE=safe_gate,
-        L2NORM=l2norm,
-        **chosen,
-    )
+    limits = {"BK": K, "BV": widest_slice(V)}
+    BF = config("kda gradient safe", q, K, **limits)["BK"]
+    fast = None if safe_gate else g.new_empty(NT, HV, K // BF, dtype=torch.int32)
+    for safe in (True,) if safe_gate else (True, False):  # see `is_fast`
+        chosen = config(f"kda gradient{' safe' if safe else ''}", q, K, **limits)
+        BK, BV = chosen["BK"], chosen["BV"]
+        chunk_matrices = [chunk_tiles(x, BV, width) for x, width in ((r, CHUNK), (y, CHUNK), (h, BK), (dh, BK))]
+        gradient_kernel[K // BK, HV, NT](
+            q,
+            k,
+            g,
+            A_log,
+            dt_bias,
+            made.b,
+            row_tiles(do, CHUNK, BV),
+            *chunk_matrices,
+            dA,
+            dK,
+            diagonal,
+            dq,
+            dk,
+            dg,
+            dA_part,
+            dbias_part,
+            fast,
+            cu_seqlens,
+            chunk_index,
+            scale,
+            lower_bound,
+            q.stride(0),
+            k.stride(0),
+            g.stride(0),
+            H=H,
+            HV=HV,
+            K=K,
+            V=V,
+            BF=BF,
+            CT=TRITON_DTYPE[CT],
+            GATE=gate,
+            SAFE=safe,
+            L2NORM=l2norm,
+            **chosen,
+        )
     if l2norm:
         dq, dk = _norm_gradients(q, k, dq, dk)
     elif HV != H:
         dq, dk = (x.unflatten(1, (H, HV // H)).sum(2).to(q.dtype) for x in (dq, dk))
-    dA_log = q.new_empty(0) if A_log is None else dA_part.sum((0, 2)).view(A_log.shape).to(A_log.dtype)
+    dA_log = q.new_empty(0) if A_log is None else dA_part.sum(0).view(HV, K).sum(1).view(A_log.shape).to(A_log.dtype)
     ddt_bias = q.new_empty(0) if dt_bias is None else dbias_part.sum(0).view(dt_bias.shape).to(dt_bias.dtype)
     return dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial
 

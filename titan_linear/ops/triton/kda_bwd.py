@@ -29,6 +29,7 @@ from titan_linear.ops.triton.kda_fwd import (
     gate_rate,
     half_decays,
     halves,
+    is_fast,
     level_decay,
     level_mask,
     load_chunk,
@@ -210,11 +211,12 @@ def write_state_gradient(
 def gradient_kernel(
     q, k, g, A_log, dt_bias, b, do, r, y, h, dh, dA, dK, diagonal,
     dq, dk, dg,  # [T, HV, K]
-    dA_part, dbias_part,  # [NT, HV, K / BK], [NT, HV·K] fp32, or None; zeros for a chunk without a token
+    dA_part, dbias_part,  # [NT, HV·K] fp32, or None; zeros for a chunk without a token
+    fast,  # [NT, HV, K / BF] int32 or None: as in `is_fast`
     cu_seqlens, chunk_index, scale, lower_bound, stride_q, stride_k, stride_g,
     H: tl.constexpr, HV: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, CT: tl.constexpr,
-    GATE: tl.constexpr, SAFE: tl.constexpr, L2NORM: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
+    CT: tl.constexpr, GATE: tl.constexpr, SAFE: tl.constexpr, L2NORM: tl.constexpr,
 ):  # fmt: skip
     """One (chunk, head, block of K): dq, dk and dg, each written once in its own dtype.
     With L2NORM, dq and dk are those of the normalised q and k: norm_gradient_kernel does the rest."""
@@ -222,9 +224,16 @@ def gradient_kernel(
     start, n = locate(chunk_index, cu_seqlens, i_t, 64)
     tile = i_t.to(tl.int64) * HV + i_h
     o_k = i_k * BK + tl.arange(0, BK)
+    if fast is not None:
+        fast += tile * (K // BF) + i_k * BK // BF
+        if not SAFE:
+            if tl.load(fast) == 0:
+                return
     if n == 0:
+        if fast is not None:
+            tl.store(fast, 0)
         if dA_part is not None:
-            tl.store(dA_part + tile * (K // BK) + i_k, 0.0)
+            tl.store(dA_part + tile * K + o_k, tl.zeros([BK], tl.float32))
         if dbias_part is not None:
             tl.store(dbias_part + tile * K + o_k, tl.zeros([BK], tl.float32))
         return
@@ -247,6 +256,8 @@ def gradient_kernel(
         far_dA, near_dA = tl.where(far, b_dA, 0.0), tl.where(near, b_dA, 0.0)
         far_dK, near_dK = tl.where(far, b_dK, 0.0), tl.where(near, b_dK, 0.0)
         x, first, second, middle, gamma = half_decays(b_g, BK, CT)
+        if fast is not None:
+            tl.store(fast, is_fast(tl.min(x)))
         to_start = halves(tl.exp2(first), tl.exp2(second))
         # Between the halves the factor is 2^(second − first), as two numbers, since one alone could be 0. A product
         # whose sum is scaled before the next product starts from zero: else every wgmma waits for the one before.
@@ -313,7 +324,7 @@ def gradient_kernel(
         b_dg = tl.where(inside, b_dg, 0.0)
         b_dg, d_rate = gate_gradient(b_dg, x, gate_rate(A_log, i_h), lower_bound, GATE)
         if A_log is not None:
-            tl.store(dA_part + tile * (K // BK) + i_k, tl.sum(d_rate))
+            tl.store(dA_part + tile * K + o_k, tl.sum(d_rate, 0))
         if dt_bias is not None:
             tl.store(dbias_part + tile * K + o_k, tl.sum(b_dg, 0))
     tl.store(dg + o_g, b_dg.to(dg.dtype.element_ty), mask=inside)

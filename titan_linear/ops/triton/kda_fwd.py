@@ -104,6 +104,13 @@ def half_decays(g, BK: tl.constexpr, CT: tl.constexpr):
 
 
 @triton.jit
+def is_fast(least):
+    """Whether the gates of a chunk decay too fast for `half_decays`, from the least x: 1 or 0. Where gates have no bound,
+    a kernel with SAFE computes every chunk and says which are wrong; the kernel without computes those again."""
+    return (least < -118.0).to(tl.int32)
+
+
+@triton.jit
 def full_decays(g, CT: tl.constexpr):
     """g [BK, 64], any log2 gates ≤ 0 → 2^Γ, 2^(γ−Γ) [BK, 64], gamma [BK]."""
     row = tl.arange(0, 64)
@@ -189,6 +196,7 @@ def prepare_kernel(
     decay,  # [NT, HV, K] fp32
     b,  # [NT, HV, 64] fp32
     Aqk, Gn,  # [NT, HV, 64, 64], only with MATRICES
+    fast,  # [NT, HV] int32 or None: as in `is_fast`
     cu_seqlens, chunk_index, scale, lower_bound, stride_q, stride_k, stride_g, stride_beta,
     H: tl.constexpr, HV: tl.constexpr,
     K: tl.constexpr, BK: tl.constexpr, CT: tl.constexpr, GATE: tl.constexpr,
@@ -198,7 +206,11 @@ def prepare_kernel(
     i_h, i_t = tl.program_id(1), tl.program_id(2)
     start, n = locate(chunk_index, cu_seqlens, i_t, 64)
     tile = i_t.to(tl.int64) * HV + i_h
+    if not SAFE and fast is not None:
+        if tl.load(fast + tile) == 0:
+            return
     row = tl.arange(0, 64)
+    least = 0.0
     q += (i_h // (HV // H)) * K
     k += (i_h // (HV // H)) * K
     if MATRICES or tl.program_id(0) == 0:
@@ -216,6 +228,7 @@ def prepare_kernel(
         b_k = normalised(b_k, k, start, n, stride_k, K, BK, L2NORM)
         if SAFE:
             x, first, second, middle, gamma = half_decays(b_g, BK, CT)
+            least = tl.minimum(least, tl.min(x))
             to_start = halves(tl.exp2(first), tl.exp2(second)).to(CT)
             W = b_k * tl.exp2(-x)
             b_w = W.to(CT)
@@ -244,6 +257,8 @@ def prepare_kernel(
                     b_A += tl.where(level_mask(level), dot(tl.trans((b_q * E).to(CT)), b_w), 0.0)
                     b_K += tl.where(level_mask(level), dot(tl.trans(b_w), b_w), 0.0)
         tl.store(decay + tile * K + i_k * BK + tl.arange(0, BK), tl.exp2(gamma))
+    if SAFE and fast is not None:
+        tl.store(fast + tile, is_fast(least))
     if MATRICES:
         lower = row[:, None] >= row[None, :]
         if SAFE:
