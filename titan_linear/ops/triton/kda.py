@@ -32,11 +32,11 @@ from titan_linear.ops.runtime.options import Inputs, States
 from titan_linear.ops.triton.chunks import Chunks
 from titan_linear.ops.triton.configs import config, widest_slice
 from titan_linear.ops.triton.kda_bwd import (
+    backward_scans_kernel,
     boundary_bwd_kernel,
     gradient_kernel,
     matrix_kernel,
     norm_gradient_kernel,
-    reverse_scan_kernel,
 )
 from titan_linear.ops.triton.kda_fwd import boundary_kernel, prepare_kernel, scan_kernel
 from titan_linear.ops.triton.solve import solve_kernel
@@ -166,41 +166,6 @@ def _(inputs, chunks, *_):
     return _empty_tiles(inputs, chunks, matrices=False)[:5]
 
 
-def _launch_scan(
-    v: Tensor,
-    tiles: Tiles,
-    initial: States,
-    cu_seqlens: Tensor,
-    chunk_offsets: Tensor,
-    *,
-    o: Tensor | None = None,
-    final_state: Tensor | None = None,
-    h: Tensor | None = None,
-    r: Tensor | None = None,
-) -> None:
-    """o, final_state, h and r are written where they are given."""
-    (_, HV, K, _), V, N, v = tiles.qg.shape, v.shape[2], cu_seqlens.shape[0] - 1, dense_heads(v)
-    chosen = config("kda scan", tiles.qg, K, BV=widest_slice(V))
-    scan_kernel[V // chosen["BV"], N * HV](
-        v,
-        *tiles,
-        initial.values,
-        initial.index,
-        o,
-        final_state,
-        h,
-        r,
-        cu_seqlens,
-        chunk_offsets,
-        v.stride(0),
-        HV=HV,
-        K=K,
-        V=V,
-        CT=TRITON_DTYPE[tiles.qg.dtype],
-        **chosen,
-    )
-
-
 def _scan_outputs(v: Tensor, qg: Tensor, final_rows: int) -> tuple[Tensor, Tensor]:
     return v.new_empty(v.shape), empty_states(v, final_rows, qg.shape[2])
 
@@ -212,8 +177,23 @@ def kda_scan(
     """-> o [T, HV, V], final_state [final_rows, HV, K, V] fp32 (0 rows: none is written)."""
     made, where = Tiles(*tiles), Chunks(*chunks)
     o, final_state = _scan_outputs(v, made.qg, final_rows)
-    final = final_state if final_rows else None
-    _launch_scan(v, made, States(*initial), where.cu_seqlens, where.chunk_offsets, o=o, final_state=final)
+    (_, HV, K, _), V, N, v = made.qg.shape, v.shape[2], where.cu_seqlens.shape[0] - 1, dense_heads(v)
+    chosen = config("kda scan", made.qg, K, BV=widest_slice(V))
+    scan_kernel[V // chosen["BV"], N * HV](
+        v,
+        *made,
+        *States(*initial),
+        o,
+        final_state if final_rows else None,
+        where.cu_seqlens,
+        where.chunk_offsets,
+        v.stride(0),
+        HV=HV,
+        K=K,
+        V=V,
+        CT=TRITON_DTYPE[made.qg.dtype],
+        **chosen,
+    )
     return o, final_state
 
 
@@ -338,29 +318,33 @@ def kda_backward(
     made, states, final = Tiles(*tiles), States(*initial), States(*d_final)
     cu_seqlens, chunk_index, chunk_offsets = Chunks(*chunks)
     (T, H, K), (HV, V), NT, N, CT = q.shape, v.shape[1:], chunk_index.shape[0], cu_seqlens.shape[0] - 1, made.qg.dtype
-    q, k, g, do = (dense_heads(x) for x in (q, k, g, do))
+    q, k, v, g, do = (dense_heads(x) for x in (q, k, v, g, do))
     h, dh = (v.new_empty(NT, HV, V, K, dtype=CT) for _ in range(2))
     r, y = (v.new_empty(NT, HV, V, CHUNK, dtype=CT) for _ in range(2))
     d_initial = v.new_empty(states.values.shape if need_d_initial else 0, dtype=torch.float32)
-    _launch_scan(v, made, states, cu_seqlens, chunk_offsets, h=h, r=r)
-    reverse = config("kda reverse", made.qg, K, BV=widest_slice(V))
-    reverse_scan_kernel[V // reverse["BV"], N * HV](
+    scans = config("kda reverse", made.qg, K, BV=widest_slice(V))
+    backward_scans_kernel[V // scans["BV"], N * HV, 2](
+        v,
         do,
         *made,
+        states.values,
         final.values,
         final.index,
         d_initial if need_d_initial else None,
         states.index,
+        h,
         dh,
+        r,
         y,
         cu_seqlens,
         chunk_offsets,
+        v.stride(0),
         do.stride(0),
         HV=HV,
         K=K,
         V=V,
         CT=TRITON_DTYPE[CT],
-        **reverse,
+        **scans,
     )
 
     dv, dbeta, diagonal = v.new_empty(v.shape), beta.new_empty(beta.shape), torch.empty_like(made.b)

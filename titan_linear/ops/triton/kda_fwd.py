@@ -105,8 +105,8 @@ def half_decays(g, BK: tl.constexpr, CT: tl.constexpr):
 
 @triton.jit
 def is_fast(least):
-    """Whether the gates of a chunk decay too fast for `half_decays`, from the least x: 1 or 0. Where gates have no bound,
-    a kernel with SAFE computes every chunk and says which are wrong; the kernel without computes those again."""
+    """1 if a chunk's gates decay too fast for `half_decays`, by its least x, else 0. Where gates have no bound, a kernel
+    with SAFE computes every chunk and says which of them are wrong; one without SAFE computes those again."""
     return (least < -118.0).to(tl.int32)
 
 
@@ -206,9 +206,8 @@ def prepare_kernel(
     i_h, i_t = tl.program_id(1), tl.program_id(2)
     start, n = locate(chunk_index, cu_seqlens, i_t, 64)
     tile = i_t.to(tl.int64) * HV + i_h
-    if not SAFE and fast is not None:
-        if tl.load(fast + tile) == 0:
-            return
+    if not SAFE and fast is not None and tl.load(fast + tile) == 0:
+        return
     row = tl.arange(0, 64)
     least = 0.0
     q += (i_h // (HV // H)) * K
@@ -279,7 +278,7 @@ def join_halves(x):
 
 
 @triton.jit
-def _scan(
+def scan(
     S, v, qg, kn, kg, decay, b, Aqk, Gn, o, h, r, start, length, v_length, first, i_h, column, stride_v,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -323,14 +322,12 @@ def scan_kernel(
     v,  # [T, HV, V]
     qg, kn, kg, decay, b, Aqk, Gn,
     initial_state, state_index,
-    o,  # [T, HV, V] or None
+    o,  # [T, HV, V]
     final_state,
-    h,  # [NT, HV, V, K], the state that enters each chunk, or None
-    r,  # [NT, HV, V, 64] or None
     cu_seqlens, chunk_offsets, stride_v,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One (entry, head, slice of V): o, the last states, and h and r for backward, each where it is given."""
+    """One (entry, head, slice of V): o, and the last states where they are asked for."""
     i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_n, i_h = i_nh // HV, i_nh % HV
     start, length, first = locate_entry(cu_seqlens, chunk_offsets, i_n)
@@ -338,8 +335,8 @@ def scan_kernel(
     S = tl.zeros([BV, K], tl.float32)
     if initial_state is not None:
         S += load_state(initial_state, state_index, i_n, HV * K * V, o_s)
-    S = _scan(
-        S, v, qg, kn, kg, decay, b, Aqk, Gn, o, h, r, start, length, length, first, i_h, i_v * BV, stride_v,
+    S = scan(
+        S, v, qg, kn, kg, decay, b, Aqk, Gn, o, None, None, start, length, length, first, i_h, i_v * BV, stride_v,
         HV, K, V, BV, CT, STAGES,
     )  # fmt: skip
     if final_state is not None:
@@ -368,7 +365,7 @@ def boundary_kernel(
     o_k, o_v = tl.arange(0, K)[None, :], tl.arange(0, BV)[:, None]
     i_m = i_v - V // BV
     S = tl.where(is_m & (o_k == i_m * BV + o_v), 1.0, 0.0)
-    S = _scan(
+    S = scan(
         S, v, None, kn, kg, decay, b, None, Gn, None, None, None, start, length, tl.where(is_m, 0, length), first, i_h,
         tl.where(is_m, 0, i_v * BV), stride_v, HV, K, V, BV, CT, STAGES,
     )  # fmt: skip
