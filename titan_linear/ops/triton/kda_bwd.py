@@ -85,7 +85,7 @@ def backward_scans_kernel(
     cu_seqlens, chunk_offsets, stride_v, stride_do,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One (entry, head, slice of V), forward again for h and r, or in reverse for dh and y: neither needs the other."""
+    """One (entry, head, slice of V): forward again for h and r, or in reverse for dh and y; neither needs the other."""
     i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_n, i_h = i_nh // HV, i_nh % HV
     start, length, first = locate_entry(cu_seqlens, chunk_offsets, i_n)

@@ -104,10 +104,10 @@ def half_decays(g, BK: tl.constexpr, CT: tl.constexpr):
 
 
 @triton.jit
-def is_fast(least):
-    """1 if a chunk's gates decay too fast for `half_decays`, by its least x, else 0. Where gates have no bound, a kernel
-    with SAFE computes every chunk and says which of them are wrong; one without SAFE computes those again."""
-    return (least < -118.0).to(tl.int32)
+def is_fast(first, second, middle):
+    """1 if the gates of a chunk decay too fast for `half_decays`, by its references, else 0. Where gates have no bound,
+    kernels with SAFE compute every chunk and say which are wrong; those without SAFE compute these again."""
+    return (tl.min(tl.minimum(first, second - middle)) < -118.0).to(tl.int32)
 
 
 @triton.jit
@@ -209,7 +209,7 @@ def prepare_kernel(
     if not SAFE and fast is not None and tl.load(fast + tile) == 0:
         return
     row = tl.arange(0, 64)
-    least = 0.0
+    too_fast = 0
     q += (i_h // (HV // H)) * K
     k += (i_h // (HV // H)) * K
     if MATRICES or tl.program_id(0) == 0:
@@ -227,7 +227,8 @@ def prepare_kernel(
         b_k = normalised(b_k, k, start, n, stride_k, K, BK, L2NORM)
         if SAFE:
             x, first, second, middle, gamma = half_decays(b_g, BK, CT)
-            least = tl.minimum(least, tl.min(x))
+            if fast is not None:
+                too_fast |= is_fast(first, second, middle)
             to_start = halves(tl.exp2(first), tl.exp2(second)).to(CT)
             W = b_k * tl.exp2(-x)
             b_w = W.to(CT)
@@ -257,7 +258,7 @@ def prepare_kernel(
                     b_K += tl.where(level_mask(level), dot(tl.trans(b_w), b_w), 0.0)
         tl.store(decay + tile * K + i_k * BK + tl.arange(0, BK), tl.exp2(gamma))
     if SAFE and fast is not None:
-        tl.store(fast + tile, is_fast(least))
+        tl.store(fast + tile, too_fast)
     if MATRICES:
         lower = row[:, None] >= row[None, :]
         if SAFE:
