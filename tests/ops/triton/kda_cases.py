@@ -13,13 +13,15 @@ NAMES = ("o", "ht", "dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dh0"
 
 
 def make_inputs(T, H, HV, K, V, N, *, gate="none", fast=1.0, device="cpu", state=True):
-    """Random fp32 inputs; g is `fast` times a number in [−1, 0], or raw if a gate is in the kernel."""
+    """Random fp32 inputs; g is `fast` times a number in [−1, 0], or raw if a gate is in the kernel. `fast` may be one
+    number for each chunk."""
     gen = torch.Generator().manual_seed(0)
     rand = lambda *shape: torch.randn(*shape, generator=gen)  # noqa: E731
     x = {"q": rand(T, H, K), "k": rand(T, H, K), "v": rand(T, HV, V)}
     if gate == "none":
         x["q"], x["k"] = l2norm(x["q"]).float(), l2norm(x["k"]).float()
-        x["g"] = -fast * torch.rand(T, HV, K, generator=gen)
+        of_tokens = torch.as_tensor(fast).repeat_interleave(64 if isinstance(fast, tuple) else T)[:T, None, None]
+        x["g"] = -of_tokens * torch.rand(T, HV, K, generator=gen)
     else:
         x["g"] = fast * rand(T, HV, K)
         x["A_log"], x["dt_bias"] = 0.5 * rand(HV), 0.5 * rand(HV * K)

@@ -39,6 +39,7 @@ CASES = {
     "grouped heads, K < V": (70, 1, 2, 32, 64, [0, 3, 70], {"safe": True}),
     "at the safe bound": (130, 1, 1, 32, 32, [0, 130], {"safe": True, "fast": 5.0}),
     "slow": (130, 1, 1, 32, 32, [0, 130], {"safe": True, "fast": 1e-3}),
+    "fast in one chunk": (130, 1, 1, 32, 32, [0, 130], {"fast": (1.0, 20.0, 1.0)}),
     "any gate": (130, 1, 1, 32, 32, [0, 1, 130], {"fast": 20.0}),
     "softplus": (70, 1, 2, 32, 32, [0, 70], {"gate": "softplus", "norm": True}),
     "bounded": (70, 2, 2, 64, 32, [0, 5, 70], {"gate": "bounded", "norm": True, "lower_bound": -5.0, "safe": True}),

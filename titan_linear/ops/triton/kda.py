@@ -32,11 +32,11 @@ from titan_linear.ops.runtime.options import Inputs, States
 from titan_linear.ops.triton.chunks import Chunks
 from titan_linear.ops.triton.configs import config, widest_slice
 from titan_linear.ops.triton.kda_bwd import (
+    backward_scans_kernel,
     boundary_bwd_kernel,
     gradient_kernel,
     matrix_kernel,
     norm_gradient_kernel,
-    reverse_scan_kernel,
 )
 from titan_linear.ops.triton.kda_fwd import boundary_kernel, prepare_kernel, scan_kernel
 from titan_linear.ops.triton.solve import solve_kernel
@@ -87,34 +87,37 @@ def _launch_prepare(
 ) -> None:
     (_, H, K), HV, NT, matrices = x.q.shape, x.g.shape[1], chunks.chunk_index.shape[0], tiles.Aqk is not None
     q, k, g, beta = map(dense_heads, (x.q, x.k, x.g, x.beta))
-    chosen = config(f"kda {'prepare' if matrices else 'recompute'}{' safe' if safe_gate else ''}", q, K, BK=K)
-    prepare_kernel[1 if matrices else K // chosen["BK"], HV, NT](
-        q,
-        k,
-        g,
-        beta,
-        x.A_log,
-        x.dt_bias,
-        *tiles,
-        chunks.cu_seqlens,
-        chunks.chunk_index,
-        scale,
-        lower_bound,
-        q.stride(0),
-        k.stride(0),
-        g.stride(0),
-        beta.stride(0),
-        H=H,
-        HV=HV,
-        K=K,
-        CT=TRITON_DTYPE[tiles.qg.dtype],
-        GATE=gate,
-        SAFE=safe_gate,
-        L2NORM=l2norm,
-        BETA_RANGE=beta_range,
-        MATRICES=matrices,
-        **chosen,
-    )
+    fast = q.new_empty(NT, HV, dtype=torch.int32) if matrices and not safe_gate else None
+    for safe in (safe_gate,) if fast is None else (True, False):  # see `is_fast`
+        chosen = config(f"kda {'prepare' if matrices else 'recompute'}{' safe' if safe else ''}", q, K, BK=K)
+        prepare_kernel[1 if matrices else K // chosen["BK"], HV, NT](
+            q,
+            k,
+            g,
+            beta,
+            x.A_log,
+            x.dt_bias,
+            *tiles,
+            fast,
+            chunks.cu_seqlens,
+            chunks.chunk_index,
+            scale,
+            lower_bound,
+            q.stride(0),
+            k.stride(0),
+            g.stride(0),
+            beta.stride(0),
+            H=H,
+            HV=HV,
+            K=K,
+            CT=TRITON_DTYPE[tiles.qg.dtype],
+            GATE=gate,
+            SAFE=safe,
+            L2NORM=l2norm,
+            BETA_RANGE=beta_range,
+            MATRICES=matrices,
+            **chosen,
+        )
 
 
 @operator(kind="delta rule", of_driver=True, prepares="forward")
@@ -163,41 +166,6 @@ def _(inputs, chunks, *_):
     return _empty_tiles(inputs, chunks, matrices=False)[:5]
 
 
-def _launch_scan(
-    v: Tensor,
-    tiles: Tiles,
-    initial: States,
-    cu_seqlens: Tensor,
-    chunk_offsets: Tensor,
-    *,
-    o: Tensor | None = None,
-    final_state: Tensor | None = None,
-    h: Tensor | None = None,
-    r: Tensor | None = None,
-) -> None:
-    """o, final_state, h and r are written where they are given."""
-    (_, HV, K, _), V, N, v = tiles.qg.shape, v.shape[2], cu_seqlens.shape[0] - 1, dense_heads(v)
-    chosen = config("kda scan", tiles.qg, K, BV=widest_slice(V))
-    scan_kernel[V // chosen["BV"], N * HV](
-        v,
-        *tiles,
-        initial.values,
-        initial.index,
-        o,
-        final_state,
-        h,
-        r,
-        cu_seqlens,
-        chunk_offsets,
-        v.stride(0),
-        HV=HV,
-        K=K,
-        V=V,
-        CT=TRITON_DTYPE[tiles.qg.dtype],
-        **chosen,
-    )
-
-
 def _scan_outputs(v: Tensor, qg: Tensor, final_rows: int) -> tuple[Tensor, Tensor]:
     return v.new_empty(v.shape), empty_states(v, final_rows, qg.shape[2])
 
@@ -209,8 +177,23 @@ def kda_scan(
     """-> o [T, HV, V], final_state [final_rows, HV, K, V] fp32 (0 rows: none is written)."""
     made, where = Tiles(*tiles), Chunks(*chunks)
     o, final_state = _scan_outputs(v, made.qg, final_rows)
-    final = final_state if final_rows else None
-    _launch_scan(v, made, States(*initial), where.cu_seqlens, where.chunk_offsets, o=o, final_state=final)
+    (_, HV, K, _), V, N, v = made.qg.shape, v.shape[2], where.cu_seqlens.shape[0] - 1, dense_heads(v)
+    chosen = config("kda scan", made.qg, K, BV=widest_slice(V))
+    scan_kernel[V // chosen["BV"], N * HV](
+        v,
+        *made,
+        *States(*initial),
+        o,
+        final_state if final_rows else None,
+        where.cu_seqlens,
+        where.chunk_offsets,
+        v.stride(0),
+        HV=HV,
+        K=K,
+        V=V,
+        CT=TRITON_DTYPE[made.qg.dtype],
+        **chosen,
+    )
     return o, final_state
 
 
@@ -335,29 +318,33 @@ def kda_backward(
     made, states, final = Tiles(*tiles), States(*initial), States(*d_final)
     cu_seqlens, chunk_index, chunk_offsets = Chunks(*chunks)
     (T, H, K), (HV, V), NT, N, CT = q.shape, v.shape[1:], chunk_index.shape[0], cu_seqlens.shape[0] - 1, made.qg.dtype
-    q, k, g, do = (dense_heads(x) for x in (q, k, g, do))
+    q, k, v, g, do = (dense_heads(x) for x in (q, k, v, g, do))
     h, dh = (v.new_empty(NT, HV, V, K, dtype=CT) for _ in range(2))
     r, y = (v.new_empty(NT, HV, V, CHUNK, dtype=CT) for _ in range(2))
     d_initial = v.new_empty(states.values.shape if need_d_initial else 0, dtype=torch.float32)
-    _launch_scan(v, made, states, cu_seqlens, chunk_offsets, h=h, r=r)
-    reverse = config("kda reverse", made.qg, K, BV=widest_slice(V))
-    reverse_scan_kernel[V // reverse["BV"], N * HV](
+    scans = config("kda reverse", made.qg, K, BV=widest_slice(V))
+    backward_scans_kernel[V // scans["BV"], N * HV, 2](
+        v,
         do,
         *made,
+        states.values,
         final.values,
         final.index,
         d_initial if need_d_initial else None,
         states.index,
+        h,
         dh,
+        r,
         y,
         cu_seqlens,
         chunk_offsets,
+        v.stride(0),
         do.stride(0),
         HV=HV,
         K=K,
         V=V,
         CT=TRITON_DTYPE[CT],
-        **reverse,
+        **scans,
     )
 
     dv, dbeta, diagonal = v.new_empty(v.shape), beta.new_empty(beta.shape), torch.empty_like(made.b)
@@ -385,50 +372,57 @@ def kda_backward(
 
     # With grouped value heads, each value head writes its own dq and dk in fp32; they are summed below.
     dq, dk = (q.new_empty(T, HV, K, dtype=q.dtype if HV == H else torch.float32) for _ in range(2))
-    chosen = config(f"kda gradient{' safe' if safe_gate else ''}", q, K, BK=K, BV=widest_slice(V))
-    BK, BV, dg = chosen["BK"], chosen["BV"], g.new_empty(g.shape)
-    dA_part = None if A_log is None else g.new_empty(NT, HV, K // BK, dtype=torch.float32)
+    dg = g.new_empty(g.shape)
+    dA_part = None if A_log is None else g.new_empty(NT, HV * K, dtype=torch.float32)
     dbias_part = None if dt_bias is None else g.new_empty(NT, HV * K, dtype=torch.float32)
-    chunk_matrices = [chunk_tiles(x, BV, width) for x, width in ((r, CHUNK), (y, CHUNK), (h, BK), (dh, BK))]
-    gradient_kernel[K // BK, HV, NT](
-        q,
-        k,
-        g,
-        A_log,
-        dt_bias,
-        made.b,
-        row_tiles(do, CHUNK, BV),
-        *chunk_matrices,
-        dA,
-        dK,
-        diagonal,
-        dq,
-        dk,
-        dg,
-        dA_part,
-        dbias_part,
-        cu_seqlens,
-        chunk_index,
-        scale,
-        lower_bound,
-        q.stride(0),
-        k.stride(0),
-        g.stride(0),
-        H=H,
-        HV=HV,
-        K=K,
-        V=V,
-        CT=TRITON_DTYPE[CT],
-        GATE=gate,
-        SAFE=safe_gate,
-        L2NORM=l2norm,
-        **chosen,
-    )
+    limits = {"BK": K, "BV": widest_slice(V)}
+    BF = config("kda gradient safe", q, K, **limits)["BK"]
+    fast = None if safe_gate else g.new_empty(NT, HV, K // BF, dtype=torch.int32)
+    for safe in (True,) if safe_gate else (True, False):  # see `is_fast`
+        chosen = config(f"kda gradient{' safe' if safe else ''}", q, K, **limits)
+        BK, BV = chosen["BK"], chosen["BV"]
+        chunk_matrices = [chunk_tiles(x, BV, width) for x, width in ((r, CHUNK), (y, CHUNK), (h, BK), (dh, BK))]
+        gradient_kernel[K // BK, HV, NT](
+            q,
+            k,
+            g,
+            A_log,
+            dt_bias,
+            made.b,
+            row_tiles(do, CHUNK, BV),
+            *chunk_matrices,
+            dA,
+            dK,
+            diagonal,
+            dq,
+            dk,
+            dg,
+            dA_part,
+            dbias_part,
+            fast,
+            cu_seqlens,
+            chunk_index,
+            scale,
+            lower_bound,
+            q.stride(0),
+            k.stride(0),
+            g.stride(0),
+            H=H,
+            HV=HV,
+            K=K,
+            V=V,
+            BF=BF,
+            CT=TRITON_DTYPE[CT],
+            GATE=gate,
+            SAFE=safe,
+            L2NORM=l2norm,
+            **chosen,
+        )
     if l2norm:
         dq, dk = _norm_gradients(q, k, dq, dk)
     elif HV != H:
         dq, dk = (x.unflatten(1, (H, HV // H)).sum(2).to(q.dtype) for x in (dq, dk))
-    dA_log = q.new_empty(0) if A_log is None else dA_part.sum((0, 2)).view(A_log.shape).to(A_log.dtype)
+    dA_log = q.new_empty(0) if A_log is None else dA_part.sum(0).view(HV, K).sum(1).view(A_log.shape).to(A_log.dtype)
     ddt_bias = q.new_empty(0) if dt_bias is None else dbias_part.sum(0).view(dt_bias.shape).to(dt_bias.dtype)
     return dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial
 

@@ -29,11 +29,13 @@ from titan_linear.ops.triton.kda_fwd import (
     gate_rate,
     half_decays,
     halves,
+    is_fast,
     level_decay,
     level_mask,
     load_chunk,
     log2_gates,
     normalised,
+    scan,
     split_dot,
 )
 from titan_linear.ops.triton.launch import Kernel
@@ -73,30 +75,38 @@ def _reverse_scan(
 
 
 @Kernel
-def reverse_scan_kernel(
-    do,  # [T, HV, V]
+def backward_scans_kernel(
+    v, do,  # [T, HV, V]
     qg, kn, kg, decay, b, Aqk, Gn,
-    d_final_state, final_index,
+    initial_state, d_final_state, final_index,
     d_initial_state, state_index,
-    dh,  # [NT, HV, V, K], the gradient of the state that leaves each chunk
-    y,  # [NT, HV, V, 64]
-    cu_seqlens, chunk_offsets, stride_do,
+    h, dh,  # [NT, HV, V, K], the state that enters each chunk, and the gradient of the one that leaves it
+    r, y,  # [NT, HV, V, 64]
+    cu_seqlens, chunk_offsets, stride_v, stride_do,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One (entry, head, slice of V): y, and the gradients of all states."""
+    """One (entry, head, slice of V): forward again for h and r, or in reverse for dh and y; neither needs the other."""
     i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_n, i_h = i_nh // HV, i_nh % HV
     start, length, first = locate_entry(cu_seqlens, chunk_offsets, i_n)
     o_s = i_h * K * V + tl.arange(0, K)[None, :] * V + (i_v * BV + tl.arange(0, BV))[:, None]
-    dS = tl.zeros([BV, K], tl.float32)
-    if d_final_state is not None:
-        dS += load_state(d_final_state, final_index, i_n, HV * K * V, o_s)
-    dS = _reverse_scan(
-        dS, do, qg, kn, kg, decay, b, Aqk, Gn, dh, y, start, length, first, i_h, i_v * BV, stride_do,
-        HV, K, V, BV, CT, STAGES,
-    )  # fmt: skip
-    if d_initial_state is not None:
-        store_state(d_initial_state, state_index, i_n, HV * K * V, o_s, dS)
+    S = tl.zeros([BV, K], tl.float32)
+    if tl.program_id(2) == 0:
+        if initial_state is not None:
+            S += load_state(initial_state, state_index, i_n, HV * K * V, o_s)
+        scan(
+            S, v, None, kn, kg, decay, b, None, Gn, None, h, r, start, length, length, first, i_h, i_v * BV, stride_v,
+            HV, K, V, BV, CT, STAGES,
+        )  # fmt: skip
+    else:
+        if d_final_state is not None:
+            S += load_state(d_final_state, final_index, i_n, HV * K * V, o_s)
+        S = _reverse_scan(
+            S, do, qg, kn, kg, decay, b, Aqk, Gn, dh, y, start, length, first, i_h, i_v * BV, stride_do,
+            HV, K, V, BV, CT, STAGES,
+        )  # fmt: skip
+        if d_initial_state is not None:
+            store_state(d_initial_state, state_index, i_n, HV * K * V, o_s, S)
 
 
 @Kernel
@@ -210,11 +220,12 @@ def write_state_gradient(
 def gradient_kernel(
     q, k, g, A_log, dt_bias, b, do, r, y, h, dh, dA, dK, diagonal,
     dq, dk, dg,  # [T, HV, K]
-    dA_part, dbias_part,  # [NT, HV, K / BK], [NT, HV·K] fp32, or None; zeros for a chunk without a token
+    dA_part, dbias_part,  # [NT, HV·K] fp32, or None; zeros for a chunk without a token
+    fast,  # [NT, HV, K / BF] int32 or None: as in `is_fast`
     cu_seqlens, chunk_index, scale, lower_bound, stride_q, stride_k, stride_g,
     H: tl.constexpr, HV: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, CT: tl.constexpr,
-    GATE: tl.constexpr, SAFE: tl.constexpr, L2NORM: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
+    CT: tl.constexpr, GATE: tl.constexpr, SAFE: tl.constexpr, L2NORM: tl.constexpr,
 ):  # fmt: skip
     """One (chunk, head, block of K): dq, dk and dg, each written once in its own dtype.
     With L2NORM, dq and dk are those of the normalised q and k: norm_gradient_kernel does the rest."""
@@ -222,9 +233,15 @@ def gradient_kernel(
     start, n = locate(chunk_index, cu_seqlens, i_t, 64)
     tile = i_t.to(tl.int64) * HV + i_h
     o_k = i_k * BK + tl.arange(0, BK)
+    if fast is not None:
+        fast += tile * (K // BF) + i_k * BK // BF
+        if not SAFE and tl.load(fast) == 0:
+            return
     if n == 0:
+        if fast is not None:
+            tl.store(fast, 0)
         if dA_part is not None:
-            tl.store(dA_part + tile * (K // BK) + i_k, 0.0)
+            tl.store(dA_part + tile * K + o_k, tl.zeros([BK], tl.float32))
         if dbias_part is not None:
             tl.store(dbias_part + tile * K + o_k, tl.zeros([BK], tl.float32))
         return
@@ -247,6 +264,8 @@ def gradient_kernel(
         far_dA, near_dA = tl.where(far, b_dA, 0.0), tl.where(near, b_dA, 0.0)
         far_dK, near_dK = tl.where(far, b_dK, 0.0), tl.where(near, b_dK, 0.0)
         x, first, second, middle, gamma = half_decays(b_g, BK, CT)
+        if fast is not None:
+            tl.store(fast, is_fast(first, second, middle))
         to_start = halves(tl.exp2(first), tl.exp2(second))
         # Between the halves the factor is 2^(second − first), as two numbers, since one alone could be 0. A product
         # whose sum is scaled before the next product starts from zero: else every wgmma waits for the one before.
@@ -313,7 +332,7 @@ def gradient_kernel(
         b_dg = tl.where(inside, b_dg, 0.0)
         b_dg, d_rate = gate_gradient(b_dg, x, gate_rate(A_log, i_h), lower_bound, GATE)
         if A_log is not None:
-            tl.store(dA_part + tile * (K // BK) + i_k, tl.sum(d_rate))
+            tl.store(dA_part + tile * K + o_k, tl.sum(d_rate, 0))
         if dt_bias is not None:
             tl.store(dbias_part + tile * K + o_k, tl.sum(b_dg, 0))
     tl.store(dg + o_g, b_dg.to(dg.dtype.element_ty), mask=inside)

@@ -104,6 +104,13 @@ def half_decays(g, BK: tl.constexpr, CT: tl.constexpr):
 
 
 @triton.jit
+def is_fast(first, second, middle):
+    """1 if the gates of a chunk decay too fast for `half_decays`, by its references, else 0. Where gates have no bound,
+    kernels with SAFE compute every chunk and say which are wrong; those without SAFE compute these again."""
+    return (tl.min(tl.minimum(first, second - middle)) < -118.0).to(tl.int32)
+
+
+@triton.jit
 def full_decays(g, CT: tl.constexpr):
     """g [BK, 64], any log2 gates ≤ 0 → 2^Γ, 2^(γ−Γ) [BK, 64], gamma [BK]."""
     row = tl.arange(0, 64)
@@ -189,6 +196,7 @@ def prepare_kernel(
     decay,  # [NT, HV, K] fp32
     b,  # [NT, HV, 64] fp32
     Aqk, Gn,  # [NT, HV, 64, 64], only with MATRICES
+    fast,  # [NT, HV] int32 or None: as in `is_fast`
     cu_seqlens, chunk_index, scale, lower_bound, stride_q, stride_k, stride_g, stride_beta,
     H: tl.constexpr, HV: tl.constexpr,
     K: tl.constexpr, BK: tl.constexpr, CT: tl.constexpr, GATE: tl.constexpr,
@@ -198,7 +206,10 @@ def prepare_kernel(
     i_h, i_t = tl.program_id(1), tl.program_id(2)
     start, n = locate(chunk_index, cu_seqlens, i_t, 64)
     tile = i_t.to(tl.int64) * HV + i_h
+    if not SAFE and fast is not None and tl.load(fast + tile) == 0:
+        return
     row = tl.arange(0, 64)
+    too_fast = 0
     q += (i_h // (HV // H)) * K
     k += (i_h // (HV // H)) * K
     if MATRICES or tl.program_id(0) == 0:
@@ -216,6 +227,8 @@ def prepare_kernel(
         b_k = normalised(b_k, k, start, n, stride_k, K, BK, L2NORM)
         if SAFE:
             x, first, second, middle, gamma = half_decays(b_g, BK, CT)
+            if fast is not None:
+                too_fast |= is_fast(first, second, middle)
             to_start = halves(tl.exp2(first), tl.exp2(second)).to(CT)
             W = b_k * tl.exp2(-x)
             b_w = W.to(CT)
@@ -244,6 +257,8 @@ def prepare_kernel(
                     b_A += tl.where(level_mask(level), dot(tl.trans((b_q * E).to(CT)), b_w), 0.0)
                     b_K += tl.where(level_mask(level), dot(tl.trans(b_w), b_w), 0.0)
         tl.store(decay + tile * K + i_k * BK + tl.arange(0, BK), tl.exp2(gamma))
+    if SAFE and fast is not None:
+        tl.store(fast + tile, too_fast)
     if MATRICES:
         lower = row[:, None] >= row[None, :]
         if SAFE:
@@ -264,7 +279,7 @@ def join_halves(x):
 
 
 @triton.jit
-def _scan(
+def scan(
     S, v, qg, kn, kg, decay, b, Aqk, Gn, o, h, r, start, length, v_length, first, i_h, column, stride_v,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -308,14 +323,12 @@ def scan_kernel(
     v,  # [T, HV, V]
     qg, kn, kg, decay, b, Aqk, Gn,
     initial_state, state_index,
-    o,  # [T, HV, V] or None
+    o,  # [T, HV, V]
     final_state,
-    h,  # [NT, HV, V, K], the state that enters each chunk, or None
-    r,  # [NT, HV, V, 64] or None
     cu_seqlens, chunk_offsets, stride_v,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One (entry, head, slice of V): o, the last states, and h and r for backward, each where it is given."""
+    """One (entry, head, slice of V): o, and the last states where they are asked for."""
     i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_n, i_h = i_nh // HV, i_nh % HV
     start, length, first = locate_entry(cu_seqlens, chunk_offsets, i_n)
@@ -323,8 +336,8 @@ def scan_kernel(
     S = tl.zeros([BV, K], tl.float32)
     if initial_state is not None:
         S += load_state(initial_state, state_index, i_n, HV * K * V, o_s)
-    S = _scan(
-        S, v, qg, kn, kg, decay, b, Aqk, Gn, o, h, r, start, length, length, first, i_h, i_v * BV, stride_v,
+    S = scan(
+        S, v, qg, kn, kg, decay, b, Aqk, Gn, o, None, None, start, length, length, first, i_h, i_v * BV, stride_v,
         HV, K, V, BV, CT, STAGES,
     )  # fmt: skip
     if final_state is not None:
@@ -353,7 +366,7 @@ def boundary_kernel(
     o_k, o_v = tl.arange(0, K)[None, :], tl.arange(0, BV)[:, None]
     i_m = i_v - V // BV
     S = tl.where(is_m & (o_k == i_m * BV + o_v), 1.0, 0.0)
-    S = _scan(
+    S = scan(
         S, v, None, kn, kg, decay, b, None, Gn, None, None, None, start, length, tl.where(is_m, 0, length), first, i_h,
         tl.where(is_m, 0, i_v * BV), stride_v, HV, K, V, BV, CT, STAGES,
     )  # fmt: skip

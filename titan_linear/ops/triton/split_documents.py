@@ -64,21 +64,23 @@ class SplitDocuments:
         find: Callable[[], Segments],
         kept: Sequence[Tensor],
     ):
+        tiles: Sequence[Tensor] = ()
         if kept:
-            self.states, self.M, *tables = kept
-            self.segments = Segments(*tables)
+            self.states, self.M, *rest = kept
+            tables = len(Segments._fields)
+            self.segments, tiles = Segments(*rest[:tables]), rest[tables:]
         else:
             self.segments = find()
         s = self.segments
-        self.rule = make(inputs, options, Chunks(s.cu_seqlens, s.chunk_index, s.chunk_offsets), ())
+        self.rule = make(inputs, options, Chunks(s.cu_seqlens, s.chunk_index, s.chunk_offsets), tiles)
         self.S_ext: Tensor | None = None  # of the segments, [S, HV, K, V]
         self.dS_ext: Tensor | None = None
 
     @property
     def kept(self) -> tuple[Tensor, ...]:
-        """The segments' states, M and tables. In backward the rule prepares its chunks again: with few heads that costs
-        5%, and nothing is kept per token."""
-        return self.states, self.M, *self.segments
+        """The segments' states, M and tables, and the rule's tiles."""
+        _, _, *tiles = self.rule.kept
+        return self.states, self.M, *self.segments, *tiles
 
     def boundary(self, chains: Chains) -> tuple[Tensor, Tensor]:
         self.S_ext, self.M = self.rule.boundaries(self.segments.numbers, self.segments.wanted)
