@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -140,8 +140,8 @@ _RWKV_LM = {  # parts of our names -> of theirs
 _UNUSED = {f"blocks.0.att.v{n}" for n in range(3)}  # the first layer's, which files have
 
 
-def from_rwkv_lm(tensors: Mapping[str, Tensor]) -> tuple[ModelConfig, Callable[[str], Tensor]]:
-    """The tensors of a .pth file of RWKV-LM -> the model, and a function from our names to its parameters.
+def from_rwkv_lm(tensors: Mapping[str, Tensor]) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """The tensors of a .pth file of RWKV-LM -> the model, and its parameters by our names: views.
 
     Raises:
         ValueError: they are not exactly those of an RWKV-7; the message names one.
@@ -152,15 +152,13 @@ def from_rwkv_lm(tensors: Mapping[str, Tensor]) -> tuple[ModelConfig, Callable[[
     names = {name: _rwkv_lm(name) for name in shapes}
     if others := sorted(tensors.keys() - set(names.values()) - _UNUSED):
         raise ValueError(f"{others[0]} is no tensor of an RWKV-7; other versions are not read")
-
-    def get(name: str) -> Tensor:
-        x = _tensor(tensors, names[name])
-        return (x.T if name.endswith(("down.weight", "up.weight")) else x).reshape(shapes[name])
-
+    parameters = {}
     for name, shape in shapes.items():
-        if (x := _tensor(tensors, names[name])).numel() != math.prod(shape):
+        x = _tensor(tensors, names[name])
+        if x.numel() != math.prod(shape):
             raise ValueError(f"{names[name]} is {list(x.shape)}, other than {list(shape)}; fetch it again")
-    return model, get
+        parameters[name] = (x.T if name.endswith(("down.weight", "up.weight")) else x).reshape(shape)
+    return model, parameters
 
 
 def _model_of(tensors: Mapping[str, Tensor]) -> ModelConfig:
