@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -140,12 +139,14 @@ _RWKV_LM = {  # parts of our names -> of theirs
 _UNUSED = {f"blocks.0.att.v{n}" for n in range(3)}  # the first layer's, which files have
 
 
-def from_rwkv_lm(tensors: Mapping[str, Tensor]) -> tuple[ModelConfig, dict[str, Tensor]]:
+def from_rwkv_lm(tensors: dict[str, Tensor]) -> tuple[ModelConfig, dict[str, Tensor]]:
     """The tensors of a .pth file of RWKV-LM -> the model, and its parameters by our names: views.
 
     Raises:
         ValueError: they are not exactly those of an RWKV-7; the message names one.
     """
+    if not isinstance(tensors, dict):
+        raise ValueError(f"a {type(tensors).__name__} is no RWKV-7; give a file of tensors by name")
     model = _model_of(tensors)
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in Decoder(model).named_parameters()}
@@ -161,7 +162,7 @@ def from_rwkv_lm(tensors: Mapping[str, Tensor]) -> tuple[ModelConfig, dict[str, 
     return model, parameters
 
 
-def _model_of(tensors: Mapping[str, Tensor]) -> ModelConfig:
+def _model_of(tensors: dict[str, Tensor]) -> ModelConfig:
     def sizes(name: str) -> torch.Size:
         return _tensor(tensors, name).shape
 
@@ -173,7 +174,7 @@ def _model_of(tensors: Mapping[str, Tensor]) -> ModelConfig:
     return _sized(vocab_size, dim, mixer, num_layers, len(_tensor(tensors, "blocks.0.ffn.key.weight")))
 
 
-def _tensor(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+def _tensor(tensors: dict[str, Tensor], name: str) -> Tensor:
     if name not in tensors:
         raise ValueError(f"{name} is missing, so that this is no RWKV-7; other versions are not read")
     return tensors[name]
