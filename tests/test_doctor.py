@@ -614,6 +614,12 @@ def test_the_logits_of_a_hugging_face_folder(subject: Subject, tmp_path: Path) -
     (found,) = hf.logits(replace(subject, run=imported))
     assert found.holds and "logits of Qwen3_5ForCausalLM" in found.what
 
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "unheard of"}))
+    (note,) = hf.logits(replace(subject, run=imported))
+    assert "transformers has no model_type 'unheard of'" in note.text
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
     def another(load: Callable, path: Path, decoder: torch.nn.Module) -> None:
         load(path, decoder)
         decoder.layers[1].mixer.g_proj.weight.data.mul_(1.01)

@@ -25,9 +25,9 @@ from titan_linear.step.optimizer import HostCopy, build_optimizer
 from titan_linear.step.update import rate_at
 from titan_linear.storage.hf_io import find_family
 
-FAMILIES = ("KDAForCausalLM", "GatedDeltaNetForCausalLM")  # that FLA has, of those that we export
-# Keys of an exported config.json that are not FLA's.
-OURS = ("architectures", "auto_map", "model_type", "pattern", "post_norm", "zero_centred_norm")
+FAMILIES = ("KDAForCausalLM", "GatedDeltaNetForCausalLM", "RWKV7ForCausalLM")  # that FLA has, of those that we export
+# Keys of an exported config.json that are not FLA's, and one of which its default is faster.
+OURS = ("architectures", "auto_map", "fuse_norm", "model_type", "pattern", "post_norm", "zero_centred_norm")
 Loss = Callable[[nn.Module, Batch], torch.Tensor]
 
 

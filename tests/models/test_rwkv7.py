@@ -21,6 +21,7 @@ from titan_linear.__main__ import main
 from titan_linear.distributed.one_process import LocalGroup, run_ranks
 from titan_linear.models.adapters import config_from_hf, config_to_hf
 from titan_linear.models.decoder import Decoder
+from titan_linear.models.init import initialise
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from titan_linear.ops import build_cp_context
@@ -29,6 +30,7 @@ from titan_linear.storage.hf_io import load_weights, read_model
 FAMILY = "RWKV7ForCausalLM"
 CONFIG = preset("rwkv7", "debug")
 HEADS, HEAD_DIM = CONFIG.pattern[0].heads, CONFIG.pattern[0].head_dim
+POWERS = (0.2, 0.9, 0.7, 0.7, 0.9, 0.2)
 T, BOUNDS = 144, [0, 1, 38, 39, 104, 144]
 
 
@@ -165,6 +167,30 @@ def test_context_parallelism(
     for mine, own, _ in parts:
         logits[mine] = own
     check((logits, {name: sum(grads[name] for _, _, grads in parts) for name in wanted[1]}), wanted)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layer", range(CONFIG.num_layers))
+def test_vectors_are_drawn_as_in_rwkv_lm(layer: int) -> None:
+    model = Decoder(CONFIG)
+    initialise(model, seed=0)
+    mixer, mlp = model.layers[layer].mixer, model.layers[layer].mlp
+    n, left = torch.arange(CONFIG.dim).double(), 1 - layer / CONFIG.num_layers
+    over_all, middle = n / (CONFIG.dim - 1), (HEAD_DIM - 1) / 2
+    zigzag = (n % HEAD_DIM - middle) / middle
+    zigzag, linear = zigzag * zigzag.abs(), over_all - 0.5
+    w = -6 + 6 * over_all ** (1 + (layer / (CONFIG.num_layers - 1)) ** 0.3)
+    wanted = [
+        (mixer.w_lora.bias, w + 0.5 + 2.5 * zigzag),
+        (mixer.a_lora.bias, -0.19 + 0.3 * zigzag + 0.4 * linear),
+        (mixer.k_k, 0.71 - 0.1 * linear),
+        *((getattr(mixer, f"x_{x}"), 1 - (n / CONFIG.dim) ** (p * left)) for x, p in zip("rwkvag", POWERS)),
+        (mlp.x_k, 1 - (n / CONFIG.dim) ** left**4),
+        (mixer.g_norm.weight, torch.full_like(n, (1 - left + 1 / CONFIG.num_layers) ** 0.7)),
+        *([(mixer.v_lora.bias, 0.73 - 0.4 * linear)] if layer else []),
+    ]
+    for drawn, values in wanted:
+        torch.testing.assert_close(drawn.double(), values, rtol=1e-6, atol=1e-6)
 
 
 # --- Folders ---------------------------------------------------------------------------------------------------------

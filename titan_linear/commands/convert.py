@@ -64,12 +64,13 @@ def from_rwkv(file: Path, folder: Path) -> None:
     _check_new(folder)
     try:
         tensors = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-        model, get = from_rwkv_lm(tensors)
+        model, parameters = from_rwkv_lm(tensors)
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:
         raise ValueError(f"'{file}' cannot be read ({shorten(str(error), 200)}); fetch it again") from None
     except ValueError as error:
         raise ValueError(f"'{file}': {error}") from None
-    write_folder(folder, model, find_family(model), get, dtype=tensors["emb.weight"].dtype)
+    dtype = parameters["embedding.weight"].dtype
+    write_folder(folder, model, find_family(model), parameters.__getitem__, dtype=dtype)
     print(f"imported '{file}' to '{folder}'")
 
 

@@ -188,7 +188,7 @@ class ModelConfig:
         """Everything that tensor parallelism splits: (its name in messages, its number)."""
         counts = [(f"{what} of {m.name}", count) for m in self.mixers for what, count in m.head_counts.items()]
         counts += [pair for mlp in self.mlps for pair in mlp.split_counts.items()]
-        return [*counts, ("rows of the vocabulary (model.vocab_size)", self.vocab_size)]
+        return [*dict.fromkeys(counts), ("rows of the vocabulary (model.vocab_size)", self.vocab_size)]
 
     def has_experts(self, layer: int) -> bool:
         return isinstance(self.layers[layer].mlp, MoEConfig)

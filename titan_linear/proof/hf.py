@@ -53,8 +53,13 @@ def logits(subject: Subject) -> Findings:
 def _reason_against(folder: Path, size: int, device: torch.device) -> str:
     if find_spec("transformers") is None:
         return "transformers is not installed"
-    if "auto_map" in read_config(folder):
+    config = read_config(folder)
+    if "auto_map" in config:
         return "transformers would run the folder's own code"
+    from transformers import CONFIG_MAPPING
+
+    if (kind := config.get("model_type")) not in CONFIG_MAPPING:
+        return f"transformers has no model_type {kind!r}"
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     room = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free
     if size > room * ROOM:

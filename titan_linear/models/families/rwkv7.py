@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -140,30 +139,30 @@ _RWKV_LM = {  # parts of our names -> of theirs
 _UNUSED = {f"blocks.0.att.v{n}" for n in range(3)}  # the first layer's, which files have
 
 
-def from_rwkv_lm(tensors: Mapping[str, Tensor]) -> tuple[ModelConfig, Callable[[str], Tensor]]:
-    """The tensors of a .pth file of RWKV-LM -> the model, and a function from our names to its parameters.
+def from_rwkv_lm(tensors: dict[str, Tensor]) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """The tensors of a .pth file of RWKV-LM -> the model, and its parameters by our names: views.
 
     Raises:
         ValueError: they are not exactly those of an RWKV-7; the message names one.
     """
+    if not isinstance(tensors, dict):
+        raise ValueError(f"a {type(tensors).__name__} is no RWKV-7; give a file of tensors by name")
     model = _model_of(tensors)
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in Decoder(model).named_parameters()}
     names = {name: _rwkv_lm(name) for name in shapes}
     if others := sorted(tensors.keys() - set(names.values()) - _UNUSED):
         raise ValueError(f"{others[0]} is no tensor of an RWKV-7; other versions are not read")
-
-    def get(name: str) -> Tensor:
-        x = _tensor(tensors, names[name])
-        return (x.T if name.endswith(("down.weight", "up.weight")) else x).reshape(shapes[name])
-
+    parameters = {}
     for name, shape in shapes.items():
-        if (x := _tensor(tensors, names[name])).numel() != math.prod(shape):
+        x = _tensor(tensors, names[name])
+        if x.numel() != math.prod(shape):
             raise ValueError(f"{names[name]} is {list(x.shape)}, other than {list(shape)}; fetch it again")
-    return model, get
+        parameters[name] = (x.T if name.endswith(("down.weight", "up.weight")) else x).reshape(shape)
+    return model, parameters
 
 
-def _model_of(tensors: Mapping[str, Tensor]) -> ModelConfig:
+def _model_of(tensors: dict[str, Tensor]) -> ModelConfig:
     def sizes(name: str) -> torch.Size:
         return _tensor(tensors, name).shape
 
@@ -175,7 +174,7 @@ def _model_of(tensors: Mapping[str, Tensor]) -> ModelConfig:
     return _sized(vocab_size, dim, mixer, num_layers, len(_tensor(tensors, "blocks.0.ffn.key.weight")))
 
 
-def _tensor(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+def _tensor(tensors: dict[str, Tensor], name: str) -> Tensor:
     if name not in tensors:
         raise ValueError(f"{name} is missing, so that this is no RWKV-7; other versions are not read")
     return tensors[name]

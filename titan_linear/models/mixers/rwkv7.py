@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 
 from titan_linear.models.cases import Draws, OpCase, Tensors, convolution_case
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
-from titan_linear.models.draws import Draw, Elements, constant, token_mix, zeros
-from titan_linear.models.layers import SHIFT_OPS, Cache, token_shift, widen
+from titan_linear.models.draws import Draw, Elements, constant, token_mix
+from titan_linear.models.layers import SHIFT_OPS, Cache, LayerNorm, token_shift, widen
 from titan_linear.models.mixers.recurrent import Inputs, RecurrentMixer
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_rwkv7
@@ -105,15 +106,10 @@ class LowRank(nn.Module):
         return F.linear(x if self.activation is None else self.activation(x), self.up.weight, self.bias)
 
 
-class HeadNorm(nn.Module):
+class HeadNorm(LayerNorm):
     """A LayerNorm of each head, with a weight and a bias for each channel.  [.., heads, V] -> [.., heads·V]"""
 
     split: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
-
-    def __init__(self, dim: int, eps: float, weight: float):
-        super().__init__()
-        self.weight, self.bias = (nn.Parameter(torch.empty(dim)) for _ in range(2))
-        self.eps, self.initial = eps, {"weight": constant(weight), "bias": zeros}
 
     def forward(self, o: Tensor) -> Tensor:
         normed = F.layer_norm(widen(o), o.shape[-1:], eps=self.eps).flatten(-2)
@@ -127,8 +123,8 @@ class RWKV7Mixer(RecurrentMixer):
         S_t = Diag(e^w) S_{t−1} − (k̂ ⊙ a) (k̂ᵀ S_{t−1}) + k̃ vᵀ    k̃ = k ⊙ (1 + (a − 1) ⊙ k_a)    o_t = S_tᵀ r
         y = W_o (g ⊙ (norm(o) + (r · (k̃ ⊙ r_k)) v))
 
-    These are eqs. 3 to 22. Its states are [B, heads, K, V]; the cache also holds `shift` [B, dim, 1], the last token's
-    x. In the first layer it returns its v too.
+    Its states are [B, heads, K, V]; the cache also holds `shift` [B, dim, 1], the last token's x. In the first layer it
+    returns its v too.
     """
 
     split: ClassVar[dict[str, int]] = {
@@ -140,20 +136,23 @@ class RWKV7Mixer(RecurrentMixer):
     def __init__(self, options: RWKV7, config: ModelConfig, layer: int):
         super().__init__()
         dim, K, width = config.dim, options.head_dim, options.heads * options.head_dim
-        depth = layer / config.num_layers
-        drawn = _Vectors(width, K, layer / max(config.num_layers - 1, 1))
+        depth, decay = layer / config.num_layers, 1 + (layer / max(config.num_layers - 1, 1)) ** 0.3
+        channels = partial(_channels, width, K)
         self.head_dim = K
         self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g = (nn.Parameter(torch.empty(dim)) for _ in range(6))
         self.k_k, self.k_a, self.r_k = (nn.Parameter(torch.empty(width)) for _ in range(3))
         powers = {"x_r": 0.2, "x_w": 0.9, "x_k": 0.7, "x_v": 0.7, "x_a": 0.9, "x_g": 0.2}
         self.initial = {name: token_mix(dim, power * (1 - depth)) for name, power in powers.items()}
-        self.initial |= {"k_k": drawn.k_k, "k_a": constant(1.02), "r_k": constant(-0.04)}
+        self.initial |= {"k_k": channels(0.76, -0.1), "k_a": constant(1.02), "r_k": constant(-0.04)}
         self.r_proj, self.k_proj, self.v_proj = (nn.Linear(dim, width, bias=False) for _ in range(3))
-        self.w_lora = LowRank(dim, options.w_rank, width, torch.tanh, drawn.w)
-        self.a_lora = LowRank(dim, options.a_rank, width, None, drawn.a)
+        self.w_lora = LowRank(dim, options.w_rank, width, torch.tanh, channels(-5.5, 6.0, 2.5, decay))
+        self.a_lora = LowRank(dim, options.a_rank, width, None, channels(-0.39, 0.4, 0.3))
         self.g_lora = LowRank(dim, options.g_rank, width, torch.sigmoid, None)
-        self.v_lora = LowRank(dim, options.v_rank, width, None, drawn.v) if options.v_rank else None
-        self.g_norm = HeadNorm(width, K * config.norm_eps, ((layer + 1) / config.num_layers) ** 0.7)
+        self.v_lora = None
+        if options.v_rank:
+            self.v_lora = LowRank(dim, options.v_rank, width, None, channels(0.93, -0.4))
+        self.g_norm = HeadNorm(width, K * config.norm_eps)
+        self.g_norm.initial["weight"] = constant(((layer + 1) / config.num_layers) ** 0.7)
         self.o_proj = nn.Linear(width, dim, bias=False)
 
     def forward(
@@ -169,8 +168,8 @@ class RWKV7Mixer(RecurrentMixer):
         mixes = self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g
         x_r, x_w, x_k, x_v, x_a, x_g = (torch.addcmul(x, shift, mix) for mix in mixes)
         r, k, v = self.r_proj(x_r), self.k_proj(x_k), self.v_proj(x_v)
-        for first in taken:
-            v = torch.lerp(v, first, self.v_lora(x_v).sigmoid())
+        if taken:
+            v = torch.lerp(v, taken[0], self.v_lora(x_v).sigmoid())
         w = DECAY * widen(self.w_lora(x_w)).sigmoid()
         rate = self.a_lora(x_a).sigmoid()
         removed = F.normalize(self._by_head(widen(k * self.k_k)), dim=-1).to(x.dtype)
@@ -202,32 +201,12 @@ class RWKV7Mixer(RecurrentMixer):
         return inputs[1]
 
 
-@dataclass(frozen=True)
-class _Vectors:
-    """Initial values by channel, as RWKV-LM has them, of a layer at `depth` (0: the first, 1: the last)."""
+def _channels(width: int, head_dim: int, start: float, rise: float, wave: float = 0.0, power: float = 1.0) -> Draw:
+    """start + rise · (0 to 1 over all channels)^power + wave · z |z|, with z from −1 to 1 over each head's channels."""
 
-    width: int
-    head_dim: int
-    depth: float
+    def draw(elements: Elements) -> Tensor:
+        n = elements.places()
+        z = 2 * (n % head_dim) / (head_dim - 1) - 1
+        return start + rise * (n / (width - 1)).pow(power) + wave * z * z.abs()
 
-    def _ramp(self, elements: Elements) -> Tensor:
-        """From 0 to 1 over all channels."""
-        return elements.places() / (self.width - 1)
-
-    def _wave(self, elements: Elements) -> Tensor:
-        """From −1 to 1 over each head's channels, squared with its sign."""
-        half = (self.head_dim - 1) / 2
-        z = (elements.places() % self.head_dim - half) / half
-        return z * z.abs()
-
-    def w(self, elements: Elements) -> Tensor:
-        return -5.5 + 6 * self._ramp(elements).pow(1 + self.depth**0.3) + 2.5 * self._wave(elements)
-
-    def a(self, elements: Elements) -> Tensor:
-        return -0.39 + 0.4 * self._ramp(elements) + 0.3 * self._wave(elements)
-
-    def v(self, elements: Elements) -> Tensor:
-        return 0.93 - 0.4 * self._ramp(elements)
-
-    def k_k(self, elements: Elements) -> Tensor:
-        return 0.76 - 0.1 * self._ramp(elements)
+    return draw

@@ -83,8 +83,8 @@ class ReLU2(nn.Module):
 
 
 class ShiftedReLU2(ReLU2):
-    """ReLU2 of x mixed with the token before it: RWKV-7's channel mixing (Goose, eqs. 24 to 26). The cache holds
-    `mlp_shift` [B, dim, 1], the last token's x."""
+    """ReLU2 of x mixed with the token before it: RWKV-7's channel mixing (arXiv 2503.14456, section 4). The
+    cache holds `mlp_shift` [B, dim, 1], the last token's x."""
 
     def __init__(self, dim: int, hidden_dim: int, depth: float):
         super().__init__(dim, hidden_dim)
