@@ -95,7 +95,7 @@ MUTANTS = [
     Mutant("np.array([0, 0, 1, self.start]", "np.array([0, 0, 1, 0]", "test_mixture.py"),
     # --- the step
     Mutant("y[self.order.argsort()]", "y[self.order]", "test_experts.py"),
-    Mutant("balance / module.ranks.size", "balance", "test_train.py: mixtures and qwen"),
+    Mutant("balance / moe.ranks.size", "balance", "test_train.py: mixtures and qwen"),
     Mutant("(name in splits or of_tp == 0)", "of_tp == 0", "test_train.py: float64 and tp"),
     Mutant("if name not in splits]", "if name in splits]", "test_train.py: float64 and tp"),
     Mutant("(load.mean() - load) * finite", "(load.mean() - load)", "test_moe.py"),

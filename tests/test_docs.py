@@ -222,6 +222,7 @@ def test_a_mixer_of_ones_own_is_proved_and_planned(
     mixer_of_the_page(monkeypatch)
     monkeypatch.setenv("NGPU", "2")
     argv = [*arguments(corpus, {"training.seq_len": 128}), *MINE, "--parallelism.context_parallel_degree=2"]
+    argv += ['--model.pattern=["gla"]', "--model.num_layers=1"]
     assert doctor.main(argv) == 0, capsys.readouterr().out
     assert plan.main(["--gpus", "2", *argv]) == 0
     assert "activations of layers: 1 gla" in capsys.readouterr().out

@@ -260,10 +260,8 @@ def compiled(
     ("mixer", "methods", "impl"),
     [
         ("kda", {}, "triton"),
-        ("gdn", {}, "triton"),
         ("attention", {"softmax_method": "ring"}, "auto"),
         ("attention", {"softmax_method": "allgather"}, "auto"),
-        ("attention", {"softmax_method": "ulysses"}, "auto"),
         ("attention", {"softmax_method": "ulysses+ring"}, "auto"),
         ("mla", {}, "auto"),
     ],
