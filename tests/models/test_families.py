@@ -31,7 +31,7 @@ from titan_linear.models.adapters import config_from_hf, config_to_hf, ignored, 
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder, LayerCache
 from titan_linear.models.families.layout import check_values
-from titan_linear.models.mixers import Mamba2
+from titan_linear.models.mixers import Attention, Mamba2
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import MODELS, PUBLISHED, preset
 from titan_linear.storage.hf_io import find_family
@@ -323,6 +323,18 @@ def test_limits_of_time_steps() -> None:
         for again in (written, written | {"time_step_limit": [low, high]}):
             (mamba,) = (x for x in config_from_hf(again)[1].mixers if isinstance(x, Mamba2))
             assert (mamba.dt_min, mamba.dt_max) == (low, high)
+
+
+def test_minimax_rotates_part_of_a_head() -> None:
+    """As many channels as the published config.json says, which has no fraction of them; all without it."""
+    written = config_to_hf("MiniMaxForCausalLM", preset("minimax", "text-01")) | {"rope_parameters": None}
+    assert (written["rotary_dim"], written["head_dim"]) == (64, 128)
+    for change, share in (({}, 0.5), ({"rotary_dim": 32}, 0.25), ({"rotary_dim": 128}, 1.0)):
+        (attention,) = (x for x in config_from_hf(written | change)[1].mixers if isinstance(x, Attention))
+        assert attention.rotary_fraction == share
+    del written["rotary_dim"]
+    (attention,) = (x for x in config_from_hf(written)[1].mixers if isinstance(x, Attention))
+    assert attention.rotary_fraction == 1.0
 
 
 def test_no_preset_is_at_odds_with_itself() -> None:

@@ -79,7 +79,7 @@ def _lightning_from_hf(key: Keys) -> Lightning:
 
 
 def _attention_from_hf(key: Keys) -> Attention:
-    theta, fraction = key.rope(1e6, 1.0)
+    theta, fraction = key.rope(1e6, key("rotary_dim", _head_dim(key)) / _head_dim(key))
     return Attention(
         heads=key("num_attention_heads"),
         kv_heads=key("num_key_value_heads"),
@@ -107,6 +107,7 @@ def _to_hf(config: ModelConfig) -> Json:
             num_attention_heads=attention.heads,
             num_key_value_heads=attention.kv_heads,
             head_dim=attention.head_dim,
+            rotary_dim=int(attention.head_dim * attention.rotary_fraction),
             rope_parameters=dict(
                 rope_type="default",
                 rope_theta=attention.rope_theta,
@@ -130,10 +131,20 @@ MINIMAX = Family(
 
 
 def _minimax(
-    vocab_size: int, dim: int, heads: int, kv_heads: int, head_dim: int, num_layers: int, moe: MoEConfig, period: int
+    vocab_size: int,
+    dim: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    num_layers: int,
+    moe: MoEConfig,
+    period: int,
+    rotary_fraction: float,
 ) -> ModelConfig:
     linear = Lightning(heads=heads, head_dim=head_dim)
-    softmax = Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope_theta=1e7)
+    softmax = Attention(
+        heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope_theta=1e7, rotary_fraction=rotary_fraction
+    )
     return ModelConfig(
         vocab_size=vocab_size,
         dim=dim,
@@ -147,6 +158,7 @@ def _minimax(
 
 
 MINIMAX_MODELS = {
-    "debug": _minimax(320, 128, 4, 2, 32, 2, MoEConfig(8, 2, 64), 2),
-    "text-01": _minimax(200064, 6144, 64, 8, 128, 80, MoEConfig(32, 2, 9216), 8),
+    "debug": _minimax(320, 128, 4, 2, 32, 2, MoEConfig(8, 2, 64), 2, 1.0),
+    # The published code rotates half of a head, transformers' all of it.
+    "text-01": _minimax(200064, 6144, 64, 8, 128, 80, MoEConfig(32, 2, 9216), 8, 0.5),
 }
