@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -101,6 +102,18 @@ def test_what_is_fused() -> None:
     assert 0 < found.forward.groups < found.forward.operations
 
 
+def test_what_runs_while_states_travel() -> None:
+    """The output gate in forward; in backward its gradients, and that of the output's weight."""
+    model = preset("gdn", "debug")
+    (D, mixer), n = (model.dim, model.pattern[0]), PLAIN.seq_len // 2
+    V = mixer.v_heads * mixer.v_head_dim
+    layer, *_ = layers(model, PLAIN._replace(cp=2))
+    assert layer.forward.meanwhile == Counter([(n, V, D)])
+    assert layer.backward.meanwhile == Counter([(D, V, n), (V, D, n), (n, D, V)])
+    alone, *_ = layers(model, PLAIN)
+    assert not alone.forward.meanwhile and not alone.backward.meanwhile
+
+
 @pytest.mark.parametrize(
     "keys",
     [
@@ -125,5 +138,5 @@ def test_every_split_is_counted(name: str, keys: dict[str, object]) -> None:
         flops = [sum(m * n * k * t for (m, n, k), t in layer.forward.products.items()) for layer in (one, other)]
         assert flops[1] * shares == pytest.approx(flops[0], rel=0.1) or (name == "nemotron-h" and "mean" in keys)
     names = {call.name for layer in part for call in layer.forward.calls}
-    exchanges = {"kcp_incoming", "ring_forward", "allgather_forward", "exchange_heads", "gather_along"}
+    exchanges = {"kcp_depart", "ring_forward", "allgather_forward", "exchange_heads", "gather_along"}
     assert bool(names & exchanges) == (shares > 1)

@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.ops.inputs import boundaries
 from tests.worlds import World
+from titan_linear.distributed import compiling
 from titan_linear.distributed.compiling import apply_compile, compile_kernels
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
@@ -77,6 +78,29 @@ def test_batches_of_any_number_of_documents(worlds: Callable[..., World]) -> Non
     """One document is cut into segments, others are not, and the graphs are those of the first batch."""
     batches = [([192], True), ([96, 96], True), ([9] * 20 + [12], True), ([64] * 3, True)]
     assert worlds(1).run(graphs_of, batches, 64) == [([2, 2, 2, 2], {})]
+
+
+def test_products_while_states_travel() -> None:
+    """The last one that does not lead to them, and one from later that does not wait for them, with what it reads."""
+    graph = fx.Graph()
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+
+    def call(op: Callable[..., object], *args: object) -> fx.Node:
+        return graph.call_function(op, args)
+
+    aten, own = torch.ops.aten, torch.ops.titan_linear
+    weight = call(aten.mm.default, x, w)
+    gate = call(aten.mm.default, x, w)
+    needed = call(aten.mm.default, x, w)
+    sent = call(own.kcp_depart.default, needed, needed, [], "", False)
+    came = call(own.kcp_arrive.default, sent, needed, needed)
+    waits = call(aten.mm.default, came, w)
+    read = call(aten.neg.default, gate)
+    free = call(aten.mm.default, read, w)
+    graph.output((weight, waits, free))
+    compiling.Meanwhile()(graph)
+    order = [node for node in graph.nodes if node.op == "call_function"]
+    assert order == [weight, needed, sent, gate, read, free, came, waits]
 
 
 def test_a_layer_that_cannot_be_compiled_is_named() -> None:

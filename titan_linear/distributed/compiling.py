@@ -6,7 +6,7 @@ Import it only where something is compiled: the compiler is slow to import.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from operator import getitem
 from pathlib import Path
@@ -25,19 +25,19 @@ from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from titan_linear.models.decoder import Block, Decoder
-from titan_linear.ops.runtime.operators import SPECS
+from titan_linear.ops.runtime.operators import SPECS, Spec
 
 VARIES = 3  # for this number kernels are not specialised, as for 1 and multiples of 16
 
 
-def apply_compile(model: Decoder, backend: str) -> None:
+def apply_compile(model: Decoder, backend: str, cp: int = 1) -> None:
     """Compile each layer's `forward`. Layers of one kind, that is of equal options, share a code object and with it
     their graphs, which do not depend on the documents. Other kinds have one of their own: where FSDP2 manages a module,
     the compiler takes a number that differs between the modules of one code for one that may change.
 
     What lies between products and our operators (norms, gates, activations) is computed again in backward.
     """
-    compiler = _compiler(backend)
+    compiler = _compiler(backend, cp)
     codes = {}
     for i, layer in enumerate(model.layers):
         kind, experts = layer.options.name, model.config.has_experts(i)
@@ -48,9 +48,12 @@ def apply_compile(model: Decoder, backend: str) -> None:
         layer.forward = _named(compiled, f"layers.{i} ({kind}{', experts' if experts else ''})")
 
 
-def _compiler(backend: str) -> Callable[..., Any]:
+def _compiler(backend: str, cp: int) -> Callable[..., Any]:
     """`backend`, with options that hold while it compiles a graph of ours, and for no other graph of this process."""
-    options = {"config_patches": {"joint_custom_pre_pass": OwnOperators()}} if backend == "inductor" else {}
+    patches: dict[str, Any] = {"joint_custom_pre_pass": OwnOperators()}
+    if cp > 1:  # the order that `Meanwhile` gives must stay
+        patches |= {"post_grad_custom_post_pass": Meanwhile(), "reorder_for_peak_memory": False}
+    options = {"config_patches": patches} if backend == "inductor" else {}
     compile_graph = lookup_backend(backend)
 
     def compiler(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -106,7 +109,7 @@ class OwnOperators(CustomGraphPass):
 def compute_again(graph: fx.Graph) -> None:
     """Mark two results to be computed again in backward, as in uncompiled code: weights put side by side, and what an
     operator prepares for backward too (`Spec.prepares`)."""
-    prepares = {node: _prepares(node) for node in graph.nodes}
+    prepares = {node: _spec(node).prepares for node in graph.nodes}
     shared = "backward" not in prepares.values()  # else backward has an operator of its own
     for node, when in prepares.items():
         if (when == "forward" and shared) or _joins_parameters(node):
@@ -132,14 +135,62 @@ def _stand_in(node: fx.Node) -> Any:
     return torch.empty_strided(size, stride, dtype=x.dtype, device="meta")
 
 
+class Meanwhile(CustomGraphPass):
+    """Moves products that neither need states of other ranks nor are needed for them to where these travel: the last
+    one before they depart, and those after they arrive. In forward that is the output gate, in backward the gradient of
+    the output's weight and those of the gate."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for end in [node for node in graph.nodes if _spec(node).kind == "arrival"]:
+            begin, after, nodes = end.args[0], _users(end), list(graph.nodes)
+            place = {node: i for i, node in enumerate(nodes)}
+            before = [n for n in nodes[: place[begin]] if n not in _inputs([begin])]
+            last = max((place[n] for n in before if n.target in PRODUCTS), default=len(nodes))
+            later = [n for n in nodes[place[end] :] if n.target in PRODUCTS and n not in after]
+            with_inputs = _inputs(later).union(later)
+            _move([n for n in before if place[n] >= last], end)
+            _move([n for n in nodes[place[end] + 1 :] if n in with_inputs], end)
+
+    def uuid(self) -> bytes:
+        return get_hash_for_files((str(Path(__file__)),))
+
+
+PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+
+
+def _move(nodes: Iterable[fx.Node], before: fx.Node) -> None:
+    for node in nodes:
+        before.prepend(node)
+
+
+def _inputs(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """All nodes that these need."""
+    return _reached(nodes, lambda node: node.all_input_nodes)
+
+
+def _users(node: fx.Node) -> set[fx.Node]:
+    """All nodes that need this one."""
+    return _reached([node], lambda node: node.users)
+
+
+def _reached(nodes: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    ways = [n for node in nodes for n in following(node)]
+    while ways:
+        if (node := ways.pop()) not in found:
+            found.add(node)
+            ways += following(node)
+    return found
+
+
 def _joins_parameters(node: fx.Node) -> bool:
     """Whether a node puts weights side by side (`models.layers.project`): if kept, a copy that FSDP cannot free."""
     return node.target is torch.ops.aten.cat.default and all(x.op == "placeholder" for x in node.args[0])
 
 
-def _prepares(node: fx.Node) -> str | None:
-    """`Spec.prepares` of one of our operators; None for any other node."""
-    return SPECS[node.target._opname].prepares if _own(node) else None
+def _spec(node: fx.Node) -> Spec:
+    """Of one of our operators; the default for any other node."""
+    return SPECS[node.target._opname] if _own(node) else Spec()
 
 
 def _own(node: fx.Node) -> bool:

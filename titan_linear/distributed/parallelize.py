@@ -46,7 +46,7 @@ def parallelize(model: Decoder, dims: ParallelDims, config: Config, device: torc
     if config.compile.enable:
         from titan_linear.distributed.compiling import apply_compile  # imports the compiler
 
-        apply_compile(model, config.compile.backend)
+        apply_compile(model, config.compile.backend, dims.cp)
     apply_ac(model, config.activation_checkpoint, compiled=config.compile.enable)
 
     # Where no ranks share parameters, and these are on the device, FSDP2 is left out: `ComputeCopies` (step/passes.py)

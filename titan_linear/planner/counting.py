@@ -60,6 +60,7 @@ class Work:
 
     products: Counter[Size] = field(default_factory=Counter)  # [m, k] @ [k, n] as (m, n, k) → number of them
     wide_products: Counter[Size] = field(default_factory=Counter)  # those of them in float32, or wider
+    meanwhile: Counter[Size] = field(default_factory=Counter)  # those that compiled code computes while states travel
     multiplications: int = 0  # calls that compute these products; a batched one is one call
     calls: list[Call] = field(default_factory=list)
     elementwise: int = 0  # bytes read and written where operations run one by one
@@ -111,6 +112,7 @@ def count(block: Block, x: Tensor, plan: BatchPlan, values: Tensor | None = None
         seen.turn(y)
         y.backward(torch.empty_like(y))
         seen.take(x.grad)
+        seen.work.meanwhile = seen.travel.hidden()
     others = () if values is None else (values,)
     parameters = {p.untyped_storage()._cdata for p in (*block.parameters(), *others)}
     kept = sum(size for key, size in saved.items() if key not in parameters)
@@ -147,6 +149,7 @@ class _Seen(TorchDispatchMode):
         self.compiled_lives: dict[int, list[int]] = {self.key(x): [0, 0]}
         self.temporaries: Counter[int] = Counter()  # by place
         self.turned = 0
+        self.travel = _Travel()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
@@ -157,6 +160,7 @@ class _Seen(TorchDispatchMode):
             call = Call(function._opname, dict(zip(names, args)), tuple(gave))
             self.work.calls.append(call)
             self._anchor(given, gave, call.temporary)
+            self.travel.call(call.spec.kind, self.place, *map(self._keys, (given, gave)))
         elif function.overloadpacket in PRODUCTS:
             a, b = given[-2:]
             size, times = (a.shape[-2], b.shape[-1], a.shape[-1]), a.shape[0] if a.dim() == 3 else 1
@@ -164,13 +168,19 @@ class _Seen(TorchDispatchMode):
             self.work.wide_products[size] += times if a.dtype.itemsize > 2 else 0
             self.work.multiplications += 1
             self._anchor(given, gave)
+            self.travel.product(size, times, self.place, *map(self._keys, (given, gave)))
         elif written := self._written(function, given, gave):
             self._elementwise(given, written)
+            self.travel.add(*map(self._keys, (given, written)))
         return out
+
+    def _keys(self, tensors: list[Tensor]) -> set[int]:
+        return set(map(self.key, tensors))
 
     def turn(self, y: Tensor) -> None:
         """Forward has returned y; backward begins."""
         self.take(y)
+        self.work.meanwhile = self.travel.hidden()
         self.place += 1
         self.work, self.of_forward, self.turned = self.backward, set(self.made_of), self.place
 
@@ -238,7 +248,7 @@ class _Seen(TorchDispatchMode):
         return [x for x in gave if self.key(x) not in old]
 
     def _elementwise(self, given: list[Tensor], gave: list[Tensor]) -> None:
-        keys = set(map(self.key, given))
+        keys = self._keys(given)
         self.work.elementwise += sum(x.nbytes for x in (*given, *gave))
         self.work.operations += 1
         self.work.groups += self._first("group", 0, self.place)
@@ -264,6 +274,45 @@ class _Seen(TorchDispatchMode):
         new = (what, key, where) not in self.done
         self.done.add((what, key, where))
         return new
+
+
+class _Travel:
+    """Finds the products that compiled code moves to where states travel (`Meanwhile` in distributed/compiling.py)."""
+
+    def __init__(self) -> None:
+        self.needs: dict[int, frozenset[int]] = {}  # tensor → places of the products and arrivals that it is made of
+        self.products: dict[int, tuple[Size, int, frozenset[int]]] = {}  # of this pass, by place
+        self.departs, self.arrives = -1, -1
+        self.needed: frozenset[int] = frozenset()
+
+    def add(self, given: set[int], gave: set[int], *places: int) -> frozenset[int]:
+        needs = frozenset(places).union(*(self.needs.get(key, frozenset()) for key in given))
+        self.needs.update(dict.fromkeys(gave, needs))
+        return needs
+
+    def product(self, size: Size, times: int, place: int, given: set[int], gave: set[int]) -> None:
+        self.products[place] = size, times, self.add(given, gave, place)
+
+    def call(self, kind: str, place: int, given: set[int], gave: set[int]) -> None:
+        if kind == "arrival":
+            self.arrives = place
+        needs = self.add(given, gave, *([place] if kind == "arrival" else []))
+        if kind == "states":
+            self.departs, self.needed = place, needs
+
+    def hidden(self) -> Counter[Size]:
+        """Of the pass that ends here."""
+        before = [place for place in self.products if place < self.departs and place not in self.needed]
+        after = [
+            place
+            for place, (*_, needs) in self.products.items()
+            if place > self.departs >= 0 and self.arrives not in needs
+        ]
+        found: Counter[Size] = Counter()
+        for size, times, _ in (self.products[place] for place in (*before[-1:], *after)):
+            found[size] += times
+        self.products, self.departs = {}, -1
+        return found
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -43,7 +43,7 @@ from titan_linear.ops.exchange.allgather import heads_of_slice
 from titan_linear.ops.exchange.kcp import sizes_of
 from titan_linear.ops.layout.boundaries import CHUNK, PROGRAMS
 from titan_linear.ops.layout.chains import Chains
-from titan_linear.ops.layout.levels import Network, direct_messages, duration, messages, route
+from titan_linear.ops.layout.levels import FARTHER, Network, direct_messages, duration, messages, route
 from titan_linear.ops.triton.configs import kernel_dims
 from titan_linear.planner.counting import Call, Layer, Size, Work
 from titan_linear.planner.memory import Batch, Units, boundaries, context, hidden_shapes, layers, units
@@ -206,7 +206,7 @@ class Machine:
             )
         nodes, rings = -(-ranks // here), here * self.network  # one ring through each rank's link to other nodes
         return Group(
-            message=node.latency,
+            message=node.latency + FARTHER,
             ring=node.latency + (ranks - nodes) * HOP + nodes * HOP_BETWEEN_NODES,
             all_gather=min(rings, node.all_gather),
             reduce_scatter=min(rings, node.reduce_scatter),
@@ -263,12 +263,14 @@ class Clock:
             elif kind == "float8":
                 a, b = call.arguments["a"], call.arguments["b"]
                 parts["products"] += self.rates.float8_product((len(a), len(b), a.shape[1]))
-            elif kind in ("fused", "segments", "delta rule"):
+            elif kind in ("fused", "segments", "delta rule", "arrival"):
                 # Also tables and folds, which are small, and what was not measured.
                 given = [x for x in tree_leaves(call.arguments) if isinstance(x, Tensor)]
                 parts["elementwise"] += sum(x.nbytes for x in (*given, *call.outputs)) / self.rates.fused
             else:
-                parts["communication"] += self._exchange(call)
+                behind = work.meanwhile if self.compiled and kind == "states" else {}
+                hidden = sum(self.rates.product(size) * n for size, n in behind.items())
+                parts["communication"] += max(self._exchange(call) - hidden, 0.0)
         operations = work.groups if self.compiled else work.operations
         return Pass(parts, work.multiplications + operations + LAUNCHES * len(calls))
 
@@ -342,7 +344,7 @@ class Clock:
         node = math.gcd(W, max(self.machine.node_size // self.batch.tp, 1))
         levels = route(int(c.most), W, node, sizes)
         exchange = messages(levels, node, sizes) if levels else direct_messages(int(c.most), W, node, sizes)
-        return duration(exchange, Network(self.cp.message, self.rates.node.all_to_all, self.machine.network))
+        return duration(exchange, Network(self.rates.node.latency, self.rates.node.all_to_all, self.machine.network))
 
 
 def _keys_travel(call: Call) -> bool:

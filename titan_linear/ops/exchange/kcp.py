@@ -11,6 +11,7 @@ Who sends what to whom follows from the fragments, once per batch (ops/layout/ch
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate, pairwise
 
 import torch
@@ -21,7 +22,7 @@ from titan_linear.ops.exchange.folds import fold_chains
 from titan_linear.ops.exchange.levels import incoming_by_levels
 from titan_linear.ops.layout.chains import Chains
 from titan_linear.ops.layout.levels import Sizes, route
-from titan_linear.ops.runtime.operators import operator, register_fake
+from titan_linear.ops.runtime.operators import operator, register_fake, repeats
 
 
 def incoming_states(S_ext: Tensor, M: Tensor, chains: Chains, group: str, *, reverse: bool = False) -> Tensor:
@@ -36,23 +37,52 @@ def incoming_states(S_ext: Tensor, M: Tensor, chains: Chains, group: str, *, rev
 
     Returns: [slots, *, K, V]. The fold runs in float64, or in float32 by three products of parts.
     """
-    return kcp_incoming(S_ext, M, list(chains), group, reverse)
+    return kcp_arrive(kcp_depart(S_ext, M, list(chains), group, reverse), S_ext, M)
 
 
-@operator(kept_by=("selective",), kind="states", of_driver=True)
-def kcp_incoming(S_ext: Tensor, M: Tensor, tables: list[Tensor], group: str, reverse: bool) -> Tensor:
-    """`incoming_states`; tables: `Chains`."""
-    c = Chains(*tables)
+@operator(kind="states", of_driver=True)
+def kcp_depart(S_ext: Tensor, M: Tensor, tables: list[Tensor], group: str, reverse: bool) -> Tensor:
+    """What `kcp_arrive` gives: not to be read before. tables: `Chains`. On a GPU it is exchanged and folded on a stream
+    of its own, while other work runs that does not wait for it."""
+    if repeats("selective"):  # the other one's result is kept
+        return torch.empty_like(S_ext)
+    if not S_ext.is_cuda:
+        return _incoming(S_ext, M, Chains(*tables), group, reverse)
+    aside = _aside(S_ext.device)
+    aside.wait_stream(torch.cuda.current_stream(S_ext.device))
+    with torch.cuda.stream(aside):
+        return _incoming(S_ext, M, Chains(*tables), group, reverse)
+
+
+@operator(kept_by=("selective",), kind="arrival", of_driver=True)
+def kcp_arrive(states: Tensor, S_ext: Tensor, M: Tensor) -> Tensor:
+    """`incoming_states`, from the result of `kcp_depart`. S_ext, M: its arguments, whose memory it reads until here."""
+    if states.is_cuda:
+        torch.cuda.current_stream(states.device).wait_stream(_aside(states.device))
+    return states.clone()
+
+
+@register_fake(kcp_depart)
+def _(S_ext, *_):
+    return torch.empty_like(S_ext)
+
+
+@register_fake(kcp_arrive)
+def _(states, *_):
+    return torch.empty_like(states)
+
+
+@cache
+def _aside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def _incoming(S_ext: Tensor, M: Tensor, c: Chains, group: str, reverse: bool) -> Tensor:
     if not c.crosses.item():  # the same on every rank
         return torch.zeros_like(S_ext)
     if levels := route(c.most.item(), group_named(group).size(), c.node_size.item(), sizes_of(S_ext, M)):
         return incoming_by_levels(S_ext, M, c, levels, group, reverse)
     return fold_chains(*exchange(S_ext, M, c, group), c, reverse)
-
-
-@register_fake(kcp_incoming)
-def _(S_ext, *_):
-    return torch.empty_like(S_ext)
 
 
 def sizes_of(S_ext: Tensor, M: Tensor) -> Sizes:

@@ -16,7 +16,7 @@ from titan_linear.ops.layout.levels import Level
 def incoming_by_levels(
     S_ext: Tensor, M: Tensor, c: Chains, levels: Sequence[Level], group: str, reverse: bool
 ) -> Tensor:
-    """What `kcp_incoming` (kcp.py) returns, with its arguments."""
+    """What `incoming_states` (kcp.py) returns; the arguments are its."""
     climbed = []
     for level in levels:
         climbed.append(runs := _members(S_ext, M, c, level, group))

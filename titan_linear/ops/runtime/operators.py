@@ -102,6 +102,12 @@ def contexts(copied: bool = False, mode: str = "selective") -> tuple[Run, Run]:
     return Run(region, again=False), Run(region, again=True)
 
 
+def repeats(mode: str) -> bool:
+    """Whether this is the second run of a region of this mode."""
+    here = _current.get()
+    return here is not None and here.again and here.region.mode == mode
+
+
 def kept(fn: Callable[P, R], *, modes: tuple[str, ...] = ("selective",)) -> Callable[P, R]:
     """`fn` with its result kept inside a region of one of these modes; elsewhere `fn` as it is. Kept functions that
     `fn` calls run as part of it: their own results are not kept."""
@@ -131,7 +137,7 @@ def kept(fn: Callable[P, R], *, modes: tuple[str, ...] = ("selective",)) -> Call
 
 LIBRARY = torch.library.Library("titan_linear", "FRAGMENT")
 Exchange = Literal["gather", "scatter", "sum", "heads", "states", "halo"]
-Kind = Exchange | Literal["fused", "float8", "attention", "delta rule", "convolution", "segments"]
+Kind = Exchange | Literal["fused", "float8", "arrival", "attention", "delta rule", "convolution", "segments"]
 
 
 @dataclass(frozen=True)
