@@ -9,7 +9,7 @@ import torch
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.mixers import Attention
 from titan_linear.models.presets import preset
-from titan_linear.ops.layout.levels import Network, Sizes, messages, route
+from titan_linear.ops.layout.levels import FARTHER, Network, Sizes, messages, route
 from titan_linear.planner.memory import Batch, layers
 from titan_linear.planner.timing import Clock, Machine, read_rates, shipped
 from tools import bench_cp, bench_ops, one_rank, traces
@@ -41,7 +41,7 @@ def test_the_time_of_two_dimensions() -> None:
     flops = 4 * D * H * (n * W) * (n * W + 1) / 2 / W
     assert parts["attention"] == pytest.approx(flops / H200.attention["flash4"]["128"][0] / 1e12, rel=1e-3)
     head = H200.node.latency + 2 * n * H * D * 7 / 8 / H200.node.all_to_all
-    keys = H200.node.latency + 2 * 2 * n * H * D / 50e9
+    keys = H200.node.latency + FARTHER + 2 * 2 * n * H * D / 50e9
     assert parts["communication"] == pytest.approx(4 * head + max(keys - parts["attention"], keys / 4), rel=1e-6)
 
 
@@ -86,7 +86,8 @@ def test_one_rank_of_many(capsys: pytest.CaptureFixture) -> None:
 def test_time_of_messages() -> None:
     """Bytes in the node and to others travel beside each other; rank 9 is in the second node."""
     rates = Network(1.0, 10.0, 2.0)
-    assert one_rank.seconds_of([{8: 30.0, 15: 10.0, 7: 2.0}, {16: 6.0}], 9, 8, rates) == 1 + 4 + 1 + 3
+    found = one_rank.seconds_of([{8: 30.0, 15: 10.0, 7: 2.0}, {16: 6.0}], 9, 8, rates)
+    assert found == pytest.approx(1 + 4 + 1 + 3 + 2 * FARTHER, rel=1e-12)
 
 
 def test_documents() -> None:

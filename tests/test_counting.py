@@ -89,9 +89,10 @@ def test_products_are_those_of_the_flops() -> None:
 def test_products_in_float32_are_told_apart() -> None:
     """All those of a layer in float32; of one in bfloat16, those of a recurrence in PyTorch, but no projections."""
     assert counted(2).forward.wide_products == counted(2).forward.products
-    mamba, _, attention, _ = layers(preset("nemotron-h", "debug"), PLAIN)
+    _, _, attention, _ = layers(preset("nemotron-h", "debug"), PLAIN)
     assert not attention.forward.wide_products.total()
-    assert 0 < mamba.forward.wide_products.total() < mamba.forward.products.total()
+    recurrent, *_ = layers(preset("rwkv7", "debug"), PLAIN)
+    assert 0 < recurrent.forward.wide_products.total() < recurrent.forward.products.total()
 
 
 def test_what_is_fused() -> None:

@@ -294,16 +294,23 @@ def one_document(bench: Bench, may_split: bool) -> CPContext:
 
 
 def links(bench: Bench) -> dict[str, float] | None:
-    """Between torchrun's processes: seconds of a small message, and bytes per second that a rank sends."""
+    """Between torchrun's processes: seconds of a small message, and bytes per second that a rank sends. A message by
+    itself would also wait for the later rank, so those after it are timed."""
     if not dist.is_initialized():
         return None
     W = dist.get_world_size()
     own = bench.randn(W * ((64 << 20) // 2 // W if bench.gpu else 4096 // W))  # 64 MB, or a little less
     every = own.new_empty(W * len(own))
     part = own.new_empty(len(own) // W)
-    small = bench.randn(W)
-    others = bench.randn(W)
-    latency = bench.seconds(lambda: dist.all_to_all_single(others, small))
+    small = bench.randn(W << 14)
+    others = torch.empty_like(small)
+
+    def messages(number: int) -> None:
+        for _ in range(number):
+            dist.all_to_all_single(others, small)
+            others.add_(1)  # as what is received is used before the next is sent
+
+    latency = max(bench.seconds(lambda: messages(9)) - bench.seconds(lambda: messages(1)), 0.0) / 8
     moved = part.nbytes * (W - 1)
     exchanges: dict[str, tuple[int, Callable[[], object]]] = {
         "all_gather": (W * moved, lambda: dist.all_gather_into_tensor(every, own)),

@@ -22,7 +22,7 @@ from titan_linear.data import Batch
 from titan_linear.distributed.one_process import LocalGroup, run_one
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.init import initialise
-from titan_linear.ops.layout.levels import H200, Network
+from titan_linear.ops.layout.levels import FARTHER, H200, Network
 from titan_linear.planner.memory import GIB, moments
 from titan_linear.planner.memory import Batch as Planned
 from titan_linear.planner.timing import Clock, Machine, passes_of, read_rates, shipped, step
@@ -111,7 +111,7 @@ def seconds_of(received: Sequence[dict[int, float]], rank: int, node: int, rates
     for by_sender in received:
         here = sum(n for sender, n in by_sender.items() if sender // node == rank // node)
         away = sum(by_sender.values()) - here
-        moved += rates.latency + max(here / rates.in_node, away / rates.between_nodes)
+        moved += rates.latency + FARTHER * (away > 0) + max(here / rates.in_node, away / rates.between_nodes)
     return moved
 
 

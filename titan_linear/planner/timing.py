@@ -43,7 +43,7 @@ from titan_linear.ops.exchange.allgather import heads_of_slice
 from titan_linear.ops.exchange.kcp import sizes_of
 from titan_linear.ops.layout.boundaries import CHUNK, PROGRAMS
 from titan_linear.ops.layout.chains import Chains
-from titan_linear.ops.layout.levels import Network, direct_messages, duration, messages, route
+from titan_linear.ops.layout.levels import FARTHER, Network, direct_messages, duration, messages, route
 from titan_linear.ops.triton.configs import kernel_dims
 from titan_linear.planner.counting import Call, Layer, Size, Work
 from titan_linear.planner.memory import Batch, Units, boundaries, context, hidden_shapes, layers, units
@@ -206,7 +206,7 @@ class Machine:
             )
         nodes, rings = -(-ranks // here), here * self.network  # one ring through each rank's link to other nodes
         return Group(
-            message=node.latency,
+            message=node.latency + FARTHER,
             ring=node.latency + (ranks - nodes) * HOP + nodes * HOP_BETWEEN_NODES,
             all_gather=min(rings, node.all_gather),
             reduce_scatter=min(rings, node.reduce_scatter),
@@ -342,7 +342,7 @@ class Clock:
         node = math.gcd(W, max(self.machine.node_size // self.batch.tp, 1))
         levels = route(int(c.most), W, node, sizes)
         exchange = messages(levels, node, sizes) if levels else direct_messages(int(c.most), W, node, sizes)
-        return duration(exchange, Network(self.cp.message, self.rates.node.all_to_all, self.machine.network))
+        return duration(exchange, Network(self.rates.node.latency, self.rates.node.all_to_all, self.machine.network))
 
 
 def _keys_travel(call: Call) -> bool:

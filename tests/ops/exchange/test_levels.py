@@ -131,12 +131,12 @@ def test_ranks_have_equal_shares(monkeypatch: pytest.MonkeyPatch, world_size: in
 def test_levels_where_chains_are_long() -> None:
     """One document over 8, 16, 64 and 1024 ranks, 8 to a node; and one on each rank."""
     for heads, ranks, says in [
-        (16, 8, ()),
+        (16, 8, (Level(1, 8, True),)),
         (64, 8, (Level(1, 8, True),)),
-        (16, 16, (Level(1, 8), Level(8, 2))),
-        (16, 64, (Level(1, 8, True), Level(8, 8))),
+        (16, 16, (Level(1, 4, True), Level(4, 2), Level(8, 2))),
+        (16, 64, (Level(1, 4, True), Level(4, 2), Level(8, 2), Level(16, 4))),
         (16, 1024, (Level(1, 8, True), Level(8, 4), Level(32, 4), Level(128, 8))),
-        (9, 64, (Level(1, 8), Level(8, 8))),
+        (9, 64, (Level(1, 2), Level(2, 2), Level(4, 2), Level(8, 2), Level(16, 4))),
     ]:
         sizes = Sizes(heads, slots=1, state=1 << 16, transition=1 << 16)
         most = build_cp_context(torch.tensor([0, ranks]), rank=0, world_size=ranks).forward_chains.most.item()

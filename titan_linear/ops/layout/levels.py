@@ -52,15 +52,18 @@ class Sizes(NamedTuple):
 
 
 class Network(NamedTuple):
-    """Seconds before a message is there, and bytes per second that a GPU sends, in a node and to other nodes."""
+    """Seconds before a message is there in a node, and bytes per second that a GPU sends, there and to other nodes."""
 
     latency: float
     in_node: float
     between_nodes: float
 
 
-H200 = Network(80e-6, 340e9, 50e9)  # between nodes assumed: 400 Gbit/s per GPU
-PRODUCT = 4e-6  # seconds of a product with a head's M; estimated
+H200 = Network(13e-6, 340e9, 50e9)  # between nodes assumed: 400 Gbit/s per GPU
+# Seconds by which a message to another node takes longer: nccl-tests' small all-to-all takes 30 µs between two nodes of
+# H100s (github.com/deepseek-ai/DeepEP/issues/3), 10.6 on eight H20s (issues/303).
+FARTHER = 20e-6
+PRODUCT = 7.2e-6  # seconds of a product with a head's M: on an H100 7.8 µs in a fold, 6.5 in a composition
 
 
 def route(most: int, world_size: int, node_size: int, sizes: Sizes) -> tuple[Level, ...]:
@@ -100,9 +103,9 @@ def messages(levels: Sequence[Level], node_size: int, sizes: Sizes) -> list[Mess
 
 
 def duration(exchange: Sequence[Message], network: Network = H200) -> float:
-    rates = [network.in_node if message.in_node else network.between_nodes for message in exchange]
-    moves = sum(network.latency + m.nbytes / rate for m, rate in zip(exchange, rates, strict=True))
-    return moves + PRODUCT * sum(m.products for m in exchange)
+    near = sum(m.nbytes / network.in_node for m in exchange if m.in_node)
+    far = sum(FARTHER + m.nbytes / network.between_nodes for m in exchange if not m.in_node)
+    return network.latency * len(exchange) + near + far + PRODUCT * sum(m.products for m in exchange)
 
 
 def groupings(world_size: int, most: int) -> Iterator[tuple[Level, ...]]:
