@@ -25,15 +25,18 @@ from tests.worlds import World
 from titan_linear.config import load_config
 from titan_linear.data import IGNORE, ByteTokenizer, write_corpus
 from titan_linear.models.mixers.delta import DeltaMixer, KDAMixer
+from titan_linear.models.mixers.lightning import LightningMixer
 from titan_linear.models.mixers.mamba2 import Mamba2Mixer
 from titan_linear.models.mixers.mla import MLAMixer
+from titan_linear.models.mixers.recurrent import RecurrentMixer
+from titan_linear.models.mixers.rwkv7 import RWKV7Mixer
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN
 from titan_linear.observe.telemetry import Observed
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.reference.convolution import direct_causal_conv1d
 from titan_linear.ops.reference.delta_rule import gdn_gate, kda_gate, l2norm, recurrent_delta_rule
-from titan_linear.ops.reference.linear_attention import recurrent_ssd
+from titan_linear.ops.reference.linear_attention import recurrent_dplr, recurrent_simple_gla, recurrent_ssd
 from titan_linear.run.preflight import preflight
 from titan_linear.train import Trainer
 
@@ -159,26 +162,15 @@ def rule_inputs(mixer: DeltaMixer, x: torch.Tensor, edges: torch.Tensor) -> tupl
     return q, k, v, g, beta.sigmoid() * mixer.beta_range
 
 
-def of_delta_rule(mixer: DeltaMixer, x: torch.Tensor, edges: torch.Tensor) -> dict[str, torch.Tensor]:
-    """By head [HV], token by token. What the longest document's second half has of its first is its output if it adds
-    nothing to the state that it gets."""
-    inputs = rule_inputs(mixer, x, edges)
-    o, states = recurrent_delta_rule(*inputs, cu_seqlens=edges)
-    n = edges.diff().argmax()
-    start, end = edges[n : n + 2].tolist()
-    middle = (start + end + 1) // 2
-    _, crossing = recurrent_delta_rule(*(y[:, start:middle] for y in inputs))
-    q, k, v, g, beta = (y[:, middle:end] for y in inputs)
-    carried, _ = recurrent_delta_rule(q, k, torch.zeros_like(v), g, beta, initial_state=crossing)
-    return {
-        "half_life": math.log(2) / -g_of_heads(inputs[3]),
-        "state_norm": states.square().sum((2, 3)).sqrt().mean(0),
-        "carried_share": carried.square().sum((0, 1, 3)) / o[:, middle:end].square().sum((0, 1, 3)),
-    }
+Definition = tuple[Callable, dict[str, torch.Tensor], torch.Tensor]  # a recurrence, its inputs by token, log decays
 
 
-def of_mamba2(mixer: Mamba2Mixer, x: torch.Tensor, edges: torch.Tensor) -> dict[str, torch.Tensor]:
-    """By head, token by token, as `of_delta_rule`."""
+def delta_rule(mixer: DeltaMixer, x: torch.Tensor, edges: torch.Tensor) -> Definition:
+    q, k, v, g, beta = rule_inputs(mixer, x, edges)
+    return recurrent_delta_rule, {"v": v, "q": q, "k": k, "g": g, "beta": beta}, g
+
+
+def ssd(mixer: Mamba2Mixer, x: torch.Tensor, edges: torch.Tensor) -> Definition:
     convolved = (
         direct_causal_conv1d(proj(x), conv.weight, conv.bias, activation="silu", cu_seqlens=edges)[0]
         for proj, conv in (
@@ -191,15 +183,63 @@ def of_mamba2(mixer: Mamba2Mixer, x: torch.Tensor, edges: torch.Tensor) -> dict[
     x_, B, C = (y.unflatten(-1, (-1, dim)) for y, dim in zip(convolved, dims))
     dt = F.softplus(mixer.dt_proj(x) + mixer.dt_bias).clamp(*mixer.dt_limit)  # [1, T, heads]
     A = -mixer.A_log.exp()
-    o, states = recurrent_ssd(x_, dt, A, B, C, D=mixer.D, cu_seqlens=edges)
+    return partial(recurrent_ssd, A=A, D=mixer.D), {"x": x_, "dt": dt, "B": B, "C": C}, dt * A
+
+
+def lightning(mixer: LightningMixer, x: torch.Tensor, layer: int, layers: int) -> Definition:
+    q, k, v = (F.silu(p(x)).unflatten(-1, (mixer.heads, -1)) for p in (mixer.q_proj, mixer.k_proj, mixer.v_proj))
+    depth = 1 - layer / (layers - 1 + 1e-5) + 1e-5
+    slopes = torch.tensor([2 ** (-8 * (h + 1) / mixer.heads) * depth for h in range(mixer.heads)], dtype=x.dtype)
+    g = (-slopes).expand(q.shape[:3])
+    return partial(recurrent_simple_gla, scale=1.0), {"v": v, "q": q, "k": k, "g": g}, g
+
+
+def rwkv7(mixer: RWKV7Mixer, x: torch.Tensor, edges: torch.Tensor, first: torch.Tensor | None) -> Definition:
+    """first: [1, T, heads·K], the first layer's values, in others."""
+    before = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
+    before[:, edges[:-1]] = 0
+    x_r, x_w, x_k, x_v, x_a = (x + (before - x) * getattr(mixer, f"x_{name}") for name in "rwkva")
+    w, rate = -math.exp(-0.5) * mixer.w_lora(x_w).sigmoid(), mixer.a_lora(x_a).sigmoid()
+    r, k, v = mixer.r_proj(x_r), mixer.k_proj(x_k), mixer.v_proj(x_v)
+    removed, k = k * mixer.k_k, k * (1 + (rate - 1) * mixer.k_a)
+    if first is not None:
+        v = v + (first - v) * mixer.v_lora(x_v).sigmoid()
+    r, w, k, v, removed, rate = (y.unflatten(-1, (-1, mixer.head_dim)) for y in (r, w, k, v, removed, rate))
+    removed = removed / removed.norm(dim=-1, keepdim=True)
+    tokens = {"v": v, "q": r, "k": k, "a": -removed, "b": removed * rate, "gk": w}
+    return partial(recurrent_dplr, scale=1.0), tokens, w
+
+
+def definition(layers: int, i: int, layer: nn.Module, inputs: tuple, edges: torch.Tensor) -> Definition | None:
+    """That of layer i, whose inputs are given; of softmax attention there is none."""
+    x = layer.mixer_input(inputs[0])
+    match layer.mixer:
+        case DeltaMixer():
+            return delta_rule(layer.mixer, x, edges)
+        case Mamba2Mixer():
+            return ssd(layer.mixer, x, edges)
+        case LightningMixer():
+            return lightning(layer.mixer, x, i, layers)
+        case RWKV7Mixer():
+            return rwkv7(layer.mixer, x, edges, inputs[3])
+    return None
+
+
+def of_recurrence(definition: Definition, edges: torch.Tensor) -> dict[str, torch.Tensor]:
+    """By head, token by token. What the longest document's second half has of its first is its output if it adds
+    nothing to the state that it gets."""
+    rule, inputs, g = definition
+    o, states = rule(**inputs, cu_seqlens=edges)
     n = edges.diff().argmax()
     start, end = edges[n : n + 2].tolist()
     middle = (start + end + 1) // 2
-    _, crossing = recurrent_ssd(*(y[:, start:middle] for y in (x_, dt)), A, *(y[:, start:middle] for y in (B, C)))
-    dt_, B_, C_ = (y[:, middle:end] for y in (dt, B, C))
-    carried, _ = recurrent_ssd(torch.zeros_like(x_[:, middle:end]), dt_, A, B_, C_, initial_states=crossing)
+    _, crossing = rule(**{name: y[:, start:middle] for name, y in inputs.items()})
+    later = {name: y[:, middle:end] for name, y in inputs.items()}
+    added = next(iter(inputs))  # v, or Mamba-2's x
+    state = "initial_states" if added == "x" else "initial_state"
+    carried, _ = rule(**later | {added: torch.zeros_like(later[added]), state: crossing})
     return {
-        "half_life": math.log(2) / (dt * -A).mean((0, 1)),
+        "half_life": math.log(2) / -g_of_heads(g),
         "state_norm": states.square().sum((2, 3)).sqrt().mean(0),
         "carried_share": carried.square().sum((0, 1, 3)) / o[:, middle:end].square().sum((0, 1, 3)),
     }
@@ -242,13 +282,11 @@ def second_step(rank: int, world_size: int, argv: list[str], cache: str) -> tupl
     def note(i: int, layer: nn.Module, inputs: tuple) -> None:
         if layer.mixer is None:
             return
-        x = layer.mixer_input(inputs[0])
-        if isinstance(layer.mixer, DeltaMixer):
-            found = of_delta_rule(layer.mixer, x, edges)
-        elif isinstance(layer.mixer, Mamba2Mixer):
-            found = of_mamba2(layer.mixer, x, edges)
+        rule = definition(len(trainer.model.layers), i, layer, inputs, edges)
+        if rule is None:
+            found = of_attention(layer.mixer, layer.mixer_input(inputs[0]), edges, batch.plan)
         else:
-            found = of_attention(layer.mixer, x, edges, batch.plan)
+            found = of_recurrence(rule, edges)
         for quantity, by_head in found.items():
             want.setdefault(quantity, {})[f"layers.{i}"] = by_head.tolist()
 
@@ -267,13 +305,12 @@ def second_step(rank: int, world_size: int, argv: list[str], cache: str) -> tupl
     return want, trainer.telemetry.seen, norm
 
 
-@pytest.mark.parametrize(
-    "name, flavor", [("hybrid", "small"), ("kimi-linear", "debug"), ("nemotron-h", "debug"), ("granite-h", "debug")]
-)
-def test_against_definitions(name: str, flavor: str, folder: Path, worlds: Callable[[int], World]) -> None:
-    argv = arguments(folder, {"model.name": name, "model.flavor": flavor})
+@pytest.mark.parametrize("name", ["hybrid", "kimi-linear", "nemotron-h", "granite-h", "minimax", "rwkv7"])
+def test_against_definitions(name: str, folder: Path, worlds: Callable[[int], World]) -> None:
+    argv = arguments(folder, {"model.name": name, "model.flavor": "small" if name == "hybrid" else "debug"})
     ((want, seen, norm),) = worlds(1).run(second_step, argv, str(folder))
-    for quantity in ("half_life", "state_norm", "carried_share", "attention_entropy", "loss_by_position"):
+    attention = [] if name == "rwkv7" else ["attention_entropy"]
+    for quantity in ("half_life", "state_norm", "carried_share", "loss_by_position", *attention):
         assert want[quantity] and close(seen[quantity], want[quantity], 1e-7), quantity
     assert math.sqrt(sum(x**2 for x in seen["grad_norm"].values())) == pytest.approx(norm, rel=1e-12)
 
@@ -305,17 +342,17 @@ def shares_of_fragments(rank: int, world_size: int, argv: list[str], cache: str,
     edges, shares = batch.plan.cp_context.cu_seqlens_cpu.long(), {}
 
     def note(i: int, layer: nn.Module, inputs: tuple) -> None:
-        q, k, v, g, beta = rule_inputs(layer.mixer, layer.mixer_input(inputs[0]), edges)
-        o, _ = recurrent_delta_rule(q, k, v, g, beta, cu_seqlens=edges)
+        rule, tokens, _ = definition(len(trainer.model.layers), i, layer, inputs, edges)
+        o, _ = rule(**tokens, cu_seqlens=edges)
         sums = torch.zeros(2, o.shape[2], dtype=o.dtype)
         for r in range(2):
             cp = build_cp_context(edges, rank=r, world_size=2, layout=layout, num_streams=batch.plan.num_streams)
-            own = [x[:, tokens_of(cp)] for x in (o, q, k, v, g, beta)]
-            alone, _ = recurrent_delta_rule(*own[1:], cu_seqlens=cp.cu_seqlens_cpu.long())
-            sums += torch.stack([(own[0] - alone).square().sum((0, 1, 3)), own[0].square().sum((0, 1, 3))])
+            own, mine = {name: y[:, tokens_of(cp)] for name, y in tokens.items()}, o[:, tokens_of(cp)]
+            alone, _ = rule(**own, cu_seqlens=cp.cu_seqlens_cpu.long())
+            sums += torch.stack([(mine - alone).square().sum((0, 1, 3)), mine.square().sum((0, 1, 3))])
         shares[f"layers.{i}"] = (sums[0] / sums[1]).tolist()
 
-    layers = [(i, layer) for i, layer in enumerate(trainer.model.layers) if isinstance(layer.mixer, DeltaMixer)]
+    layers = [(i, layer) for i, layer in enumerate(trainer.model.layers) if isinstance(layer.mixer, RecurrentMixer)]
     hooks = [layer.register_forward_pre_hook(partial(note, i)) for i, layer in layers]
     with torch.no_grad():
         trainer.model(batch.tokens, batch.plan)
@@ -324,11 +361,14 @@ def shares_of_fragments(rank: int, world_size: int, argv: list[str], cache: str,
     return shares
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_share_of_other_fragments(layout: str, folder: Path, worlds: Callable[[int], World]) -> None:
-    (want,) = worlds(1).run(shares_of_fragments, arguments(folder), str(folder), layout)
+@pytest.mark.parametrize(
+    "name, layout", [("hybrid", "contiguous"), ("hybrid", "zigzag"), ("minimax", "zigzag"), ("rwkv7", "zigzag")]
+)
+def test_share_of_other_fragments(name: str, layout: str, folder: Path, worlds: Callable[[int], World]) -> None:
+    model = {"model.name": name, "model.flavor": "small" if name == "hybrid" else "debug"}
+    (want,) = worlds(1).run(shares_of_fragments, arguments(folder, model), str(folder), layout)
     keys = {"parallelism.context_parallel_degree": 2, "parallelism.context_parallel_layout": layout}
-    for _, seen, *_ in worlds(2).run(two_steps, arguments(folder, keys), str(folder)):
+    for _, seen, *_ in worlds(2).run(two_steps, arguments(folder, model, keys), str(folder)):
         assert close(seen["fragment_share"], want, 1e-7)
     assert all(0 < share < 1 for by_head in want.values() for share in by_head)
 
