@@ -26,6 +26,14 @@ def test_value_and_gradients(chunk: int) -> None:
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-14)
 
 
+def test_compiled_it_has_the_same_gradients() -> None:
+    x, weight = torch.randn(8, 4, requires_grad=True), torch.randn(16, 4, requires_grad=True)
+    labels = torch.arange(8)
+    compiled = torch.compile(chunked_cross_entropy, backend="aot_eager")
+    losses = [loss(x, weight, labels, 4) for loss in (chunked_cross_entropy, compiled)]
+    torch.testing.assert_close(*(torch.autograd.grad(loss, [x, weight]) for loss in losses))
+
+
 def test_nothing_to_predict_is_zero() -> None:
     x, weight = torch.randn(5, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
     loss = chunked_cross_entropy(x, weight, torch.full((5,), IGNORE), 2)

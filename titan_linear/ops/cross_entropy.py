@@ -128,7 +128,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 _add_product(dweight, d.T, x[rows])
         ctx.save_for_backward(dx, dweight)
         ctx.weight_dtype = weight.dtype
-        return total
+        return total.view_as(total)  # else torch 2.11's compiler drops its gradient: see ops/recurrence.py
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from triton.runtime import KernelInterface
 
 from tests.models.ours import use_methods
 from tests.ops.inputs import boundaries
@@ -28,6 +27,7 @@ from titan_linear.ops import build_cp_context
 from titan_linear.ops.runtime.operators import Run, contexts, kept
 from titan_linear.ops.torch import attention, chunked
 from titan_linear.ops.triton import delta_rule as triton_rules
+from titan_linear.ops.triton.launch import Kernel
 
 LENGTHS = [5, 70, 37]  # of 112 tokens: one document crosses the cut of two ranks
 FEW = [3, 66]  # for the interpreter, which is slow
@@ -72,7 +72,7 @@ def counting(patch: pytest.MonkeyPatch) -> Counter[str]:
 
         patch.setattr(owner, name, counted)
 
-    count(KernelInterface, "__getitem__", lambda kernel, _: kernel.__name__)
+    count(Kernel, "__getitem__", lambda kernel, _: kernel.__name__)
     count(chunked.TorchRule, "__init__", lambda *_: "prepare")
     count(chunked, "scan", lambda *_: "scan")
     count(attention, "attend_spans", lambda *_: "attention")
