@@ -148,14 +148,23 @@ def gate_gradient(dg, x, rate, lower_bound, GATE: tl.constexpr):
 def matrix_kernel(
     b,  # [NT, HV, 64] fp32, β
     do,  # [T, HV, V]
-    r, y,  # [NT, HV, V, 64]
-    dA, dK,  # [NT, HV, 64, 64]
+    r,
+    y,  # [NT, HV, V, 64]
+    dA,
+    dK,  # [NT, HV, 64, 64]
     diagonal,  # [NT, HV, 64] fp32
     dv,  # [T, HV, V]
     dbeta,  # [T, HV]
-    cu_seqlens, chunk_index, scale, stride_do,
-    HV: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr, BETA_RANGE: tl.constexpr,
-):  # fmt: skip
+    cu_seqlens,
+    chunk_index,
+    scale,
+    stride_do,
+    HV: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    CT: tl.constexpr,
+    BETA_RANGE: tl.constexpr,
+):
     """One (chunk, head): dv, dβ, and the gradients of Aqk and Kk below the diagonal, 0 elsewhere. Aqk's diagonal has no
     gate: it is stored apart, so that its terms do not enter dΓ, where they would have to cancel."""
     i_h, i_t = tl.program_id(0), tl.program_id(1)
@@ -339,9 +348,7 @@ def gradient_kernel(
 
 
 @triton.jit
-def _norm_gradient(
-    x, dn, dx, tokens, stride_x, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
+def _norm_gradient(x, dn, dx, tokens, stride_x, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr):
     """x [tokens, H, K], dn [tokens, HV, K] the gradient of x / |x| (summed here over the heads that share x) → dx."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # of [tokens·H]
     o_k = tl.arange(0, K)[None, :]

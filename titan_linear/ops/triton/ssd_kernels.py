@@ -142,9 +142,17 @@ def prepare_kernel(
     A,  # [HV], or None: g is the log decay
     dt_bias,  # [HV] or None
     gates,  # [NT, HV, 1 + PARTS, BT] fp32: G in base 2, Δ; past a document's end, the last G and zero
-    cu_seqlens, chunk_index, low, high, stride_g, HV,
-    BT: tl.constexpr, BH: tl.constexpr, PARTS: tl.constexpr, SOFTPLUS: tl.constexpr,
-):  # fmt: skip
+    cu_seqlens,
+    chunk_index,
+    low,
+    high,
+    stride_g,
+    HV,
+    BT: tl.constexpr,
+    BH: tl.constexpr,
+    PARTS: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+):
     """Decays of one chunk and BH heads. With two parts, the first are sums of multiples of 2^-8 and exact."""
     blocks = (HV + BH - 1) // BH
     i_t, i_b = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
@@ -174,14 +182,31 @@ def prepare_kernel(
 
 @Kernel
 def scan_kernel(
-    q, k, v, gates, D,
-    initial_state, state_index,
+    q,
+    k,
+    v,
+    gates,
+    D,
+    initial_state,
+    state_index,
     o,  # [T, HV, V]
     final_state,  # [N, HV, K, V] fp32 or None
-    cu_seqlens, chunk_offsets, scale, stride_q, stride_k, stride_v, HV,
-    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, WIDE: tl.constexpr,
-    PARTS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    cu_seqlens,
+    chunk_offsets,
+    scale,
+    stride_q,
+    stride_k,
+    stride_v,
+    HV,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BV: tl.constexpr,
+    WIDE: tl.constexpr,
+    PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """One (entry, head, slice of V): o, and the last states where they are asked for. The state stays in registers."""
     blocks: tl.constexpr = (V + BV - 1) // BV
     i_v, i_nh = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
@@ -209,10 +234,29 @@ def scan_kernel(
 
 @triton.jit
 def _pass(
-    b_s, x, y, gates, h, start, length, first, i_hv, i_v, scale, stride_x, stride_y, HV,
-    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr,
-    STAGES: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
+    b_s,
+    x,
+    y,
+    gates,
+    h,
+    start,
+    length,
+    first,
+    i_hv,
+    i_v,
+    scale,
+    stride_x,
+    stride_y,
+    HV,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BV: tl.constexpr,
+    PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
     """Carry a state through an entry's chunks, x = k and y = v; or with REVERSE its gradient through these from the
     last, x = q and y = do. Writes it before each chunk to h [NT, HV, K, V], if given. Returns the last one and the sum
     of G over the chunks."""
@@ -234,15 +278,28 @@ def _pass(
 
 @Kernel
 def boundary_kernel(
-    x, y, gates,
+    x,
+    y,
+    gates,
     entries,  # [F]
     wanted,  # [F] what is written for an entry, 0: nothing, 1: S_ext, 2: M too; None: 2 for all
     S_ext,  # [F, HV, K, V] fp32
     M,  # [F, HV, 1] fp32 or None
-    cu_seqlens, chunk_offsets, scale, stride_x, stride_y, HV,
-    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr,
-    STAGES: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
+    cu_seqlens,
+    chunk_offsets,
+    scale,
+    stride_x,
+    stride_y,
+    HV,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BV: tl.constexpr,
+    PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
     """One (listed entry, head, slice of V): `_pass` from a zero state, and the factor of any other."""
     blocks: tl.constexpr = (V + BV - 1) // BV
     i_v, i_fh = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
@@ -301,11 +358,17 @@ def states_kernel(
 
 @Kernel
 def scores_kernel(
-    q, k,
+    q,
+    k,
     scores,  # [NT, H, BT, BT] fp32
-    cu_seqlens, chunk_index, stride_q, stride_k, H,
-    K: tl.constexpr, BT: tl.constexpr,
-):  # fmt: skip
+    cu_seqlens,
+    chunk_index,
+    stride_q,
+    stride_k,
+    H,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+):
     """k qᵀ of one chunk and group."""
     i_p = tl.program_id(0).to(tl.int64)
     i_t, i_h = i_p // H, (i_p % H).to(tl.int32)
@@ -393,13 +456,24 @@ def gradients_kernel(
 
 @Kernel
 def groups_kernel(
-    q, k,
+    q,
+    k,
     dE,  # [splits, NT, H, BT, BT] fp32
-    dq_parts, dk_parts,  # [splits, T, H, K] fp32
-    dq, dk,  # [T, H, K]
-    cu_seqlens, chunk_index, stride_q, stride_k, T, H, NT, splits,
-    K: tl.constexpr, BT: tl.constexpr,
-):  # fmt: skip
+    dq_parts,
+    dk_parts,  # [splits, T, H, K] fp32
+    dq,
+    dk,  # [T, H, K]
+    cu_seqlens,
+    chunk_index,
+    stride_q,
+    stride_k,
+    T,
+    H,
+    NT,
+    splits,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+):
     """dq and dk of one chunk and group: the sums over parts, and E's products."""
     i_p = tl.program_id(0).to(tl.int64)
     i_t, i_h = i_p // H, (i_p % H).to(tl.int32)
