@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 from tests.test_train import FLOAT64, SMALL_HYBRID, SPLITS, arguments, train_on_rank, worst
 from tests.worlds import World
-from titan_linear.config import Config, load_config
+from titan_linear.config import Config, check_config, load_config
 from titan_linear.distributed.compiling import apply_compile
 from titan_linear.models import float8
 from titan_linear.models.config import ModelConfig
@@ -257,6 +257,19 @@ def config_of(**keys: object) -> Config:
     given = {"model.name": "hybrid", "model.flavor": "1.3B", "float8.enable": "true"}
     given |= {name.replace("__", "."): value for name, value in keys.items()}
     return load_config([f"--{name}={value}" for name, value in given.items()], cuda=True)
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        ({"parallelism__tensor_parallel_degree": 2}, r"tensor_parallel_degree = 2 leaves ranks parts of them"),
+        ({"float8__enable": "false", "float8__emulate": "true"}, r"float8.emulate = True has no effect with"),
+        ({"float8__enable": "false", "float8__filter_fqns": '["o_proj"]'}, r"float8.filter_fqns = \['o_proj'\] has no"),
+    ],
+)
+def test_keys_that_contradict_it_are_refused(keys: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_config(config_of(**keys), world_size=2)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ class BatchSharding:
     rotaries: tuple[Rotary, ...]  # of the model's mixers
     compute_dtype: torch.dtype
     compiled: bool  # layers, which read the plan, are compiled
-    programs: tuple[int, ...]  # of each kind of delta rule's scan over a rank's tokens, where scans are kernels
+    programs: tuple[int, ...]  # of each kind of scan over a rank's tokens, where scans are kernels
     stream_programs: tuple[int, ...] | None  # likewise over the whole stream, where ranks share heads; None: no scan
     softmax: tuple[tuple[int, int, int], ...]  # Hq, Hkv and D + Dv on a rank of tp, for each kind of softmax layer
 
@@ -134,7 +134,7 @@ class BatchSharding:
 
 
 def _programs(model: ModelConfig, ranks: int, device: torch.device) -> tuple[int, ...]:
-    """Programs of one entry's scan, for each kind of delta rule; none without a GPU. ranks: those that share the value
+    """Programs of one entry's scan, for each kind of mixer; none without a GPU. ranks: those that share the value
     heads."""
     if device.type != "cuda":
         return ()

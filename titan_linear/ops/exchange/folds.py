@@ -73,7 +73,7 @@ def fold_runs(runs: Runs, start: Tensor | None, reverse: bool) -> Tensor:
 
 
 def compose_runs(runs: Runs, reverse: bool) -> tuple[Tensor, Tensor]:
-    """S_ext [runs, HV, K, V] and M [runs, HV, K, K] of each run as a block of its own, where it passes them on; M is
+    """S_ext [runs, HV, K, V] and M [runs, HV, ...] of each run as a block of its own, where it passes them on; M is
     that of the forward direction, in reverse too."""
     S_ext, M, wanted = runs
     if by_kernels(S_ext):

@@ -22,7 +22,7 @@ from titan_linear.ops.triton.launch import Kernel
 
 
 class Chunks(NamedTuple):
-    """The chunks of N packed entries, as every operator of the delta rules takes them; NT bounds their number."""
+    """The chunks of N packed entries, as every operator of the recurrences takes them; NT bounds their number."""
 
     cu_seqlens: Tensor  # [N+1] int32
     chunk_index: Tensor  # [NT, 2] int32 (entry or -1, chunk in it)

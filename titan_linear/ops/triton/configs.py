@@ -1,4 +1,4 @@
-"""Block sizes, warps and pipeline stages of the delta rule's kernels, by architecture and shape; where kernels run.
+"""Block sizes, warps and pipeline stages of the recurrences' kernels, by architecture and shape; where kernels run.
 
 Those for compute capability 9.0 were chosen by measurement; `python -m tools.tune_ops` times candidates and checks the
 numbers of each. Those for other generations fit the shared memory there and spill little, but have never been run.
@@ -216,7 +216,7 @@ def known_generation(t: Target) -> str | None:
 
 
 def has_configurations(family: str) -> Check:
-    """family: "kda" or "gdn". For use after the checks of the GPU's generation and of the dtype."""
+    """family: "kda", "gdn" or "ssd". For use after the checks of the GPU's generation and of the dtype."""
 
     def check(t: Target) -> str | None:
         if t.capability is None:

@@ -1,4 +1,4 @@
-"""KDA and GDN in Triton behind the driver's interface (`ops/recurrence.py`, `Rule`)."""
+"""KDA and GDN in Triton behind the driver's interface (`ops/recurrence.py`, `Rule`), and what all kernels share."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ class TritonRule(ABC):
 
     @abstractmethod
     def boundaries(self, entries: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """entries [F] int32 -> S_ext [F, HV, K, V], M [F, HV, K, K]; wanted [F] int32 says what is written for each: 0
-        nothing, 1 S_ext, 2 both; None: both for all."""
+        """entries [F] int32 -> S_ext [F, HV, K, V], M [F, HV, K, K] or [F, HV, K or 1]; wanted [F] int32 says what is
+        written for each: 0 nothing, 1 S_ext, 2 both; None: both for all."""
 
     @abstractmethod
     def boundary_gradients(self, do: Tensor, entries: Tensor, wanted: Tensor | None = None) -> Tensor:

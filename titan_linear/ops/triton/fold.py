@@ -187,7 +187,7 @@ def fold_segments(
     """-> [S, HV, K, V]: the state that enters each segment, `start` for the first one of each of N documents; or, in
     reverse, the gradient of the state that leaves each segment, `start` for the last one of each document.
 
-    S_ext (dS_ext) [S, HV, K, V], M [S, HV, K, K] fp32; segment_offsets [N + 1] int32, each document's first segment.
+    S_ext (dS_ext) [S, HV, K, V], M [S, HV, ...] fp32; segment_offsets [N + 1] int32, each document's first segment.
     start [.., HV, K, V] (None: zeros): row n for document n, or row index[n], with index [≥ N]; zeros if negative.
     wanted [S] int32 (None: 2): what a segment passes on: 0 nothing, 1 S_ext, 2 also M times the state that enters it.
     What it does not pass on is not read, so that NaN of one document never meets another's state.
@@ -328,7 +328,7 @@ def _launch_fold_entries(
         V=V,
         BK=min(K, 64),
         BV=BV,
-        NM=M.shape[2:].numel(),
+        NM=NM,
         REVERSE=reverse,
         num_warps=4,
     )
@@ -339,7 +339,7 @@ def _launch_fold_entries(
 def fold_entries(
     S_ext: Tensor, M: Tensor, segment_offsets: Tensor, entries: Tensor, wanted: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor]:
-    """S_ext [n, HV, K, V] and M [n, HV, K, K] of `entries` [n] int32, from those of all segments: S_ext is their fold
+    """S_ext [n, HV, K, V] and M [n, HV, ...] of `entries` [n] int32, from those of all segments: S_ext is their fold
     from a zero state, in reverse from the end with the transposes of M; M is the fold from the identity with S_ext left
     out, in reverse too.
 

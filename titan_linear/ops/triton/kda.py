@@ -381,6 +381,7 @@ def kda_backward(
     for safe in (True,) if safe_gate else (True, False):  # see `is_fast`
         chosen = config(f"kda gradient{' safe' if safe else ''}", q, K, **limits)
         BK, BV = chosen["BK"], chosen["BV"]
+        assert BF % BK == 0, "a program reads one flag"
         chunk_matrices = [chunk_tiles(x, BV, width) for x, width in ((r, CHUNK), (y, CHUNK), (h, BK), (dh, BK))]
         gradient_kernel[K // BK, HV, NT](
             q,

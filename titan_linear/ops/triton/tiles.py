@@ -50,7 +50,7 @@ def empty_states(like: Tensor, rows: int, K: int) -> Tensor:
 
 
 def empty_gradients(do, inputs, tiles, chunks, initial, d_final, need_d_initial, *_) -> tuple[Tensor, ...]:
-    """What both rules' backward operators return, without computing it."""
+    """What the rules' backward operators return, without computing it: gradients of 7 inputs, q, k and v first."""
     x, states = Inputs(*inputs), States(*initial)
     grads = (x.q.new_empty(0) if given is None else given.new_empty(given.shape) for given in x)
     return *grads, x.v.new_empty(states.values.shape if need_d_initial else 0, dtype=torch.float32)
