@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.corpora import open_corpus
 from tests.processes import elsewhere
 from titan_linear.commands import corpus
-from titan_linear.data import ByteTokenizer, load_corpus
+from titan_linear.data import ByteTokenizer, Texts, load_corpus, open_corpus
 from titan_linear.data.corpus.writing import locked
 
 
@@ -20,7 +19,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of texts, last used 40 days ago, in the user's folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(10)) + "[]\n")
-    folder = open_corpus("jsonl", str(tmp_path / "texts.jsonl"), ByteTokenizer(), on_bad_document="skip").folder
+    folder = open_corpus(Texts("jsonl", str(tmp_path / "texts.jsonl"), ByteTokenizer(), on_bad_document="skip")).folder
     lock = folder.with_name(folder.name + ".lock")
     os.utime(lock, (lock.stat().st_atime, lock.stat().st_mtime - 40 * 86400))
     return folder
@@ -32,7 +31,7 @@ def test_write(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     assert "texts.jsonl, line 11: not a JSON object with a field 'text'" in capsys.readouterr().err
     assert corpus.main([*argv, "--on-bad-document", "skip"]) == 0
     assert "corpus jsonl: 10 documents, 70 tokens, in " in (said := capsys.readouterr().out) and "1 bad doc" in said
-    written = open_corpus("tokens", str(tmp_path / "out" / "tokens"), ByteTokenizer())
+    written = open_corpus(Texts("tokens", str(tmp_path / "out" / "tokens"), ByteTokenizer()))
     assert written.fingerprint == load_corpus(cache).fingerprint
     assert corpus.main(argv) == 2
     assert "exists already; choose another folder" in capsys.readouterr().err

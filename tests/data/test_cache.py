@@ -11,11 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.corpora import open_corpus, tokenise_corpus
 from tests.data.conftest import random_documents
 from titan_linear.data import (
     ByteTokenizer,
+    Texts,
     load_corpus,
+    open_corpus,
+    tokenise_corpus,
     verify_changed,
     verify_corpus,
     write_corpus,
@@ -51,7 +53,7 @@ class SlowTokenizer(ByteTokenizer):
 
 
 def _open(file: Path, cache_dir: Path, tokenizer: ByteTokenizer, results: multiprocessing.Queue) -> None:
-    corpus = open_corpus("jsonl", str(file), tokenizer, cache_dir=cache_dir)
+    corpus = open_corpus(Texts("jsonl", str(file), tokenizer), cache_dir=cache_dir)
     verify_corpus(corpus)
     results.put((corpus.fingerprint, corpus.num_documents))
 
@@ -78,7 +80,7 @@ def test_killed_while_writing(lines: Path, tmp_path: Path):
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
     assert sorted(path.suffix for path in cache.iterdir()) == [".lock", ".tmp"]  # nothing that could be opened
-    corpus = open_corpus("jsonl", str(lines), ByteTokenizer(), cache_dir=cache)
+    corpus = open_corpus(Texts("jsonl", str(lines), ByteTokenizer()), cache_dir=cache)
     verify_corpus(corpus)
     assert corpus.num_documents == 3000
     assert sorted(path.suffix for path in cache.iterdir()) == ["", ".lock"]  # the remains are gone
@@ -90,7 +92,7 @@ def test_reused_until_something_changes(lines: Path, tmp_path: Path):
     def batches(path: Path = lines, fingerprint: str = "slow") -> int:
         tokenizer = SlowTokenizer(log)
         tokenizer.fingerprint = fingerprint
-        open_corpus("jsonl", str(path), tokenizer, cache_dir=tmp_path / "cache")
+        open_corpus(Texts("jsonl", str(path), tokenizer), cache_dir=tmp_path / "cache")
         return tokenizer.batches
 
     assert (batches(), batches()) == (3, 0)
@@ -107,7 +109,7 @@ def test_the_same_texts_elsewhere(lines: Path, tmp_path: Path, monkeypatch: pyte
 
     def batches(path: Path, **options: object) -> int:
         tokenizer = SlowTokenizer(log)
-        verify_corpus(open_corpus("jsonl", str(path), tokenizer, cache_dir=cache, **options))
+        verify_corpus(open_corpus(Texts("jsonl", str(path), tokenizer, **options), cache_dir=cache))
         return tokenizer.batches
 
     assert batches(lines) == 3
@@ -134,7 +136,7 @@ def test_the_same_texts_elsewhere(lines: Path, tmp_path: Path, monkeypatch: pyte
 
 def test_content_identifies_a_corpus(lines: Path, tmp_path: Path):
     def fingerprint(path: Path) -> str:
-        return open_corpus("jsonl", str(path), ByteTokenizer(), cache_dir=tmp_path / "cache").fingerprint
+        return open_corpus(Texts("jsonl", str(path), ByteTokenizer()), cache_dir=tmp_path / "cache").fingerprint
 
     before = fingerprint(lines)
     moved = lines.rename(tmp_path / "moved.jsonl")
@@ -151,22 +153,22 @@ def test_changed_while_read(lines: Path, tmp_path: Path):
             return super().encode_batch(texts)
 
     with pytest.raises(ValueError, match="changed while they were read"):
-        open_corpus("jsonl", str(lines), Meddler(), cache_dir=tmp_path / "cache")
+        open_corpus(Texts("jsonl", str(lines), Meddler()), cache_dir=tmp_path / "cache")
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
 def test_cache_folder(monkeypatch: pytest.MonkeyPatch, lines: Path, tmp_path: Path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    corpus = open_corpus("jsonl", str(lines), ByteTokenizer())
+    corpus = open_corpus(Texts("jsonl", str(lines), ByteTokenizer()))
     assert corpus.folder.parent == tmp_path / "xdg" / "titan_linear"
     with pytest.raises(ValueError, match=r"the token cache .* cannot be written .*set XDG_CACHE_HOME"):
-        open_corpus("jsonl", str(lines), ByteTokenizer(), cache_dir=lines / "below a file")
+        open_corpus(Texts("jsonl", str(lines), ByteTokenizer()), cache_dir=lines / "below a file")
 
 
 def test_a_tokenizer_without_an_end_token_is_a_warning(lines: Path, tmp_path: Path):
     tokenizer = ByteTokenizer()
     tokenizer.eos_id, tokenizer.fingerprint = None, "no end"
-    corpus = open_corpus("jsonl", str(lines), tokenizer, cache_dir=tmp_path / "cache")
+    corpus = open_corpus(Texts("jsonl", str(lines), tokenizer), cache_dir=tmp_path / "cache")
     _, warning = corpus.summary.splitlines()
     assert warning.startswith("warning: the tokenizer has no end token, so nothing") and "generation goes on" in warning
     assert corpus.num_tokens == sum(len(f"line {i}") for i in range(3000))
@@ -189,16 +191,16 @@ def test_it_goes_on_where_it_was_stopped(few_lines: Path, tmp_path: Path):
     lines = few_lines
     lines.write_text("".join(['{"text": ""}\n[]\n', *lines.read_text().splitlines(keepends=True)[:28]]))
     log, options = tmp_path / "log", {"on_bad_document": "skip"}
-    whole = open_corpus("jsonl", str(lines), SlowTokenizer(log), cache_dir=tmp_path / "whole", **options)
+    whole = open_corpus(Texts("jsonl", str(lines), SlowTokenizer(log), **options), cache_dir=tmp_path / "whole")
     cache = tmp_path / "cache"
     for stop in (Interrupted(log, KeyboardInterrupt), Interrupted(log, SystemExit)):
         with pytest.raises(BaseException) as stopping:
-            open_corpus("jsonl", str(lines), stop, cache_dir=cache, **options)
+            open_corpus(Texts("jsonl", str(lines), stop, **options), cache_dir=cache)
         assert stopping.type is stop.how and len(list(cache.glob("*.tmp"))) == 1
         with (next(cache.glob("*.tmp")) / "tokens.bin").open("ab") as file:
             file.write(b"torn")
     tokenizer = SlowTokenizer(log)
-    corpus = open_corpus("jsonl", str(lines), tokenizer, cache_dir=cache, **options)
+    corpus = open_corpus(Texts("jsonl", str(lines), tokenizer, **options), cache_dir=cache)
     assert tokenizer.batches == 1  # the last of three
     assert corpus.info == whole.info and corpus.info["source"]["skipped_bad"] == 1
     assert sorted(path.suffix for path in cache.iterdir()) == ["", ".lock"]
@@ -239,28 +241,27 @@ FILES = [0, 9, 9, 9, 27]
 
 
 def test_it_knows_which_file_a_document_is_from(folder: Path, tmp_path: Path):
-    log, options = tmp_path / "log", {"on_bad_document": "skip", "cache_dir": tmp_path / "cache"}
+    log, cache, options = tmp_path / "log", tmp_path / "cache", {"on_bad_document": "skip"}
     for stop in (Interrupted(log, KeyboardInterrupt), Interrupted(log, KeyboardInterrupt)):
         with pytest.raises(KeyboardInterrupt):
-            open_corpus("jsonl", str(folder), stop, **options)
-    corpus = open_corpus("jsonl", str(folder), SlowTokenizer(log), **options)
+            open_corpus(Texts("jsonl", str(folder), stop, **options), cache_dir=cache)
+    corpus = open_corpus(Texts("jsonl", str(folder), SlowTokenizer(log), **options), cache_dir=cache)
     assert corpus.files.tolist() == FILES and corpus.paths is None
     verify_corpus(corpus)
     moved = folder.rename(tmp_path / "moved")
-    corpus = open_corpus("jsonl", str(moved), SlowTokenizer(log), with_paths=True, **options)
+    corpus = open_corpus(Texts("jsonl", str(moved), SlowTokenizer(log), **options), cache_dir=cache, with_paths=True)
     assert corpus.paths == tuple(str(moved / f"{name}.jsonl") for name in "abcd") and corpus.files.tolist() == FILES
 
-    given = {"on_bad_document": "skip"}
-    own = tokenise_corpus(tmp_path / "own", "jsonl", str(moved), ByteTokenizer(), **given)
+    own = tokenise_corpus(tmp_path / "own", Texts("jsonl", str(moved), ByteTokenizer(), **options))
     moved.rename(folder)
-    again = open_corpus("tokens", str(own.folder), ByteTokenizer(), with_paths=True)
+    again = open_corpus(Texts("tokens", str(own.folder), ByteTokenizer()), with_paths=True)
     assert again.files.tolist() == FILES and again.paths == corpus.paths  # of when it was written
     write_corpus(tmp_path / "tokens", random_documents([5]), ByteTokenizer())
-    corpus = open_corpus("tokens", str(tmp_path / "tokens"), ByteTokenizer(), with_paths=True)
+    corpus = open_corpus(Texts("tokens", str(tmp_path / "tokens"), ByteTokenizer()), with_paths=True)
     assert corpus.files is corpus.paths is None
     (own.folder / "files.json").write_text("[]".ljust((own.folder / "files.json").stat().st_size))
     with pytest.raises(ValueError, match=r"files.json does not fit the other files; restore it"):
-        open_corpus("tokens", str(own.folder), ByteTokenizer(), with_paths=True)
+        open_corpus(Texts("tokens", str(own.folder), ByteTokenizer()), with_paths=True)
     with pytest.raises(ValueError, match=r"files.json was altered"):
         verify_corpus(load_corpus(own.folder))
 
@@ -272,7 +273,7 @@ def test_what_cannot_go_on_starts_anew(few_lines: Path, tmp_path: Path, damage: 
     cache, log = tmp_path / "cache", tmp_path / "log"
     with pytest.raises(KeyboardInterrupt):
         stop = Interrupted(log, KeyboardInterrupt)
-        open_corpus("jsonl", str(lines), stop, cache_dir=cache, on_bad_document="skip")
+        open_corpus(Texts("jsonl", str(lines), stop, on_bad_document="skip"), cache_dir=cache)
     temporary = next(cache.glob("*.tmp"))
     journal = json.loads((temporary / "journal.json").read_text())
     assert journal["num_documents"] == (9 if damage == "stop" else 10)
@@ -284,17 +285,17 @@ def test_what_cannot_go_on_starts_anew(few_lines: Path, tmp_path: Path, damage: 
         (temporary / "journal.json").write_text(json.dumps(journal | {"key": "another"}))
     elif damage == "stop":
         with pytest.raises(ValueError, match=r"line 1: not a JSON object with a field 'text'"):
-            open_corpus("jsonl", str(lines), SlowTokenizer(log), cache_dir=cache)
+            open_corpus(Texts("jsonl", str(lines), SlowTokenizer(log)), cache_dir=cache)
         return
     else:
         (temporary / "journal.json").unlink()
         (temporary / "thesis.txt").write_text("mine")
         with pytest.raises(ValueError, match=r"holds 'thesis.txt'; choose another folder"):
-            open_corpus("jsonl", str(lines), SlowTokenizer(log), cache_dir=cache)
+            open_corpus(Texts("jsonl", str(lines), SlowTokenizer(log)), cache_dir=cache)
         assert (temporary / "thesis.txt").read_text() == "mine"
         return
     tokenizer = SlowTokenizer(log)
-    corpus = open_corpus("jsonl", str(lines), tokenizer, cache_dir=cache)
+    corpus = open_corpus(Texts("jsonl", str(lines), tokenizer), cache_dir=cache)
     assert tokenizer.batches == 3 and corpus.num_documents == 30
     verify_corpus(corpus)
 
@@ -369,10 +370,10 @@ def test_tokens_of_another_type(make_corpus: Callable, dtype: str | None):
 
 
 def test_damaged_cache_is_not_rebuilt_silently(lines: Path, tmp_path: Path):
-    folder = open_corpus("jsonl", str(lines), ByteTokenizer(), cache_dir=tmp_path / "cache").folder
+    folder = open_corpus(Texts("jsonl", str(lines), ByteTokenizer()), cache_dir=tmp_path / "cache").folder
     (folder / "tokens.bin").write_bytes(b"")
     with pytest.raises(ValueError, match=r"tokens\.bin has 0 bytes instead of .*delete its folder"):
-        open_corpus("jsonl", str(lines), ByteTokenizer(), cache_dir=tmp_path / "cache")
+        open_corpus(Texts("jsonl", str(lines), ByteTokenizer()), cache_dir=tmp_path / "cache")
     assert (folder / "corpus.json").exists()
 
 

@@ -15,7 +15,6 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
-from tests.corpora import open_corpus, tokenise_corpus
 from tests.data.conftest import packed
 from titan_linear.commands import corpus as tool
 from titan_linear.config import check_config, load_config
@@ -23,8 +22,11 @@ from titan_linear.data import (
     IGNORE,
     ByteTokenizer,
     Corpus,
+    Texts,
     build_tokenizer,
     load_corpus,
+    open_corpus,
+    tokenise_corpus,
     verify_corpus,
     write_corpus,
 )
@@ -320,7 +322,7 @@ def test_a_template_that_does_not_end(folder: Callable, tmp_path: Path, monkeypa
     monkeypatch.setattr("titan_linear.data.corpus.chat.SECONDS", 0.3)
     tokenizer = build_tokenizer(str(folder(template)))
     with pytest.raises(ValueError, match="its chat template takes more than 20 s for the text of a conversation"):
-        tokenise_corpus(tmp_path / "o", "jsonl", str(tmp_path / "a.jsonl"), tokenizer, dataset_format="messages")
+        tokenise_corpus(tmp_path / "o", Texts("jsonl", str(tmp_path / "a.jsonl"), tokenizer, dataset_format="messages"))
 
 
 def test_a_template_with_an_unknown_filter(folder: Callable):
@@ -372,9 +374,16 @@ def test_records_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "2 bad documents skipped" in corpus.summary
 
 
-def opened(file: Path, tmp_path: Path, tokenizer: object = None, dataset: str = "jsonl", **options: object) -> Corpus:
-    options = {"dataset_format": "messages", "cache_dir": tmp_path / "cache", **options}
-    corpus = open_corpus(dataset, str(file), tokenizer or ByteTokenizer(), **options)
+def opened(
+    file: Path,
+    tmp_path: Path,
+    tokenizer: object = None,
+    dataset: str = "jsonl",
+    cache: str = "cache",
+    **options: object,
+) -> Corpus:
+    texts = Texts(dataset, str(file), tokenizer or ByteTokenizer(), **{"dataset_format": "messages", **options})
+    corpus = open_corpus(texts, cache_dir=tmp_path / cache)
     verify_corpus(corpus)
     return corpus
 
@@ -497,14 +506,14 @@ def test_stopped_and_by_several_processes(tmp_path: Path, monkeypatch: pytest.Mo
 
     cache = tmp_path / "stopped"
     with pytest.raises(KeyboardInterrupt):
-        opened(file, tmp_path, Interrupted(), dataset_format="completion", cache_dir=cache)
+        opened(file, tmp_path, Interrupted(), dataset_format="completion", cache="stopped")
     (temporary,) = cache.glob("*.tmp")
     assert json.loads((temporary / "journal.json").read_text())["num_answers"] == 10
     with (temporary / "answers.bin").open("ab") as torn:
         torn.write(b"torn")
-    assert opened(file, tmp_path, dataset_format="completion", cache_dir=cache).info == whole.info
+    assert opened(file, tmp_path, dataset_format="completion", cache="stopped").info == whole.info
     monkeypatch.setattr("titan_linear.data.corpus.cache.worker_count", lambda _: 2)
-    assert opened(file, tmp_path, dataset_format="completion", cache_dir=tmp_path / "two").info == whole.info
+    assert opened(file, tmp_path, dataset_format="completion", cache="two").info == whole.info
 
 
 def test_the_tool_and_a_corpus_of_tokens(tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -512,7 +521,7 @@ def test_the_tool_and_a_corpus_of_tokens(tmp_path: Path, capsys: pytest.CaptureF
     argv = ["write", str(tmp_path / "tokens"), "--path", str(file), "--format", "completion", "--dataset"]
     assert tool.main([*argv, "text"]) == 2 and "--format completion is for" in capsys.readouterr().err
     assert tool.main([*argv, "jsonl"]) == 0 and "2 of them in answers" in capsys.readouterr().out
-    corpus = open_corpus("tokens", str(tmp_path / "tokens"), ByteTokenizer())
+    corpus = open_corpus(Texts("tokens", str(tmp_path / "tokens"), ByteTokenizer()))
     assert corpus.fingerprint == opened(file, tmp_path, dataset_format="completion").fingerprint
     answers = tmp_path / "tokens" / "answers.bin"
     for damaged in (answers.read_bytes()[:-8], b"\xff" * 16):

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.corpora import open_corpus
 from tests.data.conftest import packed, random_documents
-from titan_linear.data import ByteTokenizer, FileGroups, MixedStreams, PackedStreams, Phase
+from titan_linear.data import ByteTokenizer, FileGroups, MixedStreams, PackedStreams, Phase, Texts, open_corpus
 from titan_linear.data.streams.file_groups import _fits
 
 PATHS = [
@@ -62,7 +61,7 @@ def texts(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def streams(texts: Path) -> PackedStreams:
-    corpus = open_corpus("jsonl", str(texts), ByteTokenizer(), cache_dir=texts / "cache", with_paths=True)
+    corpus = open_corpus(Texts("jsonl", str(texts), ByteTokenizer()), cache_dir=texts / "cache", with_paths=True)
     return packed(corpus, seq_len=32, seed=3)
 
 

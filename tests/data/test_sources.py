@@ -15,8 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from tqdm import TqdmWarning
 
-from tests.corpora import open_corpus, tokenise_corpus
-from titan_linear.data import ByteTokenizer, Corpus, write_corpus
+from titan_linear.data import ByteTokenizer, Corpus, Texts, open_corpus, tokenise_corpus, write_corpus
 from titan_linear.data.corpus.sources import read_documents, source_files
 
 
@@ -25,9 +24,8 @@ def texts(tmp_path: Path) -> Callable[..., list[bytes]]:
     """texts(dataset, path, …): the documents of the corpus that open_corpus makes of them, eos checked and cut off."""
 
     def read(dataset: str, path: Path | str | None, tokenizer: object = None, **kwargs: object) -> list[bytes]:
-        corpus = open_corpus(
-            dataset, path and str(path), tokenizer or ByteTokenizer(), cache_dir=tmp_path / "cache", **kwargs
-        )
+        given = Texts(dataset, path and str(path), tokenizer or ByteTokenizer(), **kwargs)
+        corpus = open_corpus(given, cache_dir=tmp_path / "cache")
         return documents(corpus)
 
     return read
@@ -64,7 +62,7 @@ def test_text(texts: Callable, tmp_path: Path):
     for name, content in contents.items():
         (folder / name).write_bytes(content)
     assert texts("text", folder) == [b"first\r\nline", b"second", b"\xff\x00"]
-    corpus = open_corpus("text", str(folder), ByteTokenizer(), cache_dir=tmp_path / "cache")
+    corpus = open_corpus(Texts("text", str(folder), ByteTokenizer()), cache_dir=tmp_path / "cache")
     assert "3 documents (1 empty files skipped)" in corpus.summary
     assert texts("text", folder / "b.txt") == [b"second"]
     assert texts("text", folder / "*.txt") == [b"first\r\nline", b"second"]
@@ -176,7 +174,7 @@ def test_a_record_that_is_nested_deeply_is_a_bad_one(tmp_path: Path, depth: int)
     file = tmp_path / "deep.jsonl"
     file.write_text('{"prompt": "x", "completion": ' + '{"a": ' * depth + "1" + "}" * depth + "}\n")
     with pytest.raises(ValueError, match=r"deep\.jsonl, line 1: not JSON in UTF-8: .*depth"):
-        tokenise_corpus(tmp_path / "o", "jsonl", str(file), ByteTokenizer(), dataset_format="completion")
+        tokenise_corpus(tmp_path / "o", Texts("jsonl", str(file), ByteTokenizer(), dataset_format="completion"))
 
 
 def test_jsonl_as_it_is_found(texts: Callable, tmp_path: Path):
@@ -199,7 +197,7 @@ def test_jsonl_as_it_is_found(texts: Callable, tmp_path: Path):
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     assert texts("jsonl", tmp_path) == [b"one", b"two"] * 10
-    summary = open_corpus("jsonl", str(tmp_path), ByteTokenizer(), cache_dir=tmp_path / "cache").summary
+    summary = open_corpus(Texts("jsonl", str(tmp_path), ByteTokenizer()), cache_dir=tmp_path / "cache").summary
     assert summary.startswith("corpus jsonl: 20 documents (10 empty texts skipped), 80 tokens, in ")
     for name in ("b.jsonl.gz", "d.jsonl.zst", "g.jsonl.xz", "h.jsonl.bz2"):
         (tmp_path / name).write_bytes(contents[name][:-3])
@@ -279,9 +277,9 @@ def test_bad_documents_are_skipped_if_asked(texts: Callable, tmp_path: Path):
     file.write_bytes(b"\n".join(b'{"text": "%d"}\n%s' % (i, line) for i, line in enumerate(bad)))
     assert texts("jsonl", file, on_bad_document="skip") == [b"0", b"1", b"2", b"3", b"4"]
     for tokenizer in (ByteTokenizer(), AsciiTokenizer()):
-        options = {"cache_dir": tmp_path / "cache", "on_bad_document": "skip"}
+        skipping = Texts("jsonl", str(file), tokenizer, on_bad_document="skip")
         for _ in range(2):  # tokenised, and from the cache
-            line, warning = open_corpus("jsonl", str(file), tokenizer, **options).summary.splitlines()
+            line, warning = open_corpus(skipping, cache_dir=tmp_path / "cache").summary.splitlines()
             assert "5 documents, 10 tokens" in line
             assert warning.startswith(f"warning: 5 bad documents skipped: {file}, line 2: not JSON in UTF-8")
             assert f"{file}, line 4: no field 'text'" in warning and "line 6" in warning and "line 8" not in warning

@@ -16,9 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.corpora import open_corpus
 from tests.processes import children, gone, until
-from titan_linear.data import ByteTokenizer
+from titan_linear.data import ByteTokenizer, Texts, open_corpus
 from titan_linear.data.corpus import tokenise as module
 from titan_linear.data.corpus.sources import Document
 from titan_linear.data.corpus.tokenise import tokenise, worker_count
@@ -117,7 +116,7 @@ def test_a_corpus_is_the_same_by_one_process_and_by_several(tmp_path: Path, monk
     found = []
     for num_workers in (0, 1, 3):
         monkeypatch.setattr("titan_linear.data.corpus.cache.worker_count", lambda _, n=num_workers: n)
-        corpus = open_corpus("jsonl", str(file), Uneven(), cache_dir=tmp_path / str(num_workers))
+        corpus = open_corpus(Texts("jsonl", str(file), Uneven()), cache_dir=tmp_path / str(num_workers))
         assert "14 empty texts skipped" in corpus.summary
         found.append([corpus.info, *((corpus.folder / name).read_bytes() for name in ("tokens.bin", "offsets.bin"))])
     assert found[0] == found[1] == found[2]
@@ -127,12 +126,12 @@ SCRIPT = """
 import signal, sys
 from pathlib import Path
 from tests.data.test_tokenise import Uneven
-from tests.corpora import open_corpus
+from titan_linear.data import Texts, open_corpus
 from titan_linear.data.corpus import cache
 cache.worker_count = lambda _: 2
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, tests among them, ignore it
 print("ready", flush=True)
-open_corpus("jsonl", sys.argv[1], Uneven(), cache_dir=Path(sys.argv[2]))
+open_corpus(Texts("jsonl", sys.argv[1], Uneven()), cache_dir=Path(sys.argv[2]))
 """
 
 

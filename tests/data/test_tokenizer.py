@@ -8,8 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from tests.corpora import open_corpus
-from titan_linear.data import ByteTokenizer, build_tokenizer
+from titan_linear.data import ByteTokenizer, Texts, build_tokenizer, open_corpus
 
 TEXT = "def f(x):\n    return 'naïve café', x  # 日本語 <|endoftext|>"
 
@@ -107,10 +106,11 @@ def test_a_text_that_the_library_refuses(tmp_path: Path, kind: str):
     """Its token for what it does not know is not in its vocabulary: the document is named."""
     tokenizers.Tokenizer(WITHOUT_UNKNOWN[kind]).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "日本"}\n{"text": "b"}\n')
-    tokenizer, options = build_tokenizer(str(tmp_path)), {"cache_dir": tmp_path / "cache"}
+    tokenizer, cache = build_tokenizer(str(tmp_path)), tmp_path / "cache"
     with pytest.raises(ValueError, match=r"a\.jsonl, line 2: the tokenizer refuses it: (?i:.*unk)"):
-        open_corpus("jsonl", str(tmp_path), tokenizer, **options)
-    assert open_corpus("jsonl", str(tmp_path), tokenizer, on_bad_document="skip", **options).num_documents == 2
+        open_corpus(Texts("jsonl", str(tmp_path), tokenizer), cache_dir=cache)
+    texts = Texts("jsonl", str(tmp_path), tokenizer, on_bad_document="skip")
+    assert open_corpus(texts, cache_dir=cache).num_documents == 2
     assert "\n" not in tokenizer.summary
 
 
@@ -118,11 +118,11 @@ def test_a_tokenizer_that_drops_what_it_does_not_know(tmp_path: Path):
     """A document of which nothing is left is no empty one; that letters vanish from the others is said."""
     tokenizers.Tokenizer(models.BPE(LETTERS, [])).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": " "}\n{"text": "日本"}\n')
-    tokenizer, options = build_tokenizer(str(tmp_path)), {"cache_dir": tmp_path / "cache"}
+    tokenizer, cache = build_tokenizer(str(tmp_path)), tmp_path / "cache"
     assert tokenizer.summary.endswith("\nwarning: it drops characters that it does not know: no token stands for them")
     with pytest.raises(ValueError, match=r"a\.jsonl, line 3: the tokenizer has no token for any of it"):
-        open_corpus("jsonl", str(tmp_path), tokenizer, **options)
-    corpus = open_corpus("jsonl", str(tmp_path), tokenizer, on_bad_document="skip", **options)
+        open_corpus(Texts("jsonl", str(tmp_path), tokenizer), cache_dir=cache)
+    corpus = open_corpus(Texts("jsonl", str(tmp_path), tokenizer, on_bad_document="skip"), cache_dir=cache)
     assert "1 documents (1 empty texts skipped)" in corpus.summary and "1 bad documents" in corpus.summary
 
 
