@@ -95,8 +95,8 @@ def run_boundary(x, cu, entries, *, safe=False):
     entries = torch.tensor(entries, dtype=torch.int32, device=x["q"].device)
     options = DeltaRuleOptions(scale=x["q"].shape[-1] ** -0.5, safe_gate=safe)
     rule = TritonKDA(Inputs(*(x[n] for n in Inputs._fields[:5])), options, _chunks(x, cu), ())
-    S_ext, M = rule.boundaries(entries)
-    return {"S_ext": S_ext, "M": M, "dS_ext": rule.boundary_gradients(x["do"], entries)}
+    S_ext, M = rule.entry_transitions(entries)
+    return {"S_ext": S_ext, "M": M, "dS_ext": rule.entry_gradients(x["do"], entries)}
 
 
 def reference_boundary(x, cu, entries, **_):

@@ -75,7 +75,7 @@ def test_views_of_one_projection_are_not_copied(op: str) -> None:
     def results(tensors: Inputs, do: torch.Tensor) -> list[torch.Tensor]:
         r = rule(op, tensors, options)
         r = RULES[op](tensors, options, r.chunks, r.kept[2:])
-        boundary = *r.boundaries(numbers([0])), r.boundary_gradients(do, numbers([0]))
+        boundary = *r.entry_transitions(numbers([0])), r.entry_gradients(do, numbers([0]))
         return [r.forward(None, False)[0], *boundary, *r.backward(do, None, None, False)[0]]
 
     with Copies() as copies:
@@ -127,15 +127,15 @@ def test_states_by_index(op: str) -> None:
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 def test_only_wanted_boundaries_are_computed(op: str) -> None:
     r, do, entries = rule(op, flat_inputs(op, V=64)), randn(sum(LENGTHS), 1, 64), numbers([1, 2, 0])
-    every, some = r.boundaries(entries), r.boundaries(entries, numbers([1, 0, 2]))
+    every, some = r.entry_transitions(entries), r.entry_transitions(entries, numbers([1, 0, 2]))
     assert torch.equal(some[0][[0, 2]], every[0][[0, 2]]) and torch.equal(some[1][2], every[1][2])
-    gradients = r.boundary_gradients(do, entries), r.boundary_gradients(do, entries, numbers([1, 0, 1]))
+    gradients = r.entry_gradients(do, entries), r.entry_gradients(do, entries, numbers([1, 0, 1]))
     assert torch.equal(gradients[1][[0, 2]], gradients[0][[0, 2]])
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN
     try:
-        S_ext, M = r.boundaries(entries, numbers([1, 0, 2]))
+        S_ext, M = r.entry_transitions(entries, numbers([1, 0, 2]))
         assert S_ext[1].isnan().all() and M[:2].isnan().all()
-        assert r.boundary_gradients(do, entries, numbers([1, 0, 1]))[1].isnan().all()
+        assert r.entry_gradients(do, entries, numbers([1, 0, 1]))[1].isnan().all()
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -91,10 +91,10 @@ class TritonRule(ABC):
         return chunk_index, chunk_offsets, *(getattr(self.tiles, name) for name in self.kept_tiles)
 
     def boundary(self, chains: Chains) -> tuple[Tensor, Tensor]:
-        return self.boundaries(chains.entries, chains.wanted)
+        return self.entry_transitions(chains.entries, chains.wanted)
 
     def boundary_backward(self, do: Tensor, chains: Chains) -> Tensor:
-        return self.boundary_gradients(do, chains.entries, chains.wanted)
+        return self.entry_gradients(do, chains.entries, chains.wanted)
 
     def backward(
         self, do: Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
@@ -112,12 +112,12 @@ class TritonRule(ABC):
         return self.chunks[0].shape[0] - 1 if wanted else 0
 
     @abstractmethod
-    def boundaries(self, entries: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def entry_transitions(self, entries: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """entries [F] int32 -> S_ext [F, HV, K, V], M [F, HV, K, K] or [F, HV, K or 1]; wanted [F] int32 says what is
         written for each: 0 nothing, 1 S_ext, 2 both; None: both for all."""
 
     @abstractmethod
-    def boundary_gradients(self, do: Tensor, entries: Tensor, wanted: Tensor | None = None) -> Tensor:
+    def entry_gradients(self, do: Tensor, entries: Tensor, wanted: Tensor | None = None) -> Tensor:
         """entries [F] int32 -> dS_ext [F, HV, K, V], unwritten where wanted [F] int32 is 0."""
 
 
@@ -144,10 +144,10 @@ class TritonKDA(TritonRule):
         rows = self._entries(need_final)
         return kda.kda_scan(self.inputs.v, list(self.tiles), self.chunks, given_states(initial), rows)
 
-    def boundaries(self, entries: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def entry_transitions(self, entries: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return kda.kda_boundary(self.inputs.v, list(self.tiles), self.chunks, entries, wanted)
 
-    def boundary_gradients(self, do: Tensor, entries: Tensor, wanted: Tensor | None = None) -> Tensor:
+    def entry_gradients(self, do: Tensor, entries: Tensor, wanted: Tensor | None = None) -> Tensor:
         return kda.kda_boundary_bwd(do, list(self.tiles), self.chunks, entries, wanted)
 
 
@@ -167,9 +167,9 @@ class TritonGDN(TritonRule):
         rows = self._entries(need_final)
         return gdn.gdn_scan(q, k, v, list(self.tiles), self.chunks, given_states(initial), rows, self.scale)
 
-    def boundaries(self, entries: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def entry_transitions(self, entries: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return gdn.gdn_boundary(self.inputs.k, self.inputs.v, list(self.tiles), self.chunks, entries, wanted)
 
-    def boundary_gradients(self, do: Tensor, entries: Tensor, wanted: Tensor | None = None) -> Tensor:
+    def entry_gradients(self, do: Tensor, entries: Tensor, wanted: Tensor | None = None) -> Tensor:
         q, k, tiles = self.inputs.q, self.inputs.k, list(self.tiles)
         return gdn.gdn_boundary_bwd(do, q, k, tiles, self.chunks, entries, wanted, self.scale)

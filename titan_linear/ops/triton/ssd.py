@@ -391,10 +391,10 @@ class TritonDecay(TritonRule):
         x, rows = self.inputs, self._entries(need_final)
         return ssd_scan(x.q, x.k, x.v, x.D, *self.tiles, self.chunks, given_states(initial), rows, self.scale)
 
-    def boundaries(self, entries: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def entry_transitions(self, entries: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return ssd_boundary(self.inputs.k, self.inputs.v, *self.tiles, self.chunks, entries, wanted)
 
-    def boundary_gradients(self, do: Tensor, entries: Tensor, wanted: Tensor | None = None) -> Tensor:
+    def entry_gradients(self, do: Tensor, entries: Tensor, wanted: Tensor | None = None) -> Tensor:
         return ssd_boundary_bwd(do, self.inputs.q, *self.tiles, self.chunks, entries, wanted, self.scale)
 
 
