@@ -17,8 +17,9 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.runtime.operators import contexts
+from titan_linear.ops.torch import chunked
 from titan_linear.planner.counting import Layer, _OneKernelNorms, count
-from titan_linear.planner.memory import Batch, layers
+from titan_linear.planner.memory import Batch, _last_layer, layers
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -128,3 +129,19 @@ def test_every_split_is_counted(name: str, keys: dict[str, object]) -> None:
     names = {call.name for layer in part for call in layer.forward.calls}
     exchanges = {"kcp_incoming", "ring_forward", "allgather_forward", "exchange_heads", "gather_along"}
     assert bool(names & exchanges) == (shares > 1)
+
+
+@pytest.mark.parametrize("keys", [{}, dict(mean=400), dict(cp=2, layout="zigzag")], ids=str)
+def test_three_steps_of_a_loop_stand_for_all(keys: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work and memory are those of the loop over all chunks. (Of a compiled layer with several ranks they are less: the
+    loop that makes M would be kept step by step, but it is not compiled.)"""
+    model, batch = preset("rwkv7", "debug"), PLAIN._replace(**keys)
+    found = layers(model, batch)
+    monkeypatch.setattr(chunked, "steps_of", lambda steps, *_: steps)
+    of_all_steps = [_last_layer.__wrapped__(model.first_layers(n), batch, 0) for n in (1, 2)]
+    for few, every in zip(found, of_all_steps):
+        for one, other in ((few.forward, every.forward), (few.backward, every.backward)):
+            assert one.operations > 0 and one.products == other.products and one.wide_products == other.wide_products
+            assert (one.elementwise, one.operations, one.groups) == (other.elementwise, other.operations, other.groups)
+            assert one.multiplications == other.multiplications and (one.fused == other.fused or batch.cp > 1)
+        assert few.plain == every.plain and (few.compiled == every.compiled or batch.cp > 1)
