@@ -148,7 +148,15 @@ class _Recurrence(torch.autograd.Function):
         return None, d_initial.to(states.dtype) if need_d_initial else None, *grads
 
 
-_apply_torch = torch.compiler.disable(_Recurrence.apply)  # it works on the host
+_apply_on_host = torch.compiler.disable(_Recurrence.apply)
+
+
+def _function(rule: type[Rule]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What applies `_Recurrence`. The compiler does not look into rules that work on the host."""
+    on_host = isinstance(rule, type) and issubclass(rule, TorchRule)
+    return _apply_on_host if on_host else _Recurrence.apply
+
+
 Forward = tuple[Tensor, Tensor, Tensor | None, Tensor | None, tuple[Tensor, ...], Rule | None]
 
 
@@ -211,7 +219,7 @@ def run(
     else:
         boundaries = boundaries_of(q, cu_seqlens, cp_context, cu_seqlens_cpu)
         call = Call(type(given), rule, options, boundaries, cp_context if several else None, output_final_state)
-        o, final = _apply(call, initial_state, *inputs)
+        o, final = _function(rule)(call, initial_state, *inputs)
     return o.unflatten(0, q.shape[:2]), swapped(final, state_v_first) if output_final_state else None
 
 
@@ -228,11 +236,6 @@ def _each(
         if x is not None
     }
     return inputs._replace(**changed)
-
-
-def _apply(call: Call, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-    on_host = isinstance(call.implementation, type) and issubclass(call.implementation, TorchRule)
-    return (_apply_torch if on_host else _Recurrence.apply)(call, *tensors)
 
 
 def _implementation(recurrence: Recurrence, inputs: AnyInputs, impl: str | Choice) -> type[Rule]:
@@ -253,7 +256,7 @@ def _over_heads(
         lambda x: x.reshape(cp.world_size, -1)[cp.rank],
     )
     rule = _implementation(recurrence, inputs, impl)
-    o, _ = _apply(Call(type(given), rule, options, cp.stream, None, False), None, *inputs)
+    o, _ = _function(rule)(Call(type(given), rule, options, cp.stream, None, False), None, *inputs)
     return heads_to_tokens(o.unsqueeze(0), cp)
 
 
