@@ -11,7 +11,8 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from titan_linear.commands.plan import mean_length, table
+from titan_linear.commands import table
+from titan_linear.commands.plan import mean_length
 from titan_linear.config import load_config
 from titan_linear.distributed.process import refusing, run_command
 from titan_linear.planner.memory import GIB, memory

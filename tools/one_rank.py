@@ -16,7 +16,7 @@ from statistics import median
 
 import torch
 
-from titan_linear.commands.plan import table
+from titan_linear.commands import table
 from titan_linear.config import Config, load_config
 from titan_linear.data import Batch
 from titan_linear.distributed.one_process import LocalGroup, run_one

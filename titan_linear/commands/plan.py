@@ -34,6 +34,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+from titan_linear.commands import table
 from titan_linear.config import Config, changed, check_config, data_parallel_degrees, fsdp_degrees, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.distributed.process import refusing
@@ -490,8 +491,3 @@ def _degrees(config: Config, gpus: int) -> str:
     layout = f" ({p.context_parallel_layout})" if p.context_parallel_degree > 1 else ""
     shown = [f"{name} {degree}{layout if name == 'cp' else ''}" for name, degree in degrees.items() if degree > 1]
     return ", ".join(shown) or "one GPU"
-
-
-def table(head: list[str] | tuple[str, ...], rows: list) -> str:
-    lines = [f"| {' | '.join(map(str, row))} |" for row in (head, *rows)]
-    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])

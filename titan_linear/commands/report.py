@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+from titan_linear.commands import table
 from titan_linear.config import flat_keys, load_config, toml_value
 from titan_linear.distributed.process import refusing
 from titan_linear.storage import rundir
@@ -78,13 +79,6 @@ def differences(runs: Sequence[Path]) -> list[list[str]]:
     shown = [{key: toml_value(value) for key, value in each.items()} for each in keys]
     rows = [[key, *(each[key] for each in shown)] for key in shown[0] if key not in OWN]
     return [row for row in rows if len(set(row[1:])) > 1]
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns of equal width, in Markdown."""
-    widths = [max(map(len, column)) for column in zip(head, *rows)]
-    lines = [head, ["-" * width for width in widths], *rows]
-    return "\n".join(f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines)
 
 
 @refusing
