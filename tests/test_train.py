@@ -25,7 +25,8 @@ from titan_linear.config import Training, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.distributed.groups import set_timeout
 from titan_linear.distributed.process import be_deterministic
-from titan_linear.models.config import MoEConfig
+from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig
+from titan_linear.models.mixers import Attention, Mamba2
 from titan_linear.models.presets import OWN, PUBLISHED
 from titan_linear.observe.spikes import NonFinite
 from titan_linear.run.build import model_config
@@ -77,7 +78,35 @@ KIMI = PUBLISHED["kimi-linear"]["debug"]
 EXPERTS = replace(
     KIMI, num_layers=1, pattern=KIMI.pattern[1:], dense_layers=(), moe=replace(KIMI.moe, balance_coefficient=0.01)
 )
-OWN_FLAVORS = {"small": SMALL, "wide norms": WIDE_NORMS, "softmax": SOFTMAX, "experts": EXPERTS}
+
+
+def cut(model: ModelConfig) -> ModelConfig:
+    """Four of its layers, softmax among them, a 16th as wide: Mamba-2 with a quarter of its heads and groups, others
+    with as many heads and experts."""
+
+    def thin(part: MixerOptions | MoEConfig | str) -> MixerOptions | MoEConfig | str:
+        match part:
+            case Mamba2():
+                quarters = {name: getattr(part, name) // 4 for name in ("heads", "head_dim", "state_dim")}
+                return replace(part, **quarters, groups=max(part.groups // 4, 1))
+            case Attention():
+                return replace(part, head_dim=part.head_dim // 16)
+            case MoEConfig():
+                return replace(part, hidden_dim=part.hidden_dim // 16, shared_hidden_dim=part.shared_hidden_dim // 16)
+        return part
+
+    sizes = {"vocab_size": 320, "dim": model.dim // 16, "hidden_dim": model.hidden_dim // 16, "num_layers": 4}
+    return replace(model, pattern=tuple(map(thin, model.pattern[4:8])), moe=thin(model.moe), **sizes)
+
+
+OWN_FLAVORS = {
+    "small": SMALL,
+    "wide norms": WIDE_NORMS,
+    "softmax": SOFTMAX,
+    "experts": EXPERTS,
+    "nano-3": cut(PUBLISHED["nemotron-h"]["nano-3-30B-A3B"]),
+    "granite-tiny": cut(PUBLISHED["granite-h"]["tiny"]),
+}
 
 # name: (processes, what differs from one process). local_batch_size 1 makes four micro-steps of a step.
 SPLITS = {
@@ -354,6 +383,8 @@ MIXTURES = {
     "nemotron-h": ("tp 2 x cp 2 zig-zag", "ep 2, dp 2"),
     "granite-h": ("tp 2 x cp 2 zig-zag",),
     "minimax": ("tp 2 x cp 2 zig-zag",),
+    "nano-3": ("tp 2 x cp 2 zig-zag",),
+    "granite-tiny": ("ep 2, dp 2",),
 }
 
 
@@ -362,8 +393,12 @@ def test_mixtures_of_experts(
     name: str, corpus: Path, worlds: Callable[[int], World], one_process: Callable[[dict], tuple]
 ) -> None:
     """A load-balance loss, a selection bias that moves, latent attention, Lightning attention, Mamba-2 of one group and
-    of several, over FSDP and both layouts."""
+    of several, over FSDP and both layouts; 20 steps of published shapes, cut."""
     keys = FLOAT64 | {"training.steps": 3, "model.name": name, "activation_checkpoint.mode": "full"}
+    if name in OWN_FLAVORS:
+        short = {"training.steps": 20, "training.seq_len": 32, "activation_checkpoint.mode": "none"}
+        short |= {"training.global_batch_size": 2, "training.local_batch_size": 2}
+        keys = FLOAT64 | SMALL_HYBRID | {"model.flavor": name} | short
     losses, norms, weights = one_process(keys)
     kept = {"kept": (1, {"activation_checkpoint.mode": "none"})}
     for processes, split in ((SPLITS | EXPERT_SPLITS | kept)[split] for split in MIXTURES[name]):
