@@ -43,9 +43,11 @@ ACCEPTED_SPILLS: dict[str, str] = {
         for kernel, reason in (("prepare", OCCUPANCY), ("gradients", MANY_TILES))
     },
     "gdn bfloat16 K=128 V=128 R=1 reverse_kernel": FEW,
+    "gdn bfloat16 K=128 V=128 R=1 states_kernel": FEW,
     "gdn bfloat16 K=128 V=192 30 heads prepare_kernel": OCCUPANCY,
     "gdn bfloat16 K=128 V=192 30 heads gradients_kernel": MANY_TILES,
     "gdn bfloat16 K=128 V=192 30 heads reverse_kernel": FEW,
+    "gdn bfloat16 K=128 V=192 30 heads states_kernel": FEW,
     **{
         f"kda bfloat16 {case} {kernel}_kernel": reason
         for case in ("K=128 V=128 plain", "K=128 V=128 bounded", "K=64 V=64 plain", "K=128 V=192 plain")

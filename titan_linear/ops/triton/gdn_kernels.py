@@ -50,13 +50,11 @@ def _store_gates(
 
 
 @triton.jit
-def _store_norms(b_x, norms, i_p, i_x: tl.constexpr, length, HV, R: tl.constexpr, BT: tl.constexpr, NORM: tl.constexpr):
-    """1 / |x| of one chunk's queries (i_x = 0) or keys (1), stored by one of the value heads that share them; 0 past a
-    document's end, where the scans multiply it with the next one's rows: 1 / |0| would overflow float16."""
+def _store_norms(b_x, norms, i_p, i_x: tl.constexpr, HV, R: tl.constexpr, BT: tl.constexpr, NORM: tl.constexpr):
+    """1 / |x| of one chunk's queries (i_x = 0) or keys (1), stored by one of the value heads that share them."""
     b_r = tl.full([BT], 1.0, tl.float32)
     if NORM:
         b_r = tl.rsqrt(tl.sum(b_x.to(tl.float32) * b_x.to(tl.float32), 1) + EPS)
-        b_r = tl.where(tl.arange(0, BT) < length, b_r, 0.0)
         p_n = norms + (i_p // R * 2 + i_x) * BT + tl.arange(0, BT)  # chunk and key head, as H = HV / R
         tl.store(p_n, b_r, mask=i_p % R == 0)
     return b_r
@@ -73,7 +71,7 @@ def prepare_kernel(
     C,  # [NT, HV, BT, BT], or None in backward, which has C from forward
     A,  # [NT, HV, BT, BT]
     gates,  # [NT, HV, 2, BT] fp32: G in base 2, beta; past a document's end, the last G and zero
-    norms,  # [NT, H, 2, BT] fp32: 1 / |q|, 1 / |k|; past a document's end, 0
+    norms,  # [NT, H, 2, BT] fp32: 1 / |q|, 1 / |k|
     cu_seqlens,
     chunk_index,
     scale,
@@ -96,8 +94,8 @@ def prepare_kernel(
     b_q = load_rows(q, start, length, stride_q, i_hv // R * K, BT, K)
     b_k = load_rows(k, start, length, stride_k, i_hv // R * K, BT, K)
     b_G = _store_gates(g, beta, A_log, dt_bias, gates, i_p, start, length, stride_g, stride_beta, HV, BT, BETA_RANGE)
-    b_rq = _store_norms(b_q, norms, i_p, 0, length, HV, R, BT, NORM)
-    b_rk = _store_norms(b_k, norms, i_p, 1, length, HV, R, BT, NORM)
+    b_rq = _store_norms(b_q, norms, i_p, 0, HV, R, BT, NORM)
+    b_rk = _store_norms(b_k, norms, i_p, 1, HV, R, BT, NORM)
     o_i, o_j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
     b_d = tl.exp2(tl.where(o_i >= o_j, b_G[:, None] - b_G[None, :], -float("inf"))) * b_rk[None, :]
     b_a = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * (scale * b_rq[:, None]) * b_d
@@ -122,13 +120,14 @@ def _load_gates(gates, norms, i_t, i_hv, HV, R: tl.constexpr, BT: tl.constexpr, 
 
 
 @triton.jit
-def _fetch_rows(desc, start, column):
-    """A tile of a [T, .] matrix from token `start` on, by the copy engine.
-
-    The copy engine knows no documents: past an entry's end come the next one's rows, which the callers multiply by
-    zero. (Tiles masked in registers instead gave wrong products with their transposes, on Hopper with Triton 3.6.)
-    """
-    return desc.load([start.to(tl.int32), column])
+def _fetch_rows(desc, x, stride, start, rows, column, BT: tl.constexpr, BD: tl.constexpr, MASK: tl.constexpr):
+    """A [BT, BD] tile of x [T, .] from token `start` on: by the copy engine, which knows no documents, or with MASK for
+    an entry's last chunk if it is short, `rows` rows and then zeros. The next entry's rows must not take part, not even
+    multiplied by zero: they may be NaN."""
+    if MASK:
+        return load_rows(x, start, rows, stride, column, BT, BD)
+    else:
+        return desc.load([start.to(tl.int32), column])
 
 
 @triton.jit
@@ -139,16 +138,15 @@ def _fetch_tile(desc, i_p, BT: tl.constexpr):
 
 @triton.jit
 def _step(
-    b_s, i, q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms, o, h, y, start, length, first, i_hv, i_v, has_v,
-    scale, HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-    BV: tl.constexpr, NORM: tl.constexpr, MASK_V: tl.constexpr,
-    PREC: tl.constexpr,
+    b_s, i, q_desc, k_desc, v_desc, q, k, v, stride_q, stride_k, stride_v, C_desc, A_desc, gates, norms, o, h, y, start,
+    length, first, i_hv, i_v, has_v, scale, HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    BV: tl.constexpr, NORM: tl.constexpr, MASK_V: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk forward: from the state b_s [K, BV] that enters to the state that leaves."""
+    """One chunk forward: from the state b_s [K, BV] that enters to the state that leaves. MASK: as in `_fetch_rows`."""
     dtype = C_desc.dtype
     start, rows, i_p = start + i * BT, length - i * BT, (first + i) * HV + i_hv
-    b_k = _fetch_rows(k_desc, start, i_hv // R * K)  # [BT, K]
-    b_v = _fetch_rows(v_desc, start, i_hv * V + i_v * BV).to(tl.float32)  # [BT, BV]
+    b_k = _fetch_rows(k_desc, k, stride_k, start, rows, i_hv // R * K, BT, K, MASK)  # [BT, K]
+    b_v = _fetch_rows(v_desc, v, stride_v, start, rows, i_hv * V + i_v * BV, BT, BV, MASK).to(tl.float32)  # [BT, BV]
     b_c = _fetch_tile(C_desc, i_p, BT)  # [BT, BT]
     b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, first + i, i_hv, HV, R, BT, NORM)
     b_e = tl.exp2(b_G)
@@ -157,15 +155,12 @@ def _step(
     b_sd = b_s.to(dtype)
     if h is not None:
         tl.store(h + i_p * K * V + i_v * BV + (tl.arange(0, K)[:, None] * V + tl.arange(0, BV)[None, :]), b_sd)
-    b_ek = b_e * b_rk
-    if not NORM:  # else the norms are 0 past the end
-        b_ek = tl.where(tl.arange(0, BT) < rows, b_ek, 0.0)
-    b_x = b_v - b_ek[:, None] * tl.dot(b_k, b_sd, input_precision=PREC)
+    b_x = b_v - (b_e * b_rk)[:, None] * tl.dot(b_k, b_sd, input_precision=PREC)
     b_y = b_x - tl.dot(b_c, b_x.to(dtype), input_precision=PREC)  # [BT, BV]
     if h is not None:
         store_rows(y, b_y, start, rows, HV * V, i_hv * V + i_v * BV, BT, BV)
     if o is not None:
-        b_q = _fetch_rows(q_desc, start, i_hv // R * K)  # [BT, K]
+        b_q = _fetch_rows(q_desc, q, stride_q, start, rows, i_hv // R * K, BT, K, MASK)  # [BT, K]
         b_a = _fetch_tile(A_desc, i_p, BT)  # [BT, BT]
         b_o = (scale * b_e * b_rq)[:, None] * tl.dot(b_q, b_sd, input_precision=PREC)
         b_o += tl.dot(b_a, (b_beta[:, None] * b_y).to(dtype), input_precision=PREC)
@@ -176,8 +171,8 @@ def _step(
 
 @triton.jit
 def _scan(
-    b_s, q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms, o, h, y, start, length, first, i_hv, i_v, has_v,
-    scale, HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    b_s, q_desc, k_desc, v_desc, q, k, v, stride_q, stride_k, stride_v, C_desc, A_desc, gates, norms, o, h, y, start,
+    length, first, i_hv, i_v, has_v, scale, HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
     BV: tl.constexpr, NORM: tl.constexpr, MASK_V: tl.constexpr,
     STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -186,26 +181,33 @@ def _scan(
     start, first: its first token and chunk. Writes o, and h with y, where they are given. has_v = False (with MASK_V)
     takes v as zero.
     """
-    for i in tl.range(0, (length + BT - 1) // BT, num_stages=STAGES):
+    for i in tl.range(0, length // BT, num_stages=STAGES):
         b_s = _step(
-            b_s, i, q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms, o, h, y, start, length, first, i_hv, i_v,
-            has_v, scale, HV, R, K, V, BT, BV, NORM, MASK_V, PREC,
+            b_s, i, q_desc, k_desc, v_desc, q, k, v, stride_q, stride_k, stride_v, C_desc, A_desc, gates, norms, o, h,
+            y, start, length, first, i_hv, i_v, has_v, scale, HV, R, K, V, BT, BV, NORM, MASK_V, PREC, False,
+        )  # fmt: skip
+    for i in tl.range(length // BT, (length + BT - 1) // BT, num_stages=2):
+        b_s = _step(
+            b_s, i, q_desc, k_desc, v_desc, q, k, v, stride_q, stride_k, stride_v, C_desc, A_desc, gates,
+            norms, o, h, y, start, length, first, i_hv, i_v, has_v, scale, HV, R, K, V, BT, BV, NORM, MASK_V, PREC,
+            True,
         )  # fmt: skip
     return b_s
 
 
 @triton.jit
 def _reverse_step(
-    b_ds, i, q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms, dv, dh, start, length, first, i_hv, i_v, scale,
-    HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-    BV: tl.constexpr, NORM: tl.constexpr, PREC: tl.constexpr,
+    b_ds, i, q_desc, k_desc, do_desc, q, k, do, stride_q, stride_k, stride_do, C_desc, A_desc, gates, norms, dv, dh,
+    start, length, first, i_hv, i_v, scale, HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    BV: tl.constexpr, NORM: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk backward: from the gradient b_ds [K, BV] of the state that leaves to that of the state that enters."""
+    """One chunk backward: from the gradient b_ds [K, BV] of the state that leaves to that of the state that enters.
+    MASK: as in `_fetch_rows`."""
     dtype = C_desc.dtype
     start, rows, i_p = start + i * BT, length - i * BT, (first + i) * HV + i_hv
-    b_k = _fetch_rows(k_desc, start, i_hv // R * K)  # [BT, K]
-    b_q = _fetch_rows(q_desc, start, i_hv // R * K)  # [BT, K]
-    b_do = _fetch_rows(do_desc, start, i_hv * V + i_v * BV)  # [BT, BV]
+    b_k = _fetch_rows(k_desc, k, stride_k, start, rows, i_hv // R * K, BT, K, MASK)  # [BT, K]
+    b_q = _fetch_rows(q_desc, q, stride_q, start, rows, i_hv // R * K, BT, K, MASK)  # [BT, K]
+    b_do = _fetch_rows(do_desc, do, stride_do, start, rows, i_hv * V + i_v * BV, BT, BV, MASK)  # [BT, BV]
     b_c = _fetch_tile(C_desc, i_p, BT)  # [BT, BT]
     b_a = _fetch_tile(A_desc, i_p, BT)  # [BT, BT]
     b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, first + i, i_hv, HV, R, BT, NORM)
@@ -220,30 +222,34 @@ def _reverse_step(
         store_rows(dv, b_dx, start, rows, HV * V, i_hv * V + i_v * BV, BT, BV)
     b_e = tl.exp2(b_G)
     b_ds *= tl.exp2(b_last)
-    b_eq = tl.where(tl.arange(0, BT) < rows, scale * b_e * b_rq, 0.0)
-    b_ds += tl.dot(tl.trans(b_q), (b_eq[:, None] * b_do).to(dtype), input_precision=PREC)
+    b_ds += tl.dot(tl.trans(b_q), ((scale * b_e * b_rq)[:, None] * b_do).to(dtype), input_precision=PREC)
     return b_ds + tl.dot(tl.trans(b_k), ((-b_e * b_rk)[:, None] * b_dx).to(dtype), input_precision=PREC)
 
 
 @triton.jit
 def _reverse_scan(
-    b_ds, q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms, dv, dh, start, length, first, i_hv, i_v, scale,
-    HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    b_ds, q_desc, k_desc, do_desc, q, k, do, stride_q, stride_k, stride_do, C_desc, A_desc, gates, norms, dv, dh, start,
+    length, first, i_hv, i_v, scale, HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
     BV: tl.constexpr, NORM: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Scan one entry's chunks from the last to the first; returns the gradient of the state that enters."""
-    chunks = (length + BT - 1) // BT
-    for j in tl.range(0, chunks, num_stages=STAGES):
+    whole = length // BT
+    for i in tl.range(whole, (length + BT - 1) // BT, num_stages=2):
         b_ds = _reverse_step(
-            b_ds, chunks - 1 - j, q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms, dv, dh, start, length, first,
-            i_hv, i_v, scale, HV, R, K, V, BT, BV, NORM, PREC,
+            b_ds, i, q_desc, k_desc, do_desc, q, k, do, stride_q, stride_k, stride_do, C_desc, A_desc, gates, norms,
+            dv, dh, start, length, first, i_hv, i_v, scale, HV, R, K, V, BT, BV, NORM, PREC, True,
+        )  # fmt: skip
+    for j in tl.range(0, whole, num_stages=STAGES):
+        b_ds = _reverse_step(
+            b_ds, whole - 1 - j, q_desc, k_desc, do_desc, q, k, do, stride_q, stride_k, stride_do, C_desc, A_desc,
+            gates, norms, dv, dh, start, length, first, i_hv, i_v, scale, HV, R, K, V, BT, BV, NORM, PREC, False,
         )  # fmt: skip
     return b_ds
 
 
 @Kernel
 def scan_kernel(
-    q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms,
+    q_desc, k_desc, v_desc, q, k, v, stride_q, stride_k, stride_v, C_desc, A_desc, gates, norms,
     initial_state, state_index,
     o,  # [T, HV, V]
     final_state,
@@ -261,8 +267,8 @@ def scan_kernel(
     if initial_state is not None:
         b_s += load_state(initial_state, state_index, i_n, HV * K * V, o_s)
     b_s = _scan(
-        b_s, q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms, o, None, None, start, length, first, i_hv,
-        i_v, True, scale, HV, R, K, V, BT, BV, NORM, False, STAGES, PREC,
+        b_s, q_desc, k_desc, v_desc, q, k, v, stride_q, stride_k, stride_v, C_desc, A_desc, gates, norms, o, None, None,
+        start, length, first, i_hv, i_v, True, scale, HV, R, K, V, BT, BV, NORM, False, STAGES, PREC,
     )  # fmt: skip
     if final_state is not None:
         store_state(final_state, None, i_n, HV * K * V, o_s, b_s)
@@ -270,7 +276,7 @@ def scan_kernel(
 
 @Kernel
 def boundary_kernel(
-    k_desc, v_desc, C_desc, gates, norms,
+    k_desc, v_desc, k, v, stride_k, stride_v, C_desc, gates, norms,
     entries,  # [F]
     wanted,  # [F] what is written for an entry, 0: nothing, 1: S_ext, 2: M too; None: 2 for all
     S_ext,  # [F, HV, K, V] fp32
@@ -292,8 +298,9 @@ def boundary_kernel(
     i_m = i_v - V // BV
     b_s = tl.where(is_m & (o_k == i_m * BV + o_v), 1.0, 0.0)
     b_s = _scan(
-        b_s, k_desc, k_desc, v_desc, C_desc, C_desc, gates, norms, None, None, None, start, length, first, i_hv,
-        tl.where(is_m, 0, i_v), not is_m, 1.0, HV, R, K, V, BT, BV, NORM, True, STAGES, PREC,
+        b_s, k_desc, k_desc, v_desc, k, k, v, stride_k, stride_k, stride_v, C_desc, C_desc, gates, norms, None, None,
+        None, start, length, first, i_hv, tl.where(is_m, 0, i_v), not is_m, 1.0, HV, R, K, V, BT, BV, NORM, True,
+        STAGES, PREC,
     )  # fmt: skip
     if is_m:
         tl.store(M + i_fh * K * K + o_k * K + i_m * BV + o_v, b_s)
@@ -303,7 +310,7 @@ def boundary_kernel(
 
 @Kernel
 def boundary_bwd_kernel(
-    q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms,
+    q_desc, k_desc, do_desc, q, k, do, stride_q, stride_k, stride_do, C_desc, A_desc, gates, norms,
     entries,  # [F]
     wanted,  # [F] 0: nothing is written for an entry; None: all are
     dS_ext,  # [F, HV, K, V] fp32
@@ -319,8 +326,8 @@ def boundary_bwd_kernel(
         return
     start, length, first = locate_entry(cu_seqlens, chunk_offsets, tl.load(entries + i_f).to(tl.int64))
     b_ds = _reverse_scan(
-        tl.zeros([K, BV], tl.float32), q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms, None, None, start,
-        length, first, i_hv, i_v, scale, HV, R, K, V, BT, BV, NORM, STAGES, PREC,
+        tl.zeros([K, BV], tl.float32), q_desc, k_desc, do_desc, q, k, do, stride_q, stride_k, stride_do, C_desc, A_desc,
+        gates, norms, None, None, start, length, first, i_hv, i_v, scale, HV, R, K, V, BT, BV, NORM, STAGES, PREC,
     )  # fmt: skip
     o_s = tl.arange(0, K)[:, None] * V + i_v * BV + tl.arange(0, BV)[None, :]
     tl.store(dS_ext + i_fh * K * V + o_s, b_ds)
@@ -328,7 +335,7 @@ def boundary_bwd_kernel(
 
 @Kernel
 def states_kernel(
-    k_desc, v_desc, C_desc, gates, norms,
+    k_desc, v_desc, k, v, stride_k, stride_v, C_desc, gates, norms,
     initial_state, state_index,
     h,  # [NT, HV, K, V] the state that enters each chunk
     y,  # [T, HV, V]
@@ -346,14 +353,14 @@ def states_kernel(
         o_s = i_nh % HV * (K * V) + tl.arange(0, K)[:, None] * V + i_v * BV + tl.arange(0, BV)[None, :]
         b_s += load_state(initial_state, state_index, i_n, HV * K * V, o_s)
     _scan(
-        b_s, k_desc, k_desc, v_desc, C_desc, C_desc, gates, norms, None, h, y, start, length, first, i_hv, i_v,
-        True, 1.0, HV, R, K, V, BT, BV, NORM, False, STAGES, PREC,
+        b_s, k_desc, k_desc, v_desc, k, k, v, stride_k, stride_k, stride_v, C_desc, C_desc, gates, norms, None, h, y,
+        start, length, first, i_hv, i_v, True, 1.0, HV, R, K, V, BT, BV, NORM, False, STAGES, PREC,
     )  # fmt: skip
 
 
 @Kernel
 def reverse_kernel(
-    q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms,
+    q_desc, k_desc, do_desc, q, k, do, stride_q, stride_k, stride_do, C_desc, A_desc, gates, norms,
     d_final_state, final_index,
     dh,  # [NT, HV, K, V] the gradient of the state that leaves each chunk
     dv,  # [T, HV, V]
@@ -372,8 +379,8 @@ def reverse_kernel(
     if d_final_state is not None:
         b_ds += load_state(d_final_state, final_index, i_n, HV * K * V, o_s)
     b_ds = _reverse_scan(
-        b_ds, q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms, dv, dh, start, length, first, i_hv, i_v, scale,
-        HV, R, K, V, BT, BV, NORM, STAGES, PREC,
+        b_ds, q_desc, k_desc, do_desc, q, k, do, stride_q, stride_k, stride_do, C_desc, A_desc, gates, norms, dv, dh,
+        start, length, first, i_hv, i_v, scale, HV, R, K, V, BT, BV, NORM, STAGES, PREC,
     )  # fmt: skip
     if d_initial_state is not None:
         store_state(d_initial_state, state_index, i_n, HV * K * V, o_s, b_ds)
@@ -405,7 +412,7 @@ def _pair_gradients(b_w, b_beta, BT: tl.constexpr):
 
 @Kernel
 def gradients_kernel(
-    q_desc, k_desc,  # [T, H·K]
+    q_desc, k_desc, q, k,  # [T, H·K]
     do_desc, y_desc, dv_desc,  # [T, HV·V]
     h_desc, dh_desc,  # [NT·HV·K, V]
     gates, norms,
@@ -417,14 +424,21 @@ def gradients_kernel(
     dg,  # [T, HV]
     dbeta,  # [T, HV]
     d_gate,  # [2, NT, HV] fp32 partials of d A_log and d dt_bias, only with A_log
-    cu_seqlens, chunk_index, scale, stride_g, HV, NT,
+    cu_seqlens, chunk_index, chunk_offsets, scale, stride_q, stride_k, stride_g, HV, NT,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
-    BETA_RANGE: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+    BETA_RANGE: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr, TAILS: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dg, dbeta of one chunk and value head; queries come first, so that few tiles are live at a time."""
+    """dq, dk, dg, dbeta of one value head and one whole chunk, or with TAILS an entry's last chunk, if it is short.
+    Queries come first, so that few tiles are live at a time."""
     i_p = tl.program_id(0).to(tl.int64)
     i_t, i_hv = i_p // HV, (i_p % HV).to(tl.int32)
+    if TAILS:
+        i_t = tl.load(chunk_offsets + i_t + 1).to(tl.int64) - 1
+        i_p = i_t * HV + i_hv
     start, length = locate(chunk_index, cu_seqlens, i_t, BT)
+    is_short = (length > 0) & (length < BT)
+    if is_short != TAILS:
+        return
     if length <= 0:
         if A_log is not None:
             tl.store(d_gate + i_p, 0.0)
@@ -432,20 +446,20 @@ def gradients_kernel(
         return
     dtype = k_desc.dtype
     o_c = tl.arange(0, BT)
-    i_s = (i_p * K).to(tl.int32)
+    i_s, i_start = (i_p * K).to(tl.int32), start.to(tl.int32)
 
     b_dq = tl.zeros([BT, K], tl.float32)  # do Sᵀ
     b_p = tl.zeros([BT, BT], tl.float32)  # do Yᵀ
     b_n = tl.zeros([BT, BT], tl.float32)  # dX Yᵀ
     for i_v in tl.range(0, V // BV, num_stages=STAGES):
-        b_do = _fetch_rows(do_desc, start, i_hv * V + i_v * BV)
-        b_y = _fetch_rows(y_desc, start, i_hv * V + i_v * BV)
-        b_dx = _fetch_rows(dv_desc, start, i_hv * V + i_v * BV)
+        b_do = do_desc.load([i_start, i_hv * V + i_v * BV])
+        b_y = y_desc.load([i_start, i_hv * V + i_v * BV])
+        b_dx = dv_desc.load([i_start, i_hv * V + i_v * BV])
         b_dq = tl.dot(b_do, tl.trans(h_desc.load([i_s, i_v * BV])), b_dq, input_precision=PREC)
         b_p = tl.dot(b_do, tl.trans(b_y), b_p, input_precision=PREC)
         b_n = tl.dot(b_dx, tl.trans(b_y), b_n, input_precision=PREC)
-    b_q = _fetch_rows(q_desc, start, i_hv // R * K)
-    b_k = _fetch_rows(k_desc, start, i_hv // R * K)
+    b_q = _fetch_rows(q_desc, q, stride_q, start, length, i_hv // R * K, BT, K, TAILS)
+    b_k = _fetch_rows(k_desc, k, stride_k, start, length, i_hv // R * K, BT, K, TAILS)
     b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, i_t, i_hv, HV, R, BT, NORM)
     b_e = tl.exp2(b_G)
     m_n = (o_c[:, None] >= o_c[None, :]) & (o_c[:, None] < length)  # later rows are the next document's
@@ -466,26 +480,26 @@ def gradients_kernel(
 
     b_dk = tl.zeros([BT, K], tl.float32)  # dX Sᵀ
     for i_v in tl.range(0, V // BV, num_stages=STAGES):
-        b_dx = _fetch_rows(dv_desc, start, i_hv * V + i_v * BV)
+        b_dx = dv_desc.load([i_start, i_hv * V + i_v * BV])
         b_dk = tl.dot(b_dx, tl.trans(h_desc.load([i_s, i_v * BV])), b_dk, input_precision=PREC)
     # q, k and gates are loaded again rather than held in registers across a loop
-    b_k = _fetch_rows(k_desc, start, i_hv // R * K)
+    b_k = _fetch_rows(k_desc, k, stride_k, start, length, i_hv // R * K, BT, K, TAILS)
     b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, i_t, i_hv, HV, R, BT, NORM)
     b_e = tl.exp2(b_G)
     b_dg -= b_e * b_rk * tl.sum(b_dk * b_k.to(tl.float32), 1)
     b_dk = tl.dot(b_nk, b_k, -b_e[:, None] * b_dk, input_precision=PREC)
-    b_q = _fetch_rows(q_desc, start, i_hv // R * K)
+    b_q = _fetch_rows(q_desc, q, stride_q, start, length, i_hv // R * K, BT, K, TAILS)
     b_dk = tl.dot(tl.trans(b_pq), b_q, b_dk, input_precision=PREC)
 
     b_ydh = tl.zeros([BT, K], tl.float32)  # Y dS'ᵀ
     b_sds = 0.0  # <S, dS'>
     for i_v in tl.range(0, V // BV, num_stages=STAGES):
-        b_y = _fetch_rows(y_desc, start, i_hv * V + i_v * BV)
+        b_y = y_desc.load([i_start, i_hv * V + i_v * BV])
         b_h = h_desc.load([i_s, i_v * BV])  # [K, BV]
         b_dh = dh_desc.load([i_s, i_v * BV])
         b_ydh = tl.dot(b_y, tl.trans(b_dh), b_ydh, input_precision=PREC)
         b_sds += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32))
-    b_k = _fetch_rows(k_desc, start, i_hv // R * K)
+    b_k = _fetch_rows(k_desc, k, stride_k, start, length, i_hv // R * K, BT, K, TAILS)
     b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, i_t, i_hv, HV, R, BT, NORM)
     b_w = tl.exp2(b_last - b_G)
     b_dbs = b_w * b_rk * tl.sum(b_ydh * b_k.to(tl.float32), 1)
