@@ -52,6 +52,7 @@ _VARIANT = {f.name for f in fields(Variant)}
 CUT = {"model.num_layers": 4}  # the first layers of each have every kind
 LESS = {"vocab_size": 8192, "hidden_dim": 4096}
 QWEN_MOE = {"vocab_size": 8192, "moe__num_experts": 32, "experts": True}
+SIX = {"vocab_size": 8192, "num_layers": 6}
 MODELS: dict[str, tuple[Variant, ...]] = {
     "hybrid": (
         shipped("hybrid_340m_32k", seq_len=8192),
@@ -64,24 +65,31 @@ MODELS: dict[str, tuple[Variant, ...]] = {
         shipped("reference_340m", seq_len=8192),
         preset("kda", "1.3B", scheduled=True),
     ),
-    "gdn": (preset("gdn", "340M"), preset("gdn", "1.3B", scheduled=True)),
-    "qwen3.5": (
-        preset("qwen3.5", "0.8B", vocab_size=8192),
-        preset("qwen3.5", "35B-A3B", **QWEN_MOE),
-        preset("qwen3.5", "4B", **LESS, scheduled=True),
-        preset("qwen3.5", "35B-A3B", **QWEN_MOE, scheduled=True),
-    ),
-    "olmo-hybrid": (
+    "gdn": (
+        preset("gdn", "340M"),
+        preset("gdn", "1.3B", scheduled=True),
         preset("olmo-hybrid", "7B", **LESS),
         preset("olmo-hybrid", "7B", **LESS, scheduled=True),
     ),
-    "qwen3-next": (
+    "qwen": (
+        preset("qwen3.5", "0.8B", vocab_size=8192),
+        preset("qwen3.5", "35B-A3B", **QWEN_MOE),
+        preset("qwen3.5", "4B", **LESS, scheduled=True),
         preset("qwen3-next", "80B-A3B", **QWEN_MOE),
-        preset("qwen3-next", "80B-A3B", **QWEN_MOE, scheduled=True),
     ),
     "kimi-linear": (
         preset("kimi-linear", "48B-A3B", vocab_size=8192, moe__num_experts=16, experts=True),
         preset("kimi-linear", "48B-A3B", vocab_size=8192, moe__num_experts=16, experts=True, scheduled=True),
+    ),
+    "mamba-2": (
+        preset("nemotron-h", "nano-3-30B-A3B", **SIX, moe__num_experts=16, experts=True),
+        preset("granite-h", "tiny", **SIX, moe__num_experts=16, experts=True, scheduled=True),
+        preset("granite-h", "micro", **SIX),
+    ),
+    "others": (
+        preset("rwkv7", "0.4B", vocab_size=8192),
+        preset("lfm2", "350M", vocab_size=8192, scheduled=True),
+        preset("minimax", "text-01", num_layers=8, vocab_size=8192, dim=2048, moe__num_experts=8, moe__hidden_dim=1024),
     ),
 }
 EXPERTS = [name for name, variants in MODELS.items() if any(variant.experts for variant in variants)]
