@@ -130,6 +130,7 @@ CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
         },
         "kda gradient": {
             (2, 256): {"BK": 32, "BV": 128, "STAGES": 2, "num_warps": 4},
+            (4, 128): {"BK": 16, "BV": 16, "STAGES": 2, "num_warps": 8},
             (4, 256): {"BK": 32, "BV": 32, "STAGES": 2, "num_warps": 4},
         },
         "gdn prepare": {
