@@ -5,7 +5,7 @@
     python -m tools.reference_run fla outputs/kda_fla --minutes 8 -- --job.config_file $CONFIG_FILE --model.name kda
     ./run_train.sh --model.name hybrid --job.dump_folder outputs/hybrid
     ./run_train.sh --model.name hybrid --job.dump_folder outputs/hybrid_float32 --compile.enable false \\
-        --training.mixed_precision_param float32 --activation_checkpoint.mode full    # FLA has no such hybrid
+        --training.mixed_precision_param float32 --activation_checkpoint.mode selective
     python -m tools.reference_run draw docs/results --add kda outputs/kda outputs/kda_fla
     python -m tools.reference_run draw docs/results --add hybrid outputs/hybrid outputs/hybrid_float32
 

@@ -136,7 +136,8 @@ def test_the_choice_of_the_kernel(monkeypatch):
     assert choose("cuda", bf16, 128, 128, 4096, 1000) == "flash"  # a document's length: no plan for each
     assert choose("cuda", bf16, 192, 128, 4096, 4096) == "flash"
     assert choose("cuda", bf16, 320, 128, 4096, 4096) == "tiled"
-    assert choose("cuda", torch.float32, 128, 128, 4096, 4096) == "tiled"
+    assert choose("cuda", torch.float32, 128, 128, 4096, 1000) == "efficient"
+    assert choose("cuda", torch.float64, 128, 128, 4096, 4096) == "tiled"
     torch.use_deterministic_algorithms(True)
     try:
         assert choose("cuda", bf16, 128, 128, 4096, 8192) == "flash"
@@ -271,7 +272,8 @@ def test_full_precision_on_cuda(name):
         ("flash4", torch.bfloat16, 1),
         ("cudnn", torch.bfloat16, 0),
         ("flash", torch.bfloat16, 1),
-        ("tiled", torch.float32, 0),
+        ("efficient", torch.float32, 1),
+        ("tiled", torch.float64, 0),
     ],
 )
 def test_memory_on_cuda_is_linear(kernel, dtype, extra, only):

@@ -219,9 +219,11 @@ def test_the_lines_of_a_start(on_gpu_of) -> None:
     ]
     on_gpu_of((9, 0))
     assert start_lines(choose_implementations({"attention": {"D": 128, "Dv": 128}}, "triton", GPU, torch.float32)) == [
+        "ops attention: efficient"
+    ]
+    assert start_lines(choose_implementations({"attention": {"D": 320, "Dv": 320}}, "triton", GPU, BF16)) == [
         "ops attention: tiled",
-        "  attention: tiled, because the dtype float32 is not one of bfloat16, float16; expect it to be several times "
-        "slower",
+        "  attention: tiled, because D = 320 is too large: D <= 256; expect it to be several times slower",
     ]
     assert start_lines(choose_implementations(requests, "auto", CPU, torch.float32)) == [
         "ops chunk_kda: torch, causal_conv1d: torch, attention: cpu"

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import Boundaries
@@ -49,6 +50,7 @@ Pair = tuple[Tensor, Tensor]
 Triple = tuple[Tensor, Tensor, Tensor]
 Operator = Callable[..., tuple[Tensor, ...]]
 
+LSE_ROWS = 32  # the efficient kernel's LSE has a multiple of so many rows
 TO_THE_END = ("flash4", "flash")  # kernels whose causal mask is aligned to the end, and that take all spans in one call
 
 
@@ -102,7 +104,9 @@ def block_kernel(device: torch.device, dtype: torch.dtype, D: int, Dv: int, Tq: 
              fragments, whole streams), and not for the lengths of documents. Its dq is not bitwise repeatable, so
              it is not used under torch.use_deterministic_algorithms.
     "flash"  FlashAttention-2, through its function for packed sequences (bf16, fp16; D, Dv <= 256).
-    "tiled"  matrix products in tiles of 128 queries: fp32 and fp64 on CUDA, and wider heads.
+    "efficient" PyTorch's memory-efficient attention (fp32; D, Dv <= 256), whose products are as exact as fp32's: three
+             products of parts in tf32.
+    "tiled"  matrix products in tiles of 128 queries: fp64 on CUDA, and wider heads.
     """
     recurring = Tq % CUDNN_MULTIPLE == 0 and Tk % CUDNN_MULTIPLE == 0
     return attention_kernel(device, dtype, D, Dv, recurring).implementation
@@ -289,6 +293,32 @@ def _batch_varlen(q: Tensor, k: Tensor) -> Varlen:
     return cu_q, cu_k, Tq, Tk
 
 
+# --- efficient: the interface of cudnn; a key head for each query head ------------------------------------------
+
+
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Pair:
+    Tq, Dv, groups = q.shape[1], v.shape[-1], q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
+    q, k, v = _heads_first(*_equal_width(q, k, v, multiple=4))
+    o, lse = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
+    return o.transpose(1, 2)[..., :Dv], lse[..., :Tq]
+
+
+def _efficient_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
+    (_, Tq, Hq, D), Hkv, Dv = q.shape, k.shape[2], v.shape[-1]
+    k, v = (x.repeat_interleave(Hq // Hkv, dim=2) for x in (k, v))
+    do, q, k, v, o = _heads_first(*_equal_width(do, q, k, v, o, multiple=4))
+    lse = F.pad(lse, (0, -Tq % LSE_ROWS), value=torch.inf).contiguous()
+    unused = torch.empty((), dtype=torch.int64, device=q.device)  # no dropout: neither seed nor offset is read
+    wanted = [True, True, True, False]
+    grads = aten._scaled_dot_product_efficient_attention_backward(
+        do, q, k, v, None, o, lse, unused, unused, 0.0, wanted, causal, scale=scale
+    )
+    dq, dk, dv = (g.transpose(1, 2) for g in grads[:3])
+    dk, dv = (x.unflatten(2, (Hkv, -1)).sum(3) for x in (dk, dv))
+    return dq[..., :D], dk[..., :D], dv[..., :Dv]
+
+
 # --- tiled: any dtype, any width, any device; memory is TILE rows of scores --------------------------------------
 
 
@@ -423,6 +453,10 @@ ATTENTION = Op(
             lambda: Kernel(_flash_forward, _flash_backward),
             (*IN_HALF, at_least((8, 0)), WIDE),
             instead_of("flash4", WITHOUT_FLASH4, on=FLASH4),
+        ),
+        "efficient": Implementation(
+            lambda: Kernel(_efficient_forward, _efficient_backward),
+            (on_gpu, dtype_in(torch.float32), at_least((8, 0)), WIDE, may_vary),
         ),
         "tiled": Implementation(
             lambda: Kernel(_tiled_forward, _tiled_backward),

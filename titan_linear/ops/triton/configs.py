@@ -58,6 +58,7 @@ WIDE_GDN: dict[tuple[int, int], Config] = {(2, 256): {"BV": 32, "STAGES": 1, "nu
 HOPPER_KDA_SCAN: dict[tuple[int, int], Config] = {
     (2, 128): {"BV": 64, "STAGES": 3, "num_warps": 4},
     (2, 256): {"BV": 32, "STAGES": 2, "num_warps": 4},
+    (4, 128): {"BV": 16, "STAGES": 1, "num_warps": 8},
     (4, 256): {"BV": 16, "STAGES": 1, "num_warps": 4},
 }
 HOPPER_GDN_LOOP: dict[tuple[int, int], Config] = {
@@ -78,6 +79,7 @@ HOPPER_DECAY_LOOP: dict[tuple[int, int], Config] = {
 # Copy-engine loads in a loop (GDN's kernels, KDA's gradient) need it pipelined, STAGES >= 2: otherwise they faulted
 # with Triton 3.6.
 # float32: twice the bytes for each tile, and dots in IEEE fp32 (KDA, solve) or three tf32 passes (GDN): not tuned.
+# Up to 128, KDA's were chosen by their spills; larger tiles have five times as many.
 # A capability that is not listed takes the newest older one of its generation (`shipped_for`).
 CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
     # No copy engine: Triton turns such loads into ordinary ones, and one stage is as good as two.
@@ -96,6 +98,7 @@ CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
         },
         "kda prepare safe": {
             (2, 256): {"BK": 128, "num_warps": 8, "num_stages": 1, "maxnreg": 128},
+            (4, 128): {"BK": 16, "num_warps": 8, "num_stages": 1},
             (4, 256): {"BK": 32, "num_warps": 4, "num_stages": 1},
         },
         "kda prepare": {
@@ -122,10 +125,12 @@ CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
         },
         "kda gradient safe": {
             (2, 256): {"BK": 64, "BV": 128, "STAGES": 2, "num_warps": 4},
+            (4, 128): {"BK": 16, "BV": 16, "STAGES": 2, "num_warps": 8},
             (4, 256): {"BK": 32, "BV": 32, "STAGES": 2, "num_warps": 4},
         },
         "kda gradient": {
             (2, 256): {"BK": 32, "BV": 128, "STAGES": 2, "num_warps": 4},
+            (4, 128): {"BK": 16, "BV": 16, "STAGES": 2, "num_warps": 8},
             (4, 256): {"BK": 32, "BV": 32, "STAGES": 2, "num_warps": 4},
         },
         "gdn prepare": {
