@@ -27,7 +27,7 @@ SECONDS = 300  # after which a mutant counts as dead: it hangs
 class Mutant(NamedTuple):
     old: str
     new: str
-    tests: str  # "test_order.py", or "test_order.py: permuted" for those whose names match pytest's -k
+    tests: str  # "test_pools.py", or "test_pools.py: permuted" for those whose names match pytest's -k
 
 
 MUTANTS = [
@@ -83,7 +83,7 @@ MUTANTS = [
     # --- data
     Mutant("labels[edges[1:-1] - 1] = IGNORE  #", "labels[edges[1:-1]] = IGNORE  #", "test_packing.py"),
     Mutant("goes_on = end < self.corpus", "goes_on = end <= self.corpus", "test_packing.py"),
-    Mutant("stream=pool + 1", "stream=pool", "test_order.py"),
+    Mutant("stream=pool + 1", "stream=pool", "test_pools.py"),
     Mutant("self._before[n].get(name, 0) + own", "own", "test_mixture.py"),
     Mutant("(n * dp_degree + dp_rank) * local_batch_size", "(n * dp_degree) * local_batch_size", "test_loader.py"),
     Mutant("self.next_stream += self.global_batch_size", "self.next_stream += self.local_batch_size", "test_loader.py"),

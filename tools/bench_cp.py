@@ -52,6 +52,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_linear.commands import line, table
 from titan_linear.distributed.groups import process_group
 from titan_linear.distributed.process import refusing, run_command
 from titan_linear.models import mixers
@@ -194,8 +195,8 @@ def print_rows(args: argparse.Namespace, flush: Tensor) -> None:
     ranks = dist.get_world_size()
     first = dist.get_rank() == 0
     if first:
-        print("| op | T | heads | documents | layout | GPU fwd | host | GPU fwd + bwd | host | exposed | |")
-        print("|---" * 11 + "|")
+        times = "GPU fwd", "host", "GPU fwd + bwd", "host", "exposed"
+        print(table(("op", "T", "heads", "documents", "layout", *times, ""), []))
     for op, T, H in product(args.ops, args.tokens, args.heads):
         x = make_inputs(op, T // ranks, H, args.key_heads or H)
         fn = function(op)
@@ -211,7 +212,7 @@ def print_rows(args: argparse.Namespace, flush: Tensor) -> None:
                 rates = tflops(H, cu, ranks if layout in LAYOUTS else 1, times) if op in METHODS else ""
                 name = f"{op}, {whose}" if whose else op
                 cells = [name, T, H, documents, layout, *(f"{t:.2f}" if math.isfinite(t) else "–" for t in times)]
-                print(f"| {' | '.join(map(str, [*cells, rates]))} |", flush=True)
+                print(line([*cells, rates]), flush=True)
 
 
 # --- Without GPUs ----------------------------------------------------------------------------------------------------
@@ -220,15 +221,14 @@ def print_rows(args: argparse.Namespace, flush: Tensor) -> None:
 def estimate(gpu: str, ranks: Sequence[int], tokens: Sequence[int], H: int, Hkv: int) -> str:
     """The table of --estimate; tokens: per rank, ascending."""
     machine = Machine(read_rates(shipped()[gpu]), max(ranks), np.inf, "flash4")
-    lines = [f"| {H} heads | ranks | {' | '.join(map(str, tokens))} | below {SMALL:.0%} from |"]
-    lines.append("|---" * (len(tokens) + 3) + "|")
+    rows = []
     for name, mixer, methods in planned(H, Hkv):
         for W in ranks:
             batches = [Batch(n * W, 1, None, W, *methods, 1, 1, torch.bfloat16) for n in tokens]
             shares = [planned_share(machine, mixer, batch) for batch in batches]
             least = next((str(n) for n, share in zip(tokens, shares) if share < SMALL), "–")
-            lines.append(f"| {name} | {W} | {' | '.join(f'{share:.1%}' for share in shares)} | {least} |")
-    return "\n".join(lines)
+            rows.append((name, W, *(f"{share:.1%}" for share in shares), least))
+    return table((f"{H} heads", "ranks", *tokens, f"below {SMALL:.0%} from"), rows)
 
 
 def planned(H: int, Hkv: int) -> Iterator[tuple[str, MixerOptions, tuple[str, str, str]]]:

@@ -37,6 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 from triton.testing import do_bench
 
+from titan_linear.commands import line, table
 from titan_linear.distributed.process import refusing, run_command
 from titan_linear.ops import causal_conv1d, chunk_gated_delta_rule, chunk_kda, chunk_ssd
 
@@ -295,7 +296,7 @@ def print_rows(
             print(f"{case.op} {name}{gates}: {str(error).partition(chr(10))[0]}", flush=True)
             continue
         setting = f"{case.op} {name}".strip() + gates, str(case.T), heads, f"{case.K}×{case.V}", documents
-        print(f"| {' | '.join([*setting, *figures(case, x, bandwidth, measured)])} |", flush=True)
+        print(line([*setting, *figures(case, x, bandwidth, measured)]), flush=True)
 
 
 def head_dims(text: str) -> tuple[int, int]:
@@ -332,9 +333,8 @@ def main(argv: list[str]) -> int:
     bandwidth = copy_bandwidth()
     flush = torch.empty(12 << 30, dtype=torch.uint8, device=DEVICE)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth / 1e9:.2f} TB/s")
-    times = " | ".join(f"{name} ms | TFLOP/s | GB/s | of floor" for name in ("forward", "forward + backward"))
-    print(f"| op | T | heads | dims | documents | {times} | kept | peak | host |")
-    print("|---" * 16 + "|")
+    times = [(f"{name} ms", "TFLOP/s", "GB/s", "of floor") for name in ("forward", "forward + backward")]
+    print(table(("op", "T", "heads", "dims", "documents", *times[0], *times[1], "kept", "peak", "host"), []))
     for op, T, heads, dims, gate in product(args.ops, args.tokens, args.heads, args.dims, args.gates):
         if op in ("conv", "ssd") and gate != args.gates[0]:
             continue  # they have one kind of gates, or none

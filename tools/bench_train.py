@@ -37,7 +37,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import date, timedelta
@@ -53,6 +53,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from titan_linear.commands import line, table
 from titan_linear.config import Config, check_config, data_parallel_degrees, load_config
 from titan_linear.data import build_tokenizer, write_corpus
 from titan_linear.distributed.groups import of_all_ranks, on_rank_0, process_group
@@ -351,14 +352,9 @@ COLUMNS = (
 )
 
 
-def cells(found: Iterable[str]) -> str:
-    """A line of the table."""
-    return f"| {' | '.join(found)} |"
-
-
-def line(row: Row) -> str:
+def cells(row: Row) -> list[str]:
     values = [(getattr(row, field), form) for _, field, form in COLUMNS]
-    return cells("–" if value is None else format(value, form) for value, form in values)
+    return ["–" if value is None else format(value, form) for value, form in values]
 
 
 # --- The command -----------------------------------------------------------------------------------------------------
@@ -421,11 +417,11 @@ def main(argv: list[str]) -> int:
     rows = []
     with process_group(timedelta(minutes=30)):
         if first:
-            print(f"{where}\n\n{cells(title for title, *_ in COLUMNS)}\n{cells(['---'] * len(COLUMNS))}", flush=True)
+            print(f"{where}\n\n{table([title for title, *_ in COLUMNS], [])}", flush=True)
         for row in measured(args, keys):
             rows.append(row)
             if first:
-                print(line(row) if isinstance(row, Row) else row, flush=True)
+                print(line(cells(row)) if isinstance(row, Row) else row, flush=True)
     rows = [row for row in rows if isinstance(row, Row)]
     if first and args.out:
         fields = [field for _, field, _ in COLUMNS] + ["step_ms"]

@@ -16,7 +16,7 @@ from statistics import median
 
 import torch
 
-from titan_linear.commands import table
+from titan_linear.commands import line, table
 from titan_linear.config import Config, load_config
 from titan_linear.data import Batch
 from titan_linear.distributed.one_process import LocalGroup, run_one
@@ -126,10 +126,6 @@ def planned(config: Config, model: ModelConfig, machine: Machine) -> tuple[float
     own = sum(seconds for part, seconds in parts.items() if part not in ("optimizer", "communication"))
     held = max(sum(moment[part] for part in HELD) for moment in moments(config, model, cp).values())
     return own, exchanges, held
-
-
-def line(row: Sequence[object]) -> str:
-    return f"| {' | '.join(map(str, row))} |"
 
 
 def rows(keys: Sequence[str], rank: int, ranks: Sequence[int], tokens: int, gpu: str, node: int) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Activation checkpointing of every n-th layer. ops/runtime/test_kept.py tests what a checkpointed layer keeps."""
+"""Activation checkpointing of every n-th layer. ops/runtime/test_operators.py tests what a checkpointed layer keeps."""
 
 from __future__ import annotations
 

@@ -262,6 +262,8 @@ def test_a_file_of_rwkv_lm_becomes_a_folder(theirs: State, of_rwkv_lm: State, tm
         (lambda t: t.pop("blocks.0.ln0.bias"), "blocks.0.ln0.bias is missing"),
         (lambda t: t.update({"blocks.0.ffn.s_emb.weight": torch.ones(1)}), "blocks.0.ffn.s_emb.weight is no tensor of"),
         (lambda t: t.update({"ln_out.bias": torch.ones(3)}), "ln_out.bias is [3], other than [128]"),
+        (lambda t: t.update({0: torch.ones(1)}), "this dict is no RWKV-7; give a file of tensors by name"),
+        (lambda t: t.update({"step": 3}), "this dict is no RWKV-7; give a file of tensors by name"),
     ],
 )
 def test_other_files_are_refused(

@@ -7,5 +7,9 @@ from collections.abc import Sequence
 
 def table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
     """In Markdown."""
-    lines = [f"| {' | '.join(map(str, row))} |" for row in (head, *rows)]
-    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
+    return "\n".join([line(head), "|---" * len(head) + "|", *map(line, rows)])
+
+
+def line(row: Sequence[object]) -> str:
+    """One of a table in Markdown."""
+    return f"| {' | '.join(map(str, row))} |"

@@ -145,8 +145,9 @@ def from_rwkv_lm(tensors: dict[str, Tensor]) -> tuple[ModelConfig, dict[str, Ten
     Raises:
         ValueError: they are not exactly those of an RWKV-7; the message names one.
     """
-    if not isinstance(tensors, dict):
-        raise ValueError(f"a {type(tensors).__name__} is no RWKV-7; give a file of tensors by name")
+    named = isinstance(tensors, dict) and all(isinstance(at, str) for at in tensors)
+    if not named or not all(isinstance(x, Tensor) for x in tensors.values()):
+        raise ValueError(f"this {type(tensors).__name__} is no RWKV-7; give a file of tensors by name")
     model = _model_of(tensors)
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in Decoder(model).named_parameters()}

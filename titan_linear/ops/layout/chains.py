@@ -147,7 +147,7 @@ def blocks_wanted(fragments: Sequence[Fragment], world_size: int, *, reverse: bo
     whether what enters the first fragment has a part in it; in reverse, from its first fragment into the one before."""
     slots = len(fragments) // world_size
     through, passes, place = np.zeros((3, world_size, slots), dtype=np.int64)
-    owner = [f.rank for f in fragments], [f.slot for f in fragments]
+    owner = tuple(np.array([(f.rank, f.slot) for f in fragments]).T)
     through[owner] = [f.through for f in fragments]
     passes[owner] = [f.enters if reverse else f.leaves for f in fragments]
     place[owner] = np.arange(len(fragments))

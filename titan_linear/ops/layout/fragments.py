@@ -64,13 +64,13 @@ def cut(documents: np.ndarray, num_streams: int, world_size: int, layout: str) -
     size, slots = length // blocks, blocks // world_size
     starts = np.arange(num_streams * blocks) * size
     heads, tails = (np.searchsorted(documents, t, side="right") - 1 for t in (starts, starts + size - 1))
-    bounds = np.stack([documents[heads], documents[heads + 1], documents[tails], documents[tails + 1]], 1)
+    ends = (zip(documents[at].tolist(), documents[at + 1].tolist()) for at in (heads, tails))
     fragments = []
-    for i, (start, (*head, a, b)) in enumerate(zip(starts.tolist(), bounds.tolist(), strict=True)):
+    for i, (start, head, tail) in enumerate(zip(starts.tolist(), *ends, strict=True)):
         stream, block = divmod(i, blocks)
         mirrored = block >= world_size  # only in the zigzag layout
         owner = 2 * world_size - 1 - block if mirrored else block
-        fragments.append(Fragment(start, start + size, owner, stream * slots + mirrored, tuple(head), (a, b)))
+        fragments.append(Fragment(start, start + size, owner, stream * slots + mirrored, head, tail))
     return tuple(fragments)
 
 
@@ -95,29 +95,33 @@ class HaloRoutes(NamedTuple):
 
 def halo_routes(fragments: Sequence[Fragment], rank: int, world_size: int, width: int) -> dict:
     """The arrays of `HaloRoutes`, by name, for the `width` tokens before each fragment."""
-    rows: list[list[int]] = [[] for _ in range(world_size)]
-    places: list[list[int]] = [[] for _ in range(world_size)]
+    leaving, coming = [], []  # (receiver, row), (sender, place)
     size = fragments[0].end
-    slots = sum(f.rank == rank for f in fragments)
-    for i, target in enumerate(fragments):
+    mine = [i for i, f in enumerate(fragments) if f.rank == rank]
+    near = {i + n for i in mine for n in range(-(-width // size) + 1)}  # fragments that may need tokens of these
+    for i in sorted(near.intersection(range(len(fragments)))):
+        target = fragments[i]
         first = max(target.start - width, target.head[0])
         for source in fragments[first // size : i]:
-            if rank not in (source.rank, target.rank):
-                continue
             tokens = range(max(first, source.start), source.end)
             if source.rank == rank:
-                rows[target.rank] += [source.slot * size + t - source.start for t in tokens]
+                leaving += [(target.rank, source.slot * size + t - source.start) for t in tokens]
             if target.rank == rank:
-                places[source.rank] += [target.slot * width + width - target.start + t for t in tokens]
+                coming += [(source.rank, target.slot * width + width - target.start + t) for t in tokens]
+    rows, send_counts = _by_rank(leaving, world_size, len(mine) * width * max(width, 1))
+    places, receive_counts = _by_rank(coming, world_size, len(mine) * width)
     return {
-        "rows": _padded(rows, slots * width * max(width, 1)),
-        "places": _padded(places, slots * width),
+        "rows": rows,
+        "places": places,
         "crosses": np.array([any(f.enters for f in fragments)]),
-        "send_counts": np.array([len(r) for r in rows]),
-        "receive_counts": np.array([len(p) for p in places]),
+        "send_counts": send_counts,
+        "receive_counts": receive_counts,
     }
 
 
-def _padded(lists: list[list[int]], length: int) -> np.ndarray:
-    flat = [x for part in lists for x in part]
-    return np.array(flat + [0] * (length - len(flat)), dtype=np.int64)
+def _by_rank(pairs: list[tuple[int, int]], world_size: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """(rank, number) pairs -> the numbers by rank, with zeros up to `length`, and how many each rank has [W]."""
+    rank, number = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    by_rank = np.zeros(length, dtype=np.int64)
+    by_rank[: len(rank)] = number[np.argsort(rank, kind="stable")]
+    return by_rank, np.bincount(rank, minlength=world_size)

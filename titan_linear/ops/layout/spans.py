@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from titan_linear.ops.layout.boundaries import Boundaries, OnHost, Tables, distinct
+from titan_linear.ops.layout.boundaries import Boundaries, OnHost, Tables
 from titan_linear.ops.layout.fragments import Fragment
 
 # --- Which rank computes which queries -------------------------------------------------------------------------------
@@ -59,10 +59,14 @@ def pairs_between(start, end, first, last, causal: bool):
 def entries(fragments: Sequence[Fragment], documents: np.ndarray) -> Runs:
     """The part of each document in each fragment, computed by its owner; in global order."""
     size = fragments[0].end
-    edges = distinct(np.sort(np.concatenate([documents, np.arange(len(fragments)) * size]), kind="stable"))
-    start, document = edges[:-1], np.searchsorted(documents, edges[:-1], side="right") - 1
-    owner = np.array([f.rank for f in fragments])[start // size]
-    return Runs(start, edges[1:], documents[document], documents[document + 1], owner, owner)
+    cuts = np.arange(len(fragments)) * size
+    at = np.searchsorted(documents, cuts)
+    inside = np.flatnonzero(documents[at] != cuts)  # cuts that are no boundary of a document
+    at = at[inside]
+    edges = np.insert(documents, at, cuts[inside])
+    document = np.insert(np.arange(len(documents)), at, at - 1)[:-1]
+    owner = np.array([f.rank for f in fragments])[edges[:-1] // size]
+    return Runs(edges[:-1], edges[1:], documents[document], documents[document + 1], owner, owner)
 
 
 def balanced(runs: Runs, world_size: int, causal: bool) -> Runs:
@@ -101,14 +105,15 @@ def _given_away(
     """
     moves, rank = [], runs.owner[own[0]]
     for i in own:
-        start, end, first, last, *_ = (int(column[i]) for column in runs)
+        start, end, first, last = (int(column[i]) for column in runs[:4])
         while start < end and (surplus := loads[rank] - GIVES * mean) > 0:
             pairs = partial(pairs_between, end=end, first=first, last=last, causal=causal)
             to = int(loads.argmin())
             cut = _cut(range(start, end, tile), pairs, surplus, TAKES * mean - loads[to])
             if cut is None:
                 return moves  # not even one tile fits on any rank
-            loads[[rank, to]] += -pairs(cut), pairs(cut)
+            loads[rank] -= pairs(cut)
+            loads[to] += pairs(cut)
             moves.append((i, cut, end, to))
             end = cut
         if start < end:
