@@ -18,10 +18,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tests.ops.inputs import boundaries
 from tests.worlds import World
 from titan_linear.distributed.compiling import apply_compile, compile_kernels
-from titan_linear.models.config import ModelConfig
+from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
-from titan_linear.models.mixers import GDN, KDA, Attention
+from titan_linear.models.mixers import GDN, KDA, Attention, Lightning
 from titan_linear.models.mixers.delta import DeltaOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import build_cp_context
@@ -34,8 +34,8 @@ UNEQUAL = (
 )  # of head dims that differ
 
 
-def compiled_and_sharded() -> Decoder:
-    model = Decoder(ModelConfig(vocab_size=64, dim=32, num_layers=3, hidden_dim=32, pattern=UNEQUAL))
+def compiled_and_sharded(pattern: tuple[MixerOptions, ...]) -> Decoder:
+    model = Decoder(ModelConfig(vocab_size=64, dim=32, num_layers=3, hidden_dim=32, pattern=pattern))
     initialise(model.use("triton", torch.device("cpu"), torch.float32), seed=0)
     torch.compiler.reset()
     counters.clear()
@@ -47,13 +47,17 @@ def compiled_and_sharded() -> Decoder:
 
 
 def graphs_of(
-    rank: int, world_size: int, batches: list[tuple[list[int], bool]], shortest: int
+    rank: int,
+    world_size: int,
+    batches: list[tuple[list[int], bool]],
+    shortest: int,
+    pattern: tuple[MixerOptions, ...] = UNEQUAL,
 ) -> tuple[list[int], dict[str, int]]:
     """The number of graphs after each batch of (lengths of documents, with gradients), and breaks in them.
 
     shortest: tokens of the shortest segment into which documents are cut.
     """
-    model, graphs = compiled_and_sharded(), []
+    model, graphs = compiled_and_sharded(pattern), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segments, "SHORTEST", shortest)
         for lengths, grad in batches:
@@ -71,6 +75,11 @@ def graphs_of(
 def test_kinds_of_layers_with_other_head_dims(worlds: Callable[..., World]) -> None:
     batches = [([100, 28], True), ([30, 40, 58], True), ([64, 64], False)]
     assert worlds(1).run(graphs_of, batches, 512) == [([2, 2, 4], {})]
+
+
+def test_layers_with_constants_of_their_own(worlds: Callable[..., World]) -> None:
+    batches = [([100, 28], True), ([64, 64], False)]
+    assert worlds(1).run(graphs_of, batches, 512, (Lightning(heads=2, head_dim=16),)) == [([1, 2], {})]
 
 
 def test_batches_of_any_number_of_documents(worlds: Callable[..., World]) -> None:

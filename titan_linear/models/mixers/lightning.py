@@ -68,7 +68,8 @@ class LightningMixer(RecurrentMixer):
     def __init__(self, options: Lightning, config: ModelConfig, layer: int):
         super().__init__()
         self.heads, self.head_dim = options.heads, options.head_dim
-        self.depth = 1 - layer / (config.num_layers - 1 + 1e-5) + 1e-5  # from 1 in the first layer to 0 in the last
+        depth = 1 - layer / (config.num_layers - 1 + 1e-5) + 1e-5  # from 1 in the first layer to 0 in the last
+        self.depth = torch.tensor(depth, dtype=torch.float64, device="cpu")  # a number would be compiled for each layer
         width = options.heads * options.head_dim
         self.q_proj, self.k_proj, self.v_proj, self.g_proj = (
             nn.Linear(config.dim, width, bias=False) for _ in range(4)
