@@ -24,6 +24,7 @@ from titan_linear.models.config import MoEConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.mixers import delta
 from titan_linear.models.presets import OWN, PUBLISHED
+from titan_linear.models.rope import Rotary
 from titan_linear.ops import cross_entropy as loss
 from titan_linear.ops.exchange import folds, halo
 from titan_linear.ops.layout import context
@@ -128,8 +129,9 @@ def a_column_further(logits: Callable, *arguments: object) -> torch.Tensor:
     return logits(*arguments).roll(1, -1)
 
 
-def of_another_base(angles: Callable, positions: torch.Tensor, theta: float, *rest: object, **keywords: object):
-    return angles(positions, 50 * theta, *rest, **keywords)
+def of_another_base(angles: Callable, positions: torch.Tensor, rotary: Rotary, dtype: torch.dtype):
+    theta, *rest = rotary
+    return angles(positions, (50 * theta, *rest), dtype)
 
 
 def no_sum(reduce: Callable, parameters: object, group: object) -> None:

@@ -28,7 +28,9 @@ from transformers import (
     KimiLinearConfig,
     KimiLinearForCausalLM,
     Qwen3_5Config,
+    Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5TextConfig,
 )
 
 from tests import hf_workers as workers
@@ -363,6 +365,20 @@ def test_a_run_from_a_folder_to_a_folder(
         assert generate.main([str(path), "--prompt", "def f", "--prompt", "return", "--max-new-tokens", "6"]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] and texts[0].startswith("def f") and "\n---\nreturn" in texts[0]
+
+
+def test_keys_extend_the_context_of_a_folder(corpus: Path, tmp_path: Path) -> None:
+    """Its weights start a run of the longer model; another model they do not."""
+    config = Qwen3_5TextConfig(**hf_models.QWEN | {"vocab_size": 301}, intermediate_size=48)
+    hf_models.randomise(Qwen3_5ForCausalLM(config)).save_pretrained(tmp_path / "folder")
+    make_tokenizer(tmp_path / "folder")
+    yarn = "{rope_type = 'yarn', factor = 4.0, original_max_position_embeddings = 16}"
+    run = {"checkpoint__initial_load_path": tmp_path / "folder", "checkpoint__last_save_in_hf": "true"}
+    argv = arguments(corpus, tmp_path / "run", **run, model__attention__rope_scaling=yarn)
+    preflight(load_config(argv), world_size=2)
+    assert "rope_scaling" in model_name(load_config(argv))
+    with pytest.raises(ValueError, match=r"another model: attention.scale = None \(this run: 0.5\)"):
+        preflight(load_config([*argv, "--model.attention.scale", "0.5"]), world_size=2)
 
 
 def test_the_shipped_configuration_continues_any_folder(

@@ -28,6 +28,7 @@ from titan_linear.distributed.process import be_deterministic
 from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig
 from titan_linear.models.mixers import Attention, Mamba2
 from titan_linear.models.presets import OWN, PUBLISHED
+from titan_linear.models.rope import RopeScaling
 from titan_linear.observe.spikes import NonFinite
 from titan_linear.run.build import model_config
 from titan_linear.run.preflight import preflight
@@ -72,7 +73,8 @@ WIDE_NORMS = replace(
     post_norm=("attention",),
     tie_embeddings=True,
 )
-SOFTMAX = replace(SMALL, num_layers=2, pattern=tuple(mixer for mixer in SMALL.pattern if not mixer.linear))
+YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+SOFTMAX = replace(SMALL, num_layers=2, pattern=(replace(SMALL.pattern[2], rope_scaling=YARN),))
 # Latent attention and a mixture of experts alone, whose layers compile sooner than a recurrence in PyTorch.
 KIMI = PUBLISHED["kimi-linear"]["debug"]
 EXPERTS = replace(

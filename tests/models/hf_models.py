@@ -41,6 +41,9 @@ SIZES = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, initializer_
 HEADS = dict(num_attention_heads=4, num_key_value_heads=2)
 LINEAR = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=12)
 QWEN = SIZES | HEADS | LINEAR | dict(head_dim=16, layer_types=["linear_attention", "full_attention"])
+# A context of 32, of which the texts of the tests are four times. (Configs write into what they are given.)
+YARN = dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_position_embeddings=32)
+LLAMA3 = YARN | dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=3.0)
 QWEN_MOE = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, shared_expert_intermediate_size=24)
 OLMO = (
     SIZES
@@ -121,7 +124,15 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "Qwen3.5 MoE": lambda: Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**QWEN, **QWEN_MOE)),
     "Qwen3-Next": lambda: Qwen3NextForCausalLM(
-        Qwen3NextConfig(**QWEN, **QWEN_MOE, intermediate_size=48, mlp_only_layers=[1], norm_topk_prob=False)
+        Qwen3NextConfig(
+            **QWEN,
+            **QWEN_MOE,
+            intermediate_size=48,
+            mlp_only_layers=[1],
+            norm_topk_prob=False,
+            max_position_embeddings=128,
+            rope_parameters=dict(YARN),
+        )
     ),
     "OLMo-Hybrid": lambda: OlmoHybridForCausalLM(OlmoHybridConfig(**OLMO)),
     "OLMo-Hybrid, no positions": lambda: OlmoHybridForCausalLM(
@@ -144,6 +155,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
             block_multiple_of=16,
             block_ffn_dim_multiplier=1.3,
             layer_types=["conv", "full_attention"],
+            rope_parameters=YARN | dict(truncate=False, attention_factor=1.5, beta_fast=16.0, beta_slow=0.5),
         )
     ),
     "MiniMax": lambda: MiniMaxForCausalLM(
@@ -153,13 +165,19 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
             head_dim=16,
             intermediate_size=16,
             layer_types=["linear_attention", "full_attention"],
-            rope_parameters=dict(rope_type="default", rope_theta=1e4),
+            rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=4.0),
             **{f"{branch}_alpha_factor": 2.5 for branch in ("linear_attn", "full_attn", "mlp")},
             **{f"{branch}_beta_factor": 0.5 for branch in ("linear_attn", "full_attn", "mlp")},
         )
     ),
     "Granite-H, dense": lambda: GraniteMoeHybridForCausalLM(
-        GraniteMoeHybridConfig(**GRANITE, num_local_experts=0, mamba_n_groups=2, position_embedding_type="rope")
+        GraniteMoeHybridConfig(
+            **GRANITE,
+            num_local_experts=0,
+            mamba_n_groups=2,
+            position_embedding_type="rope",
+            rope_parameters=dict(LLAMA3),
+        )
     ),
 }
 

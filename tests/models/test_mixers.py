@@ -132,7 +132,7 @@ def test_key_heads_that_cannot_be_split() -> None:
 
 
 def test_rotary_channels() -> None:
-    assert [OPTIONS[name].rotary for name in MIXERS] == [None] * 6 + [(10000.0, 4), None]
+    assert [OPTIONS[name].rotary for name in MIXERS] == [None] * 6 + [(10000.0, 4, ()), None]
     assert replace(OPTIONS["attention"], rope_theta=None).rotary is None
 
 

@@ -20,6 +20,7 @@ from titan_linear.models.init import initialise
 from titan_linear.models.mixers import KDA, MLA, Attention
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN, preset
+from titan_linear.models.rope import RopeScaling
 from titan_linear.run.generate import Sampling, generate_tokens
 from titan_linear.storage.hf_io import (
     config_to_hf,
@@ -37,6 +38,7 @@ transformers.logging.disable_progress_bar()
 T = 77  # not a multiple of the chunk
 HYBRID = preset("hybrid", "debug")
 _KDA, _GDN, _ATTENTION = HYBRID.pattern
+YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=24, mscale=1.0, mscale_all_dim=0.5)
 # Every option that the presets leave out, in models that no published architecture holds.
 MODELS: dict[str, ModelConfig] = {
     **{f"{name} debug": flavors["debug"] for name, flavors in OWN.items()},
@@ -55,10 +57,10 @@ MODELS: dict[str, ModelConfig] = {
             replace(_GDN, beta_range=2.0, conv_size=3, v_head_dim=48),
         ),
     ),
-    "zero-centred, partial rotary": replace(
+    "zero-centred, partial rotary, YaRN": replace(
         HYBRID,
         zero_centred_norm=True,
-        pattern=(_KDA, replace(_ATTENTION, rotary_fraction=0.25, rope_theta=500.0)),
+        pattern=(_KDA, replace(_ATTENTION, rotary_fraction=0.25, rope_theta=500.0, rope_scaling=YARN)),
     ),
     "post-norm, over the width": replace(
         HYBRID,
@@ -220,6 +222,9 @@ def test_a_pattern_of_another_time(folders: Callable, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps({**written, "pattern": pattern}))
         with pytest.raises(ValueError, match=r"config.json: pattern has .*(mamba|window)"):
             read_model(tmp_path)
+    pattern = [{n: x for n, x in mixer.items() if n != "rope_scaling"} for mixer in written["pattern"]]
+    (tmp_path / "config.json").write_text(json.dumps({**written, "pattern": pattern}))
+    assert read_model(tmp_path)[1] == HYBRID  # of a version before that option
     for pattern in ([], "kda", ["kda"]):
         (tmp_path / "config.json").write_text(json.dumps({**written, "pattern": pattern}))
         with pytest.raises(ValueError, match=r"config.json: pattern = .* give a list"):

@@ -9,10 +9,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from titan_linear.config import load_config
+from titan_linear.config.reading import toml_value
 from titan_linear.models.adapters import config_from_hf, config_to_hf, placements
 from titan_linear.models.config import ModelConfig, MoEConfig
 from titan_linear.models.init import count_parameters
 from titan_linear.models.presets import MODELS, OWN, flavors, preset, resized
+from titan_linear.models.rope import RopeScaling
 from titan_linear.run.build import FAMILY_OF, model_without_tokenizer
 from titan_linear.storage.hf_io import find_family
 
@@ -209,6 +211,10 @@ def test_keys_change_sizes_pattern_and_options() -> None:
     assert attention == replace(old.pattern[-1], heads=4, kv_heads=2, rope_theta=1e4)
     assert new == replace(old, dim=256, num_layers=6, hidden_dim=512, pattern=(kda, attention))
     assert resized_by([]) == preset("hybrid", "debug")
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    for keys in ([f"--model.attention.rope_scaling={toml_value(yarn)}"], ["--model.attention.rope_scaling="]):
+        expected = RopeScaling(**yarn) if "yarn" in keys[0] else None
+        assert resized_by(keys).pattern[2] == replace(preset("hybrid", "debug").pattern[2], rope_scaling=expected)
     assert resized_by(["--model.moe={num_experts = 4, top_k = 2, hidden_dim = 8}"]).moe == MoEConfig(4, 2, 8)
 
 
@@ -217,6 +223,9 @@ def test_options_apply_to_each_layer_of_their_kind() -> None:
     model = replace(preset("kda", "debug"), pattern=(kda, replace(kda, lower_bound=None)))
     keys = load_config(["--model.kda.conv_size=3"]).model.model_dump()
     assert resized(model, keys).pattern == (replace(kda, conv_size=3), replace(kda, conv_size=3, lower_bound=None))
+
+
+YARN = "factor = 2.0, original_max_position_embeddings = 64"
 
 
 @pytest.mark.parametrize(
@@ -230,6 +239,25 @@ def test_options_apply_to_each_layer_of_their_kind() -> None:
         (
             ['--model.pattern=["mamba"]'],
             r"\['mamba'\] has 'mamba'; use kda, gdn, .*, mla, mlp, moe",
+        ),
+        (
+            ["--model.attention.rope_scaling={factor = 2.0}"],
+            r"model.attention.rope_scaling lacks rope_type, which this model.flavor does not have; give",
+        ),
+        (["--model.attention.rope_scaling={beta = 2.0}"], r"rope_scaling.beta is not a key; .* has rope_type, factor,"),
+        (["--model.attention.rope_scaling=yarn"], r"attention rope_scaling = 'yarn', which must be RopeScaling | None"),
+        *(
+            ([f"--model.attention={{rope_theta = {theta}, rope_scaling = {{rope_type = '{kind}', {rest}}}}}"], words)
+            for theta, kind, rest, words in (
+                ("''", "linear", "factor = 2.0", r"attention rope_theta = None, which rope_scaling needs above 1"),
+                (1.0, "linear", "factor = 2.0", r"attention rope_theta = 1.0, which rope_scaling needs above 1"),
+                (1e4, "linear", "factor = 0.5", r"rope_scaling factor = 0.5, which is too small"),
+                (1e4, "linear", "factor = 2.0, truncate = false", r"truncate, which 'linear' does not use"),
+                (1e4, "llama3", "factor = 2.0", r"'llama3' without original_max_position_embeddings"),
+                (1e4, "yarn", f"{YARN}, beta_slow = 0.0", r"rope_scaling beta_slow = 0.0, which is too small"),
+                (1e4, "yarn", f"{YARN}, beta_slow = 40.0", r"beta_slow = 40.0, which must be below beta_fast = 32.0"),
+                (1e4, "yarn", f"{YARN}, truncate = 1", r"rope_scaling truncate = 1, which must be bool"),
+            )
         ),
         (['--model.pattern=["mla"]'], r"model.mla lacks heads, kv_rank, .*, which this model.flavor does not have"),
         (["--model.mla.heads=3"], r"model.mla is not used: model.pattern = \['kda', 'gdn', 'attention'\] has no 'mla'"),

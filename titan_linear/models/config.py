@@ -7,7 +7,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch import nn
 from titan_linear.models.cases import Draws, OpCase
 from titan_linear.models.mlps import Dense, MLPOptions, MoEConfig
 from titan_linear.models.mlps.dense import DenseActivation
+from titan_linear.models.rope import Rotary
 from titan_linear.ops.layout.boundaries import CHUNK
 
 
@@ -77,8 +78,8 @@ class MixerOptions(ABC):
         return 0
 
     @property
-    def rotary(self) -> tuple[float, int] | None:
-        """(theta, rotated channels of each head); None: no positions."""
+    def rotary(self) -> Rotary | None:
+        """How each head is rotated; None: no positions."""
         return None
 
     @property
@@ -201,7 +202,8 @@ def mistake(model: ModelConfig) -> str | None:
     """What no model can have, worded for a message: a value that is not of its option's type or is too small, or values
     that contradict each other; None if there is nothing."""
     mixers = [mixer for mixer in model.pattern if isinstance(mixer, MixerOptions)]
-    parts = (*([] if model.moe is None else [model.moe]), *mixers)
+    scalings = [m.rope_scaling for m in mixers if is_dataclass(getattr(m, "rope_scaling", None))]
+    parts = (*([] if model.moe is None else [model.moe]), *mixers, *scalings)
     for part in (model, *parts):
         hints, owner = get_type_hints(type(part)), getattr(part, "name", "the model's")
         for name, value in vars(part).items():
@@ -242,7 +244,9 @@ def _least(name: str, hint: Any) -> float:
     """The least value of a size, of a divisor, of any other number."""
     if hint is int:
         return 0 if name in OR_NONE else 1
-    return sys.float_info.min if name.endswith(("eps", "theta")) else -math.inf if name == "lower_bound" else 0
+    if name.endswith(("eps", "theta", "beta_slow")):
+        return sys.float_info.min
+    return {"lower_bound": -math.inf, "factor": 1}.get(name, 0)
 
 
 def differences(ours: ModelConfig, theirs: ModelConfig) -> dict[str, tuple[object, object]]:
@@ -271,8 +275,10 @@ def fingerprint(model: ModelConfig) -> str:
 def _chosen(options: object, values: Mapping[str, object]) -> dict[str, object]:
     """The values that are not defaults, numbers as floats: JSON may have 1 for 1.0."""
     defaults = {field.name: field.default for field in fields(options)}
-    numbers = {name: float(x) if type(x) in (int, float) else x for name, x in values.items() if x != defaults[name]}
-    return dict(sorted(numbers.items()))
+    chosen = {name: x for name, x in values.items() if x != defaults[name]}
+    numbers = {name: float(x) if type(x) in (int, float) else x for name, x in chosen.items()}
+    parts = {name: _chosen(x, vars(x)) for name, x in chosen.items() if is_dataclass(x)}
+    return dict(sorted((numbers | parts).items()))
 
 
 def _without_mixers(model: ModelConfig) -> dict[str, object]:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_linear.models.draws import ones, zeros
+from titan_linear.models.rope import Rotary, inverse_frequencies
 from titan_linear.ops import causal_conv1d
 from titan_linear.ops.float8 import Product
 from titan_linear.ops.runtime.support import Choice
@@ -174,15 +175,14 @@ def token_shift(
     return before - x
 
 
-def angles(position_ids: Tensor, theta: float, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [.., T, dim / 2] in `dtype` of the rotary embedding of `dim` channels at position_ids [.., T] int64.
+def angles(position_ids: Tensor, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [.., T, dim / 2] in `dtype` of a rotary embedding at position_ids [.., T] int64.
 
     Angles are computed in float64: in float32 the angle at position one million is off by 0.03 rad.
     """
-    half = dim // 2
-    inverse = theta ** -(torch.arange(half, device=position_ids.device, dtype=torch.float64) / half)
-    angle = position_ids.double().unsqueeze(-1) * inverse
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+    frequencies, factor = inverse_frequencies(*rotary, position_ids.device)
+    angle = position_ids.double().unsqueeze(-1) * frequencies
+    return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from titan_linear.models.layers import angles
+from titan_linear.models.rope import Rotary
 from titan_linear.ops import CPContext
 from titan_linear.ops.layout.boundaries import to_device
-
-Rotary = tuple[float, int]  # theta, rotated channels per head
 
 
 class BatchPlan:
@@ -53,7 +52,7 @@ class BatchPlan:
     def angles(self, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin [.., T, half] in `dtype`, computed when the first layer asks for them."""
         if (rotary, dtype) not in self._angles:
-            self._angles[rotary, dtype] = angles(self.position_ids, *rotary, dtype=dtype)
+            self._angles[rotary, dtype] = angles(self.position_ids, rotary, dtype)
         return self._angles[rotary, dtype]
 
     def prepare(self, rotaries: Iterable[Rotary], dtype: torch.dtype) -> None:

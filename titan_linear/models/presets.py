@@ -12,8 +12,9 @@ from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig, mis
 from titan_linear.models.families import PUBLISHED
 from titan_linear.models.mixers import GDN, KDA, MIXERS, Attention
 from titan_linear.models.mlps import Dense
+from titan_linear.models.rope import RopeScaling
 
-Options = TypeVar("Options", MixerOptions, MoEConfig)
+Options = TypeVar("Options", MixerOptions, MoEConfig, RopeScaling)
 ALONE = (Dense.name, MoEConfig.name)  # entries of a pattern that are no mixers
 
 
@@ -110,6 +111,8 @@ def _with_options(kind: type[Options], base: Options | None, given: Mapping[str,
         if name not in known:
             raise ValueError(f"{where}.{name} is not a key; {where} has {', '.join(known)}")
     options = {name: None if value == "" else value for name, value in given.items()}
+    if isinstance(rope := options.get("rope_scaling"), dict):
+        options["rope_scaling"] = _with_options(RopeScaling, None, rope, f"{where}.rope_scaling")
     lacking = [name for name, field in known.items() if field.default is MISSING and name not in options]
     if base is None and lacking:
         raise ValueError(f"{where} lacks {', '.join(lacking)}, which this model.flavor does not have; give them")
@@ -127,7 +130,8 @@ def flavors() -> str:
             row = f"{name:<14}{flavor:<20}{config.num_layers:>6}{config.dim:>7}{config.vocab_size:>12}"
             lines.append(f"{row}  {shown}{experts}")
     lines += ["", "Options, by table of [model], and defaults where the flavor has no such layers:"]
-    lines += [f"  model.{name}: {_options(kind)}" for name, kind in {**MIXERS, "moe": MoEConfig}.items()]
+    kinds = {**MIXERS, "moe": MoEConfig, "attention.rope_scaling": RopeScaling}
+    lines += [f"  model.{name}: {_options(kind)}" for name, kind in kinds.items()]
     return "\n".join(lines)
 
 

@@ -13,6 +13,7 @@ from titan_linear.models.draws import generator
 from titan_linear.models.float8 import SMALLEST
 from titan_linear.models.layers import rotate
 from titan_linear.models.plan import BatchPlan
+from titan_linear.models.rope import inverse_frequencies
 from titan_linear.ops.cross_entropy import IGNORE, chunked_cross_entropy
 from titan_linear.ops.float8 import emulated_linear, float8_linear
 from titan_linear.ops.runtime.support import short
@@ -62,15 +63,18 @@ def float8(subject: Subject) -> Findings:
 
 
 def positions(subject: Subject) -> Findings:
-    """Rotary embeddings equal complex numbers turned by position · theta^(−i / half) (RoFormer, eq. 34)."""
+    """Rotary embeddings equal complex numbers turned by position · theta^(−i / half) (RoFormer, eq. 34), unless the
+    frequencies are scaled."""
     for mixer in subject.model.mixers:
         if mixer.rotary is not None:
-            theta, dim = mixer.rotary
+            theta, dim, scaling = mixer.rotary
             at = torch.tensor([0, 1, 2, 1000, subject.run.training.seq_len - 1], device=subject.device)
             rng = generator(subject.config.debug.seed, "proof", "positions")
             x = torch.randn(1, len(at), 2, dim, generator=rng).double().to(subject.device)
             got = rotate(x, *BatchPlan(at).angles(mixer.rotary, torch.float64))
-            angle = at[:, None].double() * theta ** -(torch.arange(0, dim, 2, device=at.device).double() / dim)
-            turned = torch.view_as_complex(torch.stack(x.chunk(2, -1), -1)) * torch.exp(1j * angle)[:, None]
+            unscaled = theta ** -(torch.arange(0, dim, 2, device=at.device).double() / dim), 1.0
+            frequencies, factor = inverse_frequencies(*mixer.rotary, at.device) if scaling else unscaled
+            turn = factor * torch.exp(1j * at[:, None].double() * frequencies)
+            turned = torch.view_as_complex(torch.stack(x.chunk(2, -1), -1)) * turn[:, None]
             error = off(got, torch.cat([turned.real, turned.imag], -1))
             yield Finding("implementation, float64", f"positions, {mixer.name}, against the definition", error, DELTA)

@@ -40,7 +40,7 @@ from titan_linear.run.build import (
 )
 from titan_linear.step.optimizer import learning_rate
 from titan_linear.storage.hf_io import CONFIG as HF_CONFIG
-from titan_linear.storage.hf_io import check_folder
+from titan_linear.storage.hf_io import POSITIONS, check_folder
 from titan_linear.storage.rundir import check_folders, checkpoint_folder, finished_without_checkpoint
 from titan_linear.storage.step_folders import (
     REWOUND,
@@ -125,7 +125,8 @@ def _check_hugging_face(config: Config, model: ModelConfig, tokenizer: Tokenizer
         key = "last_save_in_hf = true" if c.last_save_in_hf else f"export_interval = {c.export_interval}"
         under_key(f"checkpoint.{key}", export_family, config, model, tokenizer)
     if hf_weights(config) and (exports or find_step(checkpoint_folder(config), c.load_step) is None):
-        under_key("checkpoint.initial_load_in_hf", check_folder, Path(hf_weights(config)), model)
+        free = POSITIONS if config.model.flavor == "hf" else ()
+        under_key("checkpoint.initial_load_in_hf", check_folder, Path(hf_weights(config)), model, free)
 
 
 def _check_checkpoint(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> Progress | None:

@@ -4,7 +4,7 @@
     model-00001-of-00003.safetensors ...
     model.safetensors.index.json     tensor -> file; a single file is model.safetensors, without an index
     tokenizer.json, ...              the tokenizer (data/corpus/tokenizer.py)
-    modeling_titan_linear.py         the model, where transformers does not have it (models/families/remote.py)
+    modeling_titan_linear.py, rope.py  the model, where transformers does not have it (models/families/remote.py)
 
 `models/adapters.py` says which rows of which tensors on disk are which rows of our parameters; this module moves the
 bytes. A folder is checked as a whole from its headers (`open_folder`, `check_folder`) before any tensor is read. Pickle
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from titan_linear.models.adapters import Placement, config_from_hf, config_to_hf, ignored, placements
 from titan_linear.models.config import ModelConfig, differences
 from titan_linear.models.families import FAMILIES
-from titan_linear.models.families.remote import MODELING
+from titan_linear.models.families.remote import MODELING, ROPE
 from titan_linear.models.init import runs
 from titan_linear.ops.runtime.support import short
 from titan_linear.storage.checkpoint import SaveFailed
@@ -47,6 +47,7 @@ TOKENIZER = "tokenizer.json"
 Files = Mapping[str, bytes]  # by name
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
+POSITIONS = ("attention.rope_theta", "attention.rope_scaling")  # options that no tensor depends on
 LISTED = 5  # problems of a folder that a message names
 BLOCK = 64 << 20  # bytes moved at a time
 SHARD = 5 * 10**9  # bytes per file
@@ -124,14 +125,16 @@ def open_folder(path: Path) -> Folder:
     return Folder(path, config, tensors | {name: headers[file][name] for name, file in where.items()})
 
 
-def check_folder(path: Path, model: ModelConfig) -> tuple[Folder, list[Placement]]:
+def check_folder(path: Path, model: ModelConfig, free: Collection[str] = ()) -> tuple[Folder, list[Placement]]:
     """Open a folder and locate each parameter in it; refuse one that does not hold exactly the tensors of `model`.
+
+    free: options in which the folder's model may differ.
 
     Raises:
         ValueError: naming file and tensor.
     """
     family, theirs = read_model(path)
-    if found := differences(theirs, model):
+    if found := {option: pair for option, pair in differences(theirs, model).items() if option not in free}:
         differing = ", ".join(f"{option} = {a!r} (this run: {b!r})" for option, (a, b) in found.items())
         raise ValueError(
             f"'{Path(path) / CONFIG}' is another model: {differing}; use model.flavor = 'hf', or this model's folder"
@@ -380,8 +383,9 @@ def write_folder(
         family: the architecture (models/families/); with `like`, that of `like`.
         get: name -> the whole parameter; see `gather`.
         dtype: of every tensor; None: each has the dtype of the tensor of its name in `like`.
-        like: a folder of the same model from which to take the names, config.json and the tensors of no concern to us
-            (vision, multi-token prediction); by default names and config.json are those that `transformers` writes.
+        like: a folder of the same model, but for positions, from which to take the names, config.json and the tensors
+            of no concern to us (vision, multi-token prediction); by default names and config.json are those that
+            `transformers` writes.
         tokenizer: its files.
         extra: further keys of config.json, which also replace those of `like`.
 
@@ -390,7 +394,7 @@ def write_folder(
         SaveFailed: on every rank, if the folder could not be written or another process is writing it.
     """
     path, temporary = Path(path), beside(path, "tmp")
-    source, found = (None, placements(model, family)) if like is None else check_folder(like, model)
+    source, found = (None, placements(model, family)) if like is None else check_folder(like, model, POSITIONS)
     # Those that are no part of the language model, except a stale copy of the embedding.
     others = sorted(ignored(model, family, source.shapes) - {HEAD}) if source else []
     copied = [source.tensors[name] for name in others]
@@ -452,14 +456,28 @@ def _config_json(
     if dtype is not None:
         for table in tables:
             table.pop("torch_dtype", None)  # the older name
+    _, theirs = config_from_hf(source.config)
+    if differences(theirs, model):
+        _change(tables[-1], config_to_hf(family, theirs), config_to_hf(family, model))
     return config
+
+
+def _change(config: dict[str, Any], before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Have a config.json say `now` where it differs from `before`. What else a key's table says is kept."""
+    for key, value in now.items():
+        if value != before.get(key):
+            old = (config.get(key) if isinstance(value, dict) else None) or {}
+            known = before.get(key) or ()
+            kept = {name: x for name, x in old.items() if name not in known and not isinstance(x, dict)}
+            config[key] = kept | value if kept else value
+    config.pop("rope_scaling", None)  # the older name of rope_parameters
 
 
 def _code(config: Mapping[str, Any], like: Path | None) -> dict[str, bytes]:
     """The Python files that config.json's `auto_map` needs: ours, or those of `like`, without looking into them."""
     named = {str(name).rpartition("--")[2].partition(".")[0] + ".py" for name in config.get("auto_map", {}).values()}
     if like is None or MODELING.name in named:
-        return {MODELING.name: MODELING.read_bytes()} if MODELING.name in named else {}
+        return {file.name: file.read_bytes() for file in (MODELING, ROPE)} if MODELING.name in named else {}
     return {file.name: file.read_bytes() for file in Path(like).glob("*.py")} if named else {}
 
 

@@ -15,6 +15,7 @@ from titan_linear.models.families.layout import (
     mamba2,
     options_of,
     renamed,
+    rope_to_hf,
     same,
     time_step_limit,
     time_step_limit_to_hf,
@@ -90,14 +91,14 @@ def _mamba2_from_hf(key: Keys) -> Mamba2:
 
 
 def _attention_from_hf(key: Keys) -> Attention:
-    heads, (theta, _) = key("num_attention_heads"), key.rope(10000.0, 1.0)
+    heads, positions = key("num_attention_heads"), key("position_embedding_type", None) == "rope"
     head_dim, scale = key("hidden_size") // heads, float(key("attention_multiplier", 1.0))
     return Attention(
         heads=heads,
         kv_heads=key("num_key_value_heads", None) or heads,
         head_dim=head_dim,
-        rope_theta=float(theta) if key("position_embedding_type", None) == "rope" else None,
         scale=None if scale == head_dim**-0.5 else scale,
+        **(key.rope(10000.0) if positions else dict(rope_theta=None)),
     )
 
 
@@ -143,10 +144,7 @@ def _to_hf(config: ModelConfig) -> Json:
             attention_multiplier=attention.head_dim**-0.5 if attention.scale is None else attention.scale,
         )
         if attention.rope_theta is not None:
-            written |= dict(
-                position_embedding_type="rope",
-                rope_parameters=dict(rope_type="default", rope_theta=attention.rope_theta),
-            )
+            written |= dict(position_embedding_type="rope", **rope_to_hf(attention))
     return written
 
 

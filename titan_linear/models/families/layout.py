@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from titan_linear.models.config import MixerOptions, ModelConfig, mistake
+from titan_linear.models.mixers import Attention
+from titan_linear.models.rope import USES, RopeScaling
 
 
 @dataclass(frozen=True)
@@ -157,18 +159,25 @@ class Keys:
         if (value := self.config.get(key, known[0])) not in known:
             raise ValueError(f"config.json: {key} = {value!r}; only {' or '.join(map(repr, known))} is known")
 
-    def rope(self, theta: float | None, fraction: float) -> tuple[float | None, float]:
-        """(theta, fraction of the head that is rotated); the arguments are defaults. These options have had two names;
-        the older one takes precedence, as in transformers. They may be given by type of layer."""
+    def rope(self, theta: float | None, fraction: float | None = None) -> Json:
+        """Attention's options of positions; the arguments are defaults, no fraction: heads are rotated as a whole.
+        These keys have had two names; the older one takes precedence, as in transformers. They may be given by type
+        of layer."""
         rope = self("rope_scaling", None) or self("rope_parameters", None) or {}
         rope = rope.get("full_attention", rope)
         if by_type := [name for name, value in rope.items() if isinstance(value, dict)]:
             raise ValueError(f"config.json: rope_parameters has {by_type}, and no 'full_attention'; set that")
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind not in ("default", None):
-            raise ValueError(f"config.json: rope_type = {kind!r}; only 'default' is known")
-        theta = rope.get("rope_theta", self("rope_theta", theta))
-        return theta, rope.get("partial_rotary_factor", self("partial_rotary_factor", fraction))
+        read = {"rope_theta": rope.get("rope_theta", self("rope_theta", theta))}
+        if fraction is not None:
+            read["rotary_fraction"] = rope.get("partial_rotary_factor", self("partial_rotary_factor", fraction))
+        kind = rope.get("rope_type", rope.get("type")) or "default"
+        if kind != "default":
+            longest = self("max_position_embeddings", None)
+            given = {"original_max_position_embeddings": longest, **rope, "rope_type": kind}
+            used = {name: given.get(name) for name in USES.get(kind, USES["linear"])}
+            scaling = {name: x for name, x in used.items() if x is not None}
+            read["rope_scaling"] = RopeScaling(**{"factor": None, **scaling})
+        return read
 
     def pattern(
         self, full: Callable[[], MixerOptions], linear: Callable[[], MixerOptions], default: list[str]
@@ -206,6 +215,16 @@ def layer_types(config: ModelConfig) -> list[str]:
 def options_of(config: ModelConfig, kind: type[Options]) -> Options | None:
     """The options of the model's first layer of a kind; None: it has none. A family's layers of one kind are alike."""
     return next((mixer for mixer in config.mixers if isinstance(mixer, kind)), None)
+
+
+def rope_to_hf(attention: Attention) -> Json:
+    """`rope_parameters`, and the context of YaRN."""
+    positions = dict(rope_theta=attention.rope_theta, partial_rotary_factor=attention.rotary_fraction)
+    if (rope := attention.rope_scaling) is None:
+        return dict(rope_parameters=dict(rope_type="default", **positions))
+    used = {name: x for name in USES[rope.rope_type] if (x := getattr(rope, name)) is not None}
+    reached = rope.factor * rope.original_max_position_embeddings if rope.rope_type == "yarn" else None
+    return dict(rope_parameters=used | positions, **({"max_position_embeddings": round(reached)} if reached else {}))
 
 
 def time_step_limit(key: Keys) -> tuple[float, float]:

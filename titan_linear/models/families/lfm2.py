@@ -12,6 +12,7 @@ from titan_linear.models.families.layout import (
     fused,
     options_of,
     renamed,
+    rope_to_hf,
     same,
     shortest,
 )
@@ -61,13 +62,13 @@ def _from_hf(config: Json) -> ModelConfig:
 
 
 def _attention_from_hf(key: Keys) -> Attention:
-    heads, (theta, _) = key("num_attention_heads"), key.rope(1e6, 1.0)
+    heads = key("num_attention_heads")
     return Attention(
         heads=heads,
         kv_heads=key("num_key_value_heads"),
         head_dim=key("hidden_size") // heads,
         qk_norm="head",
-        rope_theta=float(theta),
+        **key.rope(1e6),
     )
 
 
@@ -96,7 +97,7 @@ def _to_hf(config: ModelConfig) -> Json:
         written |= dict(
             num_attention_heads=attention.heads,
             num_key_value_heads=attention.kv_heads,
-            rope_parameters=dict(rope_type="default", rope_theta=attention.rope_theta),
+            **rope_to_hf(attention),
         )
     return written
 

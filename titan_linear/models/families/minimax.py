@@ -16,6 +16,7 @@ from titan_linear.models.families.layout import (
     fused,
     options_of,
     renamed,
+    rope_to_hf,
     same,
 )
 from titan_linear.models.mixers import Attention, Lightning
@@ -79,13 +80,11 @@ def _lightning_from_hf(key: Keys) -> Lightning:
 
 
 def _attention_from_hf(key: Keys) -> Attention:
-    theta, fraction = key.rope(1e6, key("rotary_dim", _head_dim(key)) / _head_dim(key))
     return Attention(
         heads=key("num_attention_heads"),
         kv_heads=key("num_key_value_heads"),
         head_dim=_head_dim(key),
-        rope_theta=float(theta),
-        rotary_fraction=float(fraction),
+        **key.rope(1e6, key("rotary_dim", _head_dim(key)) / _head_dim(key)),
     )
 
 
@@ -108,11 +107,7 @@ def _to_hf(config: ModelConfig) -> Json:
             num_key_value_heads=attention.kv_heads,
             head_dim=attention.head_dim,
             rotary_dim=int(attention.head_dim * attention.rotary_fraction),
-            rope_parameters=dict(
-                rope_type="default",
-                rope_theta=attention.rope_theta,
-                partial_rotary_factor=attention.rotary_fraction,
-            ),
+            **rope_to_hf(attention),
         )
     return written
 

@@ -19,6 +19,7 @@ from titan_linear.models.families.layout import (
     convolutions,
     gates,
     options_of,
+    rope_to_hf,
     same,
 )
 from titan_linear.models.mixers import GDN, Attention
@@ -75,15 +76,15 @@ def _gdn_from_hf(key: Keys) -> GDN:
 
 
 def _attention_from_hf(key: Keys) -> Attention:
-    heads, (theta, _) = key("num_attention_heads"), key.rope(math.nan, 1.0)
-    if theta is not None and math.isnan(theta):  # transformers and vLLM read this differently
+    heads, rope = key("num_attention_heads"), key.rope(math.nan)
+    if rope["rope_theta"] is not None and math.isnan(rope["rope_theta"]):  # transformers and vLLM read this differently
         raise ValueError("config.json: rope_parameters has no 'rope_theta'; set it: null for a model without positions")
     return Attention(
         heads=heads,
         kv_heads=key("num_key_value_heads", None) or heads,
         head_dim=key("hidden_size") // heads,
         qk_norm="width",
-        rope_theta=theta,
+        **rope,
     )
 
 
@@ -93,7 +94,7 @@ def _to_hf(config: ModelConfig) -> Json:
         written |= dict(
             num_attention_heads=attention.heads,
             num_key_value_heads=attention.kv_heads,
-            rope_parameters=dict(rope_type="default", rope_theta=attention.rope_theta),
+            **rope_to_hf(attention),
         )
     if gdn := options_of(config, GDN):
         written |= {theirs: getattr(gdn, ours) for ours, theirs in GDN_SIZES.items()}

@@ -22,6 +22,7 @@ from titan_linear.models.families.layout import (
     gates,
     options_of,
     renamed,
+    rope_to_hf,
     same,
     swiglu,
 )
@@ -80,15 +81,13 @@ def _from_hf(config: Json, model_type: str) -> ModelConfig:
 
 
 def _attention_from_hf(key: Keys) -> Attention:
-    theta, fraction = key.rope(10000.0, 0.25)
     return Attention(
         heads=key("num_attention_heads"),
         kv_heads=key("num_key_value_heads"),
         head_dim=key("head_dim"),
         qk_norm="head",
-        rope_theta=theta,
-        rotary_fraction=fraction,
         output_gate=True,
+        **key.rope(10000.0, 0.25),
     )
 
 
@@ -119,9 +118,7 @@ def _to_hf(config: ModelConfig, model_type: str) -> Json:
             num_attention_heads=attention.heads,
             num_key_value_heads=attention.kv_heads,
             head_dim=attention.head_dim,
-            rope_parameters=dict(
-                rope_type="default", rope_theta=attention.rope_theta, partial_rotary_factor=attention.rotary_fraction
-            ),
+            **rope_to_hf(attention),
         )
     if gdn := options_of(config, GDN):
         written |= {theirs: getattr(gdn, ours) for ours, theirs in GDN_SIZES.items()}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.models.families.layout import Json, Keys
 from titan_linear.models.mixers import MIXERS
+from titan_linear.models.rope import RopeScaling
 
-MODELING = Path(__file__).with_name("modeling_titan_linear.py")
+MODELING = Path(__file__).parents[1] / "modeling_titan_linear.py"
+ROPE = MODELING.with_name("rope.py")  # which it imports
 
 
 def remote_code(config: ModelConfig, name: str) -> Json:
@@ -24,7 +26,7 @@ def remote_code(config: ModelConfig, name: str) -> Json:
         norm_eps=config.norm_eps,
         zero_centred_norm=config.zero_centred_norm,
         post_norm=list(config.post_norm),
-        pattern=[{"kind": m.name, **vars(m)} for m in config.pattern],
+        pattern=[{"kind": m.name, **asdict(m)} for m in config.pattern],
         tie_word_embeddings=config.tie_embeddings,
         initializer_range=config.init_std,
     )
@@ -55,8 +57,11 @@ def _mixer(options: Json) -> MixerOptions:
     if kind is None:
         raise ValueError(f"config.json: pattern has an unknown kind, {options.get('kind')!r}; export the model again")
     names = {"kind", *(f.name for f in fields(kind))}
-    if options.keys() != names:
-        wrong = {"lacks": sorted(names - options.keys()), "has unknown": sorted(options.keys() - names)}
+    needed = {f.name for f in fields(kind) if f.default is MISSING}  # later versions add options, with defaults
+    if not needed <= options.keys() <= names:
+        wrong = {"lacks": sorted(needed - options.keys()), "has unknown": sorted(options.keys() - names)}
         said = " and ".join(f"{verb} {keys}" for verb, keys in wrong.items() if keys)
         raise ValueError(f"config.json: pattern {said}; export the model again")
+    if rope := options.get("rope_scaling"):
+        options = {**options, "rope_scaling": RopeScaling(**rope)}
     return kind(**{name: value for name, value in options.items() if name != "kind"})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -13,6 +13,7 @@ from titan_linear.models.cases import Draws, OpCase, attention_case
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
 from titan_linear.models.layers import RMSNorm, attention_entropy, rotate, widened
 from titan_linear.models.plan import BatchPlan, Window
+from titan_linear.models.rope import RopeScaling, Rotary
 from titan_linear.ops import attention
 from titan_linear.ops.exchange.ulysses import key_head_copies
 
@@ -25,6 +26,7 @@ class Attention(MixerOptions):
     qk_norm: Literal["head", "width"] | None = None  # "head": over each head; "width": over all heads together
     rope_theta: float | None = 10000.0  # None: no positions
     rotary_fraction: float = 1.0  # share of head_dim that is rotated: its first channels
+    rope_scaling: RopeScaling | None = None
     output_gate: bool = False
     scale: float | None = None  # of the scores; None: head_dim^−½
 
@@ -36,13 +38,18 @@ class Attention(MixerOptions):
         return {"attention": {"D": self.head_dim, "Dv": self.head_dim}}
 
     @property
-    def rotary(self) -> tuple[float, int] | None:
-        return None if self.rope_theta is None else (self.rope_theta, int(self.head_dim * self.rotary_fraction))
+    def rotary(self) -> Rotary | None:
+        if self.rope_theta is None:
+            return None
+        scaling = asdict(self.rope_scaling) if self.rope_scaling else {}
+        return self.rope_theta, int(self.head_dim * self.rotary_fraction), tuple(scaling.items())
 
     @property
     def contradiction(self) -> str | None:
         if self.heads % self.kv_heads:
             return f"{self.name} heads = {self.heads}, which must be a multiple of kv_heads = {self.kv_heads}"
+        if self.rope_scaling and (self.rope_theta or 0) <= 1:
+            return f"{self.name} rope_theta = {self.rope_theta}, which rope_scaling needs above 1"
         return None
 
     def flops(self, dim: int, documents: Documents) -> int:

@@ -1,6 +1,6 @@
 """Kimi Delta Attention, Gated DeltaNet and softmax attention in any order, for `transformers`.
 
-This file lies beside the weights that it reads and needs nothing but PyTorch and transformers:
+This file and rope.py lie beside the weights that it reads and need nothing but PyTorch and transformers:
 
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
@@ -17,6 +17,8 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from .rope import inverse_frequencies
 
 CHUNK = 32  # tokens whose interactions are computed as matrices; between chunks a state is carried
 L2_EPS = 1e-6
@@ -197,8 +199,10 @@ class Attention(nn.Module):
     def __init__(self, config, options):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = options["heads"], options["kv_heads"], options["head_dim"]
-        self.theta, self.rotated = options["rope_theta"], int(self.head_dim * options["rotary_fraction"])
-        self.qk_norm, self.scale, dim = options["qk_norm"], options["scale"], config.hidden_size
+        scaling = options.get("rope_scaling") or {}
+        rotated = int(self.head_dim * options["rotary_fraction"])
+        self.rotary = options["rope_theta"], rotated, tuple(scaling.items())
+        self.qk_norm, self.scale, dim = options["qk_norm"], options.get("scale"), config.hidden_size
         self.q_proj = nn.Linear(dim, self.heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(dim, self.kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(dim, self.kv_heads * self.head_dim, bias=False)
@@ -217,8 +221,8 @@ class Attention(nn.Module):
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
-        if self.theta is not None:
-            cos, sin = tokens.angles(self.theta, self.rotated, q.dtype)
+        if self.rotary[0] is not None:
+            cos, sin = tokens.angles(self.rotary, q.dtype)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             k, v = (torch.cat([cache[n], y], 2) if n in cache else y for n, y in (("k", k), ("v", v)))
@@ -248,15 +252,14 @@ class Tokens:
             self.positions = (self.is_text.long().cumsum(1) - 1).clamp(min=0)[:, -length:]
         self.known = {}
 
-    def angles(self, theta, rotated, dtype):
+    def angles(self, rotary, dtype):
         """cos and sin [B or 1, 1, T, rotated / 2], from angles in float64."""
-        if (theta, rotated) not in self.known:
-            half = rotated // 2
-            inverse = theta ** -(torch.arange(half, device=self.device, dtype=torch.float64) / half)
-            angle = (self.positions.double().unsqueeze(-1) * inverse).unsqueeze(1)
+        if rotary not in self.known:
+            frequencies, factor = inverse_frequencies(*rotary, self.device)
+            angle = (self.positions.double().unsqueeze(-1) * frequencies).unsqueeze(1)
             dtype = torch.promote_types(dtype, torch.float32)
-            self.known[theta, rotated] = angle.cos().to(dtype), angle.sin().to(dtype)
-        return self.known[theta, rotated]
+            self.known[rotary] = (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
+        return self.known[rotary]
 
     def mask(self, keys):
         """[B or 1, 1, T, keys], True where a query sees a key; None: as many keys as queries, causal."""

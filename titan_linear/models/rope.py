@@ -1,0 +1,95 @@
+"""Rotary frequencies, and their scaling to contexts beyond a pretraining's, by the names of transformers.
+
+It imports nothing of this package, for modeling_titan_linear.py takes a copy along.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+Rotary = tuple[float, int, tuple[tuple[str, object], ...]]  # theta, rotated channels per head, fields of the scaling
+_LINEAR = ("rope_type", "factor")
+_RAMP = (*_LINEAR, "original_max_position_embeddings")
+_ON_SCORES = ("attention_factor", "mscale", "mscale_all_dim")
+USES = {  # of each type the fields that it reads
+    "linear": _LINEAR,
+    "llama3": (*_RAMP, "low_freq_factor", "high_freq_factor"),
+    "yarn": (*_RAMP, "beta_fast", "beta_slow", "truncate", *_ON_SCORES),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Frequencies that turn seldom in the pretraining's context are divided by a factor: all (position interpolation,
+    Chen et al. 2023), or those below some number of turns (Llama 3.1; YaRN, Peng et al. 2023, eqs. 17 to 22)."""
+
+    rope_type: Literal["linear", "llama3", "yarn"]
+    factor: float
+    original_max_position_embeddings: int | None = None  # the pretraining's context
+    low_freq_factor: float = 1.0  # turns, as below; between the two, frequencies are divided in part
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None  # on cos and sin; None: 0.1 ln factor + 1, or by mscale and mscale_all_dim
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True  # whether YaRN begins and ends at whole channels
+
+    name: ClassVar[str] = "rope_scaling"
+
+    @property
+    def contradiction(self) -> str | None:
+        """As in `MixerOptions`."""
+        used = USES[self.rope_type]
+        unused = [f.name for f in fields(self) if f.name not in used and getattr(self, f.name) != f.default]
+        if unused:
+            return f"rope_scaling {', '.join(unused)}, which {self.rope_type!r} does not use"
+        if "original_max_position_embeddings" in used and self.original_max_position_embeddings is None:
+            return f"rope_scaling {self.rope_type!r} without original_max_position_embeddings"
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            if getattr(self, low) >= getattr(self, high):
+                return f"rope_scaling {low} = {getattr(self, low)}, which must be below {high} = {getattr(self, high)}"
+        return None
+
+    def on_cos_and_sin(self) -> float:
+        """The factor by which YaRN lets scores grow, once for the query and once for the key."""
+        if self.rope_type != "yarn" or self.attention_factor is not None:
+            return 1.0 if self.attention_factor is None else self.attention_factor
+        up, down = (self.mscale, self.mscale_all_dim) if self.mscale and self.mscale_all_dim else (1.0, 0.0)
+        return (0.1 * up * math.log(self.factor) + 1) / (0.1 * down * math.log(self.factor) + 1)
+
+    def kept(self, frequencies: Tensor, theta: float) -> Tensor:
+        """The share of each frequency [half] that is not divided by the factor."""
+        half, context = len(frequencies), self.original_max_position_embeddings
+        if self.rope_type == "linear":
+            return torch.zeros_like(frequencies)
+        if self.rope_type == "llama3":
+            turns = context / (2 * math.pi) * frequencies
+            return ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+        # The channels that turn beta_fast and beta_slow times.
+        ends = (self.beta_fast, self.beta_slow)
+        first, last = (half * math.log(context / (2 * math.pi * turns)) / math.log(theta) for turns in ends)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * half - 1)
+        channels = torch.arange(half, device=frequencies.device, dtype=frequencies.dtype)
+        return 1 - ((channels - first) / (last - first or 1e-3)).clamp(0, 1)
+
+
+def inverse_frequencies(
+    theta: float, dim: int, scaling: Iterable[tuple[str, object]] = (), device: torch.device | None = None
+) -> tuple[Tensor, float]:
+    """Angles per position [dim / 2] in float64, theta^(−2i / dim) unless scaled; and the factor on cos and sin."""
+    half = dim // 2
+    frequencies = theta ** -(torch.arange(half, device=device, dtype=torch.float64) / half)
+    if not scaling:
+        return frequencies, 1.0
+    rope = RopeScaling(**dict(scaling))
+    kept = rope.kept(frequencies, theta)
+    return frequencies * (kept + (1 - kept) / rope.factor), rope.on_cos_and_sin()
