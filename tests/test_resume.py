@@ -184,7 +184,8 @@ def test_sigkill_and_restart(corpus: Path, tmp_path: Path, uninterrupted: dict[i
     os.kill(worker, signal.SIGKILL)
     said, other = finish(nodes[0]), finish(nodes[1])
     assert len(list(tmp_path.glob("cache-?/titan_linear/jsonl-*/tokens*"))) == 2  # each has tokenised for itself
-    assert "Traceback" not in said + other and "failed (exitcode: -9) local_rank: 0 " in other
+    assert "failed (exitcode: -9) local_rank: 0 " in other
+    assert not re.search("Traceback|UserWarning", said + other)
     assert before in (3, 6)  # the save before the last may be all there is when the kill meets a save
     again = [int(step) for step in re.findall(r"resuming from step (\d+)", said)]
     assert again[0] == before and again[1] in (3, 6, 9) and again[1] >= before

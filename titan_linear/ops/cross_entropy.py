@@ -128,7 +128,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 _add_product(dweight, d.T, x[rows])
         ctx.save_for_backward(dx, dweight)
         ctx.weight_dtype = weight.dtype
-        return total.view_as(total)  # else torch 2.11's compiler drops its gradient: see ops/recurrence.py
+        # Not total itself: torch 2.11's compiler drops its gradient (ops/recurrence.py). No view: FSDP2 warns of one.
+        return total.clone()
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
