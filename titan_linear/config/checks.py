@@ -72,6 +72,11 @@ def _check_activation_checkpoint(ac: ActivationCheckpoint) -> None:
             f"activation_checkpoint.selective_ac_option = {ac.selective_ac_option!r} must be 'op', or a number n above "
             "0, to compute every n-th layer again"
         )
+    if ac.selective_ac_option != "op" and ac.mode != "selective":
+        raise ValueError(
+            f"activation_checkpoint.selective_ac_option = {ac.selective_ac_option!r} has no effect with mode = "
+            f"{ac.mode!r}; set that to 'selective', or remove the option"
+        )
 
 
 def _check_float8(config: Config) -> None:
