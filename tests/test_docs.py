@@ -160,6 +160,14 @@ def starts(argv: list[str], ngpu: str, capfd: pytest.CaptureFixture) -> None:
     assert config.job.dump_folder != "outputs/debug" or "train_configs/debug.toml" in argv[1], argv
 
 
+def test_the_first_texts_are_copied(tmp_path: Path) -> None:
+    (command,) = re.findall(r"^    (mkdir .*)$", (ROOT / "docs/first_hour.md").read_text("utf-8"), re.MULTILINE)
+    done = subprocess.run(
+        ["bash", "-c", command.replace("texts", str(tmp_path))], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_without_a_configuration_only_the_demo_runs(checkout: Path) -> None:
     scripts = ["--training.steps 3", "--help model", "--job.config_file mine.toml --model.name kda"]
     assert [argv[5:] for argv in ran(checkout, "\n".join(f"./run_train.sh {script}" for script in scripts))] == [
