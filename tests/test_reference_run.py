@@ -56,7 +56,7 @@ def document_by_document(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def curve(folder: Path) -> list[float]:
-    return list(reference_run.read_curve(folder).values())
+    return [numbers["loss"] for numbers in reference_run.read_run(folder).values()]
 
 
 @pytest.mark.parametrize("name", ["kda", "gdn"])
@@ -125,8 +125,9 @@ def test_documents_as_fla_takes_them(edges: list[int], monkeypatch: pytest.Monke
 
 def write_run(folder: Path, losses: list[float]) -> Path:
     folder.mkdir()
-    lines = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses, 1)]
-    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 2, "validation_loss": 9.0}', ""]))
+    lines = [json.dumps({"step": step, "loss": loss, "mfu": step / 100}) for step, loss in enumerate(losses, 1)]
+    validations = ['{"step": 2, "validation_loss": 9.0}', '{"step": 4, "validation_loss": 8.0}']
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, *validations, ""]))
     return folder
 
 
@@ -136,9 +137,11 @@ def test_a_pair_of_curves(tmp_path: Path, capsys: pytest.CaptureFixture, monkeyp
     drawn = []
     monkeypatch.setattr(reference_run, "draw", drawn.append)
     assert reference_run.main(["draw", str(tmp_path / "out"), "--add", "kda", str(ours), str(theirs)]) == 0
-    line = "kda: mean loss of the last 50 steps: ours 2.0200, theirs 2.0000, gap 1.00%\n"
-    assert capsys.readouterr().out == line and drawn == [tmp_path / "out"]
-    assert (tmp_path / "out" / "kda.csv").read_text().splitlines()[:2] == ["step,ours,theirs", "1,9.00000,9.00000"]
+    *_, first, second, gap = capsys.readouterr().out.splitlines()
+    assert drawn == [tmp_path / "out"]
+    assert first == "| ours | 2.0200 | 8.0000 | – | 30.5% | – | – | – |"
+    assert second == "| theirs | 2.0000 | 8.0000 | – | 30.5% | – | – | – |"
+    assert gap == "kda: the mean losses of the last 50 steps differ by 1.00%"
 
 
 def test_the_picture(tmp_path: Path) -> None:

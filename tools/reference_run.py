@@ -12,8 +12,9 @@
 `fla` trains FLA's own model (kda, gdn) from our initial weights as its users do (tools/peers.py), on one GPU, and
 writes metrics.jsonl as a run does. After --minutes it saves its state and ends; the same command goes on from there.
 
-`draw` copies step and loss of two runs to FOLDER/NAME.csv, draws every such file into FOLDER/loss.svg (matplotlib: pip
-install "titan_linear[bench]"), and prints the means of each pair's last 50 steps and their gap.
+`draw` copies the numbers of two runs, step by step, to FOLDER/NAME.csv, draws every such file's losses into
+FOLDER/loss.svg (matplotlib: pip install "titan_linear[bench]"), and prints a table of the runs (the mean loss of their
+last 50 steps, the last validation, medians of the others) and the gap between each pair's losses.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ import csv
 import json
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 
 import torch
 from torch import nn
@@ -35,6 +37,7 @@ from titan_linear.data import build_tokenizer
 from titan_linear.distributed.parallelize import materialise
 from titan_linear.distributed.process import own_device, refusing, run_command
 from titan_linear.models.init import initialise
+from titan_linear.observe.flops import peak_tflops, training_flops
 from titan_linear.observe.report import clock_and_power, peak_memory_gib
 from titan_linear.run.build import export, model_config, tokenizer_path, unallocated
 from titan_linear.step.update import rate_at
@@ -44,7 +47,15 @@ from tools.peers import Loss, Peer, fla_has, fla_loss, fla_model, split_keys
 
 LAST = 50  # steps at a curve's end of which the mean is compared
 STATE = "state.pt"
-Curve = dict[int, float]  # step → loss
+NUMBERS = {  # of a step → their heading and format in the table
+    "loss": ("loss", ".4f"),
+    "validation_loss": ("validation", ".4f"),
+    "tokens_per_second": ("tokens/s", ",.0f"),
+    "mfu": ("MFU", ".1%"),
+    "memory_gib": ("memory, GiB", ".1f"),
+    "sm_clock_mhz": ("MHz", ".0f"),
+    "power_watts": ("W", ".0f"),
+}
 
 # --- The other model -------------------------------------------------------------------------------------------------
 
@@ -88,23 +99,35 @@ def train_peer(
     cut_metrics(folder, peer.step)
     with (folder / METRICS).open("a", encoding="utf-8") as file:
         while peer.step < t.steps and time.perf_counter() - begin < seconds:
-            then = time.perf_counter()
-            total, norm = peer.train_step().wait()
-            line = {
-                "step": peer.step,
-                "loss": total,
-                "grad_norm": norm,
-                "lr": rate_at(config, peer.step),
-                "tokens": peer.step * t.global_batch_size * t.seq_len,
-                "tokens_per_second": t.global_batch_size * t.seq_len / (time.perf_counter() - then),
-                "memory_gib": peak_memory_gib(),
-                **clock_and_power(device),
-            }
+            line = timed_step(peer)
             print(json.dumps(line), file=file, flush=True)
-            print(f"step {peer.step}/{t.steps}  loss {total:.4f}  grad {norm:.3g}", flush=True)
+            print(f"step {peer.step}/{t.steps}  loss {line['loss']:.4f}  grad {line['grad_norm']:.3g}", flush=True)
     torch.save(peer.state(), folder / f"{STATE}.new")
     os.replace(folder / f"{STATE}.new", folder / STATE)
     return peer.step == t.steps
+
+
+def timed_step(peer: Peer) -> dict[str, float]:
+    """Do a step; its line of metrics.jsonl."""
+    config, t = peer.config, peer.config.training
+    then = time.perf_counter()
+    loss, norm = peer.train_step().wait()
+    seconds = time.perf_counter() - then
+    documents, peer.documents = peer.documents, []
+    line = {
+        "step": peer.step,
+        "loss": loss,
+        "grad_norm": norm,
+        "lr": rate_at(config, peer.step),
+        "tokens": peer.step * t.global_batch_size * t.seq_len,
+        "tokens_per_second": t.global_batch_size * t.seq_len / seconds,
+        "memory_gib": peak_memory_gib(),
+        **clock_and_power(peer.device),
+    }
+    if peak := peak_tflops(config, peer.device):
+        model = model_config(config, build_tokenizer(tokenizer_path(config)))
+        line["mfu"] = sum(training_flops(model, each) for each in documents) / seconds / 1e12 / peak
+    return line
 
 
 def train_fla(args: argparse.Namespace, keys: list[str]) -> None:
@@ -132,34 +155,58 @@ def train_fla(args: argparse.Namespace, keys: list[str]) -> None:
 # --- Curves ----------------------------------------------------------------------------------------------------------
 
 
-def read_curve(run: Path) -> Curve:
-    """Losses of a run's folder."""
-    lines = [json.loads(line) for line in (run / METRICS).read_text(encoding="utf-8").splitlines()]
-    return {line["step"]: line["loss"] for line in lines if line.get("loss") is not None}
+def read_run(folder: Path) -> dict[int, dict[str, float]]:
+    """step → its numbers in a run's folder, those of a validation after it included."""
+    steps: dict[int, dict[str, float]] = defaultdict(dict)
+    for line in (folder / METRICS).read_text(encoding="utf-8").splitlines():
+        numbers = json.loads(line)
+        steps[numbers["step"]].update(numbers)
+    return steps
 
 
-def write_pair(path: Path, runs: list[Path]) -> None:
-    """The losses of two runs' common steps, in columns named as their folders."""
-    ours, theirs = map(read_curve, runs)
+def write_pair(path: Path, folders: list[Path]) -> None:
+    """The numbers of two runs' common steps, in columns "RUN NUMBER" named after their folders."""
+    runs = list(map(read_run, folders))
     with path.open("w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file, lineterminator="\n")
-        rows.writerow(["step", *(run.name for run in runs)])
-        rows.writerows([step, f"{ours[step]:.5f}", f"{theirs[step]:.5f}"] for step in sorted(ours.keys() & theirs))
+        rows.writerow(["step", *(f"{folder.name} {number}" for folder in folders for number in NUMBERS)])
+        for step in sorted(runs[0].keys() & runs[1]):
+            found = [run[step].get(number) for run in runs for number in NUMBERS]
+            rows.writerow([step, *("" if value is None else f"{value:.6g}" for value in found)])
 
 
-def read_pair(path: Path) -> tuple[list[str], list[list[float]]]:
-    """The columns' names, and the columns: steps and two losses."""
+def read_pair(path: Path) -> dict[str, dict[str, dict[int, float]]]:
+    """Run → number → step → value, where there is one."""
+    runs: dict[str, dict[str, dict[int, float]]] = defaultdict(dict)
     with path.open(newline="", encoding="utf-8") as file:
-        names, *rows = csv.reader(file)
-    return names, [list(map(float, column)) for column in zip(*rows, strict=True)]
+        rows = list(csv.DictReader(file))
+    for column in list(rows[0])[1:]:
+        run, number = column.rsplit(" ", 1)
+        runs[run][number] = {int(row["step"]): float(row[column]) for row in rows if row[column]}
+    return runs
+
+
+def summary(number: str, values: list[float]) -> float:
+    if number == "loss":
+        return mean(values[-LAST:])
+    return values[-1] if number == "validation_loss" else median(values)
+
+
+def table(paths: list[Path]) -> str:
+    """A row for each run of these pairs."""
+    headings = [heading for heading, _ in NUMBERS.values()]
+    rows = [["run", *headings], ["---"] * (1 + len(headings))]
+    for run, numbers in (item for path in paths for item in read_pair(path).items()):
+        found = {number: summary(number, list(values.values())) for number, values in numbers.items() if values}
+        cells = [format(found[key], form) if key in found else "–" for key, (_, form) in NUMBERS.items()]
+        rows.append([run, *cells])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def compare(path: Path) -> str:
     """A line about a pair's ends."""
-    names, (steps, *losses) = read_pair(path)
-    first, second = (mean(column[-LAST:]) for column in losses)
-    what = f"{path.stem}: mean loss of the last {min(LAST, len(steps))} steps"
-    return f"{what}: {names[1]} {first:.4f}, {names[2]} {second:.4f}, gap {abs(first / second - 1):.2%}"
+    first, second = (summary("loss", list(numbers["loss"].values())) for numbers in read_pair(path).values())
+    return f"{path.stem}: the mean losses of the last {LAST} steps differ by {abs(first / second - 1):.2%}"
 
 
 def draw(folder: Path) -> None:
@@ -169,9 +216,9 @@ def draw(folder: Path) -> None:
     paths = sorted(folder.glob("*.csv"))
     figure = Figure(figsize=(4.5 * len(paths), 3.5), layout="constrained")
     for path, axes in zip(paths, figure.subplots(1, len(paths), sharey=True, squeeze=False)[0], strict=True):
-        names, (steps, *losses) = read_pair(path)
-        for name, column, style in zip(names[1:], losses, ("-", "--"), strict=True):
-            axes.plot(steps, column, style, linewidth=1, label=name)
+        for (name, numbers), style in zip(read_pair(path).items(), ("-", "--"), strict=True):
+            losses = numbers["loss"]
+            axes.plot(list(losses), list(losses.values()), style, linewidth=1, label=name)
         axes.set(title=path.stem, xlabel="step", ylabel="loss, nats per token")
         axes.legend()
     figure.savefig(folder / "loss.svg", metadata={"Date": None})
@@ -183,7 +230,8 @@ def draw_results(args: argparse.Namespace) -> None:
         name, *runs = args.add
         write_pair(args.folder / f"{name}.csv", list(map(Path, runs)))
     draw(args.folder)
-    print("\n".join(map(compare, sorted(args.folder.glob("*.csv")))))
+    paths = sorted(args.folder.glob("*.csv"))
+    print(table(paths), *map(compare, paths), sep="\n")
 
 
 # --- The command -----------------------------------------------------------------------------------------------------
