@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from tests.worlds import World
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.mixers import Attention
 from titan_linear.models.presets import preset
@@ -13,6 +17,7 @@ from titan_linear.ops.layout.levels import FARTHER, Network, Sizes, messages, ro
 from titan_linear.planner.memory import Batch, layers
 from titan_linear.planner.timing import Clock, Machine, read_rates, shipped
 from tools import bench_cp, bench_ops, one_rank, traces
+from tools.bench_ops import Case
 
 H200 = read_rates(shipped()["H200"])
 
@@ -113,16 +118,16 @@ def test_what_ran_after_the_flush() -> None:
 
 
 def test_rows() -> None:
-    documents, layouts = ["one", "packed"], ["contiguous", "zigzag", "whole"]
-    ours = [("", "one", "alone"), *(("", d, layout) for d in documents for layout in layouts)]
-    for op in ("kda", "gdn", "conv"):
+    documents, layouts = ["one", "packed"], ["contiguous", "zigzag", "whole", "heads"]
+    for op in ("kda", "gdn", "ssd", "conv", "ring", "allgather", "ulysses"):
+        of_op = layouts if op in ("kda", "gdn", "ssd") else layouts[:3]
+        ours = [("", "one", "alone"), *(("", d, layout) for d in documents for layout in of_op)]
         rows = list(bench_cp.rows(op, documents, layouts, fla=True))
         assert [row for row in rows if not row[0]] == ours == list(bench_cp.rows(op, documents, layouts, fla=False))
         peers = {i: row for i, row in enumerate(rows) if row[0]}
-        assert list(peers.values()) == [("FLA", d, layout) for d in documents for layout in layouts[:2]]
+        found = [("FLA", d, layout) for d in documents for layout in layouts[:2]]
+        assert list(peers.values()) == (found if op in ("kda", "gdn", "conv") else [])
         assert all(rows[i - 1][1:] == row[1:] for i, row in peers.items())
-    for op in ("ring", "allgather", "ulysses"):
-        assert list(bench_cp.rows(op, documents, layouts, fla=True)) == ours
 
 
 @pytest.mark.parametrize("op", [*bench_cp.OPS, *bench_cp.METHODS])
@@ -130,9 +135,28 @@ def test_what_a_row_times(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each op takes its inputs, with the context of a rank alone, and gives one output with a gradient of all."""
     monkeypatch.setattr(bench_ops, "DEVICE", "cpu")
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
-    x = {name: t.requires_grad_() for name, t in bench_cp.make_inputs(op, 64, 2, 2).items()}
+    x = {name: t.requires_grad_() for name, t in bench_cp.make_inputs(Case(op, 64, 2, 2, 128, 128), 2).items()}
     cu = torch.tensor([0, 10, 64], dtype=torch.int32)
     y = bench_cp.ours(bench_cp.function(op), False, cu, "alone")(**x)
     assert y.shape[:2] == (1, 64)
     grads = torch.autograd.grad(y, list(x.values()), torch.ones_like(y))
     assert all(grad.isfinite().all() and grad.any() for grad in grads)
+
+
+def heads_beside_states(rank: int, world_size: int) -> list[Tensor]:
+    """What a row of each layout gives for this rank's tokens; weights are the same on all."""
+    torch.manual_seed(0)
+    bench_ops.DEVICE, cuda = "cpu", torch.Tensor.cuda
+    torch.Tensor.cuda = lambda tensor: tensor
+    try:
+        x = bench_cp.make_inputs(Case("ssd", 32, 2, 4, 16, 8), 2)
+        cu = torch.tensor([0, 10, 64], dtype=torch.int32)
+        return [bench_cp.ours(bench_cp.function("ssd"), False, cu, way)(**x) for way in ("contiguous", "heads")]
+    finally:
+        torch.Tensor.cuda = cuda
+
+
+def test_heads_are_another_way_to_the_same(worlds: Callable[[int], World]) -> None:
+    for states, heads in worlds(2).run(heads_beside_states):
+        torch.testing.assert_close(heads, states, rtol=2e-2, atol=2e-2)
+        assert states.any()

@@ -15,11 +15,13 @@ from tests.refusals import is_refused
 from titan_linear.commands import plan
 from titan_linear.config import load_config
 from titan_linear.data import build_tokenizer
+from titan_linear.models.config import ModelConfig
+from titan_linear.models.mixers import Mamba2
 from titan_linear.models.presets import preset
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.layout.levels import H200
 from titan_linear.ops.runtime.options import boundaries_of
-from titan_linear.planner.memory import Batch, boundaries, checkpointings, memory
+from titan_linear.planner.memory import Batch, boundaries, checkpointings, layers, memory
 from titan_linear.planner.timing import Clock, Machine, Offload, attended, read_rates, shipped, step
 from titan_linear.run.build import open_corpora
 from tools import bench_rates, check_plan
@@ -207,6 +209,20 @@ def test_time_of_parts() -> None:
     assert parts(on=host)["launches"] > 100 > plain["launches"]
 
 
+@pytest.mark.parametrize(("heads", "groups", "scan", "backward"), [(128, 1, 1.13, 4.50), (64, 8, 1.14, 2.80)])
+def test_time_of_mamba2_as_measured(heads: int, groups: int, scan: float, backward: float) -> None:
+    """On an H100, 32k tokens of one document, in ms."""
+    mixer = Mamba2(heads=heads, head_dim=64, state_dim=128, groups=groups)
+    model = ModelConfig(vocab_size=1024, dim=256, pattern=(mixer,), num_layers=1, hidden_dim=256)
+    batch = Batch.of(load_config(["--training.seq_len=32768"], cuda=True))
+    clock = Clock(Machine(read_rates(shipped()["H100"]), 8, 50e9, "cudnn"), batch, True)
+    (layer,) = layers(model, batch)
+    for work, convolution, ms in ((layer.forward, "conv1d", scan), (layer.backward, "conv1d_backward", backward)):
+        seconds = clock.of(mixer, work, work.calls).parts["delta rule"]
+        seconds -= clock.rates.operators[convolution][0] * 32768 * sum(mixer.widths) * 1e-9
+        assert seconds == pytest.approx(1e-3 * ms, rel=0.01)
+
+
 def test_the_number_of_layers_recomputed_follows_from_the_room() -> None:
     """Where there is room for every fourth layer recomputed, neither all layers are nor every third."""
     model = preset("kda", "340M")
@@ -341,9 +357,8 @@ def test_rates_measured_here(tmp_path: Path, capsys: pytest.CaptureFixture) -> N
     file = tmp_path / "rates.json"
     assert bench_rates.main(["--out", str(file)]) == 0
     rates = read_rates(file)
-    assert all(each > 0 for each, _ in rates.operators.values()) and {"kda_scan", "gdn_backward"} <= set(
-        rates.operators
-    )
+    assert all(each > 0 for each, _ in rates.operators.values())
+    assert {"kda_scan", "gdn_backward", "ssd_scan"} <= rates.operators.keys()
     assert bench_rates.main(["--out", str(tmp_path / "none" / "rates.json")]) == 2
     assert "there is no such folder" in capsys.readouterr().err
     argv = ["--gpus", "1", "--rates", str(file), "--training.seq_len", "256", "--training.enable_cpu_offload", "true"]

@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 4 -m tools.bench_cp --ops kda gdn --heads 64 16 --layouts contiguous zigzag
     torchrun --nproc-per-node 4 -m tools.bench_cp --ops ring allgather ulysses --tokens 32768 131072
     torchrun --nproc-per-node 4 -m tools.bench_cp --ops kda --heads 16 --tokens 131072 --layouts contiguous whole
+    torchrun --nproc-per-node 2 -m tools.bench_cp --ops ssd --heads 8/64 --dims 128x64 --layouts contiguous heads
     torchrun --nproc-per-node 4 -m tools.bench_cp --compiled                # as a run with compile.enable has them
     torchrun --nproc-per-node 4 -m tools.bench_cp --ops ulysses --heads 32 --key-heads 8 --documents web mixed
     torchrun --nproc-per-node 4 -m tools.bench_cp --peers                   # beside FLA; takes minutes
@@ -15,9 +16,11 @@ Milliseconds of the slowest rank, forward and forward + backward, in bfloat16. "
 to the last, with the host ahead, as in a training step. "host": the time that the host takes to queue the work, the
 least of all rounds, since others use the host too; if it exceeds the GPU's time, the GPU waits. "exposed": the part of
 forward + backward in which a collective runs and nothing else does, by the profiler. "alone": the op on T / W tokens of
-one document on one GPU, without context parallelism; layout "whole": likewise, on all T tokens of the documents. For
-attention, TFLOP/s per GPU on the pairs that the mask leaves. Documents: "one", "packed" (ten), "web" (log-normal
-lengths with a median of 1,000 tokens), "mixed" (a median of 4,000, with long ones among them). Heads are 128 × 128.
+one document on one GPU, without context parallelism; layout "whole": likewise, on all T tokens of the documents;
+"heads": recurrences, contiguous, with all-to-all over heads instead of KCP. For attention, TFLOP/s per GPU on the pairs
+that the mask leaves. Documents: "one", "packed" (ten), "web" (log-normal lengths with a median of 1,000 tokens),
+"mixed" (a median of 4,000, with long ones among them). --heads and --dims: as in tools.bench_ops; attention's are
+128 × 128.
 
 --peers: below our rows, those of FLA's KCP and its convolution on the same inputs, never compiled; at the first call of
 an op with a new number of heads it autotunes for minutes, and keeps what it found in Triton's cache. Its GDN runs
@@ -41,6 +44,7 @@ import argparse
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
@@ -64,13 +68,15 @@ from titan_linear.ops.layout.levels import fastest
 from titan_linear.planner.memory import Batch, layers
 from titan_linear.planner.timing import Clock, Machine, read_rates, shipped
 from tools import one_rank, traces
-from tools.bench_ops import OPS, PACKED, TAPS, Case, Inputs, fla_op, randn, timed
+from tools.bench_ops import OPS, PACKED, TAPS, Case, Inputs, fla_op, head_counts, head_dims, randn, timed
 from tools.peers import split_keys
 
 D = 128
 PROFILED = 5  # rounds
 Row = tuple[str, str, str]  # whose op ("" for ours), documents, layout
 METHODS = SOFTMAX_METHODS
+RECURRENCES = [op for op in OPS if op != "conv"]
+OF_FLA = [op for op in OPS if op != "ssd"]  # what it has context parallelism for
 LAYOUTS = ("contiguous", "zigzag")
 LENGTHS = {"web": (1000, 1.0), "mixed": (4000, 1.5)}  # documents' lengths: median, and standard deviation of the log
 SMALL = 0.05  # share of the op's time
@@ -92,15 +98,11 @@ def random_documents(kind: str, T: int, seed: int) -> np.ndarray:
     return np.concatenate([[0], ends[ends < T], [T]])
 
 
-def case_of(op: str, T: int, H: int) -> Case:
-    """The convolution has the channels of q, k and v."""
-    return Case(op, T, H, 3 * H if op == "conv" else H, D, D)
-
-
-def make_inputs(op: str, T: int, H: int, Hkv: int) -> Inputs:
-    if op not in METHODS:
-        return case_of(op, T, H).inputs()
-    return {name: randn(1, T, heads, D).bfloat16() for name, heads in zip("qkv", (H, Hkv, Hkv))}
+def make_inputs(case: Case, Hkv: int) -> Inputs:
+    """Hkv: key heads of attention. The convolution has the channels of q, k and v."""
+    if case.op in METHODS:
+        return {name: randn(1, case.T, heads, D).bfloat16() for name, heads in zip("qkv", (case.HV, Hkv, Hkv))}
+    return (replace(case, HV=3 * case.HV) if case.op == "conv" else case).inputs()
 
 
 def function(op: str, fn: Callable[..., Any] | None = None) -> Callable[..., Tensor]:
@@ -108,7 +110,7 @@ def function(op: str, fn: Callable[..., Any] | None = None) -> Callable[..., Ten
     if op in METHODS:
         return partial(attention, method=op)
     fn = fn or OPS[op]
-    options = case_of(op, 0, 1).options
+    options = Case(op, 0, 1, 1, D, D).options
     return lambda **x: fn(**x, **options)[0]
 
 
@@ -160,9 +162,10 @@ def tflops(H: int, bounds: Tensor, ranks: int, times: Sequence[float]) -> str:
 def rows(op: str, documents: Sequence[str], layouts: Sequence[str], fla: bool) -> Iterator[Row]:
     """The rows of an op; FLA's comes below ours for the same work."""
     yield "", "one", "alone"
-    for of, layout in product(documents, layouts):
+    recurrences = [layout for layout in layouts if layout != "heads" or op in RECURRENCES]
+    for of, layout in product(documents, recurrences):
         yield "", of, layout
-        if fla and op in OPS and layout in LAYOUTS:
+        if fla and op in OF_FLA and layout in LAYOUTS:
             yield "FLA", of, layout
 
 
@@ -170,6 +173,8 @@ def ours(
     fn: Callable[..., Tensor], compiled: bool, cu: Tensor, layout: str, node: int | None = None
 ) -> Callable[..., Tensor]:
     """Our op, on all ranks in this layout, `node` of them to a node, or on each rank alone."""
+    if layout == "heads":
+        fn, layout = partial(fn, cp_method="ulysses"), "contiguous"
     if layout in LAYOUTS and dist.get_world_size() > 1:
         context = build_cp_context(cu.cuda(), dist.group.WORLD, layout=layout, cu_seqlens_cpu=cu, node_size=node)
     else:
@@ -197,22 +202,23 @@ def print_rows(args: argparse.Namespace, flush: Tensor) -> None:
     if first:
         times = "GPU fwd", "host", "GPU fwd + bwd", "host", "exposed"
         print(table(("op", "T", "heads", "documents", "layout", *times, ""), []))
-    for op, T, H in product(args.ops, args.tokens, args.heads):
-        x = make_inputs(op, T // ranks, H, args.key_heads or H)
+    for op, T, (H, HV), dims in product(args.ops, args.tokens, args.heads, args.dims):
+        case = Case(op, T // ranks, H, HV, *dims)
+        x = make_inputs(case, args.key_heads or HV)
         fn = function(op)
         if args.compiled:
             torch.compiler.reset()
             fn = torch.compile(fn, fullgraph=True)
         for whose, documents, layout in rows(op, args.documents, args.layouts, args.peers):
             cu = boundaries(documents, T // ranks if layout == "alone" else T)
-            inputs = make_inputs(op, T, H, args.key_heads or H) if layout == "whole" else x
+            inputs = make_inputs(replace(case, T=T), args.key_heads or HV) if layout == "whole" else x
             timed_op = fla(op, cu, layout) if whose else ours(fn, args.compiled, cu, layout, args.node)
             times = measure(timed_op, inputs, flush)
             if first:
-                rates = tflops(H, cu, ranks if layout in LAYOUTS else 1, times) if op in METHODS else ""
+                rates = tflops(HV, cu, ranks if layout in LAYOUTS else 1, times) if op in METHODS else ""
                 name = f"{op}, {whose}" if whose else op
-                cells = [name, T, H, documents, layout, *(f"{t:.2f}" if math.isfinite(t) else "–" for t in times)]
-                print(line([*cells, rates]), flush=True)
+                cells = [f"{t:.2f}" if math.isfinite(t) else "–" for t in times]
+                print(line([name, T, case.heads, documents, layout, *cells, rates]), flush=True)
 
 
 # --- Without GPUs ----------------------------------------------------------------------------------------------------
@@ -259,10 +265,11 @@ def main(argv: list[str]) -> int:
     ops = [*OPS, *METHODS]
     parser.add_argument("--ops", nargs="+", default=ops, choices=ops)
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768])
-    parser.add_argument("--heads", type=int, nargs="+", default=[64])
+    parser.add_argument("--heads", type=head_counts, nargs="+", default=[(64, 64)], help="such as 64 or 8/64")
+    parser.add_argument("--dims", type=head_dims, nargs="+", default=[(D, D)], help="K and V (default: 128x128)")
     parser.add_argument("--key-heads", type=int, help="key heads of attention (default: --heads)")
     parser.add_argument("--documents", nargs="+", default=["one", "packed"], choices=["one", "packed", *LENGTHS])
-    parser.add_argument("--layouts", nargs="+", default=LAYOUTS, choices=[*LAYOUTS, "whole"])
+    parser.add_argument("--layouts", nargs="+", default=LAYOUTS, choices=[*LAYOUTS, "heads", "whole"])
     parser.add_argument("--compiled", action="store_true", help="compile the ops with torch.compile")
     parser.add_argument("--peers", action="store_true", help="also time FLA's KCP")
     parser.add_argument(
@@ -285,7 +292,7 @@ def main(argv: list[str]) -> int:
         return 0
     if args.estimate:
         tokens = [2**n for n in range(11, 18)]
-        print("\n\n".join(estimate(args.estimate, (4, 8), tokens, H, args.key_heads or H) for H in args.heads))
+        print("\n\n".join(estimate(args.estimate, (4, 8), tokens, H, args.key_heads or H) for _, H in args.heads))
         return 0
     if args.peers and not find_spec("fla"):
         raise ValueError("--peers needs flash-linear-attention, which is not installed here")

@@ -67,6 +67,10 @@ class Case:
     raw: bool = False  # gates are raw
 
     @property
+    def heads(self) -> str:
+        return str(self.H) if self.H == self.HV else f"{self.H}/{self.HV}"
+
+    @property
     def options(self) -> dict[str, Any]:
         if self.op == "conv":
             return {"activation": "silu"}
@@ -283,7 +287,6 @@ def print_rows(
     torch.manual_seed(0)
     x = case.inputs()
     cu = torch.tensor(PACKED if documents == "packed" else (0, case.T), dtype=torch.int32, device=DEVICE)
-    heads = str(case.H) if case.H == case.HV else f"{case.H}/{case.HV}"
     gates = "" if case.op in ("conv", "ssd") else ", raw gates" if case.raw else ", log gates"
     for name, fn in {"": OPS[case.op], **others}.items():
         if not can_run(name, case):
@@ -295,7 +298,7 @@ def print_rows(
                 raise
             print(f"{case.op} {name}{gates}: {str(error).partition(chr(10))[0]}", flush=True)
             continue
-        setting = f"{case.op} {name}".strip() + gates, str(case.T), heads, f"{case.K}×{case.V}", documents
+        setting = f"{case.op} {name}".strip() + gates, str(case.T), case.heads, f"{case.K}×{case.V}", documents
         print(line([*setting, *figures(case, x, bandwidth, measured)]), flush=True)
 
 

@@ -43,7 +43,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titan_linear.distributed.groups import process_group
 from titan_linear.distributed.process import refusing, run_command
 from titan_linear.observe.flops import known_peak
-from titan_linear.ops import CPContext, attention, build_cp_context, causal_conv1d, chunk_gated_delta_rule, chunk_kda
+from titan_linear.ops import (
+    CPContext,
+    attention,
+    build_cp_context,
+    causal_conv1d,
+    chunk_gated_delta_rule,
+    chunk_kda,
+    chunk_ssd,
+)
 from titan_linear.ops.float8 import CAPABILITY, scaled_product, scaled_rows
 from titan_linear.ops.layout.boundaries import PROGRAMS
 from titan_linear.ops.torch.attention import attention_kernel
@@ -51,7 +59,7 @@ from titan_linear.planner.timing import DIM
 
 GIB = 2**30
 ROUNDS = 5
-RULES: dict[str, Callable[..., Any]] = {"kda": chunk_kda, "gdn": chunk_gated_delta_rule}
+RULES: dict[str, Callable[..., Any]] = {"kda": chunk_kda, "gdn": chunk_gated_delta_rule, "ssd": chunk_ssd}
 IN_KERNEL = dict.fromkeys(("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel"), True)
 
 
@@ -247,7 +255,7 @@ def by_operator(
 def operators(bench: Bench) -> dict[str, tuple[float, float]]:
     """(ns per token and head, ns per token of an entry if few heads scan); the convolution's per token and channel."""
     found: dict[str, tuple[float, float]] = {}
-    for rule, gates in (("kda", {"lower_bound": -5.0}), ("kda", {}), ("gdn", {})):
+    for rule, gates in (("kda", {"lower_bound": -5.0}), ("kda", {}), ("gdn", {}), ("ssd", {})):
         any_gate = " any" if rule == "kda" and not gates else ""
         many, few = (delta_rule(bench, rule, gates, heads, may_split=False) for heads in (bench.heads, bench.few))
         for name in (name for name in many if name.startswith(rule)):
@@ -272,13 +280,18 @@ def delta_rule(bench: Bench, rule: str, options: dict[str, float], heads: int, *
     """Seconds by operator for one document, with the rule called as mixers call it."""
     context = one_document(bench, may_split)
     gates = (heads, DIM) if rule == "kda" else (heads,)
-    shapes = dict.fromkeys("qkv", (heads, DIM)) | {"g": gates, "beta": (heads,)}
+    if rule == "ssd":
+        shapes, weights = {"x": (heads, DIM), "dt": gates, "B": (1, DIM), "C": (1, DIM)}, {"A": heads}
+    else:
+        shapes = dict.fromkeys("qkv", (heads, DIM)) | {"g": gates, "beta": (heads,)}
+        weights = {"A_log": heads, "dt_bias": math.prod(gates)}
     x = {name: bench.randn(1, bench.tokens, *shape) for name, shape in shapes.items()}
-    x |= {name: torch.zeros(n, device=bench.device) for name, n in (("A_log", heads), ("dt_bias", math.prod(gates)))}
+    x |= {name: torch.zeros(n, device=bench.device) for name, n in weights.items()}
     inputs = [tensor.requires_grad_() for tensor in x.values()]
+    in_kernel = {"dt_softplus": True} if rule == "ssd" else IN_KERNEL
 
     def forward() -> Tensor:
-        return RULES[rule](**x, **IN_KERNEL, cp_context=context, **options)[0]
+        return RULES[rule](**x, **in_kernel, cp_context=context, **options)[0]
 
     return by_operator(bench, (f"{rule}_scan", f"{rule}_backward"), forward, inputs)
 

@@ -29,6 +29,7 @@ COUNTS = {
     ("qwen3-next", "80B-A3B"): 79_674_391_296,
     ("olmo-hybrid", "7B"): 7_430_870_688,  # as its authors count
     ("kimi-linear", "48B-A3B"): 49_122_675_072,  # and 26 selection biases of 256
+    ("nemotron-h", "4B"): 4_489_223_040,
     ("nemotron-h", "8B"): 8_100_852_736,
     ("nemotron-h", "nano-9B-v2"): 8_888_227_328,
     ("nemotron-h", "nano-3-30B-A3B"): 31_577_937_344,

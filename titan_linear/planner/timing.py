@@ -258,7 +258,6 @@ class Clock:
             elif kind == "convolution":
                 parts["delta rule"] += self.rates.operators[call.name][0] * call.arguments["x"].numel() * 1e-9
             elif kind == "delta rule" and call.name in self.rates.operators:
-                assert isinstance(mixer, DeltaOptions)
                 parts["delta rule"] += self._delta_rule(call.name, mixer, segments)
             elif kind == "float8":
                 a, b = call.arguments["a"], call.arguments["b"]
@@ -304,14 +303,16 @@ class Clock:
             seconds = hops * (self.cp.message + own / self.cp.neighbour)
         return max(seconds - compute, seconds / slices)
 
-    def _delta_rule(self, name: str, mixer: DeltaOptions, segments: int) -> float:
+    def _delta_rule(self, name: str, mixer: MixerOptions, segments: int) -> float:
         """Seconds for all heads, plus the time by which one head's scan outlasts what the GPU needs for all of them."""
-        operators = self.rates.operators
-        each, of_chain = operators.get(f"{name} any", operators[name]) if mixer.any_gate else operators[name]
-        tokens, heads = self.batch.tokens * self.batch.tp, mixer.v_heads // self.batch.tp
+        operators, delta = self.rates.operators, mixer if isinstance(mixer, DeltaOptions) else None
+        each, of_chain = operators.get(f"{name} any", operators[name]) if delta and delta.any_gate else operators[name]
+        of_mixer = delta.v_heads if delta else mixer.head_counts["heads"]
+        tokens, heads = self.batch.tokens * self.batch.tp, of_mixer // self.batch.tp
         if self.batch.linear_method == "ulysses":
             tokens, heads = tokens * self.batch.cp, heads / self.batch.cp
-        K, V = kernel_dims(mixer.head_dim, mixer.v_head_dim)
+        dims = next(dims for dims in mixer.ops.values() if "V" in dims)
+        K, V = kernel_dims(dims["K"], dims["V"])
         chain = tokens / segments if segments else self.longest
         scale = (K * V + CHUNK * (K + V)) / (DIM * DIM + 2 * CHUNK * DIM)
         alone = max(chain - tokens * heads * V / 64 / PROGRAMS, 0.0)

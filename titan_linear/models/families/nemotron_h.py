@@ -248,6 +248,7 @@ def _attention(heads: int, kv_heads: int) -> Attention:
     return Attention(heads=heads, kv_heads=kv_heads, head_dim=128, rope_theta=None)
 
 
+PATTERN = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"  # of Nemotron-H's 4B and 8B
 NEMOTRON_H_MODELS = {
     "debug": _nemotron(
         "ME*-",
@@ -258,9 +259,8 @@ NEMOTRON_H_MODELS = {
         replace(_moe(8, 2, 64, 2.5), bias_update_rate=1e-3),
         vocab_size=320,
     ),
-    "8B": _nemotron(
-        "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", 4096, _mamba(128), _attention(32, 8), 21504
-    ),
+    "4B": _nemotron(PATTERN, 3072, _mamba(112), _attention(32, 8), 12288),
+    "8B": _nemotron(PATTERN, 4096, _mamba(128), _attention(32, 8), 21504),
     "nano-9B-v2": _nemotron(
         "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-", 4480, _mamba(128, 80), _attention(40, 8), 15680
     ),
