@@ -100,6 +100,10 @@ CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
             (2, 64): {"num_warps": 4, "num_stages": 1, "maxnreg": 168},
             (4, 32): {"num_warps": 4, "num_stages": 1},
         },
+        "rwkv7 scan": {
+            (2, 64): {"BV": 32, "STAGES": 4, "num_warps": 4},
+            (4, 32): {"BV": 32, "STAGES": 1, "num_warps": 4},
+        },
         "rwkv7 loop": {
             (2, 64): {"BV": 32, "STAGES": 3, "num_warps": 4},
             (4, 32): {"BV": 32, "STAGES": 1, "num_warps": 4},

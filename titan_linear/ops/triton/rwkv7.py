@@ -101,10 +101,10 @@ def _(inputs, chunks, inverse, scale):
     return _empty_tiles(inputs, chunks, inverse)[:4]
 
 
-def _loop(tiles: Tiles) -> dict[str, Any]:
+def _loop(tiles: Tiles, kernel: str = "rwkv7 loop") -> dict[str, Any]:
     """Constants of kernels that go through an entry's chunks."""
     _, _, K, V = tiles.U.shape
-    return _constants(tiles) | config("rwkv7 loop", tiles.U, max(K, V), BV=min(K, widest_slice(V)))
+    return _constants(tiles) | config(kernel, tiles.U, max(K, V), BV=min(K, widest_slice(V)))
 
 
 @operator(kept_by=("selective",), kind="delta rule", of_driver=True)
@@ -113,7 +113,8 @@ def rwkv7_scan(
 ) -> tuple[Tensor, Tensor]:
     """-> o like v, final_state [final_rows, H, K, V] fp32 (0 rows: none is written)."""
     made, (cu_seqlens, _, chunk_offsets) = Tiles(*tiles), Chunks(*chunks)
-    o, final_state, constants = v.new_empty(v.shape), empty_states(v, final_rows, made.U.shape[2]), _loop(made)
+    o, final_state = v.new_empty(v.shape), empty_states(v, final_rows, made.U.shape[2])
+    constants = _loop(made, "rwkv7 scan")
     kernels.scan_kernel[v.shape[2] // constants["BV"], (len(cu_seqlens) - 1) * v.shape[1]](
         made.P,
         made.U,
@@ -181,9 +182,9 @@ def _(do, tiles, chunks, entries, wanted):
 
 
 def _room_in_backward(inputs: list[Tensor], **_: Any) -> int:
-    """Bytes, for each chunk: states and their gradients."""
+    """Bytes, for each chunk: states, their gradients, and exponents."""
     x = DPLRInputs(*inputs)
-    return 2 * x.v.numel() * x.k.shape[-1] // CHUNK * x.v.element_size()
+    return 2 * x.v.numel() * x.k.shape[-1] // CHUNK * x.v.element_size() + 4 * x.k.numel()
 
 
 @operator(kind="delta rule", of_driver=True, temporary=_room_in_backward)

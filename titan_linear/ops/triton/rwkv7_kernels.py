@@ -44,16 +44,16 @@ def dot(a, b, acc=None):
 
 
 @triton.jit
-def sums(x, CT: tl.constexpr, BACK: tl.constexpr):
-    """Of each row of x [64, K] in fp32 and all before it, or with BACK after it; as a product, x in two bf16 parts (an
-    error of 2^-16 of the terms)."""
+def sums(x, CT: tl.constexpr, BACK: tl.constexpr, acc=None):
+    """Of each row of x [64, K] in fp32 and all before it, or with BACK after it (+ acc); as a product, x in two bf16
+    parts (an error of 2^-16 of the terms)."""
     i, j = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
     ones = ((j >= i) if BACK else (j <= i)).to(CT)
     if CT == tl.float32:  # noqa: SIM300
-        return dot(ones, x)
+        return dot(ones, x, acc)
     else:
         high, low = split(x)
-        return dot(ones, high, dot(ones, low))
+        return dot(ones, high, dot(ones, low, acc))
 
 
 @triton.jit
@@ -315,7 +315,9 @@ def gradient_kernel(
 ):  # fmt: skip
     """One (chunk, head). What would hold registers meanwhile is read or computed again.
 
-    Of dΓ, each pair of tokens (i, j) gives +x at i and −x at j from the same rounded operands, which cancel in dw."""
+    Of dΓ, each pair of tokens (i, j) gives +x at i and −x at j from the same rounded operands, which cancel in dw. Its
+    parts enter dw one by one: a product stays where it is, while additions would be moved to the end of the kernel by
+    the compiler, which holds all that they need until then."""
     i_h, i_t = tl.program_id(0), tl.program_id(1)
     start, n = locate(chunk_index, cu_seqlens, i_t, 64)
     tile = i_t.to(tl.int64) * H + i_h
@@ -353,18 +355,21 @@ def gradient_kernel(
     d = dot(b_do, tl.trans(b_h))
     d = dot(pairs(b_do, b_v, CT, False), b_k, d)
     d = dot(pairs(b_do, b_y, CT, False), b_b, d)
-    d_sum = finish(d, q, dq, start, n, stride_q, scale * tl.exp2(tl.load(p_x)), i_h, H, K, CT)
+    d_x = finish(d, q, dq, start, n, stride_q, scale * tl.exp2(tl.load(p_x)), i_h, H, K, CT)
+    b_dw = sums(d_x, CT, True)
     d = dot(b_v, tl.trans(b_dh))
     d = dot(pairs_back(b_v, b_do, CT, False), b_q, d)
     d = dot(pairs_back(b_v, b_z, CT, True), b_a, d)
-    d_sum -= finish(d, k, dk, start, n, stride_k, tl.exp2(-tl.load(p_x)), i_h, H, K, CT)
+    d_x = finish(d, k, dk, start, n, stride_k, tl.exp2(-tl.load(p_x)), i_h, H, K, CT)
+    b_dw = sums(-d_x, CT, True, b_dw)
     d = dot(b_y, tl.trans(b_dh))
     d = dot(pairs_back(b_y, b_do, CT, False), b_q, d)
     d = dot(pairs_back(b_y, b_z, CT, True), b_a, d)
-    d_sum -= finish(d, b, db, start, n, stride_b, tl.exp2(-tl.load(p_x)), i_h, H, K, CT)
+    d_x = finish(d, b, db, start, n, stride_b, tl.exp2(-tl.load(p_x)), i_h, H, K, CT)
+    b_dw = sums(-d_x, CT, True, b_dw)
     d = dot(b_z, tl.trans(b_h))
     d = dot(pairs(b_z, b_v, CT, True), b_k, d)
     d = dot(pairs(b_z, b_y, CT, True), b_b, d)
-    of_reads = finish(d, a, da, start, n, stride_a, tl.exp2(tl.load(p_before)), i_h, H, K, CT)
-    b_dw = sums(d_sum + of_reads, CT, True) - of_reads + dgamma[None, :]
+    d_x = finish(d, a, da, start, n, stride_a, tl.exp2(tl.load(p_before)), i_h, H, K, CT)
+    b_dw = sums(d_x, CT, True, b_dw) - d_x + dgamma[None, :]
     store_rows(dw, b_dw, start, n, H * K, i_h * K, 64, K)
