@@ -6,12 +6,14 @@
     python -m tools.bench_ops --ops kda gdn --heads 16/32 16/64 --gates log raw --peers
     python -m tools.bench_ops --ops kda --tokens 8192 --heads 64
     python -m tools.bench_ops --ops gdn --tokens 32768 --heads 30 --dims 96x192 128x256
+    python -m tools.bench_ops --ops rwkv7 --tokens 32768 --heads 64 --dims 64x64 --peers
     python -m tools.bench_ops --ops ssd --tokens 32768 --heads 1/128 8/64 --dims 128x64 --peers
 
 Milliseconds on the GPU, forward and forward + backward, with a cold L2 cache and the host ahead, as in a training step
 (`timed`); q and k are normalised beforehand; all in bfloat16. --gates log: float32 log decays, computed beforehand;
 raw: bfloat16 projections, as our mixers and FLA's give them, of which the op computes the decays; "ssd" always takes
-raw time steps, beside FLA's simple_gla behind what makes decays of these, and mamba_ssm. Heads are K × V =
+raw time steps, beside FLA's simple_gla behind what makes decays of these, and mamba_ssm;
+rwkv7's are bfloat16 log decays, as FLA's layer gives them. Heads are K × V =
 128 × 128, or as `--dims` says; 16/64: 16 query and 64 value heads. "packed" has ten documents. The floor is the bytes
 of inputs, outputs and gradients divided by the copy bandwidth measured in the same run; GB/s are those bytes divided by
 the time, TFLOP/s count the chunked algorithm's products (`flops`). "kept": bytes per token and value head held between
@@ -27,6 +29,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from itertools import product
 from statistics import median
@@ -39,14 +42,20 @@ from triton.testing import do_bench
 
 from titan_linear.commands import line, table
 from titan_linear.distributed.process import refusing, run_command
-from titan_linear.ops import causal_conv1d, chunk_gated_delta_rule, chunk_kda, chunk_ssd
+from titan_linear.ops import causal_conv1d, chunk_gated_delta_rule, chunk_kda, chunk_rwkv7, chunk_ssd
 
 PACKED = (0, 2960, 5212, 9513, 13567, 17443, 20634, 23521, 26281, 31785, 32768)
 C = 64  # tokens per chunk
 TAPS = 4  # of the convolution
 ROUNDS = 40
 DEVICE = "cuda"
-OPS = {"kda": chunk_kda, "gdn": chunk_gated_delta_rule, "conv": causal_conv1d, "ssd": chunk_ssd}
+OPS = {
+    "kda": chunk_kda,
+    "gdn": chunk_gated_delta_rule,
+    "conv": causal_conv1d,
+    "ssd": chunk_ssd,
+    "rwkv7": chunk_rwkv7,
+}
 Inputs = dict[str, Tensor]
 
 
@@ -76,6 +85,8 @@ class Case:
             return {"activation": "silu"}
         if self.op == "ssd":
             return {"dt_softplus": True}
+        if self.op == "rwkv7":
+            return {"output_final_state": False}
         raw = {"use_gate_in_kernel": True} if self.raw else {}
         if self.op == "gdn":
             return raw
@@ -89,6 +100,12 @@ class Case:
             tokens = {"x": randn(1, T, HV, V), "dt": randn(1, T, HV), "B": randn(1, T, H, K), "C": randn(1, T, H, K)}
             of_heads = {"A": -torch.rand(HV, device=DEVICE), "D": randn(HV), "dt_bias": randn(HV) - 4}
             return {name: x.bfloat16() for name, x in tokens.items()} | of_heads
+        if self.op == "rwkv7":
+            of_keys = {name: randn(1, T, HV, K) for name in ("r", "w", "k", "a")}
+            removed = torch.nn.functional.normalize(of_keys["a"], dim=-1)
+            of_keys |= {"w": -0.6065 * of_keys["w"].sigmoid(), "a": -removed}
+            x = of_keys | {"b": removed * randn(1, T, HV, K).sigmoid(), "v": randn(1, T, HV, V)}
+            return {name: t if name == "w" and not self.raw else t.bfloat16() for name, t in x.items()}
         q, k = (torch.nn.functional.normalize(randn(1, T, H, K), dim=-1).bfloat16() for _ in range(2))
         beta = torch.rand(1, T, HV, device=DEVICE).bfloat16()
         x = {"q": q, "k": k, "v": randn(1, T, HV, V).bfloat16(), "beta": beta}
@@ -107,6 +124,10 @@ def flops(op: str, K: int, V: int) -> tuple[int, int]:
         # q·S, kᵀv; q·k and its use. Backward: the states again, their gradients, and what chunks make of them.
         forward = 4 * K * V + 2 * C * K + 2 * C * V
         return forward, forward + 12 * K * V + 4 * C * V
+    if op == "rwkv7":
+        # P, U, Q and O of a chunk, and their use. Backward: P, U and Q again, two scans, gradients.
+        forward = 6 * K * V + 2 * K * K + 2 * K * K * V // C + 2 * C * (6 * K + 4 * V)
+        return forward, forward + 24 * K * V + 2 * K * K + 4 * K * K * V // C + 2 * C * (17 * K + 16 * V)
     # q·S, k·S, kᵀN; the two chunk matrices and their use. Backward: the states again, their reverse scan, gradients.
     forward = 6 * K * V + 4 * C * K + 4 * C * V
     return forward, forward + 16 * K * V + 8 * C * K + 10 * C * V
@@ -122,6 +143,8 @@ def peers(op: str) -> dict[str, Callable[..., Any]]:
         found["FLA"] = fla_op(op)
     if op == "ssd" and find_spec("mamba_ssm"):
         found["mamba_ssm"] = mamba_ssd
+    if "FLA" in found and op == "rwkv7":
+        found["FLA safe_gate"] = partial(found["FLA"], safe_gate=True, chunk_size=64)
     if op == "gdn" and find_spec("flash_qla"):
         from flash_qla import chunk_gated_delta_rule as peer
 
@@ -139,6 +162,8 @@ def fla_op(op: str) -> Callable[..., Any]:
         return fla_ssd
     elif op == "kda":
         from fla.ops.kda import chunk_kda as peer
+    elif op == "rwkv7":
+        from fla.ops.rwkv7 import chunk_rwkv7 as peer
     else:
         from fla.ops.common import chunk_o
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule as peer

@@ -229,10 +229,11 @@ def test_what_the_host_does_is_seen(build: str) -> None:
 def compiled(
     rank: int, world_size: int, mixer: str, methods: dict[str, str], impl: str = "auto", tp: int = 1
 ) -> tuple[list[int], list[float]]:
-    """Graphs compiled for all blocks and document lists, with gradients and then without, and the largest differences
-    of outputs and gradients from eager."""
+    """Graphs compiled for each kind of block and all document lists, with gradients and then without, and the largest
+    differences of outputs and gradients from eager."""
     device = torch.device("cpu")
-    blocks = blocks_of(mixer, device, 1 if impl == "triton" else 2, tp, impl)  # kernels take long in the interpreter
+    takes = (MIXERS | OTHERS)[mixer].takes  # from another layer
+    blocks = blocks_of(mixer, device, 1 if impl == "triton" and not takes else 2, tp, impl)  # kernels take long here
     use_methods([block.mixer for block in blocks], **methods)
     parameters = [p for block in blocks for p in block.parameters()]
     torch._dynamo.reset()
@@ -241,18 +242,20 @@ def compiled(
     graphs = []
     for documents, grad in ((DOCUMENTS, True), (VALIDATION, False)):
         for lengths in documents:
-            plan = plan_of(lengths, device, dist.group.WORLD if world_size > tp else None, **methods)
+            W = (MIXERS | OTHERS)[mixer].ops.get("causal_conv1d", {})
+            plan = plan_of(lengths, device, dist.group.WORLD if world_size > tp else None, **methods, **W)
             tokens = plan.cp_context.tokens // (tp if grad else 1)
             x = torch.randn(1, tokens, 32, generator=torch.Generator().manual_seed(rank)).requires_grad_(grad)
             results = []
             for forwards in (blocks, fast):
                 with torch.set_grad_enabled(grad):
-                    y = x
+                    y, values = x, None
                     for forward in forwards:
-                        y, *_ = forward(y, plan)
+                        y, _, values = forward(y, plan, None, values)
                 results.append([y, *(torch.autograd.grad(y.square().sum(), [x, *parameters]) if grad else ())])
             errors.append(max((a - b).detach().abs().max().item() for a, b in zip(*results, strict=True)))
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        kinds = {block.options for block in blocks}
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] / len(kinds))
     return graphs, errors
 
 
@@ -260,6 +263,7 @@ def compiled(
     ("mixer", "methods", "impl"),
     [
         ("kda", {}, "triton"),
+        ("rwkv7", {}, "triton"),
         ("attention", {"softmax_method": "ring"}, "auto"),
         ("attention", {"softmax_method": "allgather"}, "auto"),
         ("attention", {"softmax_method": "ulysses+ring"}, "auto"),

@@ -15,7 +15,7 @@ from titan_linear.ops.torch.delta_rule import TorchDeltaRule, step
 from titan_linear.ops.triton.configs import delta_rule_needs, with_kernels
 
 
-def _triton() -> Any:
+def triton_rules() -> Any:
     from titan_linear.ops.triton.delta_rule import triton_delta_rule  # Triton is available on Linux only
 
     return triton_delta_rule
@@ -23,7 +23,7 @@ def _triton() -> Any:
 
 def delta_rule(name: str, family: str) -> Recurrence:
     """family: of the kernels' configurations (ops/triton/configs.py)."""
-    implementations = with_kernels(_triton, lambda: TorchDeltaRule, *delta_rule_needs(family))
+    implementations = with_kernels(triton_rules, lambda: TorchDeltaRule, *delta_rule_needs(family))
     return Recurrence(name, implementations, ("A_log", "dt_bias"), step)
 
 

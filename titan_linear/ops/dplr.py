@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from titan_linear.ops.delta_rule import triton_rules
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.recurrence import Recurrence, check_queries, run
 from titan_linear.ops.runtime.options import DeltaRuleOptions, DPLRInputs, check_chunk_size
 from titan_linear.ops.runtime.support import Choice
 from titan_linear.ops.torch.dplr import TorchDPLR, step
-from titan_linear.ops.triton.configs import without_kernels
+from titan_linear.ops.triton.configs import delta_rule_needs, with_kernels, without_kernels
 
-BOUND = -5.0  # of the log decays that `safe_gate` promises
+SAFE = -5.0  # the bound of the log decays that `safe_gate` promises
+RWKV7_BOUND = -2.0  # of those of RWKV-7, for which a chunk needs no sub-blocks; the model's own is -0.6065
 
-
-def _dplr(op: str, **names: str) -> Recurrence:
-    return Recurrence(op, without_kernels(lambda: TorchDPLR), (), step, names)
-
-
-DPLR = _dplr("chunk_dplr_delta_rule")
-RWKV7 = _dplr("chunk_rwkv7", q="r", gk="w")
+DPLR = Recurrence("chunk_dplr_delta_rule", without_kernels(lambda: TorchDPLR), (), step)
+RWKV7 = Recurrence(
+    "chunk_rwkv7",
+    with_kernels(triton_rules, lambda: TorchDPLR, *delta_rule_needs("rwkv7", 64)),
+    (),
+    step,
+    {"q": "r", "gk": "w"},
+)
 
 
 def chunk_dplr_delta_rule(
@@ -62,7 +67,7 @@ def chunk_dplr_delta_rule(
         DPLR,
         DPLRInputs(q, k, v, a, b, gk),
         q.shape[-1] ** -0.5 if scale is None else float(scale),
-        safe_gate,
+        SAFE if safe_gate else -math.inf,
         initial_state=initial_state,
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
@@ -94,14 +99,14 @@ def chunk_rwkv7(
     cp_method: str = "kcp",
     impl: str | Choice = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """RWKV-7's recurrence: `chunk_dplr_delta_rule` with q = r and log decays gk = w, which lie in [−5, 0] (the model's
+    """RWKV-7's recurrence: `chunk_dplr_delta_rule` with q = r and log decays gk = w, which lie in [−2, 0] (the model's
     in [−0.6065, 0]). Arguments are those of FLA's function of this name. The final state is returned by default, except
     with cp_context, which has none."""
     return _run(
         RWKV7,
         DPLRInputs(r, k, v, a, b, w),
         float(scale),
-        True,
+        RWKV7_BOUND,
         initial_state=initial_state,
         output_final_state=output_final_state and cp_context is None,
         cu_seqlens=cu_seqlens,
@@ -118,18 +123,18 @@ def _run(
     recurrence: Recurrence,
     given: DPLRInputs,
     scale: float,
-    safe_gate: bool,
+    least: float,
     *,
     chunk_size: int,
     disable_recompute: bool,
     **options: object,
 ) -> tuple[Tensor, Tensor | None]:
     check_chunk_size(chunk_size)
-    _check(recurrence, given, BOUND if safe_gate else -torch.inf)
+    _check(recurrence, given, least)
     return run(
         recurrence,
         given,
-        options=DeltaRuleOptions(scale, safe_gate=safe_gate, disable_recompute=disable_recompute),
+        options=DeltaRuleOptions(scale, safe_gate=least >= SAFE, disable_recompute=disable_recompute),
         state_v_first=False,
         **options,
     )

@@ -30,7 +30,6 @@ from torch.utils._pytree import tree_leaves
 from titan_linear.models.decoder import Block
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.runtime.operators import SPECS, Spec, contexts
-from titan_linear.ops.torch.chunked import repeats
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm, aten.bmm, aten.addmm)
@@ -161,10 +160,9 @@ class _Seen(TorchDispatchMode):
         elif function.overloadpacket in PRODUCTS:
             a, b = given[-2:]
             size, times = (a.shape[-2], b.shape[-1], a.shape[-1]), a.shape[0] if a.dim() == 3 else 1
-            times *= repeats.get()
             self.work.products[size] += times
             self.work.wide_products[size] += times if a.dtype.itemsize > 2 else 0
-            self.work.multiplications += repeats.get()
+            self.work.multiplications += 1
             self._anchor(given, gave)
         elif written := self._written(function, given, gave):
             self._elementwise(given, written)
@@ -183,7 +181,7 @@ class _Seen(TorchDispatchMode):
             self._live(self.compiled_lives, key)
             return
         if self._first("written", key, self.turned):
-            self.work.fused += repeats.get() * x.nbytes
+            self.work.fused += x.nbytes
             self._live(self.compiled_lives, key if not self.turned else -key)
         if key in self.of_forward:
             self._read(x)
@@ -241,9 +239,9 @@ class _Seen(TorchDispatchMode):
 
     def _elementwise(self, given: list[Tensor], gave: list[Tensor]) -> None:
         keys = set(map(self.key, given))
-        self.work.elementwise += repeats.get() * sum(x.nbytes for x in (*given, *gave))
-        self.work.operations += repeats.get()
-        self.work.groups += repeats.get() * self._first("group", 0, self.place)
+        self.work.elementwise += sum(x.nbytes for x in (*given, *gave))
+        self.work.operations += 1
+        self.work.groups += self._first("group", 0, self.place)
         for x in given:
             self._read(x)
         for x in gave:
@@ -260,8 +258,7 @@ class _Seen(TorchDispatchMode):
         for leaf in self.leaves([key]):
             self._live(self.compiled_lives, leaf)
             if self._first("read", leaf, self.place):
-                size = min(self.nbytes(leaf), x.nbytes) if leaf == key else self.nbytes(leaf)
-                self.work.fused += repeats.get() * size
+                self.work.fused += min(self.nbytes(leaf), x.nbytes) if leaf == key else self.nbytes(leaf)
 
     def _first(self, what: str, key: int, where: int) -> bool:
         new = (what, key, where) not in self.done

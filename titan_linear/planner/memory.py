@@ -47,7 +47,6 @@ from titan_linear.ops import CPContext, build_cp_context
 from titan_linear.ops.exchange.collectives import Ranks
 from titan_linear.ops.registry import OPS
 from titan_linear.ops.runtime.support import Target
-from titan_linear.ops.triton.configs import no_kernels
 from titan_linear.planner.counting import Layer, Memory, count
 from titan_linear.run.build import DTYPES, unallocated
 from titan_linear.step.optimizer import hidden_matrices
@@ -242,7 +241,7 @@ def layers(model: ModelConfig, batch: Batch) -> list[Layer]:
     for name, dims in (pair for mixer in model.mixers for pair in mixer.ops.items()):
         op, target = OPS[name], Target("meta", None, batch.dtype, dims)
         kernels = op.implementations.get("triton")
-        if kernels and no_kernels not in kernels.needs and (reason := op.reason_against("triton", target)):
+        if kernels and (reason := op.reason_against("triton", target)):
             raise ValueError(f"{name} is planned as the GPU's kernels compute it: {reason}; use a model that they take")
     alike, of_kind = batch._replace(ep=1), model.layers
     firsts = [of_kind.index(layer) for layer in of_kind]

@@ -25,14 +25,15 @@ DIMS = {
     "chunk_gated_delta_rule": {"K": 128, "V": 128},
     "chunk_ssd": {"K": 128, "V": 64},
     "chunk_simple_gla": {"K": 128, "V": 128},
+    "chunk_rwkv7": {"K": 64, "V": 64},
     "causal_conv1d": {"W": 4},
     "cross_entropy": {},
     "swiglu": {},
     "grouped_linear": {"I": 128, "O": 64},
     "attention": {"D": 128, "Dv": 128, "recurring": 1},
 }
-WITHOUT_KERNELS = ("chunk_dplr_delta_rule", "chunk_rwkv7")
-ON_HOPPER_ALONE = ("chunk_ssd", "chunk_simple_gla")  # the others' configurations are missing
+WITHOUT_KERNELS = ("chunk_dplr_delta_rule",)
+ON_HOPPER_ALONE = ("chunk_ssd", "chunk_simple_gla", "chunk_rwkv7")  # the others' configurations are missing
 HOPPER = Target("cuda", (9, 0), BF16, {})
 
 
@@ -209,9 +210,9 @@ def test_the_lines_of_a_start(on_gpu_of) -> None:
         "  chunk_ssd: torch, because its kernels take K = 16, 32, 64, 128 or 256 and V in steps of 16, not K = 128, "
         "V = 56; expect it to be many times slower",
     ]
-    assert start_lines(choose_implementations({"chunk_rwkv7": {"K": 64, "V": 64}}, "auto", GPU, BF16)) == [
-        "ops chunk_rwkv7: torch",
-        "  chunk_rwkv7: torch, because it has no kernels; expect it to be many times slower",
+    assert start_lines(choose_implementations({"chunk_dplr_delta_rule": {"K": 64, "V": 64}}, "auto", GPU, BF16)) == [
+        "ops chunk_dplr_delta_rule: torch",
+        "  chunk_dplr_delta_rule: torch, because it has no kernels; expect it to be many times slower",
     ]
     on_gpu_of((8, 0))
     assert start_lines(choose_implementations({"attention": {"D": 128, "Dv": 128}}, "auto", GPU, BF16)) == [

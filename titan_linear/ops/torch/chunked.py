@@ -14,11 +14,9 @@ Without w a state only decays: M is then diagonal, and [K] or one number stands 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,26 +26,6 @@ from titan_linear.ops.layout.boundaries import CHUNK, Boundaries
 from titan_linear.ops.layout.chains import STATE, STATE_AND_M, Chains
 from titan_linear.ops.runtime.options import States
 from titan_linear.ops.runtime.support import without_autocast
-
-Step = TypeVar("Step")
-repeats: ContextVar[int] = ContextVar("steps that the running step of a loop stands for", default=1)
-
-
-def steps_of(steps: Sequence[Step], x: Tensor, size: Callable[[Step], int] = lambda _: 1) -> Iterator[Step]:
-    """The steps of a loop over x. On the meta device, steps of one size do the same: of those in a row the first two
-    and the last run, and the second stands for the others (`repeats`)."""
-    if not x.is_meta:
-        yield from steps
-        return
-    for _, alike in groupby(steps, size):
-        first, *others = alike
-        yield first
-        if len(others) > 2:
-            token = repeats.set(len(others) - 1)
-            yield others[0]
-            repeats.reset(token)
-            others = others[-1:]
-        yield from others
 
 
 @dataclass(frozen=True)
@@ -159,7 +137,7 @@ def scan(p: Prepared, chunks: Chunks, initial_state: Tensor) -> Scanned:
         return Scanned(*carry(p.kg.mT @ p.u, p.decay, initial_state, chunks), p.u)
     S = initial_state[chunks.order]
     states, v_new = p.u.new_empty(len(p.u), *p.state_shape), p.u.clone()
-    for ids in steps_of(chunks.steps, p.u, len):
+    for ids in chunks.steps:
         n = len(ids)
         states[ids] = S[:n]
         v_new[ids] -= p.w[ids] @ S[:n]
@@ -202,7 +180,7 @@ def boundary(p: Prepared, chunks: Chunks, entry: int) -> Tensor:
     if p.w is None:
         return _decayed_sum(p.kg[of_entry].mT @ p.u[of_entry], p.decay[of_entry])
     S = p.u.new_zeros(p.state_shape)
-    for c in steps_of(range(of_entry.start, of_entry.stop), p.u):
+    for c in range(of_entry.start, of_entry.stop):
         S = p.decay[c].unsqueeze(-1) * S + p.kg[c].mT @ (p.u[c] - p.w[c] @ S)
     return S
 
@@ -214,7 +192,7 @@ def transition(p: Prepared, chunks: Chunks, entry: int) -> Tensor:
         return p.decay[of_entry].prod(0)
     HV, K, _ = p.state_shape
     M = torch.eye(K, dtype=p.u.dtype, device=p.u.device).expand(HV, K, K)
-    for c in steps_of(range(of_entry.start, of_entry.stop), p.u):
+    for c in range(of_entry.start, of_entry.stop):
         M = p.decay[c].unsqueeze(-1) * M - p.kg[c].mT @ (p.w[c] @ M)
     return M
 
@@ -225,7 +203,7 @@ def boundary_backward(p: Prepared, do: Tensor, chunks: Chunks, entry: int) -> Te
     if p.w is None:
         return _decayed_sum((p.qg[of_entry].mT @ do[of_entry]).flip(0), p.decay[of_entry].flip(0))
     dS = p.u.new_zeros(p.state_shape)
-    for c in steps_of(range(of_entry.start, of_entry.stop)[::-1], p.u):
+    for c in reversed(range(of_entry.start, of_entry.stop)):
         dv = p.aqk[c].mT @ do[c] + p.kg[c] @ dS
         dS = p.decay[c].unsqueeze(-1) * dS + p.qg[c].mT @ do[c] - p.w[c].mT @ dv
     return dS
@@ -249,7 +227,7 @@ def backward(p: Prepared, s: Scanned, do: Tensor, d_final: Tensor, chunks: Chunk
         dv = dv + p.kg @ d_out
     else:
         dS, d_out = d_final[chunks.order], torch.empty_like(s.states)
-        for ids in steps_of(chunks.steps[::-1], p.u, len):
+        for ids in reversed(chunks.steps):
             n = len(ids)
             d_out[ids] = dS[:n]
             dv[ids] = d = dv[ids] + p.kg[ids] @ dS[:n]

@@ -96,6 +96,19 @@ CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
             (2, 256): {"BV": 64, "STAGES": 2, "num_warps": 8},
             (4, 128): {"BV": 64, "STAGES": 1, "num_warps": 8},
         },
+        "rwkv7 prepare": {
+            (2, 64): {"num_warps": 4, "num_stages": 1, "maxnreg": 168},
+            (4, 32): {"num_warps": 4, "num_stages": 1},
+        },
+        "rwkv7 scan": {
+            (2, 64): {"BV": 32, "STAGES": 4, "num_warps": 4},
+            (4, 32): {"BV": 32, "STAGES": 1, "num_warps": 4},
+        },
+        "rwkv7 loop": {
+            (2, 64): {"BV": 32, "STAGES": 3, "num_warps": 4},
+            (4, 32): {"BV": 32, "STAGES": 1, "num_warps": 4},
+        },
+        "rwkv7 gradient": {(2, 64): {"num_warps": 4, "num_stages": 1}, (4, 32): {"num_warps": 4, "num_stages": 1}},
         "kda prepare safe": {
             (2, 256): {"BK": 128, "num_warps": 8, "num_stages": 1, "maxnreg": 128},
             (4, 128): {"BK": 16, "num_warps": 8, "num_stages": 1},
@@ -268,8 +281,8 @@ def no_kernels(_: Target) -> str:
     return "it has no kernels"
 
 
-def delta_rule_needs(family: str) -> tuple[Check, ...]:
-    return dims_up_to(MAX_HEAD_DIM, "K", "V"), has_configurations(family)
+def delta_rule_needs(family: str, largest: int = MAX_HEAD_DIM) -> tuple[Check, ...]:
+    return dims_up_to(largest, "K", "V"), has_configurations(family)
 
 
 def decay_needs() -> tuple[Check, ...]:

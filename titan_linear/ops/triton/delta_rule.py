@@ -1,4 +1,4 @@
-"""KDA and GDN in Triton behind the driver's interface (`ops/recurrence.py`, `Rule`), and what all kernels share."""
+"""KDA, GDN and RWKV-7 in Triton behind the driver's interface (`ops/recurrence.py`, `Rule`), and what all share."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import CHUNK, Boundaries, Segments, scan_programs, segment_length
 from titan_linear.ops.layout.chains import Chains
-from titan_linear.ops.runtime.options import AnyInputs, AnyOptions, DeltaRuleOptions, Inputs, States
-from titan_linear.ops.triton import gdn, kda
+from titan_linear.ops.runtime.options import AnyInputs, AnyOptions, DeltaRuleOptions, DPLRInputs, Inputs, States
+from titan_linear.ops.triton import gdn, kda, rwkv7
 from titan_linear.ops.triton.chunks import Chunks, chunks_of
 from titan_linear.ops.triton.configs import kernel_dims
 from titan_linear.ops.triton.padded import Padded
@@ -19,20 +19,19 @@ from titan_linear.ops.triton.split_documents import SplitDocuments, segments_of
 
 
 def triton_delta_rule(
-    inputs: Inputs,
+    inputs: Inputs | DPLRInputs,
     options: DeltaRuleOptions,
     boundaries: Boundaries,
     differentiable: bool,
     kept: Sequence[Tensor] = (),
 ) -> TritonRule | SplitDocuments | Padded:
-    """The kernels for these inputs: KDA's for a gate per channel, GDN's for a gate per head. Heads are padded to dims
-    that the kernels have, and long documents are cut into segments where that fills the GPU. `differentiable` changes
-    nothing here."""
+    """The kernels for these inputs: RWKV-7's, KDA's for a gate per channel, GDN's for one per head. Heads are padded to
+    dims that the kernels have, and long documents are cut into segments where that fills the GPU. `differentiable`
+    changes nothing here."""
     dims = inputs.q.shape[-1], inputs.v.shape[-1]
     if kernel_dims(*dims) != dims:
         return Padded(triton_delta_rule, inputs, options, boundaries, differentiable, kept)
-    rule = TritonKDA if inputs.g.dim() == 3 else TritonGDN
-    return whole_or_split(rule, inputs, options, boundaries, kept)
+    return whole_or_split(_rule(inputs), inputs, options, boundaries, kept)
 
 
 def whole_or_split(
@@ -47,6 +46,12 @@ def whole_or_split(
         chunk_index, chunk_offsets, *tiles = kept
         return rule(inputs, options, Chunks(boundaries.cu_seqlens, chunk_index, chunk_offsets), tiles)
     return rule(inputs, options, _chunks(boundaries, tokens), ())
+
+
+def _rule(inputs: Inputs | DPLRInputs) -> type[TritonRule]:
+    if isinstance(inputs, DPLRInputs):
+        return TritonRWKV7
+    return TritonKDA if inputs.g.dim() == 3 else TritonGDN
 
 
 def _segments(boundaries: Boundaries, tokens: int, programs: int) -> Callable[[], Segments] | None:
@@ -173,3 +178,27 @@ class TritonGDN(TritonRule):
     def entry_gradients(self, do: Tensor, entries: Tensor, wanted: Tensor | None = None) -> Tensor:
         q, k, tiles = self.inputs.q, self.inputs.k, list(self.tiles)
         return gdn.gdn_boundary_bwd(do, q, k, tiles, self.chunks, entries, wanted, self.scale)
+
+
+class TritonRWKV7(TritonRule):
+    kept_tiles = ("inverse",)
+    backward_operator = staticmethod(rwkv7.rwkv7_backward)
+
+    def __init__(self, inputs: DPLRInputs, options: DeltaRuleOptions, chunks: Chunks, kept: Sequence[Tensor]):
+        self.inputs, self.chunks, self.numbers = inputs, list(chunks), {"scale": options.scale}
+        if kept:
+            (inverse,) = kept
+            made = rwkv7.rwkv7_recompute(list(inputs), self.chunks, inverse, options.scale)
+            self.tiles = rwkv7.Tiles(*made, inverse=inverse, O=None)
+        else:
+            self.tiles = rwkv7.Tiles(*rwkv7.rwkv7_prepare(list(inputs), self.chunks, options.scale))
+
+    def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]:
+        rows = self._entries(need_final)
+        return rwkv7.rwkv7_scan(self.inputs.v, list(self.tiles), self.chunks, given_states(initial), rows)
+
+    def entry_transitions(self, entries: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return rwkv7.rwkv7_boundary(list(self.tiles), self.chunks, entries, wanted)
+
+    def entry_gradients(self, do: Tensor, entries: Tensor, wanted: Tensor | None = None) -> Tensor:
+        return rwkv7.rwkv7_boundary_bwd(do, list(self.tiles), self.chunks, entries, wanted)

@@ -60,14 +60,14 @@ class Tiles(NamedTuple):
 TRITON_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of matrix operands: fp16's exponent cannot hold the factors of fast gates, so fp16 inputs use bf16."""
     return torch.float32 if dtype == torch.float32 else torch.bfloat16
 
 
 def _empty_tiles(inputs: list[Tensor | None], chunks: list[Tensor], matrices: bool = True) -> Tiles:
     q, g, NT = Inputs(*inputs).q, Inputs(*inputs).g, Chunks(*chunks).chunk_index.shape[0]
-    (_, HV, K), dtype = g.shape, _compute_dtype(q.dtype)
+    (_, HV, K), dtype = g.shape, compute_dtype(q.dtype)
     qg, kn, kg = (g.new_empty(NT, HV, K, CHUNK, dtype=dtype) for _ in range(3))
     decay, b = (g.new_empty(NT, HV, dim, dtype=torch.float32) for dim in (K, CHUNK))
     Aqk, Gn = (g.new_empty(NT, HV, CHUNK, CHUNK, dtype=dtype) if matrices else None for _ in range(2))

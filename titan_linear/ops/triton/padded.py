@@ -15,7 +15,7 @@ from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.layout.chains import Chains
-from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs, States
+from titan_linear.ops.runtime.options import AnyInputs, DeltaRuleOptions, DPLRInputs, Inputs, States
 from titan_linear.ops.triton.configs import kernel_dims
 
 
@@ -26,20 +26,20 @@ class Padded:
     def __init__(
         self,
         make: Callable[..., Any],
-        inputs: Inputs,
+        inputs: Inputs | DPLRInputs,
         options: DeltaRuleOptions,
         boundaries: Boundaries,
         differentiable: bool,
         kept: Sequence[Tensor],
     ):
-        self.inputs, self.given = inputs, (inputs.q.shape[-1], inputs.v.shape[-1])
+        self.given = inputs.q.shape[-1], inputs.v.shape[-1]
         self.dims = K, V = kernel_dims(*self.given)
-        padded = inputs._replace(q=filled(inputs.q, K), k=filled(inputs.k, K), v=filled(inputs.v, V))
-        if inputs.g.dim() == 3:
-            padded = padded._replace(g=filled(inputs.g, K))
-            if inputs.dt_bias is not None:
-                padded = padded._replace(dt_bias=filled(inputs.dt_bias.reshape(-1, self.given[0]), K).flatten())
-        self.rule = make(padded, options, boundaries, differentiable, kept)
+        self.of_keys = [n for n, x in inputs._asdict().items() if x is not None and x.dim() == 3 and n != "v"]
+        padded = {"v": filled(inputs.v, V)} | {n: filled(getattr(inputs, n), K) for n in self.of_keys}
+        self.bias = inputs.dt_bias if "g" in self.of_keys else None  # of each channel
+        if self.bias is not None:
+            padded["dt_bias"] = filled(self.bias.reshape(-1, self.given[0]), K).flatten()
+        self.rule = make(inputs._replace(**padded), options, boundaries, differentiable, kept)
 
     @property
     def kept(self) -> tuple[Tensor, ...]:
@@ -57,15 +57,14 @@ class Padded:
 
     def backward(
         self, do: Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
-    ) -> tuple[Inputs, Tensor]:
+    ) -> tuple[AnyInputs, Tensor]:
         states = self._filled(initial), self._filled(d_final)
         grads, d_initial = self.rule.backward(filled(do, self.dims[1]), *states, need_d_initial)
-        (K, V), dg, ddt_bias = self.given, grads.g, grads.dt_bias
-        if dg.dim() == 3:
-            dg = dg[..., :K]
-            bias = self.inputs.dt_bias
-            ddt_bias = None if bias is None else ddt_bias.view(-1, self.dims[0])[:, :K].reshape(bias.shape)
-        grads = grads._replace(q=grads.q[..., :K], k=grads.k[..., :K], v=grads.v[..., :V], g=dg, dt_bias=ddt_bias)
+        K, V = self.given
+        cut = {n: getattr(grads, n)[..., :K] for n in self.of_keys} | {"v": grads.v[..., :V]}
+        if self.bias is not None:
+            cut["dt_bias"] = grads.dt_bias.view(-1, self.dims[0])[:, :K].reshape(self.bias.shape)
+        grads = grads._replace(**cut)
         return grads, self._cut(d_initial) if need_d_initial else d_initial
 
     def _filled(self, states: States | None) -> States | None:

@@ -43,13 +43,21 @@ def merge(N21, G11, G22, b1, b2, CT: tl.constexpr):
     return x - dot_fp32(G22 * b2, x, CT)
 
 
-@Kernel
-def solve_kernel(b, G, STRIDE_B: tl.constexpr, SCALED: tl.constexpr):
-    """One (chunk, head): write −G, or with SCALED G diag(b), in place of N. Forward substitution in fp32 on 16×16
-    blocks, G_i = N_i − Σ_m N_im b_m G_m for m < i with one column per lane, then merged to 32 and 64 rows."""
+@triton.jit
+def factors(b, place):
+    """b at these places; 1 without b."""
+    if b is None:
+        return 1.0
+    else:
+        return tl.load(b + place)
+
+
+@triton.jit
+def solve(b, G, SCALED: tl.constexpr):
+    """Write −G, or with SCALED G diag(b), in place of N [64, 64] at G; b [64], or None for ones. Forward substitution
+    in fp32 on 16×16 blocks, G_i = N_i − Σ_m N_im b_m G_m for m < i with one column per lane, then merged to 32 and 64
+    rows."""
     CT: tl.constexpr = G.dtype.element_ty
-    b += tl.program_id(0).to(tl.int64) * STRIDE_B
-    G += tl.program_id(0).to(tl.int64) * 64 * 64
     lane = tl.arange(0, 64)
     first, column = lane // 16 * 16, lane % 16
     rows = ()
@@ -58,7 +66,7 @@ def solve_kernel(b, G, STRIDE_B: tl.constexpr, SCALED: tl.constexpr):
         x = tl.load(lower_triangle(G, first + i, first + column), mask=column < i, other=0.0)
         for m in tl.static_range(i):
             x -= tl.load(lower_triangle(G, first + i, first + m)) * scaled[m]
-        rows, scaled = rows + (x,), scaled + (x * tl.load(b + first + i),)  # noqa: RUF005 (Triton joins tuples with +)
+        rows, scaled = rows + (x,), scaled + (x * factors(b, first + i),)  # noqa: RUF005 (Triton joins tuples with +)
     tl.debug_barrier()  # lanes read each other's columns
     for i in tl.static_range(1, 16):
         tl.store(lower_triangle(G, first + i, first + column), rows[i], mask=column < i)
@@ -68,7 +76,7 @@ def solve_kernel(b, G, STRIDE_B: tl.constexpr, SCALED: tl.constexpr):
     G11 = tl.load(lower_triangle(G, block + i, block + j), mask=j < i, other=0.0)
     G22 = tl.load(lower_triangle(G, block + 16 + i, block + 16 + j), mask=j < i, other=0.0)
     p_21 = lower_triangle(G, block + 16 + i, block + j)
-    G21 = merge(tl.load(p_21), G11, G22, tl.load(b + block + j), tl.load(b + block + 16 + j), CT)
+    G21 = merge(tl.load(p_21), G11, G22, factors(b, block + j), factors(b, block + 16 + j), CT)
     tl.debug_barrier()
     tl.store(p_21, G21)
     tl.debug_barrier()
@@ -77,13 +85,20 @@ def solve_kernel(b, G, STRIDE_B: tl.constexpr, SCALED: tl.constexpr):
     G11 = tl.load(lower_triangle(G, i, j), mask=j < i, other=0.0)
     G22 = tl.load(lower_triangle(G, 32 + i, 32 + j), mask=j < i, other=0.0)
     N21 = tl.load(lower_triangle(G, 32 + i, j))
-    G21 = merge(N21, G11, G22, tl.load(b + j), tl.load(b + 32 + j), CT)
+    G21 = merge(N21, G11, G22, factors(b, j), factors(b, 32 + j), CT)
     tl.debug_barrier()
     b1, b2 = -1.0, -1.0
     if SCALED:
-        b1, b2 = tl.load(b + j), tl.load(b + 32 + j)
+        b1, b2 = factors(b, j), factors(b, 32 + j)
     p_G = G + i * 64 + j
     tl.store(p_G, (G11 * b1).to(CT))
     tl.store(p_G + 32, tl.zeros([32, 32], CT))
     tl.store(p_G + 32 * 64, (G21 * b1).to(CT))
     tl.store(p_G + 32 * 64 + 32, (G22 * b2).to(CT))
+
+
+@Kernel
+def solve_kernel(b, G, STRIDE_B: tl.constexpr, SCALED: tl.constexpr):
+    """`solve` for one (chunk, head)."""
+    i = tl.program_id(0).to(tl.int64)
+    solve(b + i * STRIDE_B, G + i * 64 * 64, SCALED)

@@ -1,4 +1,4 @@
-"""How the kernels of both delta rules read and write tokens and states, and what launches pass to them for that.
+"""How the kernels of the delta rules read and write tokens and states, and what launches pass to them for that.
 
 Streams are [T, heads, dim] with dense heads and any stride between tokens: the mixer's q, k and v are views of one
 projection. States are [rows, HV, K, V] in fp32. Entry n's state is in row n or, with an index [N] int32, in row
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from titan_linear.ops.runtime.options import Inputs, States
+from titan_linear.ops.runtime.options import States
 
 
 def blocks_of(n: int, size: int) -> int:
@@ -50,10 +50,9 @@ def empty_states(like: Tensor, rows: int, K: int) -> Tensor:
 
 
 def empty_gradients(do, inputs, tiles, chunks, initial, d_final, need_d_initial, *_) -> tuple[Tensor, ...]:
-    """What the rules' backward operators return, without computing it: gradients of 7 inputs, q, k and v first."""
-    x, states = Inputs(*inputs), States(*initial)
-    grads = (x.q.new_empty(0) if given is None else given.new_empty(given.shape) for given in x)
-    return *grads, x.v.new_empty(states.values.shape if need_d_initial else 0, dtype=torch.float32)
+    """What the rules' backward operators return, without computing it."""
+    grads = (do.new_empty(0) if given is None else given.new_empty(given.shape) for given in inputs)
+    return *grads, do.new_empty(States(*initial).values.shape if need_d_initial else 0, dtype=torch.float32)
 
 
 @triton.jit

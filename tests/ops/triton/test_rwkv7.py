@@ -1,0 +1,184 @@
+"""The kernels behind chunk_rwkv7 against the token-by-token oracle in float64: in the interpreter, or on the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.inputs import (
+    DEVICE,
+    boundaries,
+    call,
+    dplr_inputs,
+    gradients,
+    leaves,
+    oracle,
+    relative_error,
+    tokens_of,
+)
+from tests.ops.triton.bfloat16 import interpret_bfloat16
+from titan_linear.distributed.one_process import LocalGroup, run_ranks
+from titan_linear.ops import build_cp_context
+from titan_linear.ops.reference.delta_rule import l2norm
+from titan_linear.ops.triton import delta_rule as rules
+from titan_linear.ops.triton.chunks import chunks_of
+
+TOLERANCE = 2e-5  # float32 sums of up to 130 terms, through exponentials
+UNIT = 2**-8
+# The others: 1.5 units. With hardly any decay, the roundings of operands add up to 1.6 in da and db, as they do in
+# float64 arithmetic with operands rounded to bfloat16.
+HALF_TOLERANCE = {"w": 3 * UNIT, "a": 2 * UNIT, "b": 2 * UNIT}
+NAMES = {"q": "r", "gk": "w"}
+LENGTHS = [1, 70, 0, 64, 3]
+
+
+def rwkv7_inputs(T: int, *, decay: float = 0.6065, K: int = 32, **dims: int) -> dict[str, Tensor]:
+    """decay: the largest of a token, −w."""
+    x = dplr_inputs(T, **{"H": 1, "K": K, "V": K} | dims)
+    return {NAMES.get(name, name): t for name, t in (x | {"gk": decay * x["gk"]}).items()}
+
+
+def exact(x: dict[str, Tensor], cu: Tensor | None) -> list[Tensor]:
+    """o, the final states and gradients of the oracle, or without an initial state those of o alone."""
+    x = leaves({name: t.double() for name, t in x.items()})
+    named = {{"r": "q", "w": "gk"}.get(name, name): t for name, t in x.items()}
+    outputs = list(oracle("dplr", named, cu_seqlens=cu, scale=1.0))
+    return gradients(outputs if "initial_state" in x else outputs[:1], x)
+
+
+def compare(x: dict[str, Tensor], lengths: list[int], dtype: torch.dtype = torch.float32, **options: bool) -> None:
+    """Outputs, final states and gradients, from random initial states."""
+    cu, (H, K), V = boundaries(lengths), x["r"].shape[2:], x["v"].shape[3]
+    rng = torch.Generator().manual_seed(3)
+    x = {name: t.to(dtype) for name, t in x.items()}
+    x["initial_state"] = torch.randn(len(lengths), H, K, V, generator=rng)
+    ours = leaves({name: t.to(DEVICE) for name, t in x.items()})
+    got = gradients(list(call("rwkv7", ours, cu_seqlens=cu.to(DEVICE), impl="triton", **options)), ours)
+    pairs = zip(["o", "final", *x], got, exact(x, cu), strict=True)
+    found = {name: relative_error(a.cpu(), b) for name, a, b in pairs}
+    bounds = dict.fromkeys(found, TOLERANCE)
+    if dtype != torch.float32:
+        bounds = dict.fromkeys(found, 1.5 * UNIT) | HALF_TOLERANCE
+    assert not {name: error for name, error in found.items() if not error < bounds[name]}, found
+
+
+@pytest.mark.parametrize(
+    ("decay", "dims", "options"),
+    [
+        (1e-3, {}, {}),
+        (0.6065, {"H": 2}, {}),
+        (2.0, {}, {}),
+        (0.6065, {}, {"disable_recompute": True}),
+        (0.6065, {"K": 16, "V": 24}, {}),
+    ],
+    ids=str,
+)
+def test_packed_documents(decay: float, dims: dict[str, int], options: dict[str, bool]) -> None:
+    """Of one token, shorter than a chunk, empty, exactly one; also heads that are filled up."""
+    compare(rwkv7_inputs(sum(LENGTHS), decay=decay, **dims), LENGTHS, **options)
+
+
+def test_the_fastest_decay_at_every_token() -> None:
+    x = rwkv7_inputs(130)
+    compare(x | {"w": torch.full_like(x["w"], -2.0)}, [130])
+
+
+def test_reads_that_a_neumann_series_would_not_sum() -> None:
+    """Nearly the same vector is removed wholly at each token, with hardly any decay."""
+    x = rwkv7_inputs(130, decay=1e-3)
+    removed = l2norm(x["a"][:, :1] + 1e-3 * x["k"])
+    compare(x | {"a": -removed, "b": removed}, [130])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RWKV-7's heads; documents of one token, shorter than a chunk and longer."""
+    if DEVICE == "cpu":
+        interpret_bfloat16(monkeypatch)
+    lengths = [1, 20, 130]
+    compare(rwkv7_inputs(sum(lengths), K=64), lengths, dtype)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("decay", [1e-3, 0.6065, 2.0])
+def test_long_documents(decay: float) -> None:
+    lengths = [1, 63, 4096, 65]
+    compare(rwkv7_inputs(sum(lengths), decay=decay, K=64, H=4), lengths, torch.bfloat16)
+
+
+def test_documents_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "segment_length", lambda *_: 64)
+    lengths = [0, 10, 64, 129]
+    compare(rwkv7_inputs(sum(lengths), decay=1e-3), lengths)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_ranks(layout: str) -> None:
+    """Four of them: one document goes through two, and a rank has several; little of the state decays on the way."""
+    cu, x = boundaries([10, 280, 30]), rwkv7_inputs(320, decay=1e-3)
+    x = {name: t.float() for name, t in x.items()}
+    want = exact(x, cu)
+    do = torch.randn(want[0].shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+    def on_rank(group: LocalGroup) -> list[Tensor]:
+        ctx = build_cp_context(cu, group, device=DEVICE, layout=layout)
+        mine = tokens_of(ctx)
+        own = leaves({name: t[:, mine].to(DEVICE) for name, t in x.items()})
+        o, _ = call("rwkv7", own, cp_context=ctx, impl="triton")
+        return [mine, o.detach(), *torch.autograd.grad(o, list(own.values()), do[:, mine].to(o))]
+
+    places, *ranks = zip(*run_ranks(on_rank, 4), strict=True)
+    order = torch.cat(places).argsort()
+    for name, got, right in zip(["o", *x], ranks, want, strict=True):
+        assert relative_error(torch.cat(got, 1).cpu()[:, order], right) < TOLERANCE, name
+
+
+def test_neighbours_of_what_is_not_finite() -> None:
+    """Whatever a document holds, the others' outputs and gradients are what they are without it; and a second run gives
+    the same bits."""
+    lengths = [5, 70, 1]
+    cu, base = boundaries(lengths), {n: t.float() for n, t in rwkv7_inputs(sum(lengths)).items()}
+
+    def results(given: dict[str, Tensor], document: int) -> list[Tensor]:
+        x = leaves({name: t.to(DEVICE) for name, t in given.items()})
+        o, _ = call("rwkv7", x, cu_seqlens=cu.to(DEVICE), impl="triton")
+        do = torch.ones_like(o)
+        do[:, cu[document] : cu[document + 1]] = given["v"][:, cu[document] : cu[document + 1]].to(do)
+        return [o.detach(), *torch.autograd.grad(o, list(x.values()), do)]
+
+    before = results(base, 0)
+    assert all(torch.equal(a, b) for a, b in zip(results(base, 0), before, strict=True))
+    for document, value in ((0, 6e4), (1, torch.nan), (1, torch.inf), (2, torch.inf)):
+        inside = slice(int(cu[document]), int(cu[document + 1]))
+        changed = {name: t.clone() for name, t in base.items()}
+        for name, t in changed.items():
+            t[:, inside] = value if name != "w" else -2.0 if value == 6e4 else torch.nan
+        for name, a, b in zip(["o", *base], results(changed, document), results(base, document), strict=True):
+            a, b = (torch.cat([t[:, : inside.start], t[:, inside.stop :]], 1) for t in (a, b))
+            assert torch.equal(a, b), (name, document, value)
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_operators_are_well_formed(indexed: bool) -> None:
+    inputs = [t[0].float().to(DEVICE) for t in dplr_inputs(70, H=1, K=32, V=32).values()]
+    cu, index = (torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in ([0, 70], [0]))
+    do, chunks, ops = torch.ones_like(inputs[2]), list(chunks_of(cu, 70)), torch.ops.titan_linear
+    states = [torch.ones(1, 1, 32, 32, device=DEVICE), index if indexed else None]
+    tiles = list(ops.rwkv7_prepare(inputs, chunks, 1.0))
+    calls = {
+        ops.rwkv7_prepare: (inputs, chunks, 1.0),
+        ops.rwkv7_recompute: (inputs, chunks, tiles[4], 1.0),
+        ops.rwkv7_scan: (inputs[2], tiles, chunks, states, int(indexed)),
+        ops.rwkv7_boundary: (tiles, chunks, index, None),
+        ops.rwkv7_boundary_bwd: (do, tiles, chunks, index, None),
+        ops.rwkv7_backward: (do, inputs, tiles, chunks, states, states, indexed, 1.0),
+    }
+    for op, arguments in calls.items():
+        torch.library.opcheck(op.default, arguments)
+
+
+def test_dims_that_the_kernels_do_not_take() -> None:
+    x = {name: t.float().to(DEVICE) for name, t in rwkv7_inputs(4, K=96).items()}
+    with pytest.raises(ValueError, match="impl = 'triton' cannot run chunk_rwkv7: K = 96 is too large: K <= 64"):
+        call("rwkv7", x, impl="triton")
