@@ -67,8 +67,8 @@ class Telemetry(Hook):
         model: Decoder,
         dims: ParallelDims,
         device: torch.device,
-        streams: Streams | None = None,
-        groups: FileGroups | None = None,
+        streams: Streams | None,
+        groups: FileGroups | None,
     ):
         """streams: those that batches come from, if losses by source are wanted; groups: groups of their files."""
         self.freq, self.model, self.dims, self.device = config.metrics.telemetry_freq, model, dims, device

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 
 import pytest
@@ -93,18 +93,24 @@ def check(world: World, cases: list[tuple[str, list[int], str, int]], levels: tu
     ranks = world.run(on_rank, cases, levels)
     for i, (op, lengths, layout, streams) in enumerate(cases):
         cu = boundaries(lengths * streams)
-        x = leaves(inputs_of(op, lengths, streams))
-        y = run_op(op, x, cu_seqlens=cu)
-        want = [y, *torch.autograd.grad(y, list(x.values()), output_gradient(op, y))]
         where = {"layout": layout, "num_streams": streams, "world_size": len(ranks)}
         tokens = [tokens_of(build_cp_context(cu, rank=rank, **where)) for rank in range(len(ranks))]
-        for j, name in enumerate(["y", *x]):
+        for j, (name, want) in enumerate(by_one_process(op, tuple(lengths), streams).items()):
             if name in PARAMETERS:
-                assert relative_error(sum(r[i][j] for r in ranks), want[j]) < TOLERANCE, (cases[i], name)
+                assert relative_error(sum(r[i][j] for r in ranks), want) < TOLERANCE, (cases[i], name)
                 continue
             for rank, results in enumerate(ranks):
-                error = (results[i][j] - want[j][:, tokens[rank]]).norm() / want[j].norm()
+                error = (results[i][j] - want[:, tokens[rank]]).norm() / want.norm()
                 assert error < TOLERANCE, (cases[i], name, rank, error)
+
+
+@cache
+def by_one_process(op: str, lengths: tuple[int, ...], streams: int) -> dict[str, torch.Tensor]:
+    """The output and the gradients of all inputs, for every world and layout."""
+    x = leaves(inputs_of(op, list(lengths), streams))
+    y = run_op(op, x, cu_seqlens=boundaries(list(lengths) * streams))
+    grads = torch.autograd.grad(y, list(x.values()), output_gradient(op, y))
+    return {"y": y.detach()} | dict(zip(x, grads, strict=True))
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])

@@ -11,15 +11,17 @@ import hashlib
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 import tempfile
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from itertools import accumulate
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -71,50 +73,69 @@ ACCEPTED_SPILLS: dict[str, str] = {
 }
 
 
-def _resources(cubin: bytes) -> dict[str, Any]:
-    """Registers, bytes of stack (all of it spills), and the instructions that ptxas got wrong."""
-    report = _disassembled(cubin)
-    registers, spills = map(int, re.search(r"REG:(\d+) STACK:(\d+)", report).groups())
-    return {"registers": registers, "spills": spills, "wrong": _stack_pointer_as_number(report)}
+def _resources(cubin: bytes) -> dict[str, int]:
+    """Registers, and bytes of stack: all of it spills."""
+    report = _run_on(cubin, "cuobjdump", "-res-usage")
+    return dict(zip(("registers", "spills"), map(int, re.search(r"REG:(\d+) STACK:(\d+)", report).groups())))
 
 
-def _disassembled(cubin: bytes) -> str:
-    """The line on resources, and those on R1. Disassembling takes half a second, and the lines are kept where Triton
-    keeps its kernels."""
+def _run_on(content: bytes, tool: str, *options: str) -> str:
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        command = [getattr(knobs.nvidia, tool).path, *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _code(cubin: bytes) -> bytes:
+    """The instructions of its kernel: what an ELF's section .text.<kernel> holds."""
+    (at,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<HHH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, at + i * size) for i in range(count)]
+    texts = [s for s in sections if cubin[sections[names][4] + s[0] :].startswith(b".text.")]
+    ((_, _, _, _, begin, length),) = texts
+    return cubin[begin : begin + length]
+
+
+def look_for_wrong(launches: list[dict], target: int = 90) -> list[dict]:
+    """Each launch with "wrong", the instructions that ptxas got wrong, in place of "code". All are disassembled at
+    once, since a call takes half a second whatever there is."""
+    codes = [launch.pop("code") for launch in launches]
+    ends = list(accumulate(map(len, codes)))
+    found: list[list[str]] = [[] for _ in codes]
+    for address, instruction in _stack_pointer_as_number(_on_r1(b"".join(codes), target)):
+        found[bisect_right(ends, address)].append(instruction)
+    return [launch | {"wrong": wrong} for launch, wrong in zip(launches, found, strict=True)]
+
+
+def _on_r1(code: bytes, target: int) -> str:
+    """The lines on R1 of a disassembly, which are kept where Triton keeps its kernels."""
     from triton import __version__
     from triton.runtime.cache import get_cache_manager
 
-    kept = get_cache_manager(hashlib.sha256(__version__.encode() + cubin).hexdigest())
+    architecture = f"SM{target}{'a' if target >= 90 else ''}"
+    kept = get_cache_manager(hashlib.sha256(f"{__version__} {architecture}".encode() + code).hexdigest())
     if (path := kept.get_file("on_r1.txt")) is None:
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(cubin)
-            file.flush()
-            report = _cuobjdump("-res-usage", file.name) + _cuobjdump("-sass", file.name)
-        lines = [line for line in report.splitlines() if "REG:" in line or re.search(r"\bR1\b", line)]
-        path = kept.put("\n".join(lines), "on_r1.txt", binary=False)
+        lines = _run_on(code, "nvdisasm", "--binary", architecture).splitlines()
+        path = kept.put("\n".join(line for line in lines if re.search(r"\bR1\b", line)), "on_r1.txt", binary=False)
     return Path(path).read_text()
 
 
-def _cuobjdump(*arguments: str) -> str:
-    from triton import knobs
-
-    command = [knobs.nvidia.cuobjdump.path, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def _stack_pointer_as_number(code: str) -> list[str]:
-    """Instructions that compute with R1 other than addresses on the stack.
+def _stack_pointer_as_number(code: str) -> list[tuple[int, str]]:
+    """Addresses and instructions that compute with R1 other than addresses on the stack.
 
     ptxas 12.8 was seen to take R1, the stack pointer, for an operand that it had lost, even in a kernel without a
     stack: a product then read shared memory that no one wrote.
     """
-    lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+([^;]*\bR1\b[^;]*);", code)
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]*\bR1\b[^;]*);", code)
     stack = r"LDC R1, |VIADD R1, R1, |IADD3? R1, (PT, PT, )?R1, |IMAD\.MOV\.U32 R1, RZ, RZ, c\[|MOV R1, c\["
-    return [line for line in lines if "[R1" not in line and not re.match(stack, line)]
+    return [(int(at, 16), line) for at, line in lines if "[R1" not in line and not re.match(stack, line)]
 
 
 def compile_launch(kernel, grid, arguments: dict, target: int = 90) -> dict:
-    """What launching `kernel` with these arguments on sm_<target> would compile: its name and resources."""
+    """What launching `kernel` with these arguments on sm_<target> would compile: its name, resources and code."""
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
@@ -145,7 +166,8 @@ def compile_launch(kernel, grid, arguments: dict, target: int = 90) -> dict:
     source = ASTSource(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
     result = {"kernel": kernel.__name__, "shared": compiled.metadata.shared} | _resources(compiled.asm["cubin"])
-    return result | {"config": {k: arguments[k] for k in ("BT", "BD", "BV", "STAGES") if k in arguments} | options}
+    config = {k: arguments[k] for k in ("BT", "BD", "BV", "STAGES") if k in arguments} | options
+    return result | {"config": config, "code": _code(compiled.asm["cubin"])}
 
 
 @contextmanager
@@ -370,7 +392,7 @@ def compile_case(name: str) -> list[dict]:
     case, arguments = CASES[name]
     with compiled_launches() as results:
         case(*arguments)
-    return results
+    return look_for_wrong(results)
 
 
 def compile_cases(words: list[str]) -> dict[str, list[dict]]:

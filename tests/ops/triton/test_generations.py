@@ -12,7 +12,14 @@ import sys
 import pytest
 
 from tests.ops.triton.kda_compile import kda_case, results_of
-from tests.ops.triton.test_compile import compile_launch, conv1d_case, cross_entropy_case, gdn_case, swiglu_case
+from tests.ops.triton.test_compile import (
+    compile_launch,
+    conv1d_case,
+    cross_entropy_case,
+    gdn_case,
+    look_for_wrong,
+    swiglu_case,
+)
 
 # GDN: none at sm_100, K and V up to 128 at sm_120 (ops/triton/configs.py says why).
 SHARED = {80: 166912, 86: 101376, 89: 101376, 100: 232448, 120: 101376}  # bytes a program may use on sm_<target>
@@ -62,7 +69,7 @@ def launches(target: int, op: str, K: int, only: tuple[str, ...] = ()) -> list[d
         conv1d_case("bfloat16", 4)
     else:
         (swiglu_case if op == "swiglu" else cross_entropy_case)()
-    return found
+    return look_for_wrong(found, target)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from titan_linear.models.families.layout import (
     renamed,
     rope_to_hf,
     same,
-    shortest,
 )
 from titan_linear.models.mixers import Attention, ShortConv
 
@@ -107,15 +106,12 @@ LFM2 = Family(MODEL, LAYERS, MLP, (), _from_hf, _to_hf)
 # --- Presets ---------------------------------------------------------------------------------------------------------
 
 
-def _lfm2(dim: int, heads: int, hidden_dim: int, attention: tuple[int, ...], num_layers: int = 16) -> ModelConfig:
-    """attention: its layers."""
+def _lfm2(dim: int, heads: int, hidden_dim: int) -> ModelConfig:
     conv = ShortConv(channels=dim)
     softmax = Attention(heads=heads, kv_heads=8, head_dim=64, qk_norm="head", rope_theta=1e6)
-    layers = [softmax if i in attention else conv for i in range(num_layers)]
-    return ModelConfig(65536, dim, shortest(layers), num_layers, hidden_dim, tie_embeddings=True)
+    pattern = tuple(softmax if i in (2, 5, 8, 10, 12, 14) else conv for i in range(16))
+    return ModelConfig(65536, dim, pattern, 16, hidden_dim, tie_embeddings=True)
 
-
-_ATTENTION = (2, 5, 8, 10, 12, 14)
 
 LFM2_MODELS = {
     "debug": ModelConfig(
@@ -129,7 +125,7 @@ LFM2_MODELS = {
         hidden_dim=256,
         tie_embeddings=True,
     ),
-    "350M": _lfm2(1024, 16, 4608, _ATTENTION),
-    "700M": _lfm2(1536, 24, 6912, _ATTENTION),
-    "1.2B": _lfm2(2048, 32, 8192, _ATTENTION),
+    "350M": _lfm2(1024, 16, 4608),
+    "700M": _lfm2(1536, 24, 6912),
+    "1.2B": _lfm2(2048, 32, 8192),
 }
