@@ -22,7 +22,7 @@ from titan_linear.data.corpus.tokenizer import TOKENIZER
 from titan_linear.distributed.parallelize import materialise
 from titan_linear.distributed.process import refusing
 from titan_linear.models.decoder import Decoder
-from titan_linear.run.build import DTYPES, model_config, other_tokenizer, tokenizer_path, unallocated
+from titan_linear.run.build import DTYPES, model_config, open_tokenizer, other_tokenizer, unallocated
 from titan_linear.run.generate import Sampling, generate
 from titan_linear.storage.hf_io import CONFIG, check_folder
 from titan_linear.storage.hf_io import load_weights as load_hf_weights
@@ -81,7 +81,7 @@ def load(path: Path, tokenizer: str, dtype: torch.dtype, device: torch.device) -
         run = config_of(path)
     if tokenizer:  # in the configuration, so that errors name it
         run = changed(run, {"model.tokenizer_path": tokenizer})
-    text = build_tokenizer(tokenizer_path(run))
+    text = open_tokenizer(run)
     if warning := tokenizer_warning(path, in_hf, tokenizer, text):
         print(warning, file=sys.stderr)
     config = model_config(run, text)

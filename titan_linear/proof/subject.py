@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from titan_linear.config import Config, changed, check_config
-from titan_linear.data import IGNORE, Batch, Stream, StreamLoader, Streams, Tokenizer, build_tokenizer
+from titan_linear.data import IGNORE, Batch, Stream, StreamLoader, Streams, Tokenizer
 from titan_linear.distributed.parallelize import cp_method
 from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig
 from titan_linear.models.decoder import Decoder
@@ -27,7 +27,7 @@ from titan_linear.run.build import (
     implementations,
     model_config,
     open_corpora,
-    tokenizer_path,
+    open_tokenizer,
     tokens_of,
     unallocated,
 )
@@ -156,7 +156,7 @@ def subject_of(config: Config, *, show_progress: bool = False) -> Subject:
     check_config(config, processes)
     if t.seq_len == 1:  # softmax attention's gradients are 0 then, and no error is a share of them
         raise ValueError("training.seq_len = 1: streams of one token prove nothing; use 2 or more")
-    tokenizer = build_tokenizer(tokenizer_path(config))
+    tokenizer = open_tokenizer(config)
     full = model_config(config, tokenizer)
     check_splits(full, config)
     check_float8(full, config)

@@ -43,6 +43,7 @@ from titan_linear.data import (
     Streams,
     Texts,
     Tokenizer,
+    build_tokenizer,
     cached_corpus,
     open_corpus,
     split_corpus,
@@ -78,6 +79,15 @@ def tokenizer_path(config: Config) -> str | None:
         return None
     own = str(Path(hf_assets(config)) / "tokenizer.json") if hf_assets(config) else None
     return config.model.tokenizer_path or own
+
+
+def open_tokenizer(config: Config) -> Tokenizer:
+    """The run's tokenizer. ValueError: it, or the Hugging Face folder that brings it, is missing or cannot be used."""
+    folder, m = hf_assets(config), config.model
+    if folder and not m.tokenizer_path and not Path(folder).is_dir():
+        key = "model.hf_assets_path" if m.hf_assets_path else "checkpoint.initial_load_path"
+        raise ValueError(f"{key} = {folder!r} is no folder; give one with a Hugging Face model (nothing is downloaded)")
+    return build_tokenizer(tokenizer_path(config))
 
 
 def open_corpora(config: Config, tokenizer: Tokenizer, show_progress: bool = False) -> list[Corpus]:

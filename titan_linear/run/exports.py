@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from titan_linear.config import Config, hf_weights
-from titan_linear.data import Tokenizer, build_tokenizer
+from titan_linear.data import Tokenizer
 from titan_linear.distributed.process import StopSignal, refusing
 from titan_linear.models.decoder import Decoder
 from titan_linear.run.build import (
@@ -32,7 +32,7 @@ from titan_linear.run.build import (
     lacks_export,
     model_config,
     not_exported,
-    tokenizer_path,
+    open_tokenizer,
     unallocated,
 )
 from titan_linear.step.hooks import Hook, StepResult
@@ -69,7 +69,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, dtype: str, like: str = ""
     run = config_of(checkpoint)
     if dtype == "source" and not (like or hf_weights(run)):
         raise ValueError("--export-dtype source: this run did not begin from a Hugging Face folder; name one by --like")
-    tokenizer = build_tokenizer(tokenizer_path(run))
+    tokenizer = open_tokenizer(run)
     model = model_config(run, tokenizer)
     check_weights(checkpoint, unallocated(model, torch.float32))
     export(folder, run, model, tokenizer, stored_weights(checkpoint), dtype=dtype, like=like)

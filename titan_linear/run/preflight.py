@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from titan_linear.config import Config, check_config, hf_weights, layer_checkpointing
-from titan_linear.data import Streams, Tokenizer, build_tokenizer, num_labels, verify_changed, verify_corpus
+from titan_linear.data import Streams, Tokenizer, num_labels, verify_changed, verify_corpus
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.float8 import SMALLEST, use_float8
 from titan_linear.ops.float8 import CAPABILITY
@@ -31,8 +31,8 @@ from titan_linear.run.build import (
     model_config,
     not_exported,
     open_corpora,
+    open_tokenizer,
     other_tokenizer,
-    tokenizer_path,
     tokens_of,
     unallocated,
     under_key,
@@ -84,7 +84,7 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
             "metrics.enable_wandb = true needs the package wandb, which is not installed; pip install wandb, or set it "
             "to false"
         )
-    tokenizer = build_tokenizer(tokenizer_path(config))
+    tokenizer = open_tokenizer(config)
     print(tokenizer.summary, flush=True)
     model = model_config(config, tokenizer)
     if line := vocabulary(config, model, tokenizer):

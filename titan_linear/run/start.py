@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from titan_linear.config import Config, hf_weights
-from titan_linear.data import StreamLoader, Streams, Tokenizer, build_tokenizer
+from titan_linear.data import StreamLoader, Streams, Tokenizer
 from titan_linear.distributed.groups import host_group, on_rank_0
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.models.config import ModelConfig
@@ -21,7 +21,7 @@ from titan_linear.run.build import (
     check_content,
     content_of,
     model_config,
-    tokenizer_path,
+    open_tokenizer,
 )
 from titan_linear.storage.checkpoint import Checkpointer
 from titan_linear.storage.hf_io import load_weights
@@ -51,7 +51,7 @@ def open_subject(config: Config, known: Progress | None, host: dist.ProcessGroup
     Raises:
         ValueError: it is not, or ranks differ.
     """
-    tokenizer = build_tokenizer(tokenizer_path(config))
+    tokenizer = open_tokenizer(config)
     streams, held_out = build_streams(config, tokenizer, known)
     dist.barrier(host)  # wait for nodes that first had to write their token cache
     model = model_config(config, tokenizer)
