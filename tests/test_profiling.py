@@ -44,7 +44,13 @@ def test_a_trace_of_the_profiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ("freq", "active", "steps", "traces"), [(1, 1, 2, {1: 1, 2: 1}), (3, 1, 5, {3: 1}), (3, 2, 5, {3: 2, 5: 1})]
 )
 def test_the_end_of_a_run_leaves_traces_of_steps(
-    freq: int, active: int, steps: int, traces: dict[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    freq: int,
+    active: int,
+    steps: int,
+    traces: dict[int, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
 ) -> None:
     """Where another trace begins then, it would be of no step, in the place of the last one's."""
     monkeypatch.setenv("RANK", "0")
@@ -56,6 +62,7 @@ def test_the_end_of_a_run_leaves_traces_of_steps(
             profile.after_step(SimpleNamespace())
     found = {path.name: path.read_text().count('"aten::dot"') for path in (tmp_path / "profile_traces").glob("*.json")}
     assert found == {f"rank0_step{step}.json": recorded for step, recorded in traces.items()}
+    assert "Profiler clears events" not in str([warning.message for warning in recwarn])
 
 
 @pytest.mark.parametrize(("rank", "steps", "said"), [("0", 8, True), ("0", 9, False), ("1", 8, False)])

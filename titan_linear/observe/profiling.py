@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -38,6 +39,7 @@ class Profiler(Hook):
         schedule = torch.profiler.schedule(
             wait=p.profile_freq - warmup - active, warmup=warmup, active=active, repeat=p.profile_count
         )
+        warnings.filterwarnings("ignore", message=".*Profiler clears events")  # as it should: a trace has its own steps
         self.profile = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write)
         self.recorded = 0  # steps since the last trace
         self.traces = 0  # number written
