@@ -262,8 +262,13 @@ def test_a_file_of_rwkv_lm_becomes_a_folder(theirs: State, of_rwkv_lm: State, tm
         (lambda t: t.pop("blocks.0.ln0.bias"), "blocks.0.ln0.bias is missing"),
         (lambda t: t.update({"blocks.0.ffn.s_emb.weight": torch.ones(1)}), "blocks.0.ffn.s_emb.weight is no tensor of"),
         (lambda t: t.update({"ln_out.bias": torch.ones(3)}), "ln_out.bias is [3], other than [128]"),
-        (lambda t: t.update({0: torch.ones(1)}), "this dict is no RWKV-7; give a file of tensors by name"),
-        (lambda t: t.update({"step": 3}), "this dict is no RWKV-7; give a file of tensors by name"),
+        (lambda t: t.update({"emb.weight": t["emb.weight"].to(torch.int8)}), "this dict is no RWKV-7; give a file of"),
+        (
+            lambda t: t.update({"blocks.2.att.w1": torch.ones(3)}),
+            "blocks.2.att.w1 is [3], of other than two dimensions",
+        ),
+        (lambda t: t.update({0: torch.ones(1)}), "this dict is no RWKV-7; give a file of tensors of floats by name"),
+        (lambda t: t.update({"step": 3}), "this dict is no RWKV-7; give a file of tensors of floats by name"),
     ],
 )
 def test_other_files_are_refused(
@@ -275,6 +280,12 @@ def test_other_files_are_refused(
     err = capsys.readouterr().err
     assert f"model.pth': {said}" in err and err.count("\n") == 1
     assert not (tmp_path / "folder").exists()
+
+
+def test_a_file_with_code_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    torch.save({"emb.weight": Path("x")}, tmp_path / "model.pth")
+    assert main(["convert", "from-rwkv", str(tmp_path / "model.pth"), str(tmp_path / "folder")]) == 2
+    assert capsys.readouterr().err.endswith("model.pth' is damaged or holds more than tensors; fetch it again\n")
 
 
 @pytest.mark.parametrize(

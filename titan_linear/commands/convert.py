@@ -65,7 +65,9 @@ def from_rwkv(file: Path, folder: Path) -> None:
     try:
         tensors = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         model, parameters = from_rwkv_lm(tensors)
-    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+    except pickle.UnpicklingError:  # whose message says how to run the code
+        raise ValueError(f"'{file}' is damaged or holds more than tensors; fetch it again") from None
+    except (OSError, RuntimeError) as error:
         raise ValueError(f"'{file}' cannot be read ({shorten(str(error), 200)}); fetch it again") from None
     except ValueError as error:
         raise ValueError(f"'{file}': {error}") from None

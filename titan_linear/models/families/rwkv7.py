@@ -146,8 +146,8 @@ def from_rwkv_lm(tensors: dict[str, Tensor]) -> tuple[ModelConfig, dict[str, Ten
         ValueError: they are not exactly those of an RWKV-7; the message names one.
     """
     named = isinstance(tensors, dict) and all(isinstance(at, str) for at in tensors)
-    if not named or not all(isinstance(x, Tensor) for x in tensors.values()):
-        raise ValueError(f"this {type(tensors).__name__} is no RWKV-7; give a file of tensors by name")
+    if not named or not all(isinstance(x, Tensor) and x.is_floating_point() for x in tensors.values()):
+        raise ValueError(f"this {type(tensors).__name__} is no RWKV-7; give a file of tensors of floats by name")
     model = _model_of(tensors)
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in Decoder(model).named_parameters()}
@@ -165,14 +165,16 @@ def from_rwkv_lm(tensors: dict[str, Tensor]) -> tuple[ModelConfig, dict[str, Ten
 
 def _model_of(tensors: dict[str, Tensor]) -> ModelConfig:
     def sizes(name: str) -> torch.Size:
-        return _tensor(tensors, name).shape
+        if (x := _tensor(tensors, name)).ndim != 2:
+            raise ValueError(f"{name} is {list(x.shape)}, of other than two dimensions; fetch it again")
+        return x.shape
 
     num_layers = len({name.split(".")[1] for name in tensors if name.startswith("blocks.")})
     heads, head_dim = sizes("blocks.0.att.r_k")
     ranks = {f"{x}_rank": sizes(f"blocks.{num_layers - 1}.att.{x}1")[1] for x in "wavg"}
     vocab_size, dim = sizes("emb.weight")
     mixer = RWKV7(heads=heads, head_dim=head_dim, **ranks)
-    return _sized(vocab_size, dim, mixer, num_layers, len(_tensor(tensors, "blocks.0.ffn.key.weight")))
+    return _sized(vocab_size, dim, mixer, num_layers, sizes("blocks.0.ffn.key.weight")[0])
 
 
 def _tensor(tensors: dict[str, Tensor], name: str) -> Tensor:
