@@ -21,6 +21,7 @@ from titan_linear.train import Trainer
 SCHEDULE = "[{until_step = 2, seq_len = 16}, {until_step = 3, seq_len = 24}, {until_step = 4, seq_len = 32}]"
 KEYS = {
     "model.name": "kda",
+    "model.num_layers": 1,
     "training.steps": 5,
     "training.local_batch_size": 1,
     "training.seq_len": 48,

@@ -58,18 +58,18 @@ def test_a_checkpoint_is_exported_while_training_goes_on(
     tmp_path: Path,
     capfd: pytest.CaptureFixture,
 ) -> None:
-    argv = arguments(corpus, KEYS, {"job.dump_folder": tmp_path})
+    argv = arguments(corpus, KEYS, {"job.dump_folder": tmp_path, "training.steps": 2})
     preflight(load_config(argv), world_size=2)
     worlds(2).run(train_on_rank, argv, str(corpus.parent))
     folder = tmp_path / "checkpoint"
     # One is kept, and no other stays because it was read.
-    assert sorted(path.name for path in folder.iterdir()) == ["step-1-hf", "step-2-hf", "step-3", "step-3-hf"]
-    assert convert.main(["to-hf", str(folder / "step-3"), str(tmp_path / "out"), "--export-dtype", "bfloat16"]) == 0
-    found, wanted = (load_file(path / "model.safetensors") for path in (folder / "step-3-hf", tmp_path / "out"))
+    assert sorted(path.name for path in folder.iterdir()) == ["step-1-hf", "step-2", "step-2-hf"]
+    assert convert.main(["to-hf", str(folder / "step-2"), str(tmp_path / "out"), "--export-dtype", "bfloat16"]) == 0
+    found, wanted = (load_file(path / "model.safetensors") for path in (folder / "step-2-hf", tmp_path / "out"))
     assert found.keys() == wanted.keys() and all((found[name] == wanted[name]).all() for name in wanted)
     kept = tmp_path / "config.toml"  # of another model: a layer would be left out
     kept.write_text(kept.read_text().replace("num_layers = 0", "num_layers = 1"))
-    assert convert.main(["to-hf", str(folder / "step-3"), str(tmp_path / "less")]) == 2
+    assert convert.main(["to-hf", str(folder / "step-2"), str(tmp_path / "less")]) == 2
     assert "of another model" in capfd.readouterr().err and not (tmp_path / "less").exists()
 
 

@@ -25,6 +25,7 @@ from titan_linear.train import Trainer
 
 KEYS = {
     "model.name": "kda",
+    "model.num_layers": 1,
     "training.steps": 3,
     "training.local_batch_size": 1,
     "training.seq_len": 32,

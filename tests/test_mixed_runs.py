@@ -34,6 +34,8 @@ def folder(tmp_path: Path) -> Path:
 
 def keys(folder: Path, **more: object) -> list[str]:
     given = {
+        "model.pattern": '["attention"]',
+        "model.num_layers": 1,
         "training.seq_len": 32,
         "training.dtype": "float64",
         "training.global_batch_size": 4,

@@ -505,7 +505,7 @@ def ended(config: Config, step: int, stopped: bool) -> str:
     return f"saved step {step} in '{checkpoint_folder(config)}'; the same command resumes"
 
 
-def export_family(config: Config, model: ModelConfig, tokenizer: Tokenizer, like: str) -> str:
+def export_family(config: Config, model: ModelConfig, tokenizer: Tokenizer, like: str = "") -> str:
     """The architecture under which a run's model and tokenizer are saved. ValueError: none can hold them."""
     files, like = tokenizer.hugging_face_files(), like or hf_weights(config)
     if not (like or hf_assets(config)):
