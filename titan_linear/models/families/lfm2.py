@@ -109,7 +109,7 @@ LFM2 = Family(MODEL, LAYERS, MLP, (), _from_hf, _to_hf)
 def _lfm2(dim: int, heads: int, hidden_dim: int) -> ModelConfig:
     conv = ShortConv(channels=dim)
     softmax = Attention(heads=heads, kv_heads=8, head_dim=64, qk_norm="head", rope_theta=1e6)
-    pattern = tuple(softmax if i in (2, 5, 8, 10, 12, 14) else conv for i in range(16))
+    pattern = tuple(softmax if i in (2, 5, 8, 10, 12, 14) else conv for i in range(15))  # the 16th is the first
     return ModelConfig(65536, dim, pattern, 16, hidden_dim, tie_embeddings=True)
 
 
