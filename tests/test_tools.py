@@ -1,4 +1,4 @@
-"""What the tools refuse, in a line."""
+"""What the tools refuse, in a line; and that the mutants can be made."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests import mutants
 from tests.refusals import is_refused
 from titan_linear.commands import generate
 from titan_linear.data import Document, build_tokenizer
 from titan_linear.data.corpus.tokenise import tokenise
 from tools import bench_cp, bench_ops, tune_ops
+
+
+def test_each_mutant_has_its_place_and_tests() -> None:
+    assert all(mutants.place(mutant) and mutants.tests_of(mutant) for mutant in mutants.MUTANTS)
 
 
 @pytest.mark.parametrize("tool", [bench_ops, bench_cp, tune_ops], ids=lambda tool: tool.__name__)

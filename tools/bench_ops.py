@@ -12,14 +12,14 @@
 Milliseconds on the GPU, forward and forward + backward, with a cold L2 cache and the host ahead, as in a training step
 (`timed`); q and k are normalised beforehand; all in bfloat16. --gates log: float32 log decays, computed beforehand;
 raw: bfloat16 projections, as our mixers and FLA's give them, of which the op computes the decays; "ssd" always takes
-raw time steps, beside FLA's simple_gla behind what makes decays of these, and mamba_ssm;
-rwkv7's are bfloat16 log decays, as FLA's layer gives them. Heads are K × V =
-128 × 128, or as `--dims` says; 16/64: 16 query and 64 value heads. "packed" has ten documents. The floor is the bytes
-of inputs, outputs and gradients divided by the copy bandwidth measured in the same run; GB/s are those bytes divided by
-the time, TFLOP/s count the chunked algorithm's products (`flops`). "kept": bytes per token and value head held between
-forward and backward, apart from inputs and output. "peak": GiB above the inputs. "host": the milliseconds that the host
-takes to queue forward + backward; if they exceed the GPU's time, the GPU waits. FLA's GDN and simple_gla run without
-their guard against wrong numbers on Hopper: times only.
+raw time steps, beside FLA's simple_gla behind what makes decays of these, and mamba_ssm; raw gates of rwkv7 are log
+decays in bfloat16, as FLA's layer gives them. Heads are K × V = 128 × 128, or as `--dims` says; 16/64: 16 query and 64
+value heads. "packed" has ten documents. The floor is the bytes of inputs, outputs and gradients divided by the copy
+bandwidth measured in the same run; GB/s are those bytes divided by the time, TFLOP/s count the chunked algorithm's
+products (`flops`). "kept": bytes per token and value head held between forward and backward, apart from inputs and
+output. "peak": GiB above the inputs. "host": the milliseconds that the host takes to queue forward + backward; if they
+exceed the GPU's time, the GPU waits. FLA's GDN and simple_gla run without their guard against wrong numbers on Hopper:
+times only.
 """
 
 from __future__ import annotations

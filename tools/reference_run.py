@@ -32,6 +32,7 @@ from statistics import mean, median
 import torch
 from torch import nn
 
+from titan_linear.commands import table
 from titan_linear.config import Config, check_config, hf_weights, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.distributed.parallelize import materialise
@@ -192,15 +193,15 @@ def summary(number: str, values: list[float]) -> float:
     return values[-1] if number == "validation_loss" else median(values)
 
 
-def table(paths: list[Path]) -> str:
+def table_of(paths: list[Path]) -> str:
     """A row for each run of these pairs."""
     headings = [heading for heading, _ in NUMBERS.values()]
-    rows = [["run", *headings], ["---"] * (1 + len(headings))]
+    rows = []
     for run, numbers in (item for path in paths for item in read_pair(path).items()):
         found = {number: summary(number, list(values.values())) for number, values in numbers.items() if values}
         cells = [format(found[key], form) if key in found else "–" for key, (_, form) in NUMBERS.items()]
         rows.append([run, *cells])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return table(["run", *headings], rows)
 
 
 def compare(path: Path) -> str:
@@ -231,7 +232,7 @@ def draw_results(args: argparse.Namespace) -> None:
         write_pair(args.folder / f"{name}.csv", list(map(Path, runs)))
     draw(args.folder)
     paths = sorted(args.folder.glob("*.csv"))
-    print(table(paths), *map(compare, paths), sep="\n")
+    print(table_of(paths), *map(compare, paths), sep="\n")
 
 
 # --- The command -----------------------------------------------------------------------------------------------------

@@ -255,6 +255,12 @@ YARN = "factor = 2.0, original_max_position_embeddings = 64"
                 (1e4, "linear", "factor = 0.5", r"rope_scaling factor = 0.5, which is too small"),
                 (1e4, "linear", "factor = 2.0, truncate = false", r"truncate, which 'linear' does not use"),
                 (1e4, "llama3", "factor = 2.0", r"'llama3' without original_max_position_embeddings"),
+                (
+                    1e4,
+                    "yarn",
+                    "factor = 2.0, original_max_position_embeddings = 0",
+                    r"_embeddings = 0, which is too small",
+                ),
                 (1e4, "yarn", f"{YARN}, beta_slow = 0.0", r"rope_scaling beta_slow = 0.0, which is too small"),
                 (1e4, "yarn", f"{YARN}, beta_slow = 40.0", r"beta_slow = 40.0, which must be below beta_fast = 32.0"),
                 (1e4, "yarn", f"{YARN}, truncate = 1", r"rope_scaling truncate = 1, which must be bool"),

@@ -99,6 +99,7 @@ def test_an_extended_model_leaves_a_folder_that_says_so(older: bool, tmp_path: P
     written = json.loads((source / "config.json").read_text())
     section = {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
     named = {"rope_scaling" if older else "rope_parameters": {"rope_type": "linear", "factor": 2.0, **section}}
+    named |= {"rope_theta": 10000.0, "partial_rotary_factor": 0.25} if older else {}
     written["text_config"] = {k: v for k, v in written["text_config"].items() if k != "rope_parameters"} | named
     (source / "config.json").write_text(json.dumps(written))
     family, model = read_model(source)
@@ -117,10 +118,20 @@ def test_an_extended_model_leaves_a_folder_that_says_so(older: bool, tmp_path: P
     ):
         check_folder(source, replace(model, pattern=longer))
     assert rope == theirs["rope_parameters"] | (section if not older else {})
-    assert config["text_config"]["max_position_embeddings"] == 256 and "rope_scaling" not in config["text_config"]
+    assert config["text_config"]["max_position_embeddings"] == 256
+    assert not {"rope_scaling", "rope_theta", "partial_rotary_factor"} & config["text_config"].keys()
     assert "rope_parameters" not in config and config["vision_config"] == written["vision_config"]
     assert read_model(tmp_path / "out")[1].pattern == longer
     opened = Qwen3_5ForConditionalGeneration.from_pretrained(tmp_path / "out").model.language_model.rotary_emb
     frequencies, factor = inverse_frequencies(*longer[1].rotary)
     torch.testing.assert_close(opened.inv_freq, frequencies.float(), rtol=1e-6, atol=0)
     assert opened.attention_scaling == pytest.approx(factor)
+
+
+def test_positions_that_a_config_cannot_name(tmp_path: Path) -> None:
+    """They are refused before the run, not by its export."""
+    hf_models.MODELS["Nemotron-H"]().save_pretrained(tmp_path)
+    _, model = read_model(tmp_path)
+    pattern = tuple(replace(m, rope_theta=1e4) if isinstance(m, Attention) else m for m in model.pattern)
+    with pytest.raises(ValueError, match=r"cannot hold this model: attention.rope_theta = 10000.0"):
+        check_folder(tmp_path, replace(model, pattern=pattern), POSITIONS)

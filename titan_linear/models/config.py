@@ -242,7 +242,7 @@ def _words(hint: Any) -> str:
 
 def _least(name: str, hint: Any) -> float:
     """The least value of a size, of a divisor, of any other number."""
-    if hint is int:
+    if int in (hint, *get_args(hint)):
         return 0 if name in OR_NONE else 1
     if name.endswith(("eps", "theta", "beta_slow")):
         return sys.float_info.min

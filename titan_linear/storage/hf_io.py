@@ -128,17 +128,20 @@ def open_folder(path: Path) -> Folder:
 def check_folder(path: Path, model: ModelConfig, free: Collection[str] = ()) -> tuple[Folder, list[Placement]]:
     """Open a folder and locate each parameter in it; refuse one that does not hold exactly the tensors of `model`.
 
-    free: options in which the folder's model may differ.
+    free: options in which the folder's model may differ, if a config.json of its family can say so.
 
     Raises:
-        ValueError: naming file and tensor.
+        ValueError: naming file and tensor, or an option.
     """
     family, theirs = read_model(path)
-    if found := {option: pair for option, pair in differences(theirs, model).items() if option not in free}:
+    changed = differences(theirs, model)
+    if found := {option: pair for option, pair in changed.items() if option not in free}:
         differing = ", ".join(f"{option} = {a!r} (this run: {b!r})" for option, (a, b) in found.items())
         raise ValueError(
             f"'{Path(path) / CONFIG}' is another model: {differing}; use model.flavor = 'hf', or this model's folder"
         )
+    if changed:
+        config_to_hf(family, model)
     folder = open_folder(path)
     return folder, locate(folder, family, model)
 
@@ -470,7 +473,8 @@ def _change(config: dict[str, Any], before: Mapping[str, Any], now: Mapping[str,
             known = before.get(key) or ()
             kept = {name: x for name, x in old.items() if name not in known and not isinstance(x, dict)}
             config[key] = kept | value if kept else value
-    config.pop("rope_scaling", None)  # the older name of rope_parameters
+    for older in ("rope_scaling", "rope_theta", "partial_rotary_factor"):  # what rope_parameters says now
+        config.pop(older, None)
 
 
 def _code(config: Mapping[str, Any], like: Path | None) -> dict[str, bytes]:
