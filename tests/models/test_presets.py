@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from titan_linear.config import load_config
 from titan_linear.config.reading import toml_value
 from titan_linear.models.adapters import config_from_hf, config_to_hf, placements
-from titan_linear.models.config import ModelConfig, MoEConfig
+from titan_linear.models.config import ModelConfig, MoEConfig, mistake
 from titan_linear.models.init import count_parameters
 from titan_linear.models.presets import MODELS, OWN, flavors, preset, resized
 from titan_linear.models.rope import RopeScaling
@@ -229,12 +229,18 @@ def test_options_apply_to_each_layer_of_their_kind() -> None:
 YARN = "factor = 2.0, original_max_position_embeddings = 64"
 
 
+def test_logits_are_not_divided_by_0() -> None:
+    model = replace(preset("granite-h", "debug"), logits_divisor=0)
+    assert mistake(model) == "the model's logits_divisor = 0, which is too small"
+
+
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
         (["--model.kda.head=3"], r"model.kda.head is not a key; model.kda has heads, v_heads, .*gate_bias"),
         (["--model.kda.heads=x"], r"\[model\] gives kda heads = 'x', which must be int"),
         (["--model.kda.heads=0"], r"\[model\] gives kda heads = 0, which is too small"),
+        (["--model.attention.scale=0"], r"gives attention scale = 0, which is too small"),
         (["--model.kda.v_heads=3"], r"gives kda v_heads = 3, which must be a multiple of heads = 2"),
         (["--model.attention.qk_norm=all"], r"attention qk_norm = 'all', which must be 'head' \| 'width' \| None"),
         (

@@ -244,7 +244,7 @@ def _least(name: str, hint: Any) -> float:
     """The least value of a size, of a divisor, of any other number."""
     if int in (hint, *get_args(hint)):
         return 0 if name in OR_NONE else 1
-    if name.endswith(("eps", "theta", "beta_slow")):
+    if name.endswith(("eps", "theta", "beta_slow", "scale", "divisor")):
         return sys.float_info.min
     return {"lower_bound": -math.inf, "factor": 1}.get(name, 0)
 
