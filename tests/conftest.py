@@ -64,6 +64,14 @@ def end_idle_worlds(worlds: Worlds) -> Iterator[None]:
     worlds.close(set(worlds.alive) - worlds.used)
 
 
+@pytest.fixture(scope="session")
+def remote_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Where transformers copies the code of folders: one place for all tests, since its files import each other."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
+        yield
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Documents of 1 to 200 bytes: many to a stream, some across several ranks; the cache stays in the same folder."""

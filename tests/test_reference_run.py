@@ -59,6 +59,7 @@ def curve(folder: Path) -> list[float]:
     return [numbers["loss"] for numbers in reference_run.read_run(folder).values()]
 
 
+@pytest.mark.usefixtures("remote_code")
 @pytest.mark.parametrize("name", ["kda", "gdn"])
 def test_another_model_has_the_curve_of_the_run(
     name: str,
@@ -79,6 +80,7 @@ def test_another_model_has_the_curve_of_the_run(
     assert ours[-1] < 0.8 * ours[0]  # it has learnt, so that the updates count
 
 
+@pytest.mark.usefixtures("remote_code")
 def test_a_peer_goes_on_where_it_was(
     corpus: Path,
     tmp_path: Path,

@@ -91,10 +91,8 @@ def randomise(model: Decoder) -> None:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Decoder]]:
+def folders(tmp_path_factory: pytest.TempPathFactory, remote_code: None) -> Callable[[str], tuple[Path, Decoder]]:
     root, done = tmp_path_factory.mktemp("own"), {}
-    patch = pytest.MonkeyPatch()
-    patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(root / "modules"))
 
     def get(name: str) -> tuple[Path, Decoder]:
         if name not in done:
@@ -106,8 +104,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
             done[name] = folder, model
         return done[name]
 
-    yield get
-    patch.undo()
+    return get
 
 
 def theirs(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
