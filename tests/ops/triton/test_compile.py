@@ -39,7 +39,7 @@ DECAYS = "120 bytes at most (168 at P = 80), with 17 loads among 1,400 instructi
 ACCEPTED_SPILLS: dict[str, str] = {
     **{
         f"rwkv7 bfloat16{case} {kernel}_kernel": reason
-        for case in (" plain", "", " 32")
+        for case in (" plain", "", " K=32 V=32", " K=32 V=64", " K=64 V=32")
         for kernel, reason in (("prepare", "168 registers let three programs run"), ("gradient", MANY_TILES))
     },
     "gdn bfloat16 K=128 V=128 R=1 plain gradients_kernel": MANY_TILES,
@@ -263,7 +263,7 @@ def ssd_case(dtype: str, heads: int, P: int, N: int, G: int, plain: bool = False
     launch(ssd.ssd_backward, do, inputs, [gates], chunks, states, states, not plain, 1.0, *limits)
 
 
-def rwkv7_case(dtype: str, dim: int, plain: bool = False) -> None:
+def rwkv7_case(dtype: str, K: int, V: int, plain: bool = False) -> None:
     """All stages; plain: no states (what is timed); else states by index."""
     import torch
 
@@ -274,9 +274,9 @@ def rwkv7_case(dtype: str, dim: int, plain: bool = False) -> None:
         return torch.empty(*shape, dtype=getattr(torch, kind), device="meta")
 
     T, H, N = 32768, 64, 10
-    inputs = [*(meta(T, H, dim) for _ in range(5)), meta(T, H, dim, kind=dtype if plain else "float32")]
-    do = meta(T, H, dim)
-    state, rows = (None, None) if plain else (meta(N, H, dim, dim, kind="float32"), meta(N, kind="int32"))
+    inputs = [*(meta(T, H, dim) for dim in (K, K, V, K, K)), meta(T, H, K, kind=dtype if plain else "float32")]
+    do = meta(T, H, V)
+    state, rows = (None, None) if plain else (meta(N, H, K, V, kind="float32"), meta(N, kind="int32"))
     two, NT, states = meta(2, kind="int32"), max_chunks(T, N, 64), [state, rows]
     chunks = [meta(N + 1, kind="int32"), meta(NT, 2, kind="int32"), meta(N + 1, kind="int32")]
     wanted = None if plain else two
@@ -361,10 +361,12 @@ CASES |= {
 }
 CASES["ssd gla bfloat16"] = (ssd_case, ("bfloat16", 32, 128, 128, 32, False, True))
 CASES |= {
-    "rwkv7 bfloat16 plain": (rwkv7_case, ("bfloat16", 64, True)),
-    "rwkv7 bfloat16": (rwkv7_case, ("bfloat16", 64)),
-    "rwkv7 bfloat16 32": (rwkv7_case, ("bfloat16", 32)),
-    "rwkv7 float32": (rwkv7_case, ("float32", 32)),
+    "rwkv7 bfloat16 plain": (rwkv7_case, ("bfloat16", 64, 64, True)),
+    "rwkv7 bfloat16": (rwkv7_case, ("bfloat16", 64, 64)),
+    "rwkv7 bfloat16 K=32 V=32": (rwkv7_case, ("bfloat16", 32, 32)),
+    "rwkv7 bfloat16 K=32 V=64": (rwkv7_case, ("bfloat16", 32, 64)),
+    "rwkv7 bfloat16 K=64 V=32": (rwkv7_case, ("bfloat16", 64, 32)),
+    "rwkv7 float32": (rwkv7_case, ("float32", 32, 32)),
     "cross-entropy": (cross_entropy_case, ()),
     "swiglu": (swiglu_case, ()),
     "fold K=128 V=128": (fold_case, (128, 128)),
