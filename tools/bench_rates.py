@@ -55,12 +55,13 @@ from titan_linear.ops import (
 from titan_linear.ops.float8 import CAPABILITY, scaled_product, scaled_rows
 from titan_linear.ops.layout.boundaries import PROGRAMS
 from titan_linear.ops.torch.attention import attention_kernel
+from titan_linear.ops.torch.norms import unit
 from titan_linear.planner.timing import DIM
 
 GIB = 2**30
 ROUNDS = 5
 RULES: dict[str, Callable[..., Any]] = {"kda": chunk_kda, "gdn": chunk_gated_delta_rule, "ssd": chunk_ssd}
-IN_KERNEL = dict.fromkeys(("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel"), True)
+IN_KERNEL = dict.fromkeys(("use_gate_in_kernel", "use_beta_sigmoid_in_kernel"), True)
 
 
 class Bench:
@@ -271,8 +272,12 @@ def operators(bench: Bench) -> dict[str, tuple[float, float]]:
                 found[name] = (segments[name] / bench.tokens / bench.few * 1e9, found[f"{rule}_scan"][1])
     x = bench.randn(1, bench.tokens, 3 * bench.heads * DIM).requires_grad_()
     weight = bench.randn(x.shape[2], 4).requires_grad_()
-    names = ("conv1d", "conv1d_backward")
-    seconds = by_operator(bench, names, lambda: causal_conv1d(x, weight, activation="silu")[0], [x, weight])
+    names, parts = ("conv1d", "conv1d_backward"), {"widths": [bench.heads * DIM] * 3, "l2norm": (2, DIM)}
+
+    def convolved() -> Tensor:
+        return torch.cat(causal_conv1d(x, weight, activation="silu", **parts)[0], -1)
+
+    seconds = by_operator(bench, names, convolved, [x, weight])
     return found | {name: (seconds[name] / x.numel() * 1e9, 0.0) for name in names}
 
 
@@ -286,6 +291,7 @@ def delta_rule(bench: Bench, rule: str, options: dict[str, float], heads: int, *
         shapes = dict.fromkeys("qkv", (heads, DIM)) | {"g": gates, "beta": (heads,)}
         weights = {"A_log": heads, "dt_bias": math.prod(gates)}
     x = {name: bench.randn(1, bench.tokens, *shape) for name, shape in shapes.items()}
+    x |= {name: unit(x[name]) for name in x.keys() & {"q", "k"}}
     x |= {name: torch.zeros(n, device=bench.device) for name, n in weights.items()}
     inputs = [tensor.requires_grad_() for tensor in x.values()]
     in_kernel = {"dt_softplus": True} if rule == "ssd" else IN_KERNEL

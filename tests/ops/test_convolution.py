@@ -9,6 +9,7 @@ from tests.ops.inputs import boundaries, gradients, leaves, relative_error
 from tests.ops.layout.documents import EDGES, FLA_CONV
 from titan_linear.ops import causal_conv1d
 from titan_linear.ops.reference.convolution import direct_causal_conv1d
+from titan_linear.ops.reference.delta_rule import l2norm
 
 LENGTHS = [1, 2, 3, 40, 1, 17]
 
@@ -54,6 +55,16 @@ def test_in_parts() -> None:
     assert [part.shape[-1] for part in parts] == [1, 3, 2] and torch.equal(torch.cat(parts, -1), y)
 
 
+def test_heads_of_the_first_parts_are_divided_by_their_norms() -> None:
+    x, cu = make(sum(LENGTHS), D=10), boundaries(LENGTHS)
+    options = {"activation": "silu", "cu_seqlens": cu}
+    got = gradients(list(causal_conv1d(**x, **options, widths=(4, 2, 4), l2norm=(2, 2))[0]), x)
+    whole, _ = direct_causal_conv1d(**x, **options)
+    units, rest = l2norm(whole[..., :6].unflatten(-1, (3, 2))).flatten(-2), whole[..., 6:]
+    want = gradients([units[..., :4], units[..., 4:], rest], x)
+    assert all(relative_error(a, b) < 1e-12 for a, b in zip(got, want, strict=True))
+
+
 def test_documents_do_not_touch_each_other() -> None:
     cu = boundaries(LENGTHS)
     x = make(sum(LENGTHS))
@@ -90,3 +101,6 @@ def test_what_does_not_fit_is_refused() -> None:
     for widths in ((6, 1), (2, 2, 1, 1), (6, 0), ()):
         with pytest.raises(ValueError, match=r"widths = .* whose sum is D = 6"):
             causal_conv1d(**x, widths=widths)
+    for norm in ((3, 2), (0, 2), (2, 4), (1, 0)):
+        with pytest.raises(ValueError, match=r"l2norm = .* the first n of widths = \[4, 2\]"):
+            causal_conv1d(**x, widths=(4, 2), l2norm=norm)

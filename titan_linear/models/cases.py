@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import attention, causal_conv1d, chunk_simple_gla
 from titan_linear.ops.reference.attention import attention as direct_attention
 from titan_linear.ops.reference.convolution import direct_causal_conv1d
+from titan_linear.ops.reference.delta_rule import l2norm
 from titan_linear.ops.reference.linear_attention import recurrent_simple_gla
 
 Tensors = dict[str, Tensor]
@@ -47,12 +49,24 @@ def attention_case(heads: int, kv_heads: int, D: int, Dv: int, scale: float | No
     return OpCase("attention", tokens, (heads, Dv), {}, run, oracle, {"": 6.0, "y": 3.0}, EXACT)
 
 
-def convolution_case(draw: Draws, D: int, W: int, bias: bool = False, activation: str | None = "silu") -> OpCase:
+def convolution_case(
+    draw: Draws,
+    D: int,
+    W: int,
+    bias: bool = False,
+    activation: str | None = "silu",
+    unit: tuple[int, int] = (0, 1),
+) -> OpCase:
+    """unit: the number of channels, the first ones, in which heads of so many channels become unit vectors."""
+    channels, K = unit
+    parts = {"widths": (channels, D - channels), "l2norm": (1, K)} if channels else {"widths": (D,)}
+
     def run(x: Tensors, plan: BatchPlan, impl: str, cp_method: str) -> Tensor:
-        return causal_conv1d(**x, activation=activation, impl=impl, **plan.documents)[0]
+        return torch.cat(causal_conv1d(**x, activation=activation, impl=impl, **parts, **plan.documents)[0], -1)
 
     def oracle(x: Tensors, cu_seqlens: Tensor) -> Tensor:
-        return direct_causal_conv1d(**x, activation=activation, cu_seqlens=cu_seqlens)[0]
+        y, _ = direct_causal_conv1d(**x, activation=activation, cu_seqlens=cu_seqlens)
+        return torch.cat([l2norm(y[..., :channels].unflatten(-1, (-1, K))).flatten(-2), y[..., channels:]], -1)
 
     parameters = {"weight": draw("weight", D, W) / 2} | ({"bias": draw("bias", D)} if bias else {})
     return OpCase("causal_conv1d", {"x": (D,)}, (D,), parameters, run, oracle, {"": 1.5}, by_head=False)

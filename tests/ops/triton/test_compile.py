@@ -204,8 +204,9 @@ def conv1d_case(dtype: str, W: int, by_index: bool = False) -> None:
     d_final, index = (None, index) if by_index else (meta(10, D, W - 1), None)
     widths = [D // 4, D // 4, D // 2] if by_index else [D]
     x, inputs = meta(T, D), (meta(D, W), meta(D), meta(10, D, W - 1), index, cu, chunk_index)
-    launch(conv.conv1d, x, *inputs, widths, True, not by_index)
-    launch(conv.conv1d_backward, x, [meta(T, width) for width in widths], d_final, *inputs, True)
+    unit = (2 * D // 4, 128) if by_index else (0, 0)
+    launch(conv.conv1d, x, *inputs, widths, True, *unit, not by_index)
+    launch(conv.conv1d_backward, x, [meta(T, width) for width in widths], d_final, *inputs, True, *unit)
 
 
 def gdn_case(dtype: str, K: int, V: int, R: int = 1, plain: bool = False, HV: int = 64) -> None:

@@ -122,7 +122,7 @@ def test_strided_input_and_opcheck():
     w = torch.randn(16, 4, generator=gen).to(DEVICE).requires_grad_()
     state = torch.randn(2, 16, 3, generator=gen).to(DEVICE).requires_grad_()
     cu = torch.tensor([0, 11, 18], dtype=torch.int32, device=DEVICE)
-    x, rest = wide[:, 16:32], (cu, conv.conv1d_chunks(cu, 18, conv.BT), [6, 10], True, True)
+    x, rest = wide[:, 16:32], (cu, conv.conv1d_chunks(cu, 18, conv.BT), [6, 10], True, 0, 0, True)
     y = conv.conv1d(x, w, None, state, None, *rest)[1]
     assert torch.equal(y, conv.conv1d(x.contiguous(), w, None, state, None, *rest)[1])
     index = torch.tensor([1, -1], dtype=torch.int32, device=DEVICE)
@@ -148,6 +148,25 @@ def test_parts_are_those_of_the_whole(widths):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("K, activation", [(32, "silu"), (64, None), (24, "silu")])
+def test_heads_of_the_first_parts_are_divided_by_their_norms(monkeypatch, K, activation):
+    """K = 24 is divided outside of the kernel."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(conv, "FORWARD_CONFIG", conv.FORWARD_CONFIG | {"BD": 128})
+        monkeypatch.setattr(conv, "BACKWARD_CONFIG", conv.BACKWARD_CONFIG | {"BD": 64})
+    gen, widths = torch.Generator().manual_seed(6), (3 * K, K, 40)
+    shapes = {"x": (1, 40, sum(widths)), "weight": (sum(widths), 4), "initial_state": (2, sum(widths), 3)}
+    x = {name: torch.randn(shape, generator=gen).to(DEVICE) for name, shape in shapes.items()}
+    options = {"activation": activation, "cu_seqlens": torch.tensor([0, 21, 40], dtype=torch.int32, device=DEVICE)}
+    dys = [torch.randn(1, 40, width, generator=gen).to(DEVICE) for width in widths]
+    found = []
+    for impl, dtype in (("triton", torch.float32), ("torch", torch.float64)):
+        leaves = {name: t.to(dtype).requires_grad_() for name, t in x.items()}
+        ys, _ = causal_conv1d(**leaves, **options, widths=widths, l2norm=(2, K), impl=impl)
+        found.append([*ys, *torch.autograd.grad(ys, list(leaves.values()), [dy.to(dtype) for dy in dys])])
+    assert all(((a - b).norm() / b.norm()).item() < 1e-6 for a, b in zip(*found, strict=True))
+
+
 def test_states_by_index():
     """Each entry's row of the initial states, or none: as states [N, D, W-1] with zeros, bit for bit."""
     gen, lengths = torch.Generator().manual_seed(4), [5, 0, 33, 2]
@@ -159,7 +178,9 @@ def test_states_by_index():
     found = []
     for state, rows in ((halo, index), (spread, None)):
         leaves = [t.clone().requires_grad_() for t in (x, w, state)]
-        out = conv.conv1d(*leaves[:2], None, leaves[2], rows, cu, conv.conv1d_chunks(cu, 40, conv.BT), [16], True, True)
+        out = conv.conv1d(
+            *leaves[:2], None, leaves[2], rows, cu, conv.conv1d_chunks(cu, 40, conv.BT), [16], True, 0, 0, True
+        )
         out = out[0], out[3]
         found.append((*out, *torch.autograd.grad(out, leaves, (dy, d_final))))
     (*ours, d_halo), (*theirs, d_spread) = found

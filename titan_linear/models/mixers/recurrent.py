@@ -82,10 +82,15 @@ class RecurrentMixer(nn.Module):
         return seen
 
     def _convolved(
-        self, x: Tensor, convolutions: list[ConvWeight], plan: BatchPlan, cache: Cache
+        self,
+        x: Tensor,
+        convolutions: list[ConvWeight],
+        plan: BatchPlan,
+        cache: Cache,
+        l2norm: tuple[int, int] | None = None,
     ) -> tuple[Tensor, ...]:
-        """x [B, T, D], the inputs of these convolutions side by side -> the output of each, after a silu. They are
-        one convolution: one halo under context parallelism."""
+        """x [B, T, D], the inputs of these convolutions side by side -> the output of each, after a silu and, as
+        `causal_conv1d` says, a norm. They are one convolution: one halo under context parallelism."""
         weights, biases = [c.weight for c in convolutions], [c.bias for c in convolutions]
         states = {} if cache is None else {"initial_state": cache.get("conv"), "output_final_state": True}
         parts, tail = causal_conv1d(
@@ -94,6 +99,7 @@ class RecurrentMixer(nn.Module):
             None if biases[0] is None else torch.cat(biases),
             activation="silu",
             widths=[*map(len, weights)],
+            l2norm=l2norm,
             impl=self.implementations.get("causal_conv1d", "auto"),
             **plan.documents,
             **states,

@@ -17,6 +17,7 @@ from torch import Tensor
 from titan_linear.ops.layout.boundaries import CHUNK
 from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs
 from titan_linear.ops.torch.chunked import Chunks, Prepared, TorchRule, sums_after, sums_between
+from titan_linear.ops.torch.norms import unit
 
 SUB = 16  # rows that share a reference point of the gate
 
@@ -104,7 +105,7 @@ def normalise(inputs: Inputs, options: DeltaRuleOptions) -> list[Tensor]:
     wide = torch.promote_types(inputs.q.dtype, torch.float32)
     q, k, v, g, beta = (x.to(wide) for x in inputs[:5])
     if options.l2norm:
-        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        q, k = unit(q), unit(k)
     beta = beta if options.beta_range is None else options.beta_range * beta.sigmoid()
     g = g.unsqueeze(-1) if g.dim() == 2 else g
     if options.gate_in_kernel:

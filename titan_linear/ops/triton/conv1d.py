@@ -1,6 +1,6 @@
-"""Causal depthwise convolution over packed documents, with SiLU, forward and backward.
+"""Causal depthwise convolution over packed documents, with SiLU and a norm by heads, forward and backward.
 
-    z[t] = bias + sum_i weight[i] x[t - W + 1 + i] ;  y = z or silu(z)
+    z[t] = bias + sum_i weight[i] x[t - W + 1 + i] ;  y = z or silu(z) ;  in some channels y / |y| of each head instead
 
 One program owns a run of tokens of one document and a block of channels, and slides a window of W rows along
 it in registers: every row is read once (apart from W - 1 rows of halo), each gradient is written once, and the
@@ -21,10 +21,14 @@ from torch import Tensor
 from titan_linear.ops.layout.boundaries import CONV_RUN, Boundaries
 from titan_linear.ops.runtime.operators import check_first_derivative, operator, register_autograd, register_fake
 from titan_linear.ops.runtime.options import States
+from titan_linear.ops.torch.norms import unit_heads
 from titan_linear.ops.triton.chunks import chunk_table, max_chunks
+from titan_linear.ops.triton.gates import LOG2E
 from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.tiles import blocks_of
 
+UNIT_DIMS = (0, 32, 64, 128, 256)  # channels of heads that the kernels can normalise; 0: there are none
+EPS = tl.constexpr(1e-6)  # of the norm
 BT = CONV_RUN  # rows per program, a multiple of the unroll; forward and backward share a chunk table
 # channels per program, rows in flight, warps: good on every GPU, no shared memory to run out of
 FORWARD_CONFIG = {"BD": 512, "R": 8, "num_warps": 2}
@@ -75,7 +79,7 @@ def _history(x, state, start, row, i_r, o_d, m_d, first, stride_x, D, W: tl.cons
 @triton.jit
 def _sigmoid(b_z):
     """Computed as rsqrt squared: two instructions where a division takes eight. Within 4 units in the last place."""
-    b_r = tl.rsqrt(1.0 + tl.exp(-b_z))
+    b_r = tl.rsqrt(1.0 + tl.exp2(b_z * -LOG2E))
     return b_r * b_r
 
 
@@ -85,6 +89,14 @@ def _convolve(window, weights, b_bias, W: tl.constexpr):
     for i in tl.static_range(W):
         b_z += weights[i] * window[i]
     return b_z
+
+
+@triton.jit
+def _head_sums(x, K: tl.constexpr):
+    """x [BD] -> in each channel, the sum over the K channels of its head."""
+    heads: tl.constexpr = x.shape[0] // K
+    sums = tl.sum(tl.reshape(x, [heads, K]), 1)
+    return tl.reshape(tl.broadcast_to(sums[:, None], [heads, K]), [heads * K])
 
 
 @triton.jit
@@ -115,11 +127,13 @@ def conv1d_fwd_kernel(
     width_1,
     blocks,  # widths of the first two parts; number of blocks of channels
     stride_x,
+    unit,  # the channels before this one hold heads that are divided by their norms
     W: tl.constexpr,
     BT: tl.constexpr,
     BD: tl.constexpr,
     R: tl.constexpr,
     SILU: tl.constexpr,
+    UNIT: tl.constexpr,  # channels of such a head, a power of two, or 0
 ):
     i_d, i_t = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     i_n, i_s = tl.load(chunk_index + 2 * i_t), tl.load(chunk_index + 2 * i_t + 1)
@@ -147,16 +161,23 @@ def conv1d_fwd_kernel(
             b_z = _convolve(full, weights, b_bias, W)
             if SILU:
                 b_z = b_z * _sigmoid(b_z)
+            if UNIT:
+                b_z = tl.where(o_d < unit, b_z * tl.rsqrt(_head_sums(b_z * b_z, UNIT) + EPS), b_z)
             tl.store(y + (t + r) * width + o_y, b_z.to(y.dtype.element_ty), mask=m_d & (t + r < end))
             window = full[1:]
 
 
 @triton.jit
-def _activation_bwd(b_dz, window, weights, b_bias, W: tl.constexpr, SILU: tl.constexpr):
-    if SILU:
+def _activation_bwd(b_dz, window, weights, b_bias, o_d, unit, W: tl.constexpr, SILU: tl.constexpr, UNIT: tl.constexpr):
+    if SILU or UNIT:
         b_z = _convolve(window, weights, b_bias, W)
-        b_s = _sigmoid(b_z)
-        b_dz *= b_s * (1.0 + b_z * (1.0 - b_s))
+        b_s = _sigmoid(b_z) if SILU else 1.0
+        if UNIT:
+            b_y = b_z * b_s
+            b_r = tl.rsqrt(_head_sums(b_y * b_y, UNIT) + EPS)
+            b_dz = tl.where(o_d < unit, b_r * (b_dz - b_r * b_r * b_y * _head_sums(b_y * b_dz, UNIT)), b_dz)
+        if SILU:
+            b_dz *= b_s * (1.0 + b_z * (1.0 - b_s))
     return b_dz
 
 
@@ -191,9 +212,11 @@ def _state_gradient(
     D,
     stride_x,
     stride_dy,
+    unit,
     W: tl.constexpr,
     BD: tl.constexpr,
     SILU: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     """The gradient of an entry's initial state, from the entry's first rows; `window` is that state. The loop over the
     run computes these rows again: a store there that only they need would slow it down for all rows."""
@@ -205,7 +228,7 @@ def _state_gradient(
         m_t = m_d & (t < eos)
         full = window + (tl.load(x + t * stride_x + o_d, mask=m_t, other=0.0).to(tl.float32),)
         b_dz = tl.load(dy + t * stride_dy + o_d, mask=m_t, other=0.0).to(tl.float32)
-        d_full = grads + (_activation_bwd(b_dz, full, weights, b_bias, W, SILU),)
+        d_full = grads + (_activation_bwd(b_dz, full, weights, b_bias, o_d, unit, W, SILU, UNIT),)
         b_ds = _row_gradient(d_full, weights, d_final_state, t - (W - 1), eos, i_n, o_d, m_d, D, W)
         tl.store(d_initial_state + (i_r * D + o_d) * (W - 1) + r, b_ds.to(d_initial_state.dtype.element_ty), mask=m_d)
         window, grads = full[1:], d_full[1:]
@@ -236,11 +259,13 @@ def conv1d_bwd_kernel(
     stride_0,
     stride_1,
     stride_2,  # of dy
+    unit,  # as in forward
     W: tl.constexpr,
     BT: tl.constexpr,
     BD: tl.constexpr,
     R: tl.constexpr,
     SILU: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     i_d, i_t = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     i_n, i_s = tl.load(chunk_index + 2 * i_t), tl.load(chunk_index + 2 * i_t + 1)
@@ -289,9 +314,11 @@ def conv1d_bwd_kernel(
             D,
             stride_x,
             stride_dy,
+            unit,
             W,
             BD,
             SILU,
+            UNIT,
         )
     # Row t completes the gradient of row t - W + 1. A run after which the document goes on has a multiple of R rows.
     for t in range(start, end, R):
@@ -302,7 +329,7 @@ def conv1d_bwd_kernel(
             d_rows = d_rows + (tl.load(dy + (t + r) * stride_dy + o_d, mask=m_t, other=0.0),)
         for r in tl.static_range(R):
             full = window + (rows[r].to(tl.float32),)
-            b_dz = _activation_bwd(d_rows[r].to(tl.float32), full, weights, b_bias, W, SILU)
+            b_dz = _activation_bwd(d_rows[r].to(tl.float32), full, weights, b_bias, o_d, unit, W, SILU, UNIT)
             added = ()
             for i in tl.static_range(W):
                 added = added + (sums[i] + b_dz * full[i],)
@@ -320,7 +347,7 @@ def conv1d_bwd_kernel(
         m_t = m_d & (t < eos)
         full = window + (tl.load(x + t * stride_x + o_d, mask=m_t, other=0.0).to(tl.float32),)
         b_dz = tl.load(dy + t * stride_dy + o_d, mask=m_t, other=0.0).to(tl.float32)
-        d_full = grads + (_activation_bwd(b_dz, full, weights, b_bias, W, SILU),)
+        d_full = grads + (_activation_bwd(b_dz, full, weights, b_bias, o_d, unit, W, SILU, UNIT),)
         p = t - (W - 1)
         b_dx = _row_gradient(d_full, weights, d_final_state, p, eos, i_n, o_d, m_d, D, W)
         tl.store(dx + p * D + o_d, b_dx.to(dx.dtype.element_ty), mask=m_d & (p >= start) & (p < end))
@@ -385,6 +412,8 @@ def conv1d(
     chunk_index: Tensor,
     widths: list[int],
     silu: bool,
+    unit: int,
+    unit_dim: int,
     output_final_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x [T, D], weight [D, W], bias [D], initial_state [S, D, W-1], cu_seqlens [N+1] int32 -> three parts of y, and
@@ -392,6 +421,7 @@ def conv1d(
 
     state_index: [>= N] int32, the row of each entry in initial_state, -1 for zeros, no row twice; None: row n.
     chunk_index: [NT, 2] int32, runs of BT tokens: entry (-1: none), run within it. An empty entry has one run.
+    unit: the number of channels, of the first parts, in which heads of unit_dim (of UNIT_DIMS) become unit vectors.
     final_state [N, D, W-1] holds the last inputs of each entry; it is empty unless `output_final_state`.
     """
     x = _rows(x)
@@ -412,9 +442,11 @@ def conv1d(
         *_first_two(widths),
         blocks,
         x.stride(0),
+        unit,
         W=W,
         BT=BT,
         SILU=silu,
+        UNIT=unit_dim,
         **FORWARD_CONFIG,
     )
     if output_final_state and W > 1:
@@ -434,7 +466,20 @@ def _outputs(
 
 
 @register_fake(conv1d)
-def _(x, weight, bias, initial_state, state_index, cu_seqlens, chunk_index, widths, silu, output_final_state):
+def _(
+    x,
+    weight,
+    bias,
+    initial_state,
+    state_index,
+    cu_seqlens,
+    chunk_index,
+    widths,
+    silu,
+    unit,
+    unit_dim,
+    output_final_state,
+):
     return _outputs(x, weight, cu_seqlens, widths, output_final_state)
 
 
@@ -450,6 +495,8 @@ def conv1d_backward(
     cu_seqlens: Tensor,
     chunk_index: Tensor,
     silu: bool,
+    unit: int,
+    unit_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, weight, bias and initial_state, each in its input's dtype; the last two are empty where bias or
     initial_state is None.
@@ -485,9 +532,11 @@ def conv1d_backward(
         blocks,
         x.stride(0),
         *_padded([dy.stride(0) for dy in dys]),
+        unit,
         W=W,
         BT=BT,
         SILU=silu,
+        UNIT=unit_dim,
         **BACKWARD_CONFIG,
     )
     d_bias = x.new_empty(0) if bias is None else d_bias.sum(0).to(bias.dtype)
@@ -495,7 +544,7 @@ def conv1d_backward(
 
 
 @register_fake(conv1d_backward)
-def _(x, dys, d_final_state, weight, bias, initial_state, state_index, cu_seqlens, chunk_index, silu):
+def _(x, dys, d_final_state, weight, bias, initial_state, state_index, cu_seqlens, chunk_index, *_):
     empty = x.new_empty(0)
     d_bias = torch.empty_like(bias) if bias is not None else empty
     d_state = initial_state.new_empty(initial_state.shape) if initial_state is not None else empty.clone()
@@ -517,7 +566,7 @@ def _first_two(widths: list[int]) -> list[int]:
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.widths, ctx.silu, ctx.output_final_state = inputs
+    *tensors, ctx.widths, ctx.silu, ctx.unit, ctx.unit_dim, ctx.output_final_state = inputs
     ctx.save_for_backward(*tensors)
 
 
@@ -527,9 +576,9 @@ def _backward(ctx, *grads):
     *dys, d_final_state = grads
     weight, bias, initial_state, *_ = saved
     d_final = d_final_state if ctx.output_final_state and weight.shape[1] > 1 else None
-    dx, dw, db, ds = conv1d_backward(x, dys[: len(ctx.widths)], d_final, *saved, ctx.silu)
+    dx, dw, db, ds = conv1d_backward(x, dys[: len(ctx.widths)], d_final, *saved, ctx.silu, ctx.unit, ctx.unit_dim)
     d_inputs = dx, dw, db if bias is not None else None, ds if initial_state is not None else None
-    return (*d_inputs, *[None] * 6)
+    return (*d_inputs, *[None] * 8)
 
 
 register_autograd(conv1d, _backward, _setup_context)
@@ -544,12 +593,15 @@ def packed_conv1d(
     activation: str | None,
     output_final_state: bool,
     widths: list[int],
+    l2norm: tuple[int, int],
 ) -> tuple[list[Tensor], Tensor | None]:
     """x [T, D], initial [., D, W-1] or None (zeros) -> y, [T, width] for each of `widths`, and the final state
     [N, D, W-1] or None."""
     chunks = boundaries.chunks.get(BT)
     chunk_index = boundaries.derived(_chunk_index, x.shape[0], BT) if chunks is None else chunks.index
     state, state_index = (None, None) if initial is None else (initial.values.to(x.dtype), initial.index)
+    unit_parts, unit_dim = l2norm
+    in_kernel = unit_dim in UNIT_DIMS
     *ys, final = conv1d(
         x,
         weight,
@@ -560,9 +612,12 @@ def packed_conv1d(
         chunk_index,
         widths,
         activation is not None,
+        sum(widths[:unit_parts]) if in_kernel else 0,
+        unit_dim if in_kernel else 0,
         output_final_state,
     )
-    return ys[: len(widths)], final if output_final_state else None
+    ys = ys[: len(widths)]
+    return ys if in_kernel else unit_heads(ys, unit_parts, unit_dim), final if output_final_state else None
 
 
 def _chunk_index(boundaries: Boundaries, tokens: int, size: int) -> Tensor:
