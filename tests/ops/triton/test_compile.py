@@ -35,7 +35,7 @@ OCCUPANCY = (
     "128 registers (96 in GDN's) let one more program run on a multiprocessor: prepare takes 1.4 ms instead of 1.9"
 )
 BY_INDEX = "88 bytes where states come by an index"
-DECAYS = "120 bytes at most (168 at P = 80), with 17 loads among 1,400 instructions; other stages and warps spill more"
+DECAYS = "320 bytes at most, with 60 loads among 1,000 instructions; 8 warps have every sum pass through shared memory"
 ACCEPTED_SPILLS: dict[str, str] = {
     **{
         f"rwkv7 bfloat16{case} {kernel}_kernel": reason
@@ -66,7 +66,7 @@ ACCEPTED_SPILLS: dict[str, str] = {
             "bfloat16 128 heads P=64 N=128 G=1": ("scan", "gradients"),
             "bfloat16 64 heads P=64 N=128 G=8": ("scan", "gradients"),
             "bfloat16 64 heads P=80 N=64 G=1": ("gradients",),
-            "gla bfloat16": ("scan",),
+            "gla bfloat16": ("scan", "gradients"),
         }.items()
         for kernel in kernels
     },

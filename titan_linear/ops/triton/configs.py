@@ -92,9 +92,9 @@ CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
         "ssd pass": HOPPER_DECAY_LOOP,
         "ssd groups": {(2, 256): {"num_warps": 8, "num_stages": 1}, (4, 256): {"num_warps": 8, "num_stages": 1}},
         "ssd gradients": {
-            (2, 128): {"BV": 128, "STAGES": 3, "num_warps": 8},
-            (2, 256): {"BV": 64, "STAGES": 2, "num_warps": 8},
-            (4, 128): {"BV": 64, "STAGES": 1, "num_warps": 8},
+            (2, 128): {"BV": 64, "STAGES": 3, "QUERY_STAGES": 2, "num_warps": 4},
+            (2, 256): {"BV": 64, "STAGES": 2, "QUERY_STAGES": 2, "num_warps": 8},
+            (4, 128): {"BV": 64, "STAGES": 1, "QUERY_STAGES": 1, "num_warps": 8},
         },
         "rwkv7 prepare": {
             (2, 64): {"num_warps": 4, "num_stages": 1, "maxnreg": 168},

@@ -8,12 +8,13 @@ a forward and backward pass, as operators, and behind the driver's interface (`o
     backward       (all of these) -> gradients                                  states, then chunk-parallel
 
 Chunks have 64 tokens. A program of the scan holds the state [K, 64 columns] of one head in registers from a document's
-first chunk to its last, forms q kᵀ of a chunk itself, and writes o alone: per token and head it moves 2 V numbers, and
-q and k, which the heads of a group share, come from L2. For the gradients, states before and their gradients behind
-each chunk are written by two scans side by side (2 K V / 64 numbers per token and head); then one program passes
-through the heads of a group at one chunk, adds dq, dk and the gradient of q kᵀ in fp32 registers, and writes dv and
-five numbers per token and head, of which a last kernel makes the gradients of decays. Where chunks and groups are few,
-heads of a group are split among programs, whose sums are added in order.
+first chunk to its last, and writes o alone: per token and head it moves 2 V numbers, and q, k and q kᵀ, which the heads
+of a group share, come from L2. For the gradients, states before and their gradients behind each chunk are written by
+two scans side by side (2 K V / 64 numbers per token and head); then two programs pass through the heads of a group at
+one chunk. One adds dq and the gradient of q kᵀ in fp32 registers, the other adds dk and writes dv; both leave four
+numbers per token and head, of which a last kernel makes the gradients of decays. They have 4 warps, so that sums over a
+token's channels stay in a warp, and share a multiprocessor. Where chunks and groups are few, heads of a group are split
+among programs, whose sums are added in order.
 
 At T = 32768, 128 heads × 64, K = 128, G = 1, bf16, in GB and TFLOP, at 4.2 TB/s and 700 TFLOP/s in ms: forward 1.1
 (0.26) and 0.24 (0.34); states 3.3 (0.77) and 0.14 (0.20); gradients 3.9 (0.93) and 0.34 (0.49).
@@ -110,6 +111,16 @@ def _(g, A, dt_bias, chunks, parts, softplus, low, high):
     return _empty_gates(g, Chunks(*chunks).chunk_index, parts)
 
 
+def _scores(q: Tensor, k: Tensor, where: Chunks) -> Tensor:
+    """q kᵀ of each chunk [NT, H, BT, BT]."""
+    (_, H, K), NT = k.shape, where.chunk_index.shape[0]
+    scores = k.new_empty(NT, H, BT, BT)
+    by_chunk = where.cu_seqlens, where.chunk_index
+    of_groups = config("ssd groups", k, K)
+    kernels.scores_kernel[(NT * H,)](q, k, scores, *by_chunk, q.stride(0), k.stride(0), H, K=K, BT=BT, **of_groups)
+    return scores
+
+
 @operator(kept_by=("selective",), kind="delta rule", of_driver=True)
 def ssd_scan(
     q: Tensor,
@@ -127,11 +138,12 @@ def ssd_scan(
     q, k, v = dense_heads(q), dense_heads(k), dense_heads(v)
     o, final_state = v.new_empty(v.shape), empty_states(v, final_rows, k.shape[2])
     (_, HV, V), N = v.shape, where.cu_seqlens.shape[0] - 1
-    chosen = _sliced("ssd scan", k, V)
+    chosen, scores = _sliced("ssd scan", k, V), _scores(q, k, where)
     kernels.scan_kernel[(N * HV * blocks_of(V, chosen["BV"]),)](
         q,
         k,
         v,
+        scores,
         gates,
         D,
         states.values,
@@ -282,23 +294,20 @@ def ssd_backward(
         **chosen,
     )
 
-    scores = k.new_empty(NT, H, BT, BT, dtype=float32)
-    of_groups = {"K": K, "BT": BT, **config("ssd groups", k, K)}
-    kernels.scores_kernel[(NT * H,)](q, k, scores, *by_chunk, q.stride(0), k.stride(0), H, **of_groups)
     splits, dv = _splits(NT, H, R), v.new_empty(v.shape)
     dq_parts, dk_parts = (k.new_empty(splits, T, H, K, dtype=float32) for _ in range(2))
-    dE = k.new_empty(splits, NT, H, BT, BT, dtype=float32)
+    dE, own = gates.new_empty(splits, NT, H, BT, BT), gates.new_empty(NT, H, BT)
     chosen = _sliced("ssd gradients", k, V)
-    slices = blocks_of(V, chosen["BV"])
-    sums, products = gates.new_empty(NT, HV, slices, 5, BT), gates.new_empty(NT, HV, slices, K)
+    BV = chosen["BV"]
+    slices = blocks_of(V, BV)
+    sums, products = gates.new_empty(NT, HV, slices, 4, BT), gates.new_empty(NT, HV, slices, BV)
     dD = gates.new_zeros(NT, HV * V) if _wide(D, HV) else None
-    kernels.gradients_kernel[(NT * H * splits,)](
+    kernels.gradients_kernel[(2 * NT * H * splits,)](
         q,
         k,
         v,
         do,
         gates,
-        scores,
         D,
         h,
         dh,
@@ -306,6 +315,7 @@ def ssd_backward(
         dq_parts,
         dk_parts,
         dE,
+        own,
         sums,
         products,
         dD,
@@ -322,6 +332,7 @@ def ssd_backward(
     )
 
     dq, dk = q.new_empty(T, H, K), k.new_empty(T, H, K)
+    of_groups = {"K": K, "BT": BT, **config("ssd groups", k, K)}
     kernels.groups_kernel[(NT * H,)](
         q,
         k,
@@ -349,18 +360,18 @@ def ssd_backward(
         gates,
         sums,
         products,
-        scores,
+        own,
         *given,
         dg,
         d_heads,
         *by_chunk,
-        scale,
         low,
         high,
         g.stride(0),
         HV,
         NT,
         **constants,
+        BV=BV,
         BH=BH,
         SLICES=slices,
         SOFTPLUS=softplus,
