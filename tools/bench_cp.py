@@ -68,7 +68,7 @@ from titan_linear.ops.layout.levels import fastest
 from titan_linear.planner.memory import Batch, layers
 from titan_linear.planner.timing import Clock, Machine, read_rates, shipped
 from tools import one_rank, traces
-from tools.bench_ops import OPS, PACKED, TAPS, Case, Inputs, fla_op, head_counts, head_dims, randn, timed
+from tools.bench_ops import OPS, PACKED, TAPS, Case, Inputs, fla_op, head_counts, head_dims, randn, shapes, timed
 from tools.peers import split_keys
 
 D = 128
@@ -202,7 +202,7 @@ def print_rows(args: argparse.Namespace, flush: Tensor) -> None:
     if first:
         times = "GPU fwd", "host", "GPU fwd + bwd", "host", "exposed"
         print(table(("op", "T", "heads", "documents", "layout", *times, ""), []))
-    for op, T, (H, HV), dims in product(args.ops, args.tokens, args.heads, args.dims):
+    for op, T, (H, HV), dims in shapes(args):
         case = Case(op, T // ranks, H, HV, *dims)
         x = make_inputs(case, args.key_heads or HV)
         fn = function(op)
@@ -266,7 +266,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--ops", nargs="+", default=ops, choices=ops)
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768])
     parser.add_argument("--heads", type=head_counts, nargs="+", default=[(64, 64)], help="such as 64 or 8/64")
-    parser.add_argument("--dims", type=head_dims, nargs="+", default=[(D, D)], help="K and V (default: 128x128)")
+    parser.add_argument("--dims", type=head_dims, nargs="+", help="K and V (default: 128x128; rwkv7: 64x64)")
     parser.add_argument("--key-heads", type=int, help="key heads of attention (default: --heads)")
     parser.add_argument("--documents", nargs="+", default=["one", "packed"], choices=["one", "packed", *LENGTHS])
     parser.add_argument("--layouts", nargs="+", default=LAYOUTS, choices=[*LAYOUTS, "heads", "whole"])

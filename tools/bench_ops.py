@@ -13,7 +13,7 @@ Milliseconds on the GPU, forward and forward + backward, with a cold L2 cache an
 (`timed`); q and k are normalised beforehand; all in bfloat16. --gates log: float32 log decays, computed beforehand;
 raw: bfloat16 projections, as our mixers and FLA's give them, of which the op computes the decays; "ssd" always takes
 raw time steps, beside FLA's simple_gla behind what makes decays of these, and mamba_ssm; raw gates of rwkv7 are log
-decays in bfloat16, as FLA's layer gives them. Heads are K × V = 128 × 128, or as `--dims` says; 16/64: 16 query and 64
+decays in bfloat16, as FLA's layer gives them. Heads are K × V as `--dims` says; 16/64: 16 query and 64
 value heads. "packed" has ten documents. The floor is the bytes of inputs, outputs and gradients divided by the copy
 bandwidth measured in the same run; GB/s are those bytes divided by the time, TFLOP/s count the chunked algorithm's
 products (`flops`). "kept": bytes per token and value head held between forward and backward, apart from inputs and
@@ -27,7 +27,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -56,6 +56,7 @@ OPS = {
     "ssd": chunk_ssd,
     "rwkv7": chunk_rwkv7,
 }
+USUAL_DIMS = {"rwkv7": (64, 64)}  # the widest heads that its kernels take; of the others 128 × 128
 Inputs = dict[str, Tensor]
 
 
@@ -327,6 +328,12 @@ def print_rows(
         print(line([*setting, *figures(case, x, bandwidth, measured)]), flush=True)
 
 
+def shapes(args: argparse.Namespace) -> Iterator[tuple[str, int, tuple[int, int], tuple[int, int]]]:
+    """(op, T, (H, HV), (K, V)) of all that the options ask for."""
+    for op in args.ops:
+        yield from product([op], args.tokens, args.heads, args.dims or [USUAL_DIMS.get(op, (128, 128))])
+
+
 def head_dims(text: str) -> tuple[int, int]:
     """K and V from text such as 96x192."""
     K, _, V = text.partition("x")
@@ -353,7 +360,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 8192])
     parser.add_argument("--heads", type=head_counts, nargs="+", default=[(64, 64), (16, 16)], help="such as 16/64")
     parser.add_argument("--gates", nargs="+", default=["log"], choices=["log", "raw"], help="(default: log)")
-    parser.add_argument("--dims", type=head_dims, nargs="+", default=[(128, 128)], help="K and V (default: 128x128)")
+    parser.add_argument("--dims", type=head_dims, nargs="+", help="K and V (default: 128x128; rwkv7: 64x64)")
     parser.add_argument("--peers", action="store_true", help="also time FLA, FlashQLA and cuDNN, where installed")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -363,7 +370,7 @@ def main(argv: list[str]) -> int:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth / 1e9:.2f} TB/s")
     times = [(f"{name} ms", "TFLOP/s", "GB/s", "of floor") for name in ("forward", "forward + backward")]
     print(table(("op", "T", "heads", "dims", "documents", *times[0], *times[1], "kept", "peak", "host"), []))
-    for op, T, heads, dims, gate in product(args.ops, args.tokens, args.heads, args.dims, args.gates):
+    for (op, T, heads, dims), gate in product(shapes(args), args.gates):
         if op in ("conv", "ssd") and gate != args.gates[0]:
             continue  # they have one kind of gates, or none
         others = peers(op) if args.peers else {}

@@ -282,13 +282,13 @@ def delta_rule(bench: Bench, rule: str, options: dict[str, float], heads: int, *
     gates = (heads, DIM) if rule == "kda" else (heads,)
     if rule == "ssd":
         shapes, weights = {"x": (heads, DIM), "dt": gates, "B": (1, DIM), "C": (1, DIM)}, {"A": heads}
+        in_kernel = {"dt_softplus": True}
     else:
         shapes = dict.fromkeys("qkv", (heads, DIM)) | {"g": gates, "beta": (heads,)}
-        weights = {"A_log": heads, "dt_bias": math.prod(gates)}
+        weights, in_kernel = {"A_log": heads, "dt_bias": math.prod(gates)}, IN_KERNEL
     x = {name: bench.randn(1, bench.tokens, *shape) for name, shape in shapes.items()}
     x |= {name: torch.zeros(n, device=bench.device) for name, n in weights.items()}
     inputs = [tensor.requires_grad_() for tensor in x.values()]
-    in_kernel = {"dt_softplus": True} if rule == "ssd" else IN_KERNEL
 
     def forward() -> Tensor:
         return RULES[rule](**x, **in_kernel, cp_context=context, **options)[0]

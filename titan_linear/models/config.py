@@ -202,8 +202,8 @@ def mistake(model: ModelConfig) -> str | None:
     """What no model can have, worded for a message: a value that is not of its option's type or is too small, or values
     that contradict each other; None if there is nothing."""
     mixers = [mixer for mixer in model.pattern if isinstance(mixer, MixerOptions)]
-    scalings = [m.rope_scaling for m in mixers if is_dataclass(getattr(m, "rope_scaling", None))]
-    parts = (*([] if model.moe is None else [model.moe]), *mixers, *scalings)
+    nested = [x for mixer in mixers for x in vars(mixer).values() if is_dataclass(x)]
+    parts = (*([] if model.moe is None else [model.moe]), *mixers, *nested)
     for part in (model, *parts):
         hints, owner = get_type_hints(type(part)), getattr(part, "name", "the model's")
         for name, value in vars(part).items():

@@ -238,7 +238,7 @@ def known_generation(t: Target) -> str | None:
 
 
 def has_configurations(family: str) -> Check:
-    """family: "kda", "gdn" or "ssd". For use after the checks of the GPU's generation and of the dtype."""
+    """family: "kda", "gdn", "ssd" or "rwkv7". For use after the checks of the GPU's generation and of the dtype."""
 
     def check(t: Target) -> str | None:
         if t.capability is None:
