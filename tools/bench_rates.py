@@ -60,7 +60,7 @@ from titan_linear.planner.timing import DIM
 GIB = 2**30
 ROUNDS = 5
 RULES: dict[str, Callable[..., Any]] = {"kda": chunk_kda, "gdn": chunk_gated_delta_rule, "ssd": chunk_ssd}
-IN_KERNEL = dict.fromkeys(("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel"), True)
+IN_KERNEL = dict.fromkeys(("use_gate_in_kernel", "use_beta_sigmoid_in_kernel"), True)
 
 
 class Bench:
@@ -272,7 +272,12 @@ def operators(bench: Bench) -> dict[str, tuple[float, float]]:
     x = bench.randn(1, bench.tokens, 3 * bench.heads * DIM).requires_grad_()
     weight = bench.randn(x.shape[2], 4).requires_grad_()
     names = ("conv1d", "conv1d_backward")
-    seconds = by_operator(bench, names, lambda: causal_conv1d(x, weight, activation="silu")[0], [x, weight])
+
+    def convolved() -> Tensor:
+        options = {"activation": "silu", "widths": [bench.heads * DIM] * 3, "norm_dim": DIM}
+        return torch.cat(causal_conv1d(x, weight, **options)[0], -1)
+
+    seconds = by_operator(bench, names, convolved, [x, weight])
     return found | {name: (seconds[name] / x.numel() * 1e9, 0.0) for name in names}
 
 
@@ -287,6 +292,7 @@ def delta_rule(bench: Bench, rule: str, options: dict[str, float], heads: int, *
         shapes = dict.fromkeys("qkv", (heads, DIM)) | {"g": gates, "beta": (heads,)}
         weights, in_kernel = {"A_log": heads, "dt_bias": math.prod(gates)}, IN_KERNEL
     x = {name: bench.randn(1, bench.tokens, *shape) for name, shape in shapes.items()}
+    x |= {name: F.normalize(x[name], dim=-1) for name in "qk" if name in x}
     x |= {name: torch.zeros(n, device=bench.device) for name, n in weights.items()}
     inputs = [tensor.requires_grad_() for tensor in x.values()]
 

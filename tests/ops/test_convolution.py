@@ -54,6 +54,18 @@ def test_in_parts() -> None:
     assert [part.shape[-1] for part in parts] == [1, 3, 2] and torch.equal(torch.cat(parts, -1), y)
 
 
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_heads_of_q_and_k_are_normalised(activation: str | None) -> None:
+    cu, x = boundaries(LENGTHS), make(sum(LENGTHS), D=17)
+    options = {"activation": activation, "cu_seqlens": cu, "widths": (3, 9, 5), "norm_dim": 3}
+    got = gradients([torch.cat(causal_conv1d(**x, **options)[0], -1)], x)
+    want = gradients([direct_causal_conv1d(**x, **options)[0]], x)
+    for a, b in zip(got, want, strict=True):
+        assert relative_error(a, b) < 1e-12
+    lengths = got[0][..., :12].unflatten(-1, (-1, 3)).norm(dim=-1)
+    assert lengths.min() > 0.99 and lengths.max() <= 1
+
+
 def test_documents_do_not_touch_each_other() -> None:
     cu = boundaries(LENGTHS)
     x = make(sum(LENGTHS))
@@ -90,3 +102,6 @@ def test_what_does_not_fit_is_refused() -> None:
     for widths in ((6, 1), (2, 2, 1, 1), (6, 0), ()):
         with pytest.raises(ValueError, match=r"widths = .* whose sum is D = 6"):
             causal_conv1d(**x, widths=widths)
+    for widths, dim in (((2, 2, 2), 4), ((3, 3), 3), (None, 3), ((2, 2, 2), 0)):
+        with pytest.raises(ValueError, match=rf"norm_dim = {dim} needs widths of q, k and v"):
+            causal_conv1d(**x, widths=widths, norm_dim=dim)

@@ -71,8 +71,9 @@ def test_delta_rules(op: str, impl: str, dtype: torch.dtype, raw: bool, packed: 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "batched"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("norm_dim", [None, 2])
 @pytest.mark.parametrize("impl", ["triton", "torch"])
-def test_convolution(impl: str, dtype: torch.dtype, packed: bool) -> None:
+def test_convolution(impl: str, norm_dim: int | None, dtype: torch.dtype, packed: bool) -> None:
     device = device_of(impl)
     own = own_tokens(packed, device)
     x, weight, dy = torch.randn(3, *own.shape, 8, generator=torch.Generator().manual_seed(0)).to(device, dtype)
@@ -82,7 +83,8 @@ def test_convolution(impl: str, dtype: torch.dtype, packed: bool) -> None:
         given = given.clone().requires_grad_()
         cu = documents(packed, device)
         options = {"activation": "silu", "cu_seqlens": cu, "impl": impl, "output_final_state": True}
-        y, final = causal_conv1d(given, weight[0, :4].T, **options)
+        y, final = causal_conv1d(given, weight[0, :4].T, widths=(4, 2, 2), norm_dim=norm_dim, **options)
+        y = torch.cat(y, -1)
         return [final[1 if packed else 0].detach(), y[own].detach(), torch.autograd.grad(y, given, d_out)[0][own]]
 
     want = results(None)

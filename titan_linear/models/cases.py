@@ -3,9 +3,10 @@ ways and compares (proof/ops.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -47,12 +48,23 @@ def attention_case(heads: int, kv_heads: int, D: int, Dv: int, scale: float | No
     return OpCase("attention", tokens, (heads, Dv), {}, run, oracle, {"": 6.0, "y": 3.0}, EXACT)
 
 
-def convolution_case(draw: Draws, D: int, W: int, bias: bool = False, activation: str | None = "silu") -> OpCase:
+def convolution_case(
+    draw: Draws,
+    widths: Sequence[int],
+    W: int,
+    *,
+    bias: bool = False,
+    activation: str | None = "silu",
+    norm_dim: int | None = None,
+) -> OpCase:
+    """norm_dim: with the `widths` of q, k and v, the channels of a normalised head."""
+    D, options = sum(widths), {"activation": activation, "widths": widths, "norm_dim": norm_dim}
+
     def run(x: Tensors, plan: BatchPlan, impl: str, cp_method: str) -> Tensor:
-        return causal_conv1d(**x, activation=activation, impl=impl, **plan.documents)[0]
+        return torch.cat(causal_conv1d(**x, **options, impl=impl, **plan.documents)[0], -1)
 
     def oracle(x: Tensors, cu_seqlens: Tensor) -> Tensor:
-        return direct_causal_conv1d(**x, activation=activation, cu_seqlens=cu_seqlens)[0]
+        return direct_causal_conv1d(**x, **options, cu_seqlens=cu_seqlens)[0]
 
     parameters = {"weight": draw("weight", D, W) / 2} | ({"bias": draw("bias", D)} if bias else {})
     return OpCase("causal_conv1d", {"x": (D,)}, (D,), parameters, run, oracle, {"": 1.5}, by_head=False)

@@ -14,6 +14,7 @@ from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.runtime.options import States, boundaries_of, check_boundaries, check_cp, check_floats, refuse
 from titan_linear.ops.runtime.support import Choice, Op, dims_up_to, without_autocast
+from titan_linear.ops.torch.delta_rule import l2norm
 from titan_linear.ops.triton.configs import with_kernels
 
 
@@ -42,6 +43,7 @@ def causal_conv1d(
     cp_context: CPContext | None = None,
     *,
     widths: Sequence[int] | None = None,
+    norm_dim: int | None = None,
     impl: str | Choice = "auto",
 ) -> tuple[Tensor | tuple[Tensor, ...], Tensor | None]:
     """y_t = act(Σ_j weight[:, j] · x_{t−W+1+j} + bias), channel by channel, within each sequence or packed document.
@@ -60,6 +62,8 @@ def causal_conv1d(
             states may be given.
         widths: of up to three parts of D, such as q, k and v: y is returned as these parts. With Triton neither
             they nor their gradients are ever concatenated.
+        norm_dim: K, for `widths` of q, k and v: q and k ← y / sqrt(Σ y² + 1e-6), where the sum is over a head of K
+            channels, as `use_qk_l2norm_in_kernel` of the delta rules.
         impl: "auto", "torch" or "triton".
 
     Returns: y [B, T, D] in x's dtype, or its parts [B, T, width]; the last inputs [N, D, W−1] of each document, or
@@ -85,6 +89,8 @@ def causal_conv1d(
     parts = [D] if widths is None else list(widths)
     if not 1 <= len(parts) <= 3 or min(parts) < 1 or sum(parts) != D:
         raise ValueError(f"widths = {parts} must be those of one to three parts whose sum is D = {D}")
+    if norm_dim is not None and (len(parts) != 3 or norm_dim < 1 or any(width % norm_dim for width in parts[:2])):
+        raise ValueError(f"norm_dim = {norm_dim} needs widths of q, k and v, multiples of it for q and k, not {parts}")
     if cp_context is not None:
         check_cp("x", x, initial_state, output_final_state, cu_seqlens, cp_context)
         if cp_context.conv1d_kernel_size not in (None, W):
@@ -105,7 +111,7 @@ def causal_conv1d(
     convolve = CONVOLUTION.load(CONVOLUTION.implementation(impl, x.device, x.dtype, W=W))
     boundaries = boundaries_of(x, cu_seqlens, cp_context, cu_seqlens_cpu)
     bias = None if bias is None else bias.contiguous()
-    ys, final = convolve(flat, weight, bias, initial, boundaries, activation, output_final_state, parts)
+    ys, final = convolve(flat, weight, bias, initial, boundaries, activation, output_final_state, parts, norm_dim)
     ys = tuple(y.unflatten(0, (B, T)) for y in ys)
     return ys if widths is not None else ys[0], final
 
@@ -140,6 +146,7 @@ def torch_conv1d(
     activation: str | None,
     output_final_state: bool,
     widths: list[int],
+    norm_dim: int | None,
 ) -> tuple[list[Tensor], Tensor | None]:
     """x [T,D], weight [D,W], initial [.,D,W−1] or None (zeros) -> y, [T, width] for each of `widths`, and the entries'
     last inputs [N,D,W−1].
@@ -154,5 +161,9 @@ def torch_conv1d(
     y = F.conv1d(rows.T.to(wide).unsqueeze(0), weight.to(wide).unsqueeze(1), groups=x.shape[1])  # [1, D, rows−W+1]
     y = y[0].T.index_select(0, own - (weight.shape[1] - 1))
     y = y if bias is None else y + bias.to(wide)
-    y = (F.silu(y) if activation else y).to(x.dtype)
-    return list(y.split(widths, 1)), rows[last].transpose(1, 2) if output_final_state else None
+    parts = (F.silu(y) if activation else y).split(widths, 1)
+    if norm_dim is not None:
+        q, k, v = parts
+        q, k = (l2norm(part.unflatten(1, (-1, norm_dim))).flatten(1) for part in (q, k))
+        parts = q, k, v
+    return [part.to(x.dtype) for part in parts], rows[last].transpose(1, 2) if output_final_state else None

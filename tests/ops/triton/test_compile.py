@@ -189,8 +189,8 @@ def compiled_launches() -> Iterator[list[dict]]:
         JITFunction.run = original
 
 
-def conv1d_case(dtype: str, W: int, by_index: bool = False) -> None:
-    """With states in and out; by_index: as context parallelism calls it."""
+def conv1d_case(dtype: str, W: int, by_index: bool = False, norm_dim: int | None = None) -> None:
+    """With states in and out; by_index: as context parallelism calls it; norm_dim: with q and k normalised."""
     import torch
 
     from titan_linear.ops.triton import conv1d as conv
@@ -204,8 +204,8 @@ def conv1d_case(dtype: str, W: int, by_index: bool = False) -> None:
     d_final, index = (None, index) if by_index else (meta(10, D, W - 1), None)
     widths = [D // 4, D // 4, D // 2] if by_index else [D]
     x, inputs = meta(T, D), (meta(D, W), meta(D), meta(10, D, W - 1), index, cu, chunk_index)
-    launch(conv.conv1d, x, *inputs, widths, True, not by_index)
-    launch(conv.conv1d_backward, x, [meta(T, width) for width in widths], d_final, *inputs, True)
+    launch(conv.conv1d, x, *inputs, widths, True, norm_dim, not by_index)
+    launch(conv.conv1d_backward, x, [meta(T, width) for width in widths], d_final, *inputs, True, norm_dim)
 
 
 def gdn_case(dtype: str, K: int, V: int, R: int = 1, plain: bool = False, HV: int = 64) -> None:
@@ -332,6 +332,10 @@ CASES: dict[str, tuple[Callable, tuple]] = {
     f"conv1d {dtype} W={W}": (conv1d_case, (dtype, W)) for dtype in ("bfloat16", "float32") for W in (2, 4)
 }
 CASES["conv1d bfloat16 W=4 by index"] = (conv1d_case, ("bfloat16", 4, True))
+CASES |= {
+    f"conv1d {dtype} W=4 by index K={K}": (conv1d_case, (dtype, 4, True, K))
+    for dtype, K in [("bfloat16", 128), ("bfloat16", 64), ("bfloat16", 256), ("float32", 128)]
+}
 CASES |= {
     f"gdn {dtype} K={K} V={V} R={R}{' plain' if plain else ''}": (gdn_case, (dtype, K, V, R, plain))
     for dtype, K, V, R, plain in [

@@ -14,11 +14,15 @@ if not torch.cuda.is_available():
 
 from tests.ops.inputs import DEVICE
 from titan_linear.ops import causal_conv1d
+from titan_linear.ops.torch.delta_rule import l2norm
 from titan_linear.ops.triton import conv1d as conv
 
+OF_V = 7  # channels of v, beside q and k of one and two heads
 
-def reference(x, weight, bias, state, cu_seqlens, silu):
-    """x [T, D], weight [D, W], state [N, D, W-1] -> y [T, D], final state, document by document."""
+
+def reference(x, weight, bias, state, cu_seqlens, silu, norm_dim):
+    """x [T, D], weight [D, W], state [N, D, W-1] -> y [T, D], final state, document by document. norm_dim: heads of all
+    but the last OF_V channels are normalised."""
     ys, finals = [], []
     W = weight.shape[1]
     for n, (start, end) in enumerate(pairwise(cu_seqlens)):
@@ -28,10 +32,13 @@ def reference(x, weight, bias, state, cu_seqlens, silu):
             z = F.conv1d(full[None], weight[:, None], bias, groups=x.shape[1])[0].t()
             ys.append(F.silu(z) if silu else z)
         finals.append(full[:, full.shape[1] - (W - 1) :])
-    return torch.cat(ys), torch.stack(finals)
+    y = torch.cat(ys)
+    if norm_dim:
+        y = torch.cat([l2norm(y[:, :-OF_V].unflatten(1, (-1, norm_dim))).flatten(1), y[:, -OF_V:]], 1)
+    return y, torch.stack(finals)
 
 
-def run_both(lengths, D, W, *, silu=True, has_bias=True, has_state=True, dtype=torch.float32, seed=0):
+def run_both(lengths, D, W, *, silu=True, has_bias=True, has_state=True, dtype=torch.float32, seed=0, norm_dim=None):
     """Outputs and gradients of every input: (ours, reference), by name."""
     gen = torch.Generator().manual_seed(seed)
     cu = [0, *torch.tensor(lengths).cumsum(0).tolist()]
@@ -59,12 +66,14 @@ def run_both(lengths, D, W, *, silu=True, has_bias=True, has_state=True, dtype=t
             initial_state=state,
             output_final_state=True,
             cu_seqlens=torch.tensor(cu, dtype=torch.int32, device=DEVICE),
+            widths=[norm_dim, D - OF_V - norm_dim, OF_V] if norm_dim else [D],
+            norm_dim=norm_dim,
             impl="triton",
         )
-        return y[0], final
+        return torch.cat(y, -1)[0], final
 
     return grads(ours, {"device": DEVICE, "dtype": dtype}), grads(
-        lambda *a: reference(*a, cu, silu), {"device": "cpu", "dtype": torch.float64}
+        lambda *a: reference(*a, cu, silu, norm_dim), {"device": "cpu", "dtype": torch.float64}
     )
 
 
@@ -94,8 +103,16 @@ def test_optional_parts(options):
     check(run_both([5, 33], D=20, W=4, **options), 1e-6)
 
 
+@pytest.mark.parametrize("K", [4, 6, 96, 128])
+@pytest.mark.parametrize("options", [{}, {"silu": False}, {"has_state": False, "has_bias": False}], ids=str)
+def test_heads_of_q_and_k_are_normalised(K, options):
+    """Heads that share a block, with and without idle places in it, and heads that widen it."""
+    check(run_both([1, 2, 37, 0, 16, 3], D=3 * K + OF_V, W=4, norm_dim=K, **options), 1e-6)
+
+
 def test_half_precision_rounds_once():
     check(run_both([40, 7], D=16, W=4, dtype=torch.float16), 1e-3)
+    check(run_both([40, 7], D=31, W=4, dtype=torch.float16, norm_dim=8), 1e-3)
 
 
 def test_documents_do_not_touch_each_other():
@@ -122,9 +139,9 @@ def test_strided_input_and_opcheck():
     w = torch.randn(16, 4, generator=gen).to(DEVICE).requires_grad_()
     state = torch.randn(2, 16, 3, generator=gen).to(DEVICE).requires_grad_()
     cu = torch.tensor([0, 11, 18], dtype=torch.int32, device=DEVICE)
-    x, rest = wide[:, 16:32], (cu, conv.conv1d_chunks(cu, 18, conv.BT), [6, 10], True, True)
-    y = conv.conv1d(x, w, None, state, None, *rest)[1]
-    assert torch.equal(y, conv.conv1d(x.contiguous(), w, None, state, None, *rest)[1])
+    x, rest = wide[:, 16:32], (cu, conv.conv1d_chunks(cu, 18, conv.BT), [6, 4, 6], True, 2, True)
+    given, dense = (conv.conv1d(y, w, None, state, None, *rest) for y in (x, x.contiguous()))
+    assert all(map(torch.equal, given, dense))
     index = torch.tensor([1, -1], dtype=torch.int32, device=DEVICE)
     torch.library.opcheck(conv.conv1d.overload, (x.detach().requires_grad_(), w, None, state, index, *rest))
     torch.library.opcheck(conv.conv1d_chunks.overload, (cu, 18, conv.BT))
@@ -159,7 +176,8 @@ def test_states_by_index():
     found = []
     for state, rows in ((halo, index), (spread, None)):
         leaves = [t.clone().requires_grad_() for t in (x, w, state)]
-        out = conv.conv1d(*leaves[:2], None, leaves[2], rows, cu, conv.conv1d_chunks(cu, 40, conv.BT), [16], True, True)
+        rest = conv.conv1d_chunks(cu, 40, conv.BT), [16], True, None, True
+        out = conv.conv1d(*leaves[:2], None, leaves[2], rows, cu, *rest)
         out = out[0], out[3]
         found.append((*out, *torch.autograd.grad(out, leaves, (dy, d_final))))
     (*ours, d_halo), (*theirs, d_spread) = found
@@ -183,4 +201,15 @@ def test_on_the_device(dtype, tolerance):
     pair = run_both([1, 700, 3, 1300, 44], D=1000, W=4, dtype=dtype)
     check(pair, tolerance)
     again, _ = run_both([1, 700, 3, 1300, 44], D=1000, W=4, dtype=dtype)
+    assert all(torch.equal(pair[0][k], again[k]) for k in again)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("K", [32, 96, 128, 256])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 4e-3), (torch.float16, 1e-3), (torch.float32, 2e-6)])
+def test_normalised_on_the_device(dtype, tolerance, K):
+    lengths, shape = [1, 700, 3, 1300, 44], {"D": 9 * K + OF_V, "W": 4, "dtype": dtype, "norm_dim": K}
+    pair = run_both(lengths, **shape)
+    check(pair, tolerance)
+    again, _ = run_both(lengths, **shape)
     assert all(torch.equal(pair[0][k], again[k]) for k in again)

@@ -1,7 +1,7 @@
 """Kimi Delta Attention and Gated DeltaNet, as published and as in FLA's layers.
 
-Both project to q, k, v, run one short causal convolution with silu over the three,
-apply a delta rule to normalised q and k, norm and gate each head's output, and project back. Their gates differ.
+Both project to q, k, v, run one short causal convolution with silu over the three, which also normalises q and k,
+apply a delta rule, norm and gate each head's output, and project back. Their gates differ.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from titan_linear.ops.layout.boundaries import scan_programs
 from titan_linear.ops.reference.delta_rule import gdn_gate, kda_gate, l2norm, recurrent_delta_rule
 from titan_linear.ops.triton.configs import kernel_dims
 
-IN_KERNEL = dict.fromkeys(("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel"), True)
+IN_KERNEL = dict.fromkeys(("use_gate_in_kernel", "use_beta_sigmoid_in_kernel"), True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +95,7 @@ class DeltaOptions(MixerOptions):
 
         def run(x: Tensors, plan: BatchPlan, impl: str, cp_method: str) -> Tensor:
             given = {"allow_neg_eigval": self.beta_range == 2.0, **IN_KERNEL, **options}
+            x = x | {name: l2norm(x[name]).to(x[name].dtype) for name in "qk"}
             return op(**x, impl=impl, cp_method=cp_method, **plan.documents, **given)[0]
 
         def oracle(x: Tensors, cu_seqlens: Tensor) -> Tensor:
@@ -106,7 +107,7 @@ class DeltaOptions(MixerOptions):
         units = {"": 1.5, "g": 3.0, "beta": 3.0, "A_log": 6.0, "dt_bias": 6.0}  # the last two are sums that cancel
         usual, wide = {"dt_bias": dt_bias}, ("A_log", "dt_bias")
         yield OpCase(self.op, tokens, (HV, V), slow, run, oracle, units, wide=wide, usual=usual)
-        yield convolution_case(draw, 2 * H * K + HV * V, self.conv_size)
+        yield convolution_case(draw, (H * K, H * K, HV * V), self.conv_size, norm_dim=K)
 
     def scan_programs(self, ranks: int) -> int:
         return scan_programs(self.v_heads // ranks, kernel_dims(self.head_dim, self.v_head_dim)[1])
@@ -151,7 +152,8 @@ class DeltaMixer(RecurrentMixer):
     def _inputs(self, x: Tensor, plan: BatchPlan, cache: Cache) -> tuple[Inputs, Tensor]:
         """q, k [B, T, H, K], v [B, T, HV, V], the raw gate and the logits of β; the output gate [B, T, HV·V]."""
         qkv = project(x, self.q_proj, self.k_proj, self.v_proj)
-        parts = self._convolved(qkv, [self.q_conv1d, self.k_conv1d, self.v_conv1d], plan, cache)
+        convolutions = [self.q_conv1d, self.k_conv1d, self.v_conv1d]
+        parts = self._convolved(qkv, convolutions, plan, cache, norm_dim=self.head_dim)
         dims = self.head_dim, self.head_dim, self.v_head_dim
         q, k, v = (part.unflatten(-1, (-1, dim)) for part, dim in zip(parts, dims, strict=True))
         g, beta, z = self._gates(x)

@@ -83,7 +83,7 @@ class Mamba2(MixerOptions):
         units = {"": 1.5, "dt": 3.0, "B": 3.0, "C": 3.0, **dict.fromkeys(parameters, 6.0)}
         usual, wide = {"dt_bias": dt_bias}, tuple(parameters)
         yield OpCase("chunk_ssd", tokens, (heads, P), parameters, run, oracle, units, wide=wide, usual=usual)
-        yield convolution_case(draw, sum(self.widths), self.conv_size, self.conv_bias)
+        yield convolution_case(draw, self.widths, self.conv_size, bias=self.conv_bias)
 
     def scan_programs(self, ranks: int) -> int:
         return scan_programs(self.heads // ranks, self.head_dim)

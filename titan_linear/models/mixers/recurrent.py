@@ -82,10 +82,11 @@ class RecurrentMixer(nn.Module):
         return seen
 
     def _convolved(
-        self, x: Tensor, convolutions: list[ConvWeight], plan: BatchPlan, cache: Cache
+        self, x: Tensor, convolutions: list[ConvWeight], plan: BatchPlan, cache: Cache, norm_dim: int | None = None
     ) -> tuple[Tensor, ...]:
         """x [B, T, D], the inputs of these convolutions side by side -> the output of each, after a silu. They are
-        one convolution: one halo under context parallelism."""
+        one convolution: one halo under context parallelism. norm_dim: they give q, k and v, and heads of q and k have
+        this many channels and length 1."""
         weights, biases = [c.weight for c in convolutions], [c.bias for c in convolutions]
         states = {} if cache is None else {"initial_state": cache.get("conv"), "output_final_state": True}
         parts, tail = causal_conv1d(
@@ -94,6 +95,7 @@ class RecurrentMixer(nn.Module):
             None if biases[0] is None else torch.cat(biases),
             activation="silu",
             widths=[*map(len, weights)],
+            norm_dim=norm_dim,
             impl=self.implementations.get("causal_conv1d", "auto"),
             **plan.documents,
             **states,

@@ -78,7 +78,7 @@ class RWKV7(MixerOptions):
 
         units = {"": 3.0, "w": 6.0}
         yield OpCase("chunk_rwkv7", dict.fromkeys("rwkvab", shape), shape, {}, run, oracle, units)
-        yield convolution_case(draw, math.prod(shape), 2, activation=None)
+        yield convolution_case(draw, (math.prod(shape),), 2, activation=None)
 
     @property
     def head_counts(self) -> dict[str, int]:

@@ -33,7 +33,7 @@ class ShortConv(MixerOptions):
         return (8 * dim + 2 * self.conv_size) * self.channels * documents.tokens
 
     def cases(self, draw: Draws) -> Iterator[OpCase]:
-        yield convolution_case(draw, self.channels, self.conv_size, activation=None)
+        yield convolution_case(draw, (self.channels,), self.conv_size, activation=None)
 
     @property
     def head_counts(self) -> dict[str, int]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+from titan_linear.ops.reference.delta_rule import l2norm
 
 
 def direct_causal_conv1d(
@@ -16,8 +19,11 @@ def direct_causal_conv1d(
     activation: str | None = None,
     initial_state: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    widths: Sequence[int] = (),
+    norm_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x [B,T,D], weight [D,W], bias [D], initial_state [N,D,W−1] -> y [B,T,D], final states [N,D,W−1], float64."""
+    """x [B,T,D], weight [D,W], bias [D], initial_state [N,D,W−1] -> y [B,T,D], final states [N,D,W−1], float64.
+    norm_dim: heads of that many channels of the first two of three `widths` are normalised."""
     B, T, D = x.shape
     W = weight.shape[1]
     flat, weight = x.double().flatten(0, 1), weight.double()
@@ -31,4 +37,9 @@ def direct_causal_conv1d(
         states.append(padded[padded.shape[0] - (W - 1) :].T)
     y = torch.cat(outputs).unflatten(0, (B, T))
     y = y if bias is None else y + bias.double()
-    return (y * torch.sigmoid(y) if activation in ("silu", "swish") else y), torch.stack(states)
+    y = y * torch.sigmoid(y) if activation in ("silu", "swish") else y
+    if norm_dim is not None:
+        q, k, v = y.split(widths, -1)
+        q, k = (l2norm(part.unflatten(-1, (-1, norm_dim))).flatten(-2) for part in (q, k))
+        y = torch.cat([q, k, v], -1)
+    return y, torch.stack(states)

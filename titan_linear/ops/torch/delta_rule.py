@@ -99,12 +99,17 @@ class TorchDeltaRule(TorchRule):
         return prepare(*tokens, chunks, scale=options.scale, safe_gate=options.safe_gate)
 
 
+def l2norm(x: Tensor) -> Tensor:
+    """x / sqrt(Σ x² + 1e-6) over the last dimension."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
 def normalise(inputs: Inputs, options: DeltaRuleOptions) -> list[Tensor]:
     """Inputs in the dtype of the computation, q and k normalised and g a log gate [T, HV, K or 1], as `options` ask."""
     wide = torch.promote_types(inputs.q.dtype, torch.float32)
     q, k, v, g, beta = (x.to(wide) for x in inputs[:5])
     if options.l2norm:
-        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+        q, k = l2norm(q), l2norm(k)
     beta = beta if options.beta_range is None else options.beta_range * beta.sigmoid()
     g = g.unsqueeze(-1) if g.dim() == 2 else g
     if options.gate_in_kernel:

@@ -1,6 +1,8 @@
-"""Causal depthwise convolution over packed documents, with SiLU, forward and backward.
+"""Causal depthwise convolution over packed documents, with SiLU and the l2 norm of q and k, forward and backward.
 
-    z[t] = bias + sum_i weight[i] x[t - W + 1 + i] ;  y = z or silu(z)
+    z[t] = bias + sum_i weight[i] x[t - W + 1 + i] ;  y = z or silu(z) ;  in q and k, n = r y,  r = (sum y^2 + eps)^-1/2
+
+The sum is over a head of K channels, which a block holds whole. Backward has y again: dy = r (dn - n (n . dn)).
 
 One program owns a run of tokens of one document and a block of channels, and slides a window of W rows along
 it in registers: every row is read once (apart from W - 1 rows of halo), each gradient is written once, and the
@@ -29,27 +31,41 @@ BT = CONV_RUN  # rows per program, a multiple of the unroll; forward and backwar
 # channels per program, rows in flight, warps: good on every GPU, no shared memory to run out of
 FORWARD_CONFIG = {"BD": 512, "R": 8, "num_warps": 2}
 BACKWARD_CONFIG = {"BD": 256, "R": 8, "num_warps": 2}
+EPS = tl.constexpr(1e-6)  # of the l2 norm
 
 
 @triton.jit
-def _part(i_d, x_0, x_1, x_2, stride_0, stride_1, stride_2, D, width_0, width_1, BD: tl.constexpr):
-    """Where block i_d of the D channels lies in the one to three tensors that hold them side by side (missing ones:
-    None). Returns the tensor, its stride, the number of channels before it, the block within it and its width."""
+def _part(i_d, x_0, x_1, x_2, stride_0, stride_1, stride_2, D, width_0, width_1, BC: tl.constexpr):
+    """Where block i_d (BC of the D channels) lies in the one to three tensors that hold them side by side (missing
+    ones: None). Returns the tensor, its stride, the number of channels before it, the block within it and its width."""
     x, stride, before, width = x_0, stride_0, 0, width_0
     if x_1 is not None:
-        blocks = tl.cdiv(width_0, BD)
+        blocks = tl.cdiv(width_0, BC)
         behind = i_d >= blocks
         x, stride = tl.where(behind, x_1, x), tl.where(behind, stride_1, stride)
         before, width = tl.where(behind, width_0, 0), tl.where(behind, width_1, width)
         i_d = tl.where(behind, i_d - blocks, i_d)
         if x_2 is not None:
-            blocks = tl.cdiv(width_1, BD)
+            blocks = tl.cdiv(width_1, BC)
             behind = behind & (i_d >= blocks)
             x, stride = tl.where(behind, x_2, x), tl.where(behind, stride_2, stride)
             before = tl.where(behind, width_0 + width_1, before)
             width = tl.where(behind, D - width_0 - width_1, width)
             i_d = tl.where(behind, i_d - blocks, i_d)
     return x, stride, before, i_d, width
+
+
+@triton.jit
+def _block_channels(i_d, width, BD: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+    """Block i_d of a part's `width` channels, and which of its BD places hold one: each head of K has BK places."""
+    o_d = tl.arange(0, BD)
+    if K == BK:
+        o_y = i_d * BD + o_d
+        m_d = o_y < width
+    else:
+        o_y = i_d * (BD // BK * K) + o_d // BK * K + o_d % BK
+        m_d = (o_y < width) & (o_d % BK < K)
+    return o_y, m_d
 
 
 @triton.jit
@@ -88,6 +104,13 @@ def _convolve(window, weights, b_bias, W: tl.constexpr):
 
 
 @triton.jit
+def _head_sums(b_x, BD: tl.constexpr, BK: tl.constexpr):
+    """[BD] -> at each place, the sum over its head."""
+    b_sum = tl.sum(tl.reshape(b_x, [BD // BK, BK]), 1, keep_dims=True)
+    return tl.reshape(tl.broadcast_to(b_sum, [BD // BK, BK]), [BD])
+
+
+@triton.jit
 def _load_weights(weight, bias, o_d, m_d, W: tl.constexpr, BD: tl.constexpr):
     weights = ()
     for i in tl.static_range(W):
@@ -120,19 +143,22 @@ def conv1d_fwd_kernel(
     BD: tl.constexpr,
     R: tl.constexpr,
     SILU: tl.constexpr,
+    NORM: tl.constexpr,  # of the first two of three parts
+    K: tl.constexpr,  # channels of a head, and the places that it has in a block
+    BK: tl.constexpr,
 ):
     i_d, i_t = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     i_n, i_s = tl.load(chunk_index + 2 * i_t), tl.load(chunk_index + 2 * i_t + 1)
     if i_n < 0:
         return
-    y, _, before, i_d, width = _part(i_d, y_0, y_1, y_2, D, D, D, D, width_0, width_1, BD)
+    y, _, before, i_d, width = _part(i_d, y_0, y_1, y_2, D, D, D, D, width_0, width_1, BD // BK * K)
     i_n = i_n.to(tl.int64)
     i_r = _state_row(state_index, i_n)
     bos, eos = tl.load(cu_seqlens + i_n).to(tl.int64), tl.load(cu_seqlens + i_n + 1).to(tl.int64)
     start = bos + i_s * BT
     end = tl.minimum(start + BT, eos)
-    o_y = i_d * BD + tl.arange(0, BD)
-    m_d, o_d = o_y < width, before + o_y
+    o_y, m_d = _block_channels(i_d, width, BD, K, BK)
+    o_d, normed = before + o_y, before < width_0 + width_1
     weights, b_bias = _load_weights(weight, bias, o_d, m_d, W, BD)
 
     window = ()  # the W - 1 rows before the current one, oldest first
@@ -147,15 +173,34 @@ def conv1d_fwd_kernel(
             b_z = _convolve(full, weights, b_bias, W)
             if SILU:
                 b_z = b_z * _sigmoid(b_z)
+            if NORM:
+                b_z *= tl.where(normed, tl.rsqrt(_head_sums(b_z * b_z, BD, BK) + EPS), 1.0)
             tl.store(y + (t + r) * width + o_y, b_z.to(y.dtype.element_ty), mask=m_d & (t + r < end))
             window = full[1:]
 
 
 @triton.jit
-def _activation_bwd(b_dz, window, weights, b_bias, W: tl.constexpr, SILU: tl.constexpr):
+def _activation_bwd(
+    b_dz,
+    window,
+    weights,
+    b_bias,
+    normed,
+    W: tl.constexpr,
+    BD: tl.constexpr,
+    BK: tl.constexpr,
+    SILU: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """dz, for b_dz the gradient of what the row gives."""
+    b_z = _convolve(window, weights, b_bias, W)
+    b_s = _sigmoid(b_z) if SILU else 1.0
+    if NORM:
+        b_y = b_z * b_s
+        b_r = tl.rsqrt(_head_sums(b_y * b_y, BD, BK) + EPS)
+        b_r2 = b_r * b_r * _head_sums(b_y * b_dz, BD, BK)
+        b_dz = tl.where(normed, b_r * (b_dz - b_y * b_r2), b_dz)
     if SILU:
-        b_z = _convolve(window, weights, b_bias, W)
-        b_s = _sigmoid(b_z)
         b_dz *= b_s * (1.0 + b_z * (1.0 - b_s))
     return b_dz
 
@@ -180,6 +225,7 @@ def _state_gradient(
     window,
     weights,
     b_bias,
+    normed,
     d_final_state,
     d_initial_state,
     bos,
@@ -193,7 +239,9 @@ def _state_gradient(
     stride_dy,
     W: tl.constexpr,
     BD: tl.constexpr,
+    BK: tl.constexpr,
     SILU: tl.constexpr,
+    NORM: tl.constexpr,
 ):
     """The gradient of an entry's initial state, from the entry's first rows; `window` is that state. The loop over the
     run computes these rows again: a store there that only they need would slow it down for all rows."""
@@ -205,7 +253,7 @@ def _state_gradient(
         m_t = m_d & (t < eos)
         full = window + (tl.load(x + t * stride_x + o_d, mask=m_t, other=0.0).to(tl.float32),)
         b_dz = tl.load(dy + t * stride_dy + o_d, mask=m_t, other=0.0).to(tl.float32)
-        d_full = grads + (_activation_bwd(b_dz, full, weights, b_bias, W, SILU),)
+        d_full = grads + (_activation_bwd(b_dz, full, weights, b_bias, normed, W, BD, BK, SILU, NORM),)
         b_ds = _row_gradient(d_full, weights, d_final_state, t - (W - 1), eos, i_n, o_d, m_d, D, W)
         tl.store(d_initial_state + (i_r * D + o_d) * (W - 1) + r, b_ds.to(d_initial_state.dtype.element_ty), mask=m_d)
         window, grads = full[1:], d_full[1:]
@@ -241,14 +289,17 @@ def conv1d_bwd_kernel(
     BD: tl.constexpr,
     R: tl.constexpr,
     SILU: tl.constexpr,
+    NORM: tl.constexpr,  # of the first two of three parts
+    K: tl.constexpr,  # channels of a head, and the places that it has in a block
+    BK: tl.constexpr,
 ):
     i_d, i_t = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     i_n, i_s = tl.load(chunk_index + 2 * i_t), tl.load(chunk_index + 2 * i_t + 1)
     dy, stride_dy, before, i_d, width = _part(
-        i_d, dy_0, dy_1, dy_2, stride_0, stride_1, stride_2, D, width_0, width_1, BD
+        i_d, dy_0, dy_1, dy_2, stride_0, stride_1, stride_2, D, width_0, width_1, BD // BK * K
     )
-    o_y = i_d * BD + tl.arange(0, BD)
-    m_d, o_d = o_y < width, before + o_y
+    o_y, m_d = _block_channels(i_d, width, BD, K, BK)
+    o_d, normed = before + o_y, before < width_0 + width_1
     dy -= before  # so that o_d points at the part's own channels
     if i_n < 0:  # zeros, since partials are summed over all rows of chunk_index
         for i in tl.static_range(W):
@@ -278,6 +329,7 @@ def conv1d_bwd_kernel(
             window,
             weights,
             b_bias,
+            normed,
             d_final_state,
             d_initial_state,
             bos,
@@ -291,7 +343,9 @@ def conv1d_bwd_kernel(
             stride_dy,
             W,
             BD,
+            BK,
             SILU,
+            NORM,
         )
     # Row t completes the gradient of row t - W + 1. A run after which the document goes on has a multiple of R rows.
     for t in range(start, end, R):
@@ -302,7 +356,7 @@ def conv1d_bwd_kernel(
             d_rows = d_rows + (tl.load(dy + (t + r) * stride_dy + o_d, mask=m_t, other=0.0),)
         for r in tl.static_range(R):
             full = window + (rows[r].to(tl.float32),)
-            b_dz = _activation_bwd(d_rows[r].to(tl.float32), full, weights, b_bias, W, SILU)
+            b_dz = _activation_bwd(d_rows[r].to(tl.float32), full, weights, b_bias, normed, W, BD, BK, SILU, NORM)
             added = ()
             for i in tl.static_range(W):
                 added = added + (sums[i] + b_dz * full[i],)
@@ -320,7 +374,7 @@ def conv1d_bwd_kernel(
         m_t = m_d & (t < eos)
         full = window + (tl.load(x + t * stride_x + o_d, mask=m_t, other=0.0).to(tl.float32),)
         b_dz = tl.load(dy + t * stride_dy + o_d, mask=m_t, other=0.0).to(tl.float32)
-        d_full = grads + (_activation_bwd(b_dz, full, weights, b_bias, W, SILU),)
+        d_full = grads + (_activation_bwd(b_dz, full, weights, b_bias, normed, W, BD, BK, SILU, NORM),)
         p = t - (W - 1)
         b_dx = _row_gradient(d_full, weights, d_final_state, p, eos, i_n, o_d, m_d, D, W)
         tl.store(dx + p * D + o_d, b_dx.to(dx.dtype.element_ty), mask=m_d & (p >= start) & (p < end))
@@ -385,6 +439,7 @@ def conv1d(
     chunk_index: Tensor,
     widths: list[int],
     silu: bool,
+    norm_dim: int | None,
     output_final_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x [T, D], weight [D, W], bias [D], initial_state [S, D, W-1], cu_seqlens [N+1] int32 -> three parts of y, and
@@ -392,13 +447,14 @@ def conv1d(
 
     state_index: [>= N] int32, the row of each entry in initial_state, -1 for zeros, no row twice; None: row n.
     chunk_index: [NT, 2] int32, runs of BT tokens: entry (-1: none), run within it. An empty entry has one run.
+    norm_dim: K; heads of K channels of the first two of three parts have length 1.
     final_state [N, D, W-1] holds the last inputs of each entry; it is empty unless `output_final_state`.
     """
     x = _rows(x)
     D, W, N = x.shape[1], weight.shape[1], cu_seqlens.numel() - 1
     *ys, final_state = _outputs(x, weight, cu_seqlens, widths, output_final_state)
     state = initial_state.contiguous() if initial_state is not None else None
-    blocks = _blocks(widths, FORWARD_CONFIG["BD"])
+    shape, blocks = _blocks(widths, FORWARD_CONFIG, norm_dim)
     conv1d_fwd_kernel[(chunk_index.shape[0] * blocks,)](
         x,
         weight.contiguous(),
@@ -415,7 +471,7 @@ def conv1d(
         W=W,
         BT=BT,
         SILU=silu,
-        **FORWARD_CONFIG,
+        **shape,
     )
     if output_final_state and W > 1:
         conv1d_final_state_kernel[(blocks_of(D, 256), N)](
@@ -434,7 +490,7 @@ def _outputs(
 
 
 @register_fake(conv1d)
-def _(x, weight, bias, initial_state, state_index, cu_seqlens, chunk_index, widths, silu, output_final_state):
+def _(x, weight, bias, initial_state, state_index, cu_seqlens, chunk_index, widths, silu, norm_dim, output_final_state):
     return _outputs(x, weight, cu_seqlens, widths, output_final_state)
 
 
@@ -450,6 +506,7 @@ def conv1d_backward(
     cu_seqlens: Tensor,
     chunk_index: Tensor,
     silu: bool,
+    norm_dim: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, weight, bias and initial_state, each in its input's dtype; the last two are empty where bias or
     initial_state is None.
@@ -465,7 +522,7 @@ def conv1d_backward(
         d_state = torch.empty_like(state) if state_index is None else torch.zeros_like(state)
     d_weight = x.new_empty(NT, W, D, dtype=torch.float32)
     d_bias = None if bias is None else x.new_empty(NT, D, dtype=torch.float32)
-    blocks = _blocks(widths, BACKWARD_CONFIG["BD"])
+    shape, blocks = _blocks(widths, BACKWARD_CONFIG, norm_dim)
     conv1d_bwd_kernel[(NT * blocks,)](
         x,
         weight.contiguous(),
@@ -488,23 +545,27 @@ def conv1d_backward(
         W=W,
         BT=BT,
         SILU=silu,
-        **BACKWARD_CONFIG,
+        **shape,
     )
     d_bias = x.new_empty(0) if bias is None else d_bias.sum(0).to(bias.dtype)
     return dx, d_weight.sum(0).t().contiguous().to(weight.dtype), d_bias, d_state
 
 
 @register_fake(conv1d_backward)
-def _(x, dys, d_final_state, weight, bias, initial_state, state_index, cu_seqlens, chunk_index, silu):
+def _(x, dys, d_final_state, weight, bias, initial_state, state_index, cu_seqlens, chunk_index, silu, norm_dim):
     empty = x.new_empty(0)
     d_bias = torch.empty_like(bias) if bias is not None else empty
     d_state = initial_state.new_empty(initial_state.shape) if initial_state is not None else empty.clone()
     return x.new_empty(x.shape), weight.new_empty(weight.shape), d_bias, d_state
 
 
-def _blocks(widths: list[int], size: int) -> int:
-    """Number of blocks of `size` channels, over all parts."""
-    return sum(blocks_of(width, size) for width in widths)
+def _blocks(widths: list[int], config: dict[str, int], norm_dim: int | None) -> tuple[dict[str, int], int]:
+    """`config` for blocks that hold heads whole, and the number of blocks, over all parts."""
+    K = norm_dim or 1
+    BK = triton.next_power_of_2(K)
+    BD = max(config["BD"], BK)
+    blocks = sum(blocks_of(width, BD // BK * K) for width in widths)
+    return config | {"NORM": norm_dim is not None, "K": K, "BK": BK, "BD": BD}, blocks
 
 
 def _padded(parts: list[Any]) -> list[Any]:
@@ -517,7 +578,7 @@ def _first_two(widths: list[int]) -> list[int]:
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.widths, ctx.silu, ctx.output_final_state = inputs
+    *tensors, ctx.widths, ctx.silu, ctx.norm_dim, ctx.output_final_state = inputs
     ctx.save_for_backward(*tensors)
 
 
@@ -527,9 +588,9 @@ def _backward(ctx, *grads):
     *dys, d_final_state = grads
     weight, bias, initial_state, *_ = saved
     d_final = d_final_state if ctx.output_final_state and weight.shape[1] > 1 else None
-    dx, dw, db, ds = conv1d_backward(x, dys[: len(ctx.widths)], d_final, *saved, ctx.silu)
+    dx, dw, db, ds = conv1d_backward(x, dys[: len(ctx.widths)], d_final, *saved, ctx.silu, ctx.norm_dim)
     d_inputs = dx, dw, db if bias is not None else None, ds if initial_state is not None else None
-    return (*d_inputs, *[None] * 6)
+    return (*d_inputs, *[None] * 7)
 
 
 register_autograd(conv1d, _backward, _setup_context)
@@ -544,6 +605,7 @@ def packed_conv1d(
     activation: str | None,
     output_final_state: bool,
     widths: list[int],
+    norm_dim: int | None,
 ) -> tuple[list[Tensor], Tensor | None]:
     """x [T, D], initial [., D, W-1] or None (zeros) -> y, [T, width] for each of `widths`, and the final state
     [N, D, W-1] or None."""
@@ -560,6 +622,7 @@ def packed_conv1d(
         chunk_index,
         widths,
         activation is not None,
+        norm_dim,
         output_final_state,
     )
     return ys[: len(widths)], final if output_final_state else None
