@@ -29,13 +29,20 @@ def softplus(x):
 
 
 @triton.jit
+def sigmoid(x):
+    """Computed as rsqrt squared: two instructions where a division takes eight. Within 4 units in the last place."""
+    root = tl.rsqrt(1.0 + tl.exp2(x * -LOG2E))
+    return root * root
+
+
+@triton.jit
 def load_beta(beta, start, length, stride, i_h, BT: tl.constexpr, BETA_RANGE: tl.constexpr):
     """β [BT] fp32 of one chunk and head, from beta [T, HV]. With BETA_RANGE, beta holds logits, and β is BETA_RANGE
     times their sigmoid. Past the end of the entry, 0."""
     o_c = tl.arange(0, BT)
     b_beta = tl.load(beta + start * stride + i_h + o_c * stride, mask=o_c < length, other=0.0).to(tl.float32)
     if BETA_RANGE is not None:
-        b_beta = tl.where(o_c < length, BETA_RANGE * tl.sigmoid(b_beta), 0.0)
+        b_beta = tl.where(o_c < length, BETA_RANGE * sigmoid(b_beta), 0.0)
     return b_beta
 
 

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from titan_linear.ops.triton.chunks import locate, locate_entry
-from titan_linear.ops.triton.gates import beta_gradient, load_beta, log2_gate, softplus
+from titan_linear.ops.triton.gates import beta_gradient, load_beta, log2_gate, sigmoid, softplus
 from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.solve import lower_triangle
 from titan_linear.ops.triton.tiles import load_rows, load_state, store_rows, store_state
@@ -515,7 +515,7 @@ def gradients_kernel(
             b_x += tl.load(dt_bias + i_hv).to(tl.float32)
         b_a = -tl.exp(tl.load(A_log + i_hv).to(tl.float32))
         tl.store(d_gate + i_p, tl.sum(tl.where(m_t, b_dg * b_a * softplus(b_x), 0.0), 0))
-        b_dg *= b_a * tl.sigmoid(b_x)
+        b_dg *= b_a * sigmoid(b_x)
         tl.store(d_gate + NT * HV + i_p, tl.sum(tl.where(m_t, b_dg, 0.0), 0))
     tl.store(dg + p_g, b_dg.to(dg.dtype.element_ty), mask=m_t)
     b_db = beta_gradient(b_db + b_dbs, b_beta, BETA_RANGE)

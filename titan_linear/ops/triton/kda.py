@@ -347,7 +347,7 @@ def kda_backward(
         **scans,
     )
 
-    dv, dbeta, diagonal = v.new_empty(v.shape), beta.new_empty(beta.shape), torch.empty_like(made.b)
+    dv, dbeta = v.new_empty(v.shape), beta.new_empty(beta.shape)
     dA, dK = (v.new_empty(NT, HV, CHUNK, CHUNK, dtype=CT) for _ in range(2))
     matrix_kernel[HV, NT](
         made.b,
@@ -356,7 +356,6 @@ def kda_backward(
         y,
         dA,
         dK,
-        diagonal,
         dv,
         dbeta,
         cu_seqlens,
@@ -373,8 +372,7 @@ def kda_backward(
     # With grouped value heads, each value head writes its own dq and dk in fp32; they are summed below.
     dq, dk = (q.new_empty(T, HV, K, dtype=q.dtype if HV == H else torch.float32) for _ in range(2))
     dg = g.new_empty(g.shape)
-    dA_part = None if A_log is None else g.new_empty(NT, HV * K, dtype=torch.float32)
-    dbias_part = None if dt_bias is None else g.new_empty(NT, HV * K, dtype=torch.float32)
+    parts = g.new_empty(2, NT if gate else 0, HV * K, dtype=torch.float32)  # of ddt_bias and dA_log
     limits = {"BK": K, "BV": widest_slice(V)}
     BF = config("kda gradient safe", q, K, **limits)["BK"]
     fast = None if safe_gate else g.new_empty(NT, HV, K // BF, dtype=torch.int32)
@@ -394,12 +392,11 @@ def kda_backward(
             *chunk_matrices,
             dA,
             dK,
-            diagonal,
             dq,
             dk,
             dg,
-            dA_part,
-            dbias_part,
+            None if A_log is None else parts[1],
+            None if dt_bias is None else parts[0],
             fast,
             cu_seqlens,
             chunk_index,
@@ -423,8 +420,9 @@ def kda_backward(
         dq, dk = _norm_gradients(q, k, dq, dk)
     elif HV != H:
         dq, dk = (x.unflatten(1, (H, HV // H)).sum(2).to(q.dtype) for x in (dq, dk))
-    dA_log = q.new_empty(0) if A_log is None else dA_part.sum(0).view(HV, K).sum(1).view(A_log.shape).to(A_log.dtype)
-    ddt_bias = q.new_empty(0) if dt_bias is None else dbias_part.sum(0).view(dt_bias.shape).to(dt_bias.dtype)
+    ddt_bias, dA_log = parts.sum(1)
+    dA_log = q.new_empty(0) if A_log is None else dA_log.view(HV, K).sum(1).view(A_log.shape).to(A_log.dtype)
+    ddt_bias = q.new_empty(0) if dt_bias is None else ddt_bias.view(dt_bias.shape).to(dt_bias.dtype)
     return dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial
 
 

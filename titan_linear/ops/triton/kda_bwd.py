@@ -21,11 +21,11 @@ import triton
 import triton.language as tl
 
 from titan_linear.ops.triton.chunks import locate, locate_entry
-from titan_linear.ops.triton.gates import beta_gradient, softplus
+from titan_linear.ops.triton.gates import beta_gradient, sigmoid, softplus
 from titan_linear.ops.triton.kda_fwd import (
-    biased,
     dot,
     full_decays,
+    gate_bias,
     gate_rate,
     half_decays,
     halves,
@@ -134,12 +134,23 @@ def boundary_bwd_kernel(
 
 
 @triton.jit
-def gate_gradient(dg, x, rate, lower_bound, GATE: tl.constexpr):
-    """dg of the natural-log gate → (gradient of the biased input x, gradient of A_log before its sum), both [C, BK]."""
-    s = 1.0 / (1.0 + tl.exp(-x)) if GATE == 1 else 1.0 / (1.0 + tl.exp(-rate * x))
-    if GATE == 1:
-        return -dg * rate * s, -dg * rate * softplus(x)
+def transposed(x):
+    """Rows [64, BK] → fp32 [BK, 64]. The tensor cores do it for 16-bit rows, by a product with the identity, which is
+    exact: the result has the layout of other products, so that nothing made of it is computed in two layouts."""
+    if x.dtype == tl.float32:
+        return tl.trans(x)
     else:
+        row = tl.arange(0, 64)
+        return tl.dot(tl.trans(x), (row[:, None] == row[None, :]).to(x.dtype))
+
+
+@triton.jit
+def gate_gradient(dg, x, rate, lower_bound, GATE: tl.constexpr):
+    """dg of the natural-log gate → gradients of the biased input x and, before its sum, of A_log, both [BK, 64]."""
+    if GATE == 1:
+        return -dg * rate * sigmoid(x), -dg * rate * softplus(x)
+    else:
+        s = sigmoid(rate * x)
         d_raw = dg * lower_bound * s * (1.0 - s) * rate
         return d_raw, d_raw * x
 
@@ -152,7 +163,6 @@ def matrix_kernel(
     y,  # [NT, HV, V, 64]
     dA,
     dK,  # [NT, HV, 64, 64]
-    diagonal,  # [NT, HV, 64] fp32
     dv,  # [T, HV, V]
     dbeta,  # [T, HV]
     cu_seqlens,
@@ -165,8 +175,7 @@ def matrix_kernel(
     CT: tl.constexpr,
     BETA_RANGE: tl.constexpr,
 ):
-    """One (chunk, head): dv, dβ, and the gradients of Aqk and Kk below the diagonal, 0 elsewhere. Aqk's diagonal has no
-    gate: it is stored apart, so that its terms do not enter dΓ, where they would have to cancel."""
+    """One (chunk, head): dv, dβ, and the gradients of Aqk and Kk, 0 above their diagonals."""
     i_h, i_t = tl.program_id(0), tl.program_id(1)
     token, n = locate(chunk_index, cu_seqlens, i_t, 64)
     tile = i_t.to(tl.int64) * HV + i_h
@@ -188,12 +197,10 @@ def matrix_kernel(
         tl.store(dv + o_dv, b_dv, mask=(row < n)[:, None])
     db = beta_gradient(db, b_b, BETA_RANGE)
     tl.store(dbeta + (token + row) * HV + i_h, db.to(dbeta.dtype.element_ty), mask=row < n)
-    lower = row[:, None] > row[None, :]
     o_c = tile * 64 * 64 + row[:, None] * 64 + row[None, :]
-    b_dA *= scale * b_b[None, :]
-    tl.store(diagonal + tile * 64 + row, tl.sum(tl.where(row[:, None] == row[None, :], b_dA, 0.0), 0))
-    tl.store(dA + o_c, tl.where(lower, b_dA, 0.0).to(CT))
-    tl.store(dK + o_c, tl.where(lower, b_dK * (-b_b[:, None] * b_b[None, :]), 0.0).to(CT))
+    tl.store(dA + o_c, tl.where(row[:, None] >= row[None, :], b_dA * (scale * b_b)[None, :], 0.0).to(CT))
+    b_dK *= -b_b[:, None] * b_b[None, :]
+    tl.store(dK + o_c, tl.where(row[:, None] > row[None, :], b_dK, 0.0).to(CT))
 
 
 @triton.jit
@@ -227,7 +234,7 @@ def write_state_gradient(
 
 @Kernel
 def gradient_kernel(
-    q, k, g, A_log, dt_bias, b, do, r, y, h, dh, dA, dK, diagonal,
+    q, k, g, A_log, dt_bias, b, do, r, y, h, dh, dA, dK,
     dq, dk, dg,  # [T, HV, K]
     dA_part, dbias_part,  # [NT, HV·K] fp32, or None; zeros for a chunk without a token
     fast,  # [NT, HV, K / BF] int32 or None: as in `is_fast`
@@ -261,9 +268,10 @@ def gradient_kernel(
     q += (i_h // (HV // H)) * K
     k += (i_h // (HV // H)) * K
     o_c = tile * 64 * 64 + (row[:, None] * 64 + row[None, :])
+    rate, bias = gate_rate(A_log, i_h), gate_bias(dt_bias, i_h, K, i_k, BK)
     b_g, b_q, b_k = load_chunk(g + i_h * K, q, k, stride_g, stride_q, stride_k, start, n, i_k * BK, BK)
-    p_b, p_diagonal = b + tile * 64 + row, diagonal + tile * 64 + row  # loaded at use: held, each would take a register
-    b_g = log2_gates(b_g, A_log, dt_bias, lower_bound, n, i_h, K, i_k, BK, GATE)
+    p_b = b + tile * 64 + row  # loaded at use: held, it would take registers
+    b_g = log2_gates(b_g, rate, bias, lower_bound, n, GATE)
     b_q = normalised(b_q, q, start, n, stride_q, K, BK, L2NORM)
     b_k = normalised(b_k, k, start, n, stride_k, K, BK, L2NORM)
     b_dA, b_dK = tl.load(dA + o_c), tl.load(dK + o_c)
@@ -289,8 +297,7 @@ def gradient_kernel(
         # Here and below, dΓ takes the rounded operands: a pair (i, j) then gives +x at i, −x at j, which cancel in dg.
         qE = (b_q * E).to(CT)
         d_sum = qE.to(tl.float32) * b_dq
-        b_dq = (b_dq + tl.load(p_diagonal)[None, :] * kW.to(tl.float32)) * E
-        tl.store(dq + o_g, tl.trans(b_dq.to(dq.dtype.element_ty)), mask=inside)
+        tl.store(dq + o_g, tl.trans((b_dq * E).to(dq.dtype.element_ty)), mask=inside)
 
         b_dk *= -tl.load(p_b)[None, :] * to_start
         b_dk += dot(kW, tl.trans(far_dK)) * down1 * down2
@@ -304,9 +311,11 @@ def gradient_kernel(
         b_dkm += dot(kE, far_dK, dot(qE, far_dA)) * down1 * down2
         b_dkm = dot(kE, near_dK, dot(qE, near_dA, b_dkm))
         d_sum -= kW.to(tl.float32) * b_dkm
-        b_dk += (b_dkm + tl.load(p_diagonal)[None, :] * qE.to(tl.float32)) / E
+        root = tl.rsqrt(E)  # its square is 1 / E, by two instructions where a division takes eight
+        b_dk += b_dkm * (root * root)
     else:
-        b_b, b_diagonal = tl.load(p_b), tl.load(p_diagonal)[None, :]
+        b_b = tl.load(p_b)
+        b_diagonal = tl.sum(tl.where(row[:, None] == row[None, :], b_dA.to(tl.float32), 0.0), 0)[None, :]
         b_dq, b_dkp = read_state_gradients(do, y, h, i_s, i_tile, i_h * V, i_k, V, BK, BV, CT, STAGES)
         b_dq *= scale
         b_dkm, ds = write_state_gradient(r, h, dh, i_tile, i_k, V, BK, BV, STAGES)
@@ -334,17 +343,18 @@ def gradient_kernel(
         b_dk = b_dkp + b_dkm + b_diagonal * b_q
         tl.store(dq + o_g, tl.trans(b_dq.to(dq.dtype.element_ty)), mask=inside)
     tl.store(dk + o_g, tl.trans(b_dk.to(dk.dtype.element_ty)), mask=inside)
+    raw = load_rows(g + i_h * K, start, n, stride_g, i_k * BK, 64, BK) if GATE > 0 else b_g  # before what waits
     d_sum = tl.where((row < n)[None, :], d_sum, 0.0)  # past the end: the next entry's do times 0, NaN where do is Inf
-    b_dg = tl.trans(split_dot(d_sum, row[:, None] >= row[None, :], CT) + dgamma[:, None])
+    b_dg = split_dot(d_sum, row[:, None] >= row[None, :], CT) + dgamma[:, None]
     if GATE > 0:
-        x = biased(load_rows(g + i_h * K, start, n, stride_g, i_k * BK, 64, BK), dt_bias, i_h, K, i_k, BK)
-        b_dg = tl.where(inside, b_dg, 0.0)
-        b_dg, d_rate = gate_gradient(b_dg, x, gate_rate(A_log, i_h), lower_bound, GATE)
+        x = transposed(raw) + bias
+        b_dg = tl.where((row < n)[None, :], b_dg, 0.0)
+        b_dg, d_rate = gate_gradient(b_dg, x, rate, lower_bound, GATE)
         if A_log is not None:
-            tl.store(dA_part + tile * K + o_k, tl.sum(d_rate, 0))
+            tl.store(dA_part + tile * K + o_k, tl.sum(d_rate, 1))
         if dt_bias is not None:
-            tl.store(dbias_part + tile * K + o_k, tl.sum(b_dg, 0))
-    tl.store(dg + o_g, b_dg.to(dg.dtype.element_ty), mask=inside)
+            tl.store(dbias_part + tile * K + o_k, tl.sum(b_dg, 1))
+    tl.store(dg + o_g, tl.trans(b_dg.to(dg.dtype.element_ty)), mask=inside)
 
 
 @triton.jit

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from titan_linear.ops.triton.chunks import locate, locate_entry
-from titan_linear.ops.triton.gates import load_beta, log2_gate, softplus
+from titan_linear.ops.triton.gates import LOG2E, load_beta, log2_gate, sigmoid, softplus
 from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.solve import lower_triangle, split
 from titan_linear.ops.triton.tiles import load_rows, load_state, store_state
@@ -66,21 +66,12 @@ def gate_rate(A_log, i_h):
 
 
 @triton.jit
-def biased(raw, dt_bias, i_h, K: tl.constexpr, i_k, BK: tl.constexpr):
-    """Rows [64, BK] of g in fp32, with dt_bias [HV·K] added where it is given."""
-    raw = raw.to(tl.float32)
-    if dt_bias is not None:
-        raw += tl.load(dt_bias + i_h * K + i_k * BK + tl.arange(0, BK)).to(tl.float32)[None, :]
-    return raw
-
-
-@triton.jit
-def gate(x, rate, lower_bound, GATE: tl.constexpr):
-    """Natural-log gate [64, BK] from the biased input."""
-    if GATE == 1:
-        return -rate * softplus(x)
+def gate_bias(dt_bias, i_h, K: tl.constexpr, i_k, BK: tl.constexpr):
+    """A block of dt_bias [HV·K], or zeros without it: [BK, 1]."""
+    if dt_bias is None:
+        return tl.zeros([BK, 1], tl.float32)
     else:
-        return lower_bound / (1.0 + tl.exp(-rate * x))
+        return tl.load(dt_bias + i_h * K + i_k * BK + tl.arange(0, BK)).to(tl.float32)[:, None]
 
 
 @triton.jit
@@ -146,12 +137,14 @@ def inverse_norm(x, start, n, stride, K: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def log2_gates(raw, A_log, dt_bias, lower_bound, n, i_h, K: tl.constexpr, i_k, BK: tl.constexpr, GATE: tl.constexpr):
+def log2_gates(raw, rate, bias, lower_bound, n, GATE: tl.constexpr):
     """The log2 gates of a chunk from its rows [64, BK] of g: fp32 [BK, 64], 0 (no decay) beyond the entry's end."""
+    raw = tl.trans(raw).to(tl.float32)
     if GATE > 0:
-        x = biased(raw, dt_bias, i_h, K, i_k, BK)
-        raw = tl.where((tl.arange(0, 64) < n)[:, None], gate(x, gate_rate(A_log, i_h), lower_bound, GATE), 0.0)
-    return log2_gate(tl.trans(raw.to(tl.float32)))
+        x = raw + bias
+        raw = -rate * softplus(x) if GATE == 1 else lower_bound * sigmoid(rate * x)
+        raw = tl.where((tl.arange(0, 64) < n)[None, :], raw, 0.0)
+    return raw * LOG2E if GATE == 2 else log2_gate(raw)  # a bounded gate is far above log2_gate's least
 
 
 @triton.jit
@@ -221,8 +214,9 @@ def prepare_kernel(
     diagonal = tl.zeros([64], tl.float32)
     for i in tl.range(0, K // BK if MATRICES else 1):
         i_k = tl.program_id(0) + i
+        rate, bias = gate_rate(A_log, i_h), gate_bias(dt_bias, i_h, K, i_k, BK)
         b_g, b_q, b_k = load_chunk(g + i_h * K, q, k, stride_g, stride_q, stride_k, start, n, i_k * BK, BK)
-        b_g = log2_gates(b_g, A_log, dt_bias, lower_bound, n, i_h, K, i_k, BK, GATE)
+        b_g = log2_gates(b_g, rate, bias, lower_bound, n, GATE)
         b_q = normalised(b_q, q, start, n, stride_q, K, BK, L2NORM) * scale
         b_k = normalised(b_k, k, start, n, stride_k, K, BK, L2NORM)
         if SAFE:
