@@ -96,10 +96,11 @@ CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
             (2, 256): {"BV": 64, "STAGES": 2, "num_warps": 8},
             (4, 128): {"BV": 64, "STAGES": 1, "num_warps": 8},
         },
-        "rwkv7 prepare": {
-            (2, 64): {"num_warps": 4, "num_stages": 1, "maxnreg": 168},
+        "rwkv7 system": {
+            (2, 64): {"num_warps": 4, "num_stages": 1, "maxnreg": 128},
             (4, 32): {"num_warps": 4, "num_stages": 1},
         },
+        "rwkv7 prepare": {(2, 64): {"num_warps": 4, "num_stages": 1}, (4, 32): {"num_warps": 4, "num_stages": 1}},
         "rwkv7 scan": {
             (2, 64): {"BV": 32, "STAGES": 4, "num_warps": 4},
             (4, 32): {"BV": 32, "STAGES": 1, "num_warps": 4},

@@ -7,9 +7,10 @@
     boundary_bwd   (do, tiles, some entries) -> dS_ext
     backward       (all of these) -> gradients                                  both scans at once, then chunk-parallel
 
-At T = 32768, 64 heads × 64, bf16, in GB (and ms at 4.2 TB/s): forward reads the inputs (1.6), writes and reads four
-tiles and R (2.4), writes o: 4.3 (1.0); backward reads inputs and R twice, makes three tiles, h and dh, and writes six
-gradients: 8.1 (1.9). Products: 0.2 TFLOP forward, 0.8 backward. R is kept between them, 128 bytes per token and head.
+At T = 32768, 64 heads × 64, bf16, in GB (and ms at 4.2 TB/s): forward reads the inputs (1.6) and a, b, w again (0.8),
+writes and reads A_ab, R and four tiles (3.2), writes o: 5.9 (1.4); backward reads inputs and R twice, makes three
+tiles, h and dh, and writes six gradients: 8.1 (1.9). Products: 0.2 TFLOP forward, 0.8 backward. R is kept between them,
+128 bytes per token and head.
 
 q, k, v, a, b, w [T, H, K or V] are flat packed streams (`tiles.py`: any stride between tokens) of N entries. Operators
 take named tuples as lists: `DPLRInputs`, `Chunks`, `Tiles`, `States`. Nothing here waits for the device.
@@ -29,6 +30,7 @@ from titan_linear.ops.triton import rwkv7_kernels as kernels
 from titan_linear.ops.triton.chunks import Chunks
 from titan_linear.ops.triton.configs import config, widest_slice
 from titan_linear.ops.triton.kda import TRITON_DTYPE, compute_dtype
+from titan_linear.ops.triton.solve import solve_kernel
 from titan_linear.ops.triton.tiles import dense_heads, empty_gradients, empty_states
 
 
@@ -62,6 +64,8 @@ def _empty_tiles(inputs: list[Tensor], chunks: list[Tensor], inverse: Tensor | N
 
 def _prepare(inputs: list[Tensor], chunks: list[Tensor], scale: float, inverse: Tensor | None) -> Tiles:
     tiles, where, x = _empty_tiles(inputs, chunks, inverse), Chunks(*chunks), [dense_heads(t) for t in inputs]
+    if inverse is None:
+        _solve(DPLRInputs(*x), tiles, where)
     kernels.prepare_kernel[tiles.U.shape[1], tiles.U.shape[0]](
         *x,
         *tiles,
@@ -73,6 +77,25 @@ def _prepare(inputs: list[Tensor], chunks: list[Tensor], scale: float, inverse: 
         **config("rwkv7 prepare", tiles.U, x[0].shape[2]),
     )
     return tiles
+
+
+def _solve(x: DPLRInputs, tiles: Tiles, where: Chunks) -> None:
+    """Write the tiles of R."""
+    NT, H, _, K = tiles.Q.shape
+    kernels.system_kernel[H, NT](
+        x.a,
+        x.b,
+        x.gk,
+        tiles.inverse,
+        where.cu_seqlens,
+        where.chunk_index,
+        *(t.stride(0) for t in (x.a, x.b, x.gk)),
+        H=H,
+        K=K,
+        CT=TRITON_DTYPE[tiles.Q.dtype],
+        **config("rwkv7 system", tiles.Q, K),
+    )
+    solve_kernel[(NT * H,)](None, tiles.inverse, STRIDE_B=0, SCALED=False, **config("solve", tiles.Q, K))
 
 
 @operator(kind="delta rule", of_driver=True, prepares="forward")
@@ -203,7 +226,7 @@ def rwkv7_backward(
     made, states, (cu_seqlens, chunk_index, chunk_offsets) = Tiles(*tiles), States(*initial), Chunks(*chunks)
     x = [dense_heads(t) for t in (do, *inputs)]
     (NT, H, K, V), constants, N = made.U.shape, _loop(made), len(cu_seqlens) - 1
-    h, dh = torch.empty_like(made.U), torch.empty_like(made.U)
+    h, dh = made.U.new_empty(NT + N, H, K, V), torch.empty_like(made.U)
     d_initial = do.new_empty(states.values.shape if need_d_initial else 0, dtype=torch.float32)
     kernels.states_kernel[V // constants["BV"], N * H, 2](
         x[0],

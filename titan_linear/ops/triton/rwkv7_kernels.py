@@ -18,7 +18,7 @@ The gradients are those of the first form, for S and dS' of each chunk, with z t
 
     z = Tᵀ (A_qbᵀ do + b̂ dS')        dv = A_qkᵀ do + A_akᵀ z + k̂ dS'
     dA_qk = do vᵀ    dA_qb = do yᵀ    dA_ak = z vᵀ    dA_ab = z yᵀ
-    dq̃ = do Sᵀ    dã = z Sᵀ    dk̂ = v dS'ᵀ    db̂ = y dS'ᵀ        dγ = Σ_i (k̂ ⊙ dk̂ + b̂ ⊙ db̂) + 2^γ Σ_v S ⊙ dS'
+    dq̃ = do Sᵀ    dã = z Sᵀ    dk̂ = v dS'ᵀ    db̂ = y dS'ᵀ        dγ = Σ_v S' ⊙ dS'
 
 A chunk has one reference, the whole number nearest to γ/2: with decays of at least e^-2 a token, factors relative to it
 stay within 2^±93, which bf16 holds, and no pair needs another one. T − I is kept: forward substitution in fp32
@@ -33,7 +33,7 @@ import triton.language as tl
 from titan_linear.ops.triton.chunks import locate, locate_entry
 from titan_linear.ops.triton.gates import log2_gate
 from titan_linear.ops.triton.launch import Kernel
-from titan_linear.ops.triton.solve import lower_triangle, solve, split
+from titan_linear.ops.triton.solve import lower_triangle, split
 from titan_linear.ops.triton.tiles import load_rows, load_state, store_rows, store_state
 
 
@@ -57,10 +57,10 @@ def sums(x, CT: tl.constexpr, BACK: tl.constexpr, acc=None):
 
 
 @triton.jit
-def decays(w, start, n, stride, K: tl.constexpr, CT: tl.constexpr):
-    """Of a chunk's log decays at w: Γ and Γ' relative to its reference [64, K]; 2^reference, 2^(γ − reference) and 2^γ
-    [K]."""
-    g = log2_gate(load_rows(w, start, n, stride, 0, 64, K).to(tl.float32))
+def decays(b_w, CT: tl.constexpr):
+    """Of a chunk's log decays [64, K]: Γ and Γ' relative to its reference [64, K]; 2^reference, 2^(γ − reference) and
+    2^γ [K]."""
+    g = log2_gate(b_w.to(tl.float32))
     gamma = tl.sum(g, 0)
     reference = tl.floor(0.5 * gamma + 0.5)
     x = sums(g, CT, False) - reference[None, :]
@@ -68,9 +68,8 @@ def decays(w, start, n, stride, K: tl.constexpr, CT: tl.constexpr):
 
 
 @triton.jit
-def decayed(x, start, n, stride, factor, K: tl.constexpr, CT: tl.constexpr):
-    """A chunk's rows at x times factor, [64, K]."""
-    return (load_rows(x, start, n, stride, 0, 64, K).to(tl.float32) * factor).to(CT)
+def decayed(x, factor, CT: tl.constexpr):
+    return (x.to(tl.float32) * factor).to(CT)
 
 
 @triton.jit
@@ -96,6 +95,24 @@ def at(p, tile, ROWS: tl.constexpr, column, COLUMNS: tl.constexpr, WIDTH: tl.con
 
 
 @Kernel
+def system_kernel(
+    a, b, w,  # [T, H, K]
+    inverse,  # [NT, H, 64, 64]
+    cu_seqlens, chunk_index, stride_a, stride_b, stride_w, H: tl.constexpr, K: tl.constexpr, CT: tl.constexpr,
+):  # fmt: skip
+    """−A_ab of one (chunk, head), in the inverse's tile, for `solve_kernel`."""
+    i_h, i_t = tl.program_id(0), tl.program_id(1)
+    start, n = locate(chunk_index, cu_seqlens, i_t, 64)
+    b_w = load_rows(w, start, n, stride_w, i_h * K, 64, K)
+    b_a = load_rows(a, start, n, stride_a, i_h * K, 64, K)
+    b_b = load_rows(b, start, n, stride_b, i_h * K, 64, K)
+    x, before, _, _, _ = decays(b_w, CT)
+    A = dot(decayed(b_a, tl.exp2(before), CT), tl.trans(decayed(b_b, tl.exp2(-x), CT)))
+    i, j = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
+    tl.store(lower_triangle(inverse + (i_t.to(tl.int64) * H + i_h) * (64 * 64), i, j), -A, mask=j < i)
+
+
+@Kernel
 def prepare_kernel(
     q, k,  # [T, H, K]
     v,  # [T, H, V]
@@ -105,31 +122,27 @@ def prepare_kernel(
     Q,  # [NT, H, 64, K]
     decay,  # [NT, H, K] fp32
     inverse,  # [NT, H, 64, 64], R = T − I
-    O,  # [NT, H, 64, V], or None: R is known
+    O,  # [NT, H, 64, V], or None
     cu_seqlens, chunk_index, scale, stride_q, stride_k, stride_v, stride_a, stride_b, stride_w,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
-    """One (chunk, head). The substitution comes first, and nothing is held in registers over it."""
+    """One (chunk, head). All loads come first: between barriers each would wait for the memory by itself."""
     i_h, i_t = tl.program_id(0), tl.program_id(1)
     start, n = locate(chunk_index, cu_seqlens, i_t, 64)
     tile = i_t.to(tl.int64) * H + i_h
     o_k = i_h * K
-    if O is not None:
-        x, before, _, _, _ = decays(w + o_k, start, n, stride_w, K, CT)
-        b_a = decayed(a + o_k, start, n, stride_a, tl.exp2(before), K, CT)
-        b_b = decayed(b + o_k, start, n, stride_b, tl.exp2(-x), K, CT)
-        i, j = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
-        tl.store(lower_triangle(inverse + tile * 64 * 64, i, j), -dot(b_a, tl.trans(b_b)), mask=j < i)
-        tl.debug_barrier()
-        solve(None, inverse + tile * 64 * 64, False)
-        tl.debug_barrier()
-    x, before, to_start, to_end, b_decay = decays(w + o_k, start, n, stride_w, K, CT)
-    tl.store(decay + tile * K + tl.arange(0, K), b_decay)
-    b_a = decayed(a + o_k, start, n, stride_a, tl.exp2(before), K, CT)
-    b_b = decayed(b + o_k, start, n, stride_b, tl.exp2(-x), K, CT)
-    b_R = tl.load(at(inverse, tile, 64, 0, 64, 64))
-    b_k = decayed(k + o_k, start, n, stride_k, tl.exp2(-x), K, CT)
+    b_w = load_rows(w, start, n, stride_w, o_k, 64, K)
+    b_a = load_rows(a, start, n, stride_a, o_k, 64, K)
+    b_b = load_rows(b, start, n, stride_b, o_k, 64, K)
+    b_k = load_rows(k, start, n, stride_k, o_k, 64, K)
     b_v = load_rows(v, start, n, stride_v, i_h * V, 64, V).to(CT)
+    b_q = load_rows(q, start, n, stride_q, o_k, 64, K)
+    b_R = tl.load(at(inverse, tile, 64, 0, 64, 64))
+    x, before, to_start, to_end, b_decay = decays(b_w, CT)
+    tl.store(decay + tile * K + tl.arange(0, K), b_decay)
+    b_a = decayed(b_a, tl.exp2(before), CT)
+    b_b = decayed(b_b, tl.exp2(-x), CT)
+    b_k = decayed(b_k, tl.exp2(-x), CT)
     b_u = dot(pairs(b_a, b_k, CT, True), b_v)
     b_u = dot(b_R, b_u.to(CT), b_u).to(CT)
     b_w = (b_a * to_start[None, :]).to(CT)  # ã: times a power of two, which rounds nothing
@@ -138,7 +151,7 @@ def prepare_kernel(
     tl.store(at(P, tile, K, 0, K, K), b_P.to(CT))
     b_U = dot(tl.trans(b_k), b_v, dot(tl.trans(b_b), b_u)) * to_end[:, None]
     tl.store(at(U, tile, K, 0, V, V), b_U.to(CT))
-    b_q = decayed(q + o_k, start, n, stride_q, scale * tl.exp2(x), K, CT)
+    b_q = decayed(b_q, scale * tl.exp2(x), CT)
     A_qb = pairs(b_q, b_b, CT, False)
     b_Q = dot(A_qb, b_w, b_q.to(tl.float32) * to_start[None, :])
     tl.store(at(Q, tile, 64, 0, K, K), b_Q.to(CT))
@@ -217,7 +230,8 @@ def scan_kernel(
 def states_kernel(
     do,  # [T, H, V]
     P, U, Q, decay, initial_state, state_index, d_final_state, final_index,
-    h, dh,  # [NT, H, K, V], the state that enters each chunk, and the gradient of the one that leaves it
+    h,  # [NT + N, H, K, V], the state that enters each chunk, and behind an entry's chunks its last one
+    dh,  # [NT, H, K, V], the gradient of the state that leaves each chunk
     d_initial_state, cu_seqlens, chunk_offsets, stride_do,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -230,9 +244,11 @@ def states_kernel(
     if tl.program_id(2) == 0:
         if initial_state is not None:
             S += load_state(initial_state, state_index, i_n, H * K * V, o_s)
-        _scan(
+        h += i_n * (H * K * V)
+        S = _scan(
             S, P, U, Q, decay, None, None, h, start, length, first, i_h, i_v * BV, True, H, K, V, BV, CT, STAGES
         )  # fmt: skip
+        tl.store(at(h, (first + (length + 63) // 64) * H + i_h, K, i_v * BV, V, BV), S.to(CT))
     else:
         if d_final_state is not None:
             S += load_state(d_final_state, final_index, i_n, H * K * V, o_s)
@@ -298,11 +314,10 @@ def boundary_bwd_kernel(
 
 
 @triton.jit
-def finish(d, x, dx, start, n, stride, factor, i_h, H: tl.constexpr, K: tl.constexpr, CT: tl.constexpr):
-    """Store the gradient of the head's rows at x from d, that of x times factor; returns the product of these two."""
-    product = decayed(x, start, n, stride, factor, K, CT).to(tl.float32) * d
+def finish(d, x, factor, dx, start, n, i_h, H: tl.constexpr, K: tl.constexpr, CT: tl.constexpr):
+    """Store the gradient of the head's rows x from d, that of x times factor; returns the product of these two."""
     store_rows(dx, d * factor, start, n, H * K, i_h * K, 64, K)
-    return product
+    return decayed(x, factor, CT).to(tl.float32) * d
 
 
 @Kernel
@@ -326,50 +341,59 @@ def gradient_kernel(
     a += i_h * K
     b += i_h * K
     w += i_h * K
-    x, before, to_start, to_end, _ = decays(w, start, n, stride_w, K, CT)
+    b_w = load_rows(w, start, n, stride_w, 0, 64, K)
+    b_q = load_rows(q, start, n, stride_q, 0, 64, K)
+    b_a = load_rows(a, start, n, stride_a, 0, 64, K)
+    b_k = load_rows(k, start, n, stride_k, 0, 64, K)
+    b_b = load_rows(b, start, n, stride_b, 0, 64, K)
+    b_v = load_rows(v, start, n, stride_v, i_h * V, 64, V).to(CT)
+    b_do = load_rows(do, start, n, stride_do, i_h * V, 64, V).to(CT)
+    x, before, to_start, to_end, _ = decays(b_w, CT)
     exponents += tile * (65 * K) + tl.arange(0, K)[None, :]
     p_before = exponents + tl.arange(0, 64)[:, None] * K
     p_x = p_before + K
     tl.store(p_before, before, mask=tl.arange(0, 64)[:, None] == 0)
     tl.store(p_x, x)
-    tl.debug_barrier()
-    b_q = decayed(q, start, n, stride_q, scale * tl.exp2(x), K, CT)
-    b_a = decayed(a, start, n, stride_a, tl.exp2(before), K, CT)
-    b_k = decayed(k, start, n, stride_k, tl.exp2(-x), K, CT)
-    b_b = decayed(b, start, n, stride_b, tl.exp2(-x), K, CT)
-    b_v = load_rows(v, start, n, stride_v, i_h * V, 64, V).to(CT)
-    b_do = load_rows(do, start, n, stride_do, i_h * V, 64, V).to(CT)
+    b_q = decayed(b_q, scale * tl.exp2(x), CT)
+    b_a = decayed(b_a, tl.exp2(before), CT)
+    b_k = decayed(b_k, tl.exp2(-x), CT)
+    b_b = decayed(b_b, tl.exp2(-x), CT)
     b_R = tl.load(at(inverse, tile, 64, 0, 64, 64))
-    b_h = (tl.load(at(h, tile, K, 0, V, V)) * to_start[:, None]).to(CT)
-    b_dh = (tl.load(at(dh, tile, K, 0, V, V)) * to_end[:, None]).to(CT)
+    enters = tile + tl.load(chunk_index + 2 * i_t) * H
+    b_h = tl.load(at(h, enters, K, 0, V, V))
+    leaves = tl.load(at(h, enters + H, K, 0, V, V))
+    b_dh = tl.load(at(dh, tile, K, 0, V, V))
+    dgamma = tl.sum(leaves.to(tl.float32) * b_dh.to(tl.float32), 1)
+    b_h = (b_h * to_start[:, None]).to(CT)
+    b_dh = (b_dh * to_end[:, None]).to(CT)
     b_y = dot(pairs(b_a, b_k, CT, True), b_v, dot(b_a, b_h))
     b_y = dot(b_R, b_y.to(CT), b_y).to(CT)
-    S = dot(tl.trans(b_k), b_v, dot(tl.trans(b_b), b_y, b_h.to(tl.float32)))
-    dgamma = tl.sum(S * b_dh.to(tl.float32), 1)
     b_z = dot(pairs_back(b_b, b_q, CT, False), b_do, dot(b_b, b_dh))
     b_z = dot(tl.trans(b_R), b_z.to(CT), b_z).to(CT)
     b_dv = dot(pairs_back(b_k, b_a, CT, True), b_z, dot(b_k, b_dh))
     b_dv = dot(pairs_back(b_k, b_q, CT, False), b_do, b_dv)
     store_rows(dv, b_dv, start, n, H * V, i_h * V, 64, V)
 
+    tl.debug_barrier()
     d = dot(b_do, tl.trans(b_h))
     d = dot(pairs(b_do, b_v, CT, False), b_k, d)
     d = dot(pairs(b_do, b_y, CT, False), b_b, d)
-    d_x = finish(d, q, dq, start, n, stride_q, scale * tl.exp2(tl.load(p_x)), i_h, H, K, CT)
-    b_dw = sums(d_x, CT, True)
+    x, factor = load_rows(q, start, n, stride_q, 0, 64, K), scale * tl.exp2(tl.load(p_x))
+    b_dw = sums(finish(d, x, factor, dq, start, n, i_h, H, K, CT), CT, True)
     d = dot(b_v, tl.trans(b_dh))
     d = dot(pairs_back(b_v, b_do, CT, False), b_q, d)
     d = dot(pairs_back(b_v, b_z, CT, True), b_a, d)
-    d_x = finish(d, k, dk, start, n, stride_k, tl.exp2(-tl.load(p_x)), i_h, H, K, CT)
-    b_dw = sums(-d_x, CT, True, b_dw)
+    x, factor = load_rows(k, start, n, stride_k, 0, 64, K), tl.exp2(-tl.load(p_x))
+    b_dw = sums(-finish(d, x, factor, dk, start, n, i_h, H, K, CT), CT, True, b_dw)
     d = dot(b_y, tl.trans(b_dh))
     d = dot(pairs_back(b_y, b_do, CT, False), b_q, d)
     d = dot(pairs_back(b_y, b_z, CT, True), b_a, d)
-    d_x = finish(d, b, db, start, n, stride_b, tl.exp2(-tl.load(p_x)), i_h, H, K, CT)
-    b_dw = sums(-d_x, CT, True, b_dw)
+    x, factor = load_rows(b, start, n, stride_b, 0, 64, K), tl.exp2(-tl.load(p_x))
+    b_dw = sums(-finish(d, x, factor, db, start, n, i_h, H, K, CT), CT, True, b_dw)
     d = dot(b_z, tl.trans(b_h))
     d = dot(pairs(b_z, b_v, CT, True), b_k, d)
     d = dot(pairs(b_z, b_y, CT, True), b_b, d)
-    d_x = finish(d, a, da, start, n, stride_a, tl.exp2(tl.load(p_before)), i_h, H, K, CT)
-    b_dw = sums(d_x, CT, True, b_dw) - d_x + dgamma[None, :]
+    x, factor = load_rows(a, start, n, stride_a, 0, 64, K), tl.exp2(tl.load(p_before))
+    d = finish(d, x, factor, da, start, n, i_h, H, K, CT)
+    b_dw = sums(d, CT, True, b_dw) - d + dgamma[None, :]
     store_rows(dw, b_dw, start, n, H * K, i_h * K, 64, K)

@@ -101,4 +101,6 @@ def solve(b, G, SCALED: tl.constexpr):
 def solve_kernel(b, G, STRIDE_B: tl.constexpr, SCALED: tl.constexpr):
     """`solve` for one (chunk, head)."""
     i = tl.program_id(0).to(tl.int64)
-    solve(b + i * STRIDE_B, G + i * 64 * 64, SCALED)
+    if b is not None:
+        b += i * STRIDE_B
+    solve(b, G + i * 64 * 64, SCALED)
