@@ -51,7 +51,7 @@ def errors(mixer: MixerOptions, device: torch.device, backend: str) -> dict[str,
         gates = listen(block.mixer) if exactly and hasattr(block.mixer, "A_log") else []
         forward = torch.compile(block.forward, backend=backend, fullgraph=device.type == "cuda")
         own, given = x.to(where, dtype).requires_grad_(), dy.to(where, dtype)
-        y, _ = (block if exactly else forward)(own, plan)
+        y, *_ = (block if exactly else forward)(own, plan)
         dx, *others = torch.autograd.grad(y, [own, *block.parameters(), *gates], given)
         names = [name for name, _ in block.named_parameters()]
         if gates:

@@ -101,7 +101,8 @@ class HostWork(Inside):
         self.device, self.seen = device, Counter()
 
     def ran(self, op: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
-        devices = {x.device.type for x in (*args, out) if isinstance(x, torch.Tensor)}
+        inputs = [x for x in args if isinstance(x, torch.Tensor) and x.dim()]  # one without dimensions is a number
+        devices = {x.device.type for x in (*inputs, out) if isinstance(x, torch.Tensor)}
         if op in (aten.lift_fresh.default, aten.lift_fresh_copy.default):
             self.seen["built"] += 1
         reads = op in (aten._local_scalar_dense.default, aten.item.default)

@@ -68,8 +68,8 @@ class LightningMixer(RecurrentMixer):
     def __init__(self, options: Lightning, config: ModelConfig, layer: int):
         super().__init__()
         self.heads, self.head_dim = options.heads, options.head_dim
-        depth = 1 - layer / (config.num_layers - 1 + 1e-5) + 1e-5  # from 1 in the first layer to 0 in the last
-        self.depth = torch.tensor(depth, dtype=torch.float64, device="cpu")  # a number would be compiled for each layer
+        slope = layer / (config.num_layers - 1 + 1e-5) - 1 - 1e-5  # from −1 in the first layer to 0 in the last
+        self.slope = torch.tensor(slope, dtype=torch.float64, device="cpu")  # a number would be compiled for each layer
         width = options.heads * options.head_dim
         self.q_proj, self.k_proj, self.v_proj, self.g_proj = (
             nn.Linear(config.dim, width, bias=False) for _ in range(4)
@@ -99,12 +99,12 @@ class LightningMixer(RecurrentMixer):
         )
 
     def _decays(self, inputs: Inputs) -> Tensor:
-        """Log decays of this rank's heads: −depth · 2^(−8 h / heads) for head h = 1, 2, …"""
+        """Log decays of this rank's heads: slope · 2^(−8 h / heads) for head h = 1, 2, …"""
         q, *_ = inputs
         own = q.shape[2]
         first = 0 if self.ranks is None else self.ranks.rank * own
         h = torch.arange(first + 1, first + own + 1, dtype=widened(q.dtype), device=q.device)
-        return -self.depth * torch.exp2(-8 / self.heads * h)
+        return self.slope * torch.exp2(-8 / self.heads * h)
 
     def _output(self, o: Tensor, gate: Tensor) -> Tensor:
         return self.o_proj(self.o_norm(o.flatten(-2)) * gate.sigmoid())
