@@ -9,9 +9,9 @@ Each figure is the median of a few rounds, with the host ahead as in a training 
 two minutes, mostly for compilation. On a CPU, sizes are small, in float32, and PyTorch's implementation stands in
 for the operators: a delta rule's whole forward pass for its scan, its whole backward pass for the backward operator.
 
-Heads are 128 × 128; q and k are normalised and gates computed in the kernels, as mixers call them, KDA's gates with a
-lower bound and, as "… any", without one. An operator has two numbers: the time per token and head, where heads fill the
-GPU, and the time per token of an entry, where heads are too few for that.
+Heads are 128 × 128, RWKV-7's 64 × 64 (its times are written as of 128); gates are computed in the kernels, as mixers
+call them, KDA's with a lower bound and, as "… any", without one. An operator has two numbers: the time per token and
+head, where heads fill the GPU, and the time per token of an entry, where heads are too few for that.
 """
 
 from __future__ import annotations
@@ -50,16 +50,22 @@ from titan_linear.ops import (
     causal_conv1d,
     chunk_gated_delta_rule,
     chunk_kda,
+    chunk_rwkv7,
     chunk_ssd,
 )
 from titan_linear.ops.float8 import CAPABILITY, scaled_product, scaled_rows
 from titan_linear.ops.layout.boundaries import PROGRAMS
 from titan_linear.ops.torch.attention import attention_kernel
-from titan_linear.planner.timing import DIM
+from titan_linear.planner.timing import DIM, share_of
 
 GIB = 2**30
 ROUNDS = 5
-RULES: dict[str, Callable[..., Any]] = {"kda": chunk_kda, "gdn": chunk_gated_delta_rule, "ssd": chunk_ssd}
+RULES: dict[str, tuple[Callable[..., Any], int]] = {  # and K = V
+    "kda": (chunk_kda, DIM),
+    "gdn": (chunk_gated_delta_rule, DIM),
+    "ssd": (chunk_ssd, DIM),
+    "rwkv7": (chunk_rwkv7, 64),
+}
 IN_KERNEL = dict.fromkeys(("use_gate_in_kernel", "use_beta_sigmoid_in_kernel"), True)
 
 
@@ -255,20 +261,23 @@ def by_operator(
 def operators(bench: Bench) -> dict[str, tuple[float, float]]:
     """(ns per token and head, ns per token of an entry if few heads scan); the convolution's per token and channel."""
     found: dict[str, tuple[float, float]] = {}
-    for rule, gates in (("kda", {"lower_bound": -5.0}), ("kda", {}), ("gdn", {}), ("ssd", {})):
+    for rule, gates in (("kda", {"lower_bound": -5.0}), *((rule, {}) for rule in RULES)):
         any_gate = " any" if rule == "kda" and not gates else ""
+        dim = RULES[rule][1]
+        share = share_of(dim, dim)
         many, few = (delta_rule(bench, rule, gates, heads, may_split=False) for heads in (bench.heads, bench.few))
         for name in (name for name in many if name.startswith(rule)):
-            each = many[name] / bench.tokens / bench.heads
+            each = many[name] / bench.tokens / bench.heads / share
             # What a token takes beyond its heads' share, where a scan waits for its own steps on an idle GPU.
-            beyond = max(few[name] / bench.tokens - each * bench.few, 0.0) / (1 - bench.few * DIM / 64 / PROGRAMS)
+            beyond = max(few[name] / bench.tokens - each * bench.few * share, 0.0)
+            beyond *= DIM / dim / (1 - bench.few * dim / 64 / PROGRAMS)
             found[name + any_gate] = (each * 1e9, beyond * 1e9)
         if any_gate:
             continue
         segments = delta_rule(bench, rule, gates, bench.few, may_split=True)
         for name in (f"{rule}_boundary", f"{rule}_boundary_bwd"):  # only with segments or context parallelism
             if name in segments:
-                found[name] = (segments[name] / bench.tokens / bench.few * 1e9, found[f"{rule}_scan"][1])
+                found[name] = (segments[name] / bench.tokens / bench.few / share * 1e9, found[f"{rule}_scan"][1])
     x = bench.randn(1, bench.tokens, 3 * bench.heads * DIM).requires_grad_()
     weight = bench.randn(x.shape[2], 4).requires_grad_()
     names = ("conv1d", "conv1d_backward")
@@ -283,21 +292,25 @@ def operators(bench: Bench) -> dict[str, tuple[float, float]]:
 
 def delta_rule(bench: Bench, rule: str, options: dict[str, float], heads: int, *, may_split: bool) -> dict[str, float]:
     """Seconds by operator for one document, with the rule called as mixers call it."""
-    context = one_document(bench, may_split)
-    gates = (heads, DIM) if rule == "kda" else (heads,)
+    context, (op, dim) = one_document(bench, may_split), RULES[rule]
+    gates = (heads, dim) if rule == "kda" else (heads,)
+    weights, in_kernel = {"A_log": heads, "dt_bias": math.prod(gates)}, IN_KERNEL
     if rule == "ssd":
-        shapes, weights = {"x": (heads, DIM), "dt": gates, "B": (1, DIM), "C": (1, DIM)}, {"A": heads}
+        shapes, weights = {"x": (heads, dim), "dt": gates, "B": (1, dim), "C": (1, dim)}, {"A": heads}
         in_kernel = {"dt_softplus": True}
+    elif rule == "rwkv7":
+        shapes, weights, in_kernel = dict.fromkeys("rwkvab", (heads, dim)), {}, {}
     else:
-        shapes = dict.fromkeys("qkv", (heads, DIM)) | {"g": gates, "beta": (heads,)}
-        weights, in_kernel = {"A_log": heads, "dt_bias": math.prod(gates)}, IN_KERNEL
+        shapes = dict.fromkeys("qkv", (heads, dim)) | {"g": gates, "beta": (heads,)}
     x = {name: bench.randn(1, bench.tokens, *shape) for name, shape in shapes.items()}
-    x |= {name: F.normalize(x[name], dim=-1) for name in "qk" if name in x}
+    x |= {name: F.normalize(x[name], dim=-1) for name in "qkab" if name in x}
+    if "w" in x:
+        x["w"] = -x["w"].float().sigmoid()
     x |= {name: torch.zeros(n, device=bench.device) for name, n in weights.items()}
     inputs = [tensor.requires_grad_() for tensor in x.values()]
 
     def forward() -> Tensor:
-        return RULES[rule](**x, **in_kernel, cp_context=context, **options)[0]
+        return op(**x, **in_kernel, cp_context=context, **options)[0]
 
     return by_operator(bench, (f"{rule}_scan", f"{rule}_backward"), forward, inputs)
 

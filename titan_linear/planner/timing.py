@@ -68,6 +68,11 @@ HOP, HOP_BETWEEN_NODES = 2e-6, 4e-6
 SLICES = 4  # number of slices in which keys travel around the ring: the first one is waited for
 
 
+def share_of(K: int, V: int) -> float:
+    """What a recurrence's token and head of these dims take, of the time at K = V = DIM."""
+    return (K * V + CHUNK * (K + V)) / (DIM * DIM + 2 * CHUNK * DIM)
+
+
 # --- Rates -----------------------------------------------------------------------------------------------------------
 
 Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -314,9 +319,8 @@ class Clock:
         dims = next(dims for dims in mixer.ops.values() if "V" in dims)
         K, V = kernel_dims(dims["K"], dims["V"])
         chain = tokens / segments if segments else self.longest
-        scale = (K * V + CHUNK * (K + V)) / (DIM * DIM + 2 * CHUNK * DIM)
         alone = max(chain - tokens * heads * V / 64 / PROGRAMS, 0.0)
-        return (each * tokens * heads * scale + of_chain * alone * K / DIM) * 1e-9
+        return (each * tokens * heads * share_of(K, V) + of_chain * alone * K / DIM) * 1e-9
 
     def _exchange(self, call: Call) -> float:
         kind, arguments, cp, tp = call.spec.kind, call.arguments, self.cp, self.tp
