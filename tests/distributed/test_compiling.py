@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
-from functorch.compile import default_partition, nop
+from functorch.compile import default_partition, min_cut_rematerialization_partition, nop
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
@@ -17,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.ops.inputs import boundaries
 from tests.worlds import World
-from titan_linear.distributed.compiling import apply_compile, compile_kernels
+from titan_linear.distributed.compiling import apply_compile, compile_kernels, compute_again
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
@@ -121,6 +122,48 @@ def ahead(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
         return default_partition(joint, *args, **kwargs)
 
     return aot_autograd(fw_compiler=nop, partition_fn=partition)(graph, inputs)
+
+
+def partitioned() -> Callable[..., object]:
+    """A backend that divides a layer's joint graph as for a GPU, and generates no code."""
+
+    def partition(joint: fx.GraphModule, *args: object, **kwargs: object) -> tuple[fx.GraphModule, fx.GraphModule]:
+        compute_again(joint.graph)
+        return min_cut_rematerialization_partition(joint, *args, **kwargs)
+
+    return aot_autograd(fw_compiler=nop, partition_fn=partition)
+
+
+def launches_and_gradients(rank: int, world_size: int, kind: type[DeltaOptions]) -> tuple[Counter[str], list[Tensor]]:
+    """Of three compiled layers of one kind: kernels launched in forward and backward, and graphs; gradients."""
+    seen: Counter[str] = Counter()
+    run = launch.Kernel._launch
+
+    def note(self: launch.Kernel, grid: tuple[int, ...], *args: object, **kwargs: object) -> None:
+        seen[self.__name__] += 1
+        run(self, grid, *args, **kwargs)
+
+    mixer = kind(heads=1, v_heads=2, head_dim=32, v_head_dim=32)
+    model = Decoder(ModelConfig(vocab_size=64, dim=32, num_layers=3, hidden_dim=32, pattern=(mixer,)))
+    initialise(model.use("triton", torch.device("cpu"), torch.float32), seed=0)
+    torch.compiler.reset()
+    counters.clear()
+    apply_compile(model, partitioned())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segments, "SHORTEST", 64)
+        patch.setattr(launch.Kernel, "_launch", note)
+        cp = build_cp_context(boundaries([192]), dist.group.WORLD, conv1d_kernel_size=4, programs=(2,))
+        cp.mark_dynamic()
+        tokens = torch.arange(192)[None] % 64
+        model(tokens, BatchPlan(cp.position_ids, cp_context=cp), tokens).backward()
+    seen["graphs"] = counters["stats"]["unique_graphs"]
+    return seen, [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", [KDA, GDN])
+def test_chunks_are_prepared_once_in_each_pass(kind: type[DeltaOptions], worlds: Callable[..., World]) -> None:
+    seen, _ = worlds(1).run(launches_and_gradients, kind)[0]
+    assert seen["prepare_kernel"] == 2 * 3 and seen["solve_kernel"] == 3 and seen["graphs"] == 1
 
 
 def specialisation(x: object) -> object:

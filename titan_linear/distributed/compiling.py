@@ -104,12 +104,13 @@ class OwnOperators(CustomGraphPass):
 
 
 def compute_again(graph: fx.Graph) -> None:
-    """Mark two results to be computed again in backward, as in uncompiled code: weights put side by side, and what an
-    operator prepares for backward too (`Spec.prepares`)."""
+    """Mark results to be computed in backward, as in uncompiled code: weights put side by side, and what operators
+    prepare for backward (`Spec.prepares`)."""
     prepares = {node: _prepares(node) for node in graph.nodes}
     shared = "backward" not in prepares.values()  # else backward has an operator of its own
     for node, when in prepares.items():
-        if (when == "forward" and shared) or _joins_parameters(node):
+        # "backward" too: for a result without elements, which costs nothing to keep, it would run in forward as well.
+        if when == "backward" or (when == "forward" and shared) or _joins_parameters(node):
             for marked in (node, *(user for user in node.users if user.target is getitem)):
                 marked.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
