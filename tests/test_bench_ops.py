@@ -18,7 +18,7 @@ def test_the_ops_take_their_cases(op: str, raw: bool, monkeypatch: pytest.Monkey
     monkeypatch.setattr(bench_ops, "DEVICE", "cpu")
     case = Case(op, 40, 2, 4, 16, 32, raw)
     x = {name: t.requires_grad_() for name, t in case.inputs().items()}
-    y = OPS[op](**x, **case.options, cu_seqlens=torch.tensor([0, 13, 40], dtype=torch.int32))[0]
+    y = OPS[op].fn(**x, **case.options, cu_seqlens=torch.tensor([0, 13, 40], dtype=torch.int32))[0]
     assert y.shape == ((1, 40, 4 * 16) if op == "conv" else (1, 40, 4, 32))
     grads = torch.autograd.grad(y, list(x.values()), torch.ones_like(y))
     assert all(grad.isfinite().all() and grad.any() for grad in grads)

@@ -68,7 +68,7 @@ from titan_linear.ops.layout.levels import fastest
 from titan_linear.planner.memory import Batch, layers
 from titan_linear.planner.timing import Clock, Machine, read_rates, shipped
 from tools import one_rank, traces
-from tools.bench_ops import OPS, PACKED, TAPS, Case, Inputs, fla_op, head_counts, head_dims, randn, shapes, timed
+from tools.bench_ops import OPS, PACKED, TAPS, Case, Inputs, head_counts, head_dims, randn, shapes, timed
 from tools.peers import split_keys
 
 D = 128
@@ -109,7 +109,7 @@ def function(op: str, fn: Callable[..., Any] | None = None) -> Callable[..., Ten
     """An op with the options that it is timed with, without its final state. fn: a peer's, in place of ours."""
     if op in METHODS:
         return partial(attention, method=op)
-    fn = fn or OPS[op]
+    fn = fn or OPS[op].fn
     options = Case(op, 0, 1, 1, D, D).options
     return lambda **x: fn(**x, **options)[0]
 
@@ -190,7 +190,7 @@ def fla(op: str, cu: Tensor, layout: str) -> Callable[..., Tensor]:
 
     width = TAPS if op == "conv" else None
     context = context_of(cu.cuda(), dist.group.WORLD, conv1d_kernel_size=width, cu_seqlens_cpu=cu, layout=layout)
-    return partial(function(op, fla_op(op)), cp_context=context)
+    return partial(function(op, OPS[op].peers["FLA"]), cp_context=context)
 
 
 # --- The table -------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ raw time steps, beside FLA's simple_gla behind what makes decays of these, and m
 decays in bfloat16, as FLA's layer gives them. Heads are K × V as `--dims` says; 16/64: 16 query and 64
 value heads. "packed" has ten documents. The floor is the bytes of inputs, outputs and gradients divided by the copy
 bandwidth measured in the same run; GB/s are those bytes divided by the time, TFLOP/s count the chunked algorithm's
-products (`flops`). "kept": bytes per token and value head held between forward and backward, apart from inputs and
+products (`Op.flops`). "kept": bytes per token and value head held between forward and backward, apart from inputs and
 output. "peak": GiB above the inputs. "host": the milliseconds that the host takes to queue forward + backward; if they
 exceed the GPU's time, the GPU waits. FLA's GDN and simple_gla run without their guard against wrong numbers on Hopper:
 times only.
@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import product
 from statistics import median
@@ -38,6 +39,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import normalize, softplus
 from triton.testing import do_bench
 
 from titan_linear.commands import line, table
@@ -49,14 +51,6 @@ C = 64  # tokens per chunk
 TAPS = 4  # of the convolution
 ROUNDS = 40
 DEVICE = "cuda"
-OPS = {
-    "kda": chunk_kda,
-    "gdn": chunk_gated_delta_rule,
-    "conv": causal_conv1d,
-    "ssd": chunk_ssd,
-    "rwkv7": chunk_rwkv7,
-}
-USUAL_DIMS = {"rwkv7": (64, 64)}  # the widest heads that its kernels take; of the others 128 × 128
 Inputs = dict[str, Tensor]
 
 
@@ -82,54 +76,79 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        if self.op == "conv":
-            return {"activation": "silu"}
-        if self.op == "ssd":
-            return {"dt_softplus": True}
-        if self.op == "rwkv7":
-            return {"output_final_state": False}
-        raw = {"use_gate_in_kernel": True} if self.raw else {}
-        if self.op == "gdn":
-            return raw
-        return {"safe_gate": True, **raw, **({"lower_bound": -5.0} if self.raw else {})}
+        op = OPS[self.op]
+        return op.options | (op.raw or {}) if self.raw else op.options
 
     def inputs(self) -> Inputs:
-        T, H, HV, K, V = self.T, self.H, self.HV, self.K, self.V
-        if self.op == "conv":
-            return {"x": randn(1, T, HV * K).bfloat16(), "weight": randn(HV * K, TAPS).bfloat16()}
-        if self.op == "ssd":
-            tokens = {"x": randn(1, T, HV, V), "dt": randn(1, T, HV), "B": randn(1, T, H, K), "C": randn(1, T, H, K)}
-            of_heads = {"A": -torch.rand(HV, device=DEVICE), "D": randn(HV), "dt_bias": randn(HV) - 4}
-            return {name: x.bfloat16() for name, x in tokens.items()} | of_heads
-        if self.op == "rwkv7":
-            of_keys = {name: randn(1, T, HV, K) for name in ("r", "w", "k", "a")}
-            removed = torch.nn.functional.normalize(of_keys["a"], dim=-1)
-            of_keys |= {"w": -0.6065 * of_keys["w"].sigmoid(), "a": -removed}
-            x = of_keys | {"b": removed * randn(1, T, HV, K).sigmoid(), "v": randn(1, T, HV, V)}
-            return {name: t if name == "w" and not self.raw else t.bfloat16() for name, t in x.items()}
-        q, k = (torch.nn.functional.normalize(randn(1, T, H, K), dim=-1).bfloat16() for _ in range(2))
-        beta = torch.rand(1, T, HV, device=DEVICE).bfloat16()
-        x = {"q": q, "k": k, "v": randn(1, T, HV, V).bfloat16(), "beta": beta}
-        gate = (HV, K) if self.op == "kda" else (HV,)
-        if self.raw:
-            return {**x, "g": randn(1, T, *gate).bfloat16(), "A_log": randn(HV), "dt_bias": randn(math.prod(gate))}
-        least = -5 if self.op == "kda" else -1
-        return {**x, "g": least * torch.rand(1, T, *gate, device=DEVICE)}
+        return OPS[self.op].inputs(self)
 
 
-def flops(op: str, K: int, V: int) -> tuple[int, int]:
-    """FLOPs per token and head: (forward, forward and backward)."""
-    if op == "conv":
-        return 2 * TAPS * K, 6 * TAPS * K
-    if op == "ssd":
-        # q·S, kᵀv; q·k and its use. Backward: the states again, their gradients, and what chunks make of them.
-        forward = 4 * K * V + 2 * C * K + 2 * C * V
-        return forward, forward + 12 * K * V + 4 * C * V
-    if op == "rwkv7":
-        # P, U, Q and O of a chunk, and their use. Backward: P, U and Q again, two scans, gradients.
-        forward = 6 * K * V + 2 * K * K + 2 * K * K * V // C + 2 * C * (6 * K + 4 * V)
-        return forward, forward + 24 * K * V + 2 * K * K + 4 * K * K * V // C + 2 * C * (17 * K + 16 * V)
-    # q·S, k·S, kᵀN; the two chunk matrices and their use. Backward: the states again, their reverse scan, gradients.
+@dataclass(frozen=True)
+class Op:
+    """How an op is timed."""
+
+    fn: Callable[..., Any]
+    options: dict[str, Any]
+    raw: dict[str, Any] | None  # its further options with raw gates; None: it has one kind of gates, or none
+    inputs: Callable[[Case], Inputs]
+    flops: Callable[[int, int], tuple[int, int]]  # K, V → per token and head: forward, forward and backward
+    peers: dict[str, Callable[..., Any]]  # the equivalent functions of other libraries, by names in LIBRARIES
+    dims: tuple[int, int] = (128, 128)  # K and V unless told
+
+
+# --- Inputs and FLOPs ------------------------------------------------------------------------------------------------
+
+
+def conv_inputs(case: Case) -> Inputs:
+    channels = case.HV * case.K
+    return {"x": randn(1, case.T, channels).bfloat16(), "weight": randn(channels, TAPS).bfloat16()}
+
+
+def ssd_inputs(case: Case) -> Inputs:
+    T, H, HV, K, V = case.T, case.H, case.HV, case.K, case.V
+    tokens = {"x": randn(1, T, HV, V), "dt": randn(1, T, HV), "B": randn(1, T, H, K), "C": randn(1, T, H, K)}
+    of_heads = {"A": -torch.rand(HV, device=DEVICE), "D": randn(HV), "dt_bias": randn(HV) - 4}
+    return {name: x.bfloat16() for name, x in tokens.items()} | of_heads
+
+
+def rwkv7_inputs(case: Case) -> Inputs:
+    shape = 1, case.T, case.HV, case.K
+    of_keys = {name: randn(*shape) for name in ("r", "w", "k", "a")}
+    removed = normalize(of_keys["a"], dim=-1)
+    of_keys |= {"w": -0.6065 * of_keys["w"].sigmoid(), "a": -removed}
+    x = of_keys | {"b": removed * randn(*shape).sigmoid(), "v": randn(1, case.T, case.HV, case.V)}
+    return {name: t if name == "w" and not case.raw else t.bfloat16() for name, t in x.items()}
+
+
+def delta_inputs(case: Case, gates: tuple[int, ...], least: float) -> Inputs:
+    """gates: the dims of a token's gates; least: the lowest log gate."""
+    T, HV = case.T, case.HV
+    q, k = (normalize(randn(1, T, case.H, case.K), dim=-1).bfloat16() for _ in range(2))
+    beta = torch.rand(1, T, HV, device=DEVICE).bfloat16()
+    x = {"q": q, "k": k, "v": randn(1, T, HV, case.V).bfloat16(), "beta": beta}
+    if case.raw:
+        return {**x, "g": randn(1, T, *gates).bfloat16(), "A_log": randn(HV), "dt_bias": randn(math.prod(gates))}
+    return {**x, "g": least * torch.rand(1, T, *gates, device=DEVICE)}
+
+
+def conv_flops(K: int, V: int) -> tuple[int, int]:
+    return 2 * TAPS * K, 6 * TAPS * K
+
+
+def ssd_flops(K: int, V: int) -> tuple[int, int]:
+    """q·S, kᵀv; q·k and its use. Backward: the states again, their gradients, and what chunks make of them."""
+    forward = 4 * K * V + 2 * C * K + 2 * C * V
+    return forward, forward + 12 * K * V + 4 * C * V
+
+
+def rwkv7_flops(K: int, V: int) -> tuple[int, int]:
+    """P, U, Q and O of a chunk, and their use. Backward: P, U and Q again, two scans, gradients."""
+    forward = 6 * K * V + 2 * K * K + 2 * K * K * V // C + 2 * C * (6 * K + 4 * V)
+    return forward, forward + 24 * K * V + 2 * K * K + 4 * K * K * V // C + 2 * C * (17 * K + 16 * V)
+
+
+def delta_flops(K: int, V: int) -> tuple[int, int]:
+    """q·S, k·S, kᵀN; the chunk matrices and their use. Backward: the states again, their reverse scan, gradients."""
     forward = 6 * K * V + 4 * C * K + 4 * C * V
     return forward, forward + 16 * K * V + 8 * C * K + 10 * C * V
 
@@ -137,40 +156,21 @@ def flops(op: str, K: int, V: int) -> tuple[int, int]:
 # --- Peers -----------------------------------------------------------------------------------------------------------
 
 
-def peers(op: str) -> dict[str, Callable[..., Any]]:
-    """The equivalent functions of the peers that are installed."""
-    found: dict[str, Callable[..., Any]] = {}
-    if find_spec("fla"):
-        found["FLA"] = fla_op(op)
-    if op == "ssd" and find_spec("mamba_ssm"):
-        found["mamba_ssm"] = mamba_ssd
-    if "FLA" in found and op == "rwkv7":
-        found["FLA safe_gate"] = partial(found["FLA"], safe_gate=True, chunk_size=64)
-    if op == "gdn" and find_spec("flash_qla"):
-        from flash_qla import chunk_gated_delta_rule as peer
-
-        found["FlashQLA"] = peer
-    if op == "kda" and find_spec("cudnn"):
-        found["cuDNN"] = cudnn_kda
-    return found
+LIBRARIES = {"FLA": "fla", "FLA safe_gate": "fla", "mamba_ssm": "mamba_ssm", "FlashQLA": "flash_qla", "cuDNN": "cudnn"}
 
 
-def fla_op(op: str) -> Callable[..., Any]:
-    """FLA's function. Its refusal of Triton kernels that give wrong numbers on Hopper is lifted: times only."""
-    if op == "conv":
-        from fla.modules.causal_conv1d import causal_conv1d as peer
-    elif op == "ssd":
-        return fla_ssd
-    elif op == "kda":
-        from fla.ops.kda import chunk_kda as peer
-    elif op == "rwkv7":
-        from fla.ops.rwkv7 import chunk_rwkv7 as peer
-    else:
-        from fla.ops.common import chunk_o
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as peer
+def late(module: str, name: str) -> Callable[..., Any]:
+    """A function of a library that may not be installed: it is imported when it is called."""
+    return lambda **x: getattr(import_module(module), name)(**x)
 
-        chunk_o.TRITON_ABOVE_3_7_1 = True
-    return peer
+
+def fla_gdn(**x: Any) -> tuple[Tensor, Tensor | None]:
+    """FLA's, without its refusal of Triton kernels that give wrong numbers on Hopper: times only."""
+    from fla.ops.common import chunk_o
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    chunk_o.TRITON_ABOVE_3_7_1 = True
+    return chunk_gated_delta_rule(**x)
 
 
 def fla_ssd(
@@ -185,12 +185,12 @@ def fla_ssd(
     dt_softplus: bool,
     cu_seqlens: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """FLA's recurrence of this form, which has as many keys as values, under chunk_ssd's arguments."""
+    """FLA's recurrence of this form, which has as many keys as values, under chunk_ssd's arguments; as in fla_gdn."""
     from fla.ops.common import chunk_o
     from fla.ops.simple_gla import chunk_simple_gla
 
     chunk_o.TRITON_ABOVE_3_7_1 = True
-    dt = torch.nn.functional.softplus(dt + dt_bias)
+    dt = softplus(dt + dt_bias)
     q, k = (t.repeat_interleave(x.shape[2] // t.shape[2], dim=2) for t in (C, B))
     v = (x * dt.unsqueeze(-1)).to(x.dtype)
     o, _ = chunk_simple_gla(q, k, v, g=dt * A, scale=1.0, cu_seqlens=cu_seqlens)
@@ -215,6 +215,57 @@ def cudnn_kda(*, cu_seqlens: Tensor, safe_gate: bool, **x: Tensor) -> tuple[Tens
     q, k, v, g, beta = (x[name][0] for name in ("q", "k", "v", "g", "beta"))
     o, _ = kimi_delta_attention(q, k, v, g, beta.float(), cu_seqlens)
     return o[None], None
+
+
+FLA_RWKV7 = late("fla.ops.rwkv7", "chunk_rwkv7")
+OPS = {
+    "kda": Op(
+        chunk_kda,
+        options={"safe_gate": True},
+        raw={"use_gate_in_kernel": True, "lower_bound": -5.0},
+        inputs=lambda case: delta_inputs(case, (case.HV, case.K), least=-5),
+        flops=delta_flops,
+        peers={"FLA": late("fla.ops.kda", "chunk_kda"), "cuDNN": cudnn_kda},
+    ),
+    "gdn": Op(
+        chunk_gated_delta_rule,
+        options={},
+        raw={"use_gate_in_kernel": True},
+        inputs=lambda case: delta_inputs(case, (case.HV,), least=-1),
+        flops=delta_flops,
+        peers={"FLA": fla_gdn, "FlashQLA": late("flash_qla", "chunk_gated_delta_rule")},
+    ),
+    "conv": Op(
+        causal_conv1d,
+        options={"activation": "silu"},
+        raw=None,
+        inputs=conv_inputs,
+        flops=conv_flops,
+        peers={"FLA": late("fla.modules.causal_conv1d", "causal_conv1d")},
+    ),
+    "ssd": Op(
+        chunk_ssd,
+        options={"dt_softplus": True},
+        raw=None,
+        inputs=ssd_inputs,
+        flops=ssd_flops,
+        peers={"FLA": fla_ssd, "mamba_ssm": mamba_ssd},
+    ),
+    "rwkv7": Op(
+        chunk_rwkv7,
+        options={"output_final_state": False},
+        raw={},
+        inputs=rwkv7_inputs,
+        flops=rwkv7_flops,
+        peers={"FLA": FLA_RWKV7, "FLA safe_gate": partial(FLA_RWKV7, safe_gate=True, chunk_size=64)},
+        dims=(64, 64),  # the widest heads that its kernels take
+    ),
+}
+
+
+def peers(op: str) -> dict[str, Callable[..., Any]]:
+    """Those of the op's peers that are installed."""
+    return {name: fn for name, fn in OPS[op].peers.items() if find_spec(LIBRARIES[name])}
 
 
 def can_run(peer: str, case: Case) -> bool:
@@ -300,7 +351,7 @@ def figures(case: Case, x: Inputs, bandwidth: float, measured: tuple[float, ...]
     *times, host, kept, peak = measured
     places = case.T * case.HV
     cells = []
-    for ms, needed, flop in zip(times, needed_bytes(x), flops(case.op, case.K, case.V), strict=True):
+    for ms, needed, flop in zip(times, needed_bytes(x), OPS[case.op].flops(case.K, case.V), strict=True):
         rates = f"{flop * places / ms / 1e9:.0f}", f"{needed / ms / 1e6:.0f}", f"{needed / bandwidth / ms:.0%}"
         cells += [f"{ms:.2f}", *rates]
     return [*cells, f"{kept / places:.0f}", f"{peak:.2f}", f"{host:.2f}"]
@@ -313,8 +364,9 @@ def print_rows(
     torch.manual_seed(0)
     x = case.inputs()
     cu = torch.tensor(PACKED if documents == "packed" else (0, case.T), dtype=torch.int32, device=DEVICE)
-    gates = "" if case.op in ("conv", "ssd") else ", raw gates" if case.raw else ", log gates"
-    for name, fn in {"": OPS[case.op], **others}.items():
+    op = OPS[case.op]
+    gates = "" if op.raw is None else ", raw gates" if case.raw else ", log gates"
+    for name, fn in {"": op.fn, **others}.items():
         if not can_run(name, case):
             continue
         try:
@@ -331,7 +383,7 @@ def print_rows(
 def shapes(args: argparse.Namespace) -> Iterator[tuple[str, int, tuple[int, int], tuple[int, int]]]:
     """(op, T, (H, HV), (K, V)) of all that the options ask for."""
     for op in args.ops:
-        yield from product([op], args.tokens, args.heads, args.dims or [USUAL_DIMS.get(op, (128, 128))])
+        yield from product([op], args.tokens, args.heads, args.dims or [OPS[op].dims])
 
 
 def head_dims(text: str) -> tuple[int, int]:
@@ -371,8 +423,8 @@ def main(argv: list[str]) -> int:
     times = [(f"{name} ms", "TFLOP/s", "GB/s", "of floor") for name in ("forward", "forward + backward")]
     print(table(("op", "T", "heads", "dims", "documents", *times[0], *times[1], "kept", "peak", "host"), []))
     for (op, T, heads, dims), gate in product(shapes(args), args.gates):
-        if op in ("conv", "ssd") and gate != args.gates[0]:
-            continue  # they have one kind of gates, or none
+        if OPS[op].raw is None and gate != args.gates[0]:
+            continue
         others = peers(op) if args.peers else {}
         for documents in ["one"] + ["packed"] * (PACKED[-1] == T):
             print_rows(Case(op, T, *heads, *dims, raw=gate == "raw"), documents, others, bandwidth, flush)

@@ -68,7 +68,7 @@ def results(kernel: str, x: Inputs, do: Tensor, cu_seqlens: Tensor, impl: str) -
     op, _, stage = kernel.partition(" ")
     options = {"safe_gate": stage not in ("prepare", "recompute", "gradient")} if op == "kda" else {}
     options |= {"dt_softplus": True} if op == "ssd" else {}
-    o, _ = TIMED[op_of(kernel)](**x, cu_seqlens=cu_seqlens, impl=impl, **options)
+    o, _ = TIMED[op_of(kernel)].fn(**x, cu_seqlens=cu_seqlens, impl=impl, **options)
     return {"o": o.detach()} | dict(zip(x, torch.autograd.grad(o, list(x.values()), do.to(o.dtype))))
 
 
@@ -162,7 +162,7 @@ def reason(kernel: str, args: argparse.Namespace) -> str | None:
     device = torch.device("cuda")
     dtype = getattr(torch, args.dtype)
     (K, V), (_, HV) = args.dims, args.heads
-    op = OPS[TIMED[op_of(kernel)].__name__]
+    op = OPS[TIMED[op_of(kernel)].fn.__name__]
     if why := op.reason_against("triton", Target("cuda", capability(device), dtype, {"K": K, "V": V})):
         return why
     whole = segment_length(args.tokens, 1, scan_programs(HV, V)) is None
