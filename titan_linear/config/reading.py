@@ -360,9 +360,10 @@ def _nearest(key: str) -> str:
         dotted for dotted in KEYS if words <= set(re.split("[._]", dotted))
     ]  # telemetry.freq: metrics.telemetry_freq
     alike = alike or [dotted for dotted in KEYS if dotted.endswith(f".{name}")]
-    tries = ((known, 0.9), (alike, 0.0), (known, 0.6))
-    near = next(filter(None, (difflib.get_close_matches(key, keys, 1, cutoff) for keys, cutoff in tries)), None)
-    return f"; did you mean {near[0]}?" if near else "; --help lists all keys"
+    sure = difflib.get_close_matches(key, known, 1, 0.9) or difflib.get_close_matches(key, alike, 1, 0.0)
+    near = sure or difflib.get_close_matches(key, known, 1, 0.6)
+    tables = [f"the table of a mixer, [{key}]"] if key.startswith("model.") and not sure else []
+    return f"; did you mean {' or '.join([*near, *tables])}?" if near or tables else "; --help lists all keys"
 
 
 def _home_expanded(config: Config) -> Config:
