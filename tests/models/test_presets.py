@@ -240,6 +240,7 @@ def test_logits_are_not_divided_by_0() -> None:
         (["--model.kda.head=3"], r"model.kda.head is not a key; model.kda has heads, v_heads, .*gate_bias"),
         (["--model.kda.heads=x"], r"\[model\] gives kda heads = 'x', which must be int"),
         (["--model.kda.heads=0"], r"\[model\] gives kda heads = 0, which is too small"),
+        (["--model.name=rwkv7", "--model.rwkv7.head_dim=1"], r"gives rwkv7 head_dim = 1, of which each head's norm"),
         (["--model.attention.scale=0"], r"gives attention scale = 0, which is too small"),
         (["--model.kda.v_heads=3"], r"gives kda v_heads = 3, which must be a multiple of heads = 2"),
         (["--model.attention.qk_norm=all"], r"attention qk_norm = 'all', which must be 'head' \| 'width' \| None"),

@@ -81,6 +81,10 @@ class RWKV7(MixerOptions):
         yield convolution_case(draw, (math.prod(shape),), 2, activation=None)
 
     @property
+    def contradiction(self) -> str | None:
+        return f"{self.name} head_dim = 1, of which each head's norm makes 0" if self.head_dim == 1 else None
+
+    @property
     def head_counts(self) -> dict[str, int]:
         return {"heads": self.heads}
 
