@@ -234,12 +234,21 @@ def test_logits_are_not_divided_by_0() -> None:
     assert mistake(model) == "the model's logits_divisor = 0, which is too small"
 
 
+def test_the_largest_sizes_can_be_counted() -> None:
+    most = 2**20 - 1
+    model = replace(preset("kda", "debug"), vocab_size=most, dim=most, hidden_dim=most, moe=MoEConfig(most, 1, most))
+    kda = replace(model.pattern[0], heads=1, v_heads=most, head_dim=most, v_head_dim=most)
+    model = replace(model, pattern=(kda,))
+    assert mistake(model) is None and count_parameters(model) > 2**62
+
+
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
         (["--model.kda.head=3"], r"model.kda.head is not a key; model.kda has heads, v_heads, .*gate_bias"),
         (["--model.kda.heads=x"], r"\[model\] gives kda heads = 'x', which must be int"),
         (["--model.kda.heads=0"], r"\[model\] gives kda heads = 0, which is too small"),
+        (["--model.num_layers=100000000"], r"the model's num_layers = 100000000, which is too large"),
         (["--model.name=rwkv7", "--model.rwkv7.head_dim=1"], r"gives rwkv7 head_dim = 1, of which each head's norm"),
         (["--model.attention.scale=0"], r"gives attention scale = 0, which is too small"),
         (["--model.kda.v_heads=3"], r"gives kda v_heads = 3, which must be a multiple of heads = 2"),

@@ -19,13 +19,12 @@ from itertools import accumulate
 
 import torch
 
-from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig, differences
+from titan_linear.models.config import MOST_LAYERS, MixerOptions, ModelConfig, MoEConfig, differences
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.families import FAMILIES
 from titan_linear.models.families.layout import Family, Layout, check_values
 
 Shapes = Mapping[str, tuple[int, ...]]
-MOST_LAYERS = 10_000  # that we read: families list layers one by one
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ def _read(family: Family, config: Mapping[str, object]) -> ModelConfig:
         if type(n := text.get("num_hidden_layers")) is int and n > MOST_LAYERS:
             raise ValueError(f"config.json: num_hidden_layers = {n} is above {MOST_LAYERS:,}; fetch it again")
         model = family.config_from_hf(text)
-    except (TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
+    except (TypeError, KeyError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"config.json: a value is of another kind than its key's ({error}); fetch it again") from None
     check_values(model)
     return model

@@ -195,12 +195,13 @@ class ModelConfig:
         return isinstance(self.layers[layer].mlp, MoEConfig)
 
 
+MOST_LAYERS = 10_000  # families list layers one by one
 OR_NONE = ("hidden_dim", "shared_hidden_dim", "latent_dim")  # may be 0: there is no such MLP
 
 
 def mistake(model: ModelConfig) -> str | None:
-    """What no model can have, worded for a message: a value that is not of its option's type or is too small, or values
-    that contradict each other; None if there is nothing."""
+    """What no model can have, worded for a message: a value of another type than its option, too small or too large, or
+    values that contradict each other; None if there is nothing."""
     mixers = [mixer for mixer in model.pattern if isinstance(mixer, MixerOptions)]
     nested = [x for mixer in mixers for x in vars(mixer).values() if is_dataclass(x)]
     parts = (*([] if model.moe is None else [model.moe]), *mixers, *nested)
@@ -209,8 +210,9 @@ def mistake(model: ModelConfig) -> str | None:
         for name, value in vars(part).items():
             if not isinstance(value, tuple) and not _fits(value, hints[name]):
                 return f"{owner} {name} = {value!r}, which must be {_words(hints[name])}"
-            if type(value) in (int, float) and not value >= _least(name, hints[name]):
-                return f"{owner} {name} = {value!r}, which is too small"
+            least, most = _bounds(name, hints[name])
+            if type(value) in (int, float) and not least <= value <= most:
+                return f"{owner} {name} = {value!r}, which is too {'large' if value > most else 'small'}"
         if (rotary := getattr(part, "rotary", None)) and (rotary[1] % 2 or rotary[1] > part.head_dim):
             return (
                 f"{owner} {rotary[1]} channels to rotate, which must be even, for they go in pairs, and at most a "
@@ -240,13 +242,15 @@ def _words(hint: Any) -> str:
     return "None" if hint is type(None) else hint.__name__
 
 
-def _least(name: str, hint: Any) -> float:
-    """The least value of a size, of a divisor, of any other number."""
+def _bounds(name: str, hint: Any) -> tuple[float, float]:
+    """The least and the most of a size, of a divisor, of any other number. Below 2^20 each, a tensor's sizes have a
+    product whose bytes fit in int64."""
     if int in (hint, *get_args(hint)):
-        return 0 if name in OR_NONE else 1
+        most = {"num_layers": MOST_LAYERS, "original_max_position_embeddings": math.inf}.get(name, 2**20 - 1)
+        return 0 if name in OR_NONE else 1, most
     if name.endswith(("eps", "theta", "beta_slow", "scale", "divisor")):
-        return sys.float_info.min
-    return {"lower_bound": -math.inf, "factor": 1}.get(name, 0)
+        return sys.float_info.min, math.inf
+    return {"lower_bound": -math.inf, "factor": 1}.get(name, 0), math.inf
 
 
 def differences(ours: ModelConfig, theirs: ModelConfig) -> dict[str, tuple[object, object]]:
