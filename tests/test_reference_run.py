@@ -126,7 +126,7 @@ def test_documents_as_fla_takes_them(edges: list[int], monkeypatch: pytest.Monke
 
 
 def write_run(folder: Path, losses: list[float]) -> Path:
-    folder.mkdir()
+    folder.mkdir(parents=True)
     lines = [json.dumps({"step": step, "loss": loss, "mfu": step / 100}) for step, loss in enumerate(losses, 1)]
     validations = ['{"step": 2, "validation_loss": 9.0}', '{"step": 4, "validation_loss": 8.0}']
     (folder / "metrics.jsonl").write_text("\n".join([*lines, *validations, ""]))
@@ -144,6 +144,15 @@ def test_a_pair_of_curves(tmp_path: Path, capsys: pytest.CaptureFixture, monkeyp
     assert first == "| ours | 2.0200 | 8.0000 | – | 30.5% | – | – | – |"
     assert second == "| theirs | 2.0000 | 8.0000 | – | 30.5% | – | – | – |"
     assert gap == "kda: the mean losses of the last 50 steps differ by 1.00%"
+
+
+def test_runs_of_the_same_last_name(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    runs = [write_run(tmp_path / by / "kda", [loss]) for by, loss in (("ours", 2.0), ("theirs", 1.0))]
+    reference_run.write_pair(tmp_path / "kda.csv", runs)
+    losses = {name: numbers["loss"] for name, numbers in reference_run.read_pair(tmp_path / "kda.csv").items()}
+    assert losses == {"ours/kda": {1: 2.0}, "theirs/kda": {1: 1.0}}
+    argv = ["draw", str(tmp_path), "--add", "kda", str(runs[0]), f"{runs[0]}/"]
+    assert is_refused(reference_run.main, argv, capsys) == f"--add: both runs are {runs[0]}; give two\n"
 
 
 def test_the_picture(tmp_path: Path) -> None:

@@ -165,12 +165,23 @@ def read_run(folder: Path) -> dict[int, dict[str, float]]:
     return steps
 
 
+def distinct_names(folders: list[Path]) -> list[str]:
+    """The last part of each of two paths, or as many as tell them apart."""
+    paths = [folder.absolute().parts for folder in folders]
+    for n in range(1, max(map(len, paths)) + 1):
+        names = ["/".join(parts[-n:]) for parts in paths]
+        if names[0] != names[1]:
+            return names
+    raise ValueError(f"--add: both runs are {folders[0]}; give two")
+
+
 def write_pair(path: Path, folders: list[Path]) -> None:
     """The numbers of two runs' common steps, in columns "RUN NUMBER" named after their folders."""
+    names = distinct_names(folders)
     runs = list(map(read_run, folders))
     with path.open("w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file, lineterminator="\n")
-        rows.writerow(["step", *(f"{folder.name} {number}" for folder in folders for number in NUMBERS)])
+        rows.writerow(["step", *(f"{name} {number}" for name in names for number in NUMBERS)])
         for step in sorted(runs[0].keys() & runs[1]):
             found = [run[step].get(number) for run in runs for number in NUMBERS]
             rows.writerow([step, *("" if value is None else f"{value:.6g}" for value in found)])
