@@ -6,8 +6,10 @@ from itertools import accumulate
 
 import torch
 
+from titan_linear.distributed.one_process import LocalGroup, run_ranks
 from titan_linear.ops import (
     CPContext,
+    build_cp_context,
     chunk_dplr_delta_rule,
     chunk_gated_delta_rule,
     chunk_kda,
@@ -152,6 +154,9 @@ def oracle(
     if op == "dplr":
         options.pop("safe_gate", None)
         return recurrent_dplr(**x, **options)
+    if op == "rwkv7":
+        named = {{"r": "q", "w": "gk"}.get(name, name): t for name, t in x.items()}
+        return recurrent_dplr(**named, scale=1.0, **options)
     x = dict(x)
     initial_state = x.pop("initial_state", None)
     if "A_log" in x:
@@ -166,6 +171,27 @@ def gradients(outputs: list[torch.Tensor], x: dict[str, torch.Tensor], seed: int
     rng = torch.Generator().manual_seed(seed)
     douts = [torch.randn(o.shape, generator=rng, dtype=torch.float64).to(o) for o in outputs]
     return [*outputs, *torch.autograd.grad(outputs, list(x.values()), douts)]
+
+
+def compare_four_ranks(op: str, x: dict[str, torch.Tensor], cu: torch.Tensor, layout: str, tolerance: float) -> None:
+    """The kernels' float32 output and gradients of all inputs under context parallelism; those of parameters add up."""
+    x = {name: t.float() for name, t in x.items()}
+    exact = leaves({name: t.double() for name, t in x.items()})
+    want = gradients([oracle(op, exact, cu_seqlens=cu)[0]], exact)
+    do = torch.randn(want[0].shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+    def on_rank(group: LocalGroup) -> list[torch.Tensor]:
+        ctx = build_cp_context(cu, group, device=DEVICE, layout=layout)
+        mine = tokens_of(ctx)
+        own = leaves({name: (t[:, mine] if t.dim() > 2 else t).to(DEVICE) for name, t in x.items()})
+        o, _ = call(op, own, cp_context=ctx, impl="triton")
+        return [mine, o.detach(), *torch.autograd.grad(o, list(own.values()), do[:, mine].to(o))]
+
+    places, *ranks = zip(*run_ranks(on_rank, 4), strict=True)
+    order = torch.cat(places).argsort()
+    for name, got, right in zip(["o", *x], ranks, want, strict=True):
+        whole = torch.cat(got, 1).cpu()[:, order] if right.dim() > 2 else sum(got).cpu()
+        assert relative_error(whole, right) < tolerance, name
 
 
 def leaves(x: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -21,6 +21,7 @@ from tests.ops.inputs import (
     DEVICE,
     boundaries,
     call,
+    compare_four_ranks,
     gradients,
     leaves,
     make_inputs,
@@ -30,7 +31,6 @@ from tests.ops.inputs import (
     tokens_of,
 )
 from tests.worlds import World
-from titan_linear.distributed.one_process import LocalGroup, run_ranks
 from titan_linear.ops import build_cp_context, causal_conv1d
 from titan_linear.ops.layout import context
 from titan_linear.ops.layout.boundaries import Boundaries, scan_programs, segment_arrays, segment_length
@@ -106,22 +106,8 @@ def test_fragments_in_segments(op: str, layout: str, monkeypatch: pytest.MonkeyP
     """Of four ranks: one document goes through two, each of them three segments, and a rank has two entries; in zig-zag
     each has two fragments of two segments. Little of the state decays on the way."""
     monkeypatch.setattr(rules, "segment_length", lambda *_: 64)
-    cu, x = boundaries([10, 450, 60]), make_inputs(op, 520, H=1, HV=1, K=32, V=32, gate="slow")
-    exact = leaves({n: t.double() for n, t in x.items()})
-    want = gradients([oracle(op, exact, cu_seqlens=cu)[0]], exact)
-    do = torch.randn(want[0].shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-
-    def on_rank(group: LocalGroup) -> list[torch.Tensor]:
-        ctx = build_cp_context(cu, group, device=DEVICE, layout=layout)
-        mine = tokens_of(ctx)
-        own = leaves({n: t[:, mine].to(DEVICE, torch.float32) for n, t in x.items()})
-        o, _ = call(op, own, cp_context=ctx, impl="triton")
-        return [mine, o.detach(), *torch.autograd.grad(o, list(own.values()), do[:, mine].to(o))]
-
-    places, *ranks = zip(*run_ranks(on_rank, 4), strict=True)
-    order = torch.cat(places).argsort()
-    for name, got, exact in zip(["o", *x], ranks, want, strict=True):
-        assert relative_error(torch.cat(got, 1).cpu()[:, order], exact) < TOLERANCE, name
+    x = make_inputs(op, 520, H=1, HV=1, K=32, V=32, gate="slow")
+    compare_four_ranks(op, x, boundaries([10, 450, 60]), layout, TOLERANCE)
 
 
 @pytest.mark.parametrize("indexed", [False, True])

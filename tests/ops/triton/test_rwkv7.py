@@ -1,4 +1,9 @@
-"""The kernels behind chunk_rwkv7 against the token-by-token oracle in float64: in the interpreter, or on the device."""
+"""The kernels behind chunk_rwkv7 against the token-by-token oracle in float64: outputs, states and gradients of all
+inputs, packed, in segments and on ranks; leaks between documents; what they refuse.
+
+    ./tests/run.sh tests/ops/triton/test_rwkv7.py              # in Triton's interpreter, or on a GPU if there is one
+    ./tests/run.sh tests/ops/triton/test_rwkv7.py -m cuda      # long documents in bfloat16, on a GPU
+"""
 
 from __future__ import annotations
 
@@ -10,16 +15,14 @@ from tests.ops.inputs import (
     DEVICE,
     boundaries,
     call,
+    compare_four_ranks,
     dplr_inputs,
     gradients,
     leaves,
     oracle,
     relative_error,
-    tokens_of,
 )
 from tests.ops.triton.bfloat16 import interpret_bfloat16
-from titan_linear.distributed.one_process import LocalGroup, run_ranks
-from titan_linear.ops import build_cp_context
 from titan_linear.ops.reference.delta_rule import l2norm
 from titan_linear.ops.triton import delta_rule as rules
 from titan_linear.ops.triton.chunks import chunks_of
@@ -39,14 +42,6 @@ def rwkv7_inputs(T: int, *, decay: float = 0.6065, K: int = 32, **dims: int) -> 
     return {NAMES.get(name, name): t for name, t in (x | {"gk": decay * x["gk"]}).items()}
 
 
-def exact(x: dict[str, Tensor], cu: Tensor | None) -> list[Tensor]:
-    """o, the final states and gradients of the oracle, or without an initial state those of o alone."""
-    x = leaves({name: t.double() for name, t in x.items()})
-    named = {{"r": "q", "w": "gk"}.get(name, name): t for name, t in x.items()}
-    outputs = list(oracle("dplr", named, cu_seqlens=cu, scale=1.0))
-    return gradients(outputs if "initial_state" in x else outputs[:1], x)
-
-
 def compare(x: dict[str, Tensor], lengths: list[int], dtype: torch.dtype = torch.float32, **options: bool) -> None:
     """Outputs, final states and gradients, from random initial states."""
     cu, (H, K), V = boundaries(lengths), x["r"].shape[2:], x["v"].shape[3]
@@ -55,7 +50,9 @@ def compare(x: dict[str, Tensor], lengths: list[int], dtype: torch.dtype = torch
     x["initial_state"] = torch.randn(len(lengths), H, K, V, generator=rng)
     ours = leaves({name: t.to(DEVICE) for name, t in x.items()})
     got = gradients(list(call("rwkv7", ours, cu_seqlens=cu.to(DEVICE), impl="triton", **options)), ours)
-    pairs = zip(["o", "final", *x], got, exact(x, cu), strict=True)
+    exact = leaves({name: t.double() for name, t in x.items()})
+    want = gradients(list(oracle("rwkv7", exact, cu_seqlens=cu)), exact)
+    pairs = zip(["o", "final", *x], got, want, strict=True)
     found = {name: relative_error(a.cpu(), b) for name, a, b in pairs}
     bounds = dict.fromkeys(found, TOLERANCE)
     if dtype != torch.float32:
@@ -116,22 +113,7 @@ def test_documents_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_ranks(layout: str) -> None:
     """Four of them: one document goes through two, and a rank has several; little of the state decays on the way."""
-    cu, x = boundaries([10, 280, 30]), rwkv7_inputs(320, decay=1e-3)
-    x = {name: t.float() for name, t in x.items()}
-    want = exact(x, cu)
-    do = torch.randn(want[0].shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-
-    def on_rank(group: LocalGroup) -> list[Tensor]:
-        ctx = build_cp_context(cu, group, device=DEVICE, layout=layout)
-        mine = tokens_of(ctx)
-        own = leaves({name: t[:, mine].to(DEVICE) for name, t in x.items()})
-        o, _ = call("rwkv7", own, cp_context=ctx, impl="triton")
-        return [mine, o.detach(), *torch.autograd.grad(o, list(own.values()), do[:, mine].to(o))]
-
-    places, *ranks = zip(*run_ranks(on_rank, 4), strict=True)
-    order = torch.cat(places).argsort()
-    for name, got, right in zip(["o", *x], ranks, want, strict=True):
-        assert relative_error(torch.cat(got, 1).cpu()[:, order], right) < TOLERANCE, name
+    compare_four_ranks("rwkv7", rwkv7_inputs(320, decay=1e-3), boundaries([10, 280, 30]), layout, TOLERANCE)
 
 
 def test_neighbours_of_what_is_not_finite() -> None:

@@ -1,5 +1,9 @@
 """The kernels of states that only decay, behind chunk_ssd and chunk_simple_gla, against the token-by-token oracles in
-float64: in the interpreter, or on the device."""
+float64: outputs, states and gradients of all inputs, packed, in segments and on ranks; leaks between documents; what
+they refuse.
+
+    ./tests/run.sh tests/ops/triton/test_ssd.py                # in Triton's interpreter, or on a GPU if there is one
+"""
 
 from __future__ import annotations
 
@@ -13,16 +17,14 @@ from tests.ops.inputs import (
     STATES,
     boundaries,
     call,
+    compare_four_ranks,
     decaying_inputs,
     gradients,
     leaves,
     oracle,
     relative_error,
-    tokens_of,
 )
 from tests.ops.triton.bfloat16 import interpret_bfloat16
-from titan_linear.distributed.one_process import LocalGroup, run_ranks
-from titan_linear.ops import build_cp_context
 from titan_linear.ops.exchange import folds
 from titan_linear.ops.triton import delta_rule, ssd
 from titan_linear.ops.triton.chunks import chunks_of
@@ -171,23 +173,8 @@ def test_ranks(op: str, layout: str, segments: bool, monkeypatch: pytest.MonkeyP
     if segments:
         monkeypatch.setattr(delta_rule, "segment_length", lambda *_: 64)
         monkeypatch.setattr(folds, "by_kernels", lambda _: True)
-    cu, x = boundaries([10, 280, 30]), decaying_inputs(op, 320, bias=-5.0, **SMALL)
-    exact = leaves({n: t.float().double() for n, t in x.items()})
-    want = gradients([oracle(op, exact, cu_seqlens=cu)[0]], exact)
-    do = torch.randn(want[0].shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-
-    def on_rank(group: LocalGroup) -> list[Tensor]:
-        ctx = build_cp_context(cu, group, device=DEVICE, layout=layout)
-        mine = tokens_of(ctx)
-        own = leaves({n: (t[:, mine] if t.dim() > 2 else t).to(DEVICE, torch.float32) for n, t in x.items()})
-        o, _ = call(op, own, cp_context=ctx, impl="triton")
-        return [mine, o.detach(), *torch.autograd.grad(o, list(own.values()), do[:, mine].to(o))]
-
-    places, *ranks = zip(*run_ranks(on_rank, 4), strict=True)
-    order = torch.cat(places).argsort()
-    for name, got, right in zip(["o", *x], ranks, want, strict=True):
-        all_tokens = torch.cat(got, 1).cpu()[:, order] if right.dim() > 2 else sum(got).cpu()
-        assert relative_error(all_tokens, right) < TOLERANCE, name
+    x = decaying_inputs(op, 320, bias=-5.0, **SMALL)
+    compare_four_ranks(op, x, boundaries([10, 280, 30]), layout, TOLERANCE)
 
 
 def test_views_of_one_projection_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
