@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from titan_linear.models.config import ModelConfig, MoEConfig
 from titan_linear.models.families.layout import (
+    HEADS,
     MODEL,
     NORMS,
     Family,
@@ -13,6 +14,7 @@ from titan_linear.models.families.layout import (
     common_from_hf,
     common_to_hf,
     mamba2,
+    named,
     options_of,
     renamed,
     rope_to_hf,
@@ -54,6 +56,19 @@ LAYERS = {
 
 # --- config.json -----------------------------------------------------------------------------------------------------
 
+FACTORS = dict(
+    embedding_factor="embedding_multiplier", residual_factor="residual_multiplier", logits_divisor="logits_scaling"
+)
+MAMBA2_SIZES = dict(
+    heads="mamba_n_heads",
+    head_dim="mamba_d_head",
+    state_dim="mamba_d_state",
+    groups="mamba_n_groups",
+    conv_size="mamba_d_conv",
+    conv_bias="mamba_conv_bias",
+)
+MOE_SIZES = dict(num_experts="num_local_experts", top_k="num_experts_per_tok", hidden_dim="intermediate_size")
+
 
 def _from_hf(config: Json) -> ModelConfig:
     key = Keys(config)
@@ -68,26 +83,15 @@ def _from_hf(config: Json) -> ModelConfig:
         ),
         hidden_dim=key("shared_intermediate_size"),
         moe=_moe_from_hf(key) if key("num_local_experts", 0) else None,
-        embedding_factor=key("embedding_multiplier", 1.0),
-        residual_factor=key("residual_multiplier", 1.0),
-        logits_divisor=key("logits_scaling", 1.0),
+        **key.options(FACTORS, **dict.fromkeys(FACTORS, 1.0)),
     )
 
 
 def _mamba2_from_hf(key: Keys) -> Mamba2:
-    heads, inner = key("mamba_n_heads"), key("mamba_expand", 2) * key("hidden_size")
-    head_dim = key("mamba_d_head", "auto")
-    dt_min, dt_max = time_step_limit(key)
-    return Mamba2(
-        heads=heads,
-        head_dim=inner // heads if head_dim == "auto" else head_dim,
-        state_dim=key("mamba_d_state"),
-        groups=key("mamba_n_groups", 1),
-        conv_size=key("mamba_d_conv", 4),
-        conv_bias=key("mamba_conv_bias", True),
-        dt_min=dt_min,
-        dt_max=dt_max,
-    )
+    sizes = key.options(MAMBA2_SIZES, head_dim="auto", groups=1, conv_size=4, conv_bias=True)
+    if sizes["head_dim"] == "auto":
+        sizes["head_dim"] = key("mamba_expand", 2) * key("hidden_size") // sizes["heads"]
+    return Mamba2(**sizes, **time_step_limit(key))
 
 
 def _attention_from_hf(key: Keys) -> Attention:
@@ -103,44 +107,28 @@ def _attention_from_hf(key: Keys) -> Attention:
 
 
 def _moe_from_hf(key: Keys) -> MoEConfig:
-    return MoEConfig(
-        num_experts=key("num_local_experts"),
-        top_k=key("num_experts_per_tok"),
-        hidden_dim=key("intermediate_size"),
-        shared_hidden_dim=key("shared_intermediate_size"),
-    )
+    return MoEConfig(**key.options(MOE_SIZES), shared_hidden_dim=key("shared_intermediate_size"))
 
 
 def _to_hf(config: ModelConfig) -> Json:
-    moe = config.moe
     written = dict(
         model_type="granitemoehybrid",
         **common_to_hf(config),
         shared_intermediate_size=config.hidden_dim,
-        intermediate_size=moe.hidden_dim if moe else config.hidden_dim,
-        num_local_experts=moe.num_experts if moe else 0,
-        num_experts_per_tok=moe.top_k if moe else 0,
-        embedding_multiplier=config.embedding_factor,
-        residual_multiplier=config.residual_factor,
-        logits_scaling=config.logits_divisor,
+        **named(config.moe or MoEConfig(0, 0, config.hidden_dim), MOE_SIZES),
+        **named(config, FACTORS),
         position_embedding_type="nope",
     )
     if mamba := options_of(config, Mamba2):
         written |= dict(
-            mamba_n_heads=mamba.heads,
-            mamba_d_head=mamba.head_dim,
-            mamba_d_state=mamba.state_dim,
-            mamba_n_groups=mamba.groups,
-            mamba_d_conv=mamba.conv_size,
-            mamba_conv_bias=mamba.conv_bias,
+            **named(mamba, MAMBA2_SIZES),
             **time_step_limit_to_hf(mamba.dt_min, mamba.dt_max),
         )
         if mamba.heads * mamba.head_dim != 2 * config.dim:
             written["mamba_expand"] = mamba.heads * mamba.head_dim / config.dim
     if attention := options_of(config, Attention):
         written |= dict(
-            num_attention_heads=attention.heads,
-            num_key_value_heads=attention.kv_heads,
+            **named(attention, HEADS),
             attention_multiplier=attention.head_dim**-0.5 if attention.scale is None else attention.scale,
         )
         if attention.rope_theta is not None:

@@ -15,6 +15,7 @@ from titan_linear.models.families.layout import (
     common_to_hf,
     convolutions,
     experts,
+    named,
     options_of,
     renamed,
     same,
@@ -67,6 +68,14 @@ KIMI_EXPERTS = tuple(
 
 # --- config.json -----------------------------------------------------------------------------------------------------
 
+MLA_SIZES = dict(
+    heads="num_attention_heads",
+    kv_rank="kv_lora_rank",
+    nope_dim="qk_nope_head_dim",
+    shared_k_dim="qk_rope_head_dim",
+    v_dim="v_head_dim",
+)
+
 
 def _from_hf(config: Json) -> ModelConfig:
     key = Keys(config)
@@ -103,13 +112,7 @@ def _mla_from_hf(key: Keys) -> MLA:
     heads = key("num_attention_heads")
     if key("num_key_value_heads", None) not in (None, heads):
         raise ValueError(f"config.json: num_key_value_heads = {key('num_key_value_heads')}; only {heads} is known")
-    return MLA(
-        heads=heads,
-        kv_rank=key("kv_lora_rank"),
-        nope_dim=key("qk_nope_head_dim"),
-        shared_k_dim=key("qk_rope_head_dim"),
-        v_dim=key("v_head_dim"),
-    )
+    return MLA(**key.options(MLA_SIZES))
 
 
 def _layer_types(key: Keys, linear: Json) -> list[str]:
@@ -163,14 +166,7 @@ def _to_hf(config: ModelConfig) -> Json:
     if kda := options_of(config, KDA):
         written |= dict(linear_num_heads=kda.heads, linear_head_dim=kda.head_dim, linear_conv_kernel_dim=kda.conv_size)
     if mla := options_of(config, MLA):
-        written |= dict(
-            num_attention_heads=mla.heads,
-            num_key_value_heads=mla.heads,
-            kv_lora_rank=mla.kv_rank,
-            qk_nope_head_dim=mla.nope_dim,
-            qk_rope_head_dim=mla.shared_k_dim,
-            v_head_dim=mla.v_dim,
-        )
+        written |= dict(num_key_value_heads=mla.heads, **named(mla, MLA_SIZES))
     if (moe := config.moe) is not None:
         written |= dict(
             num_experts=moe.num_experts,

@@ -41,6 +41,7 @@ class Layout:
 
 Spellings = tuple[Layout, ...]  # the layouts that one part of a model may have
 Json = dict[str, object]
+Names = Mapping[str, str]  # options of ours -> their keys in config.json
 Options = TypeVar("Options", bound=MixerOptions)
 
 
@@ -154,6 +155,11 @@ class Keys:
             return self.config.get(key, *default)
         raise ValueError(f"config.json: {key!r} is missing; fetch it again")
 
+    def options(self, names: Names, **defaults: object) -> Json:
+        """Our options of these names; those without a default must be there."""
+        given = {ours: (defaults[ours],) for ours in defaults}
+        return {ours: self(theirs, *given.get(ours, ())) for ours, theirs in names.items()}
+
     def only(self, key: str, *known: object) -> None:
         """Refuse a value that is not in `known`, of which the first is the default."""
         if (value := self.config.get(key, known[0])) not in known:
@@ -217,6 +223,18 @@ def options_of(config: ModelConfig, kind: type[Options]) -> Options | None:
     return next((mixer for mixer in config.mixers if isinstance(mixer, kind)), None)
 
 
+def named(options: object, names: Names) -> Json:
+    """The inverse of `Keys.options`."""
+    return {theirs: getattr(options, ours) for ours, theirs in names.items()}
+
+
+HEADS = dict(heads="num_attention_heads", kv_heads="num_key_value_heads")  # of softmax attention
+
+
+def attention_to_hf(attention: Attention) -> Json:
+    return named(attention, HEADS) | rope_to_hf(attention)
+
+
 def rope_to_hf(attention: Attention) -> Json:
     """`rope_parameters`, and the context of YaRN."""
     positions = dict(rope_theta=attention.rope_theta, partial_rotary_factor=attention.rotary_fraction)
@@ -227,13 +245,13 @@ def rope_to_hf(attention: Attention) -> Json:
     return dict(rope_parameters=used | positions, **({"max_position_embeddings": round(reached)} if reached else {}))
 
 
-def time_step_limit(key: Keys) -> tuple[float, float]:
-    """The limits of Mamba-2's time steps. Folders have Infinity there, which JSON lacks, or an object for it."""
+def time_step_limit(key: Keys) -> Json:
+    """Mamba-2's limits of time steps. Folders have Infinity there, which JSON lacks, or an object for it."""
     given = key("time_step_limit", None) or (0.0, math.inf)
     limits = [float(x["__float__"]) if isinstance(x, dict) else 1.0 * x for x in given]
     if len(limits) != 2 or not limits[0] <= limits[1]:
         raise ValueError(f"config.json: time_step_limit = {limits}; give the lower limit, then the upper one")
-    return limits[0], limits[1]
+    return dict(dt_min=limits[0], dt_max=limits[1])
 
 
 def time_step_limit_to_hf(low: float, high: float) -> Json:
@@ -242,40 +260,33 @@ def time_step_limit_to_hf(low: float, high: float) -> Json:
     return {} if (low, high) == (0.0, math.inf) else {"time_step_limit": given}
 
 
+# The options that every family gives the same names, except for those of norm_eps.
+COMMON = dict(
+    vocab_size="vocab_size",
+    dim="hidden_size",
+    num_layers="num_hidden_layers",
+    norm_eps="rms_norm_eps",
+    tie_embeddings="tie_word_embeddings",
+    init_std="initializer_range",
+)
+
+
 def common_from_hf(key: Keys) -> Json:
-    """The options that every family but FLA's gives the same names."""
     key.only("attention_bias", False)
     key.only("hidden_act", "silu", "swish")
     key.only("quantization_config", None)
-    return dict(
-        vocab_size=key("vocab_size"),
-        dim=key("hidden_size"),
-        num_layers=key("num_hidden_layers"),
-        norm_eps=key("rms_norm_eps"),
-        tie_embeddings=key("tie_word_embeddings", False),
-        init_std=key("initializer_range", 0.02),
-    )
+    return key.options(COMMON, tie_embeddings=False, init_std=0.02)
 
 
 def common_to_hf(config: ModelConfig) -> Json:
-    return dict(
-        vocab_size=config.vocab_size,
-        hidden_size=config.dim,
-        num_hidden_layers=config.num_layers,
-        rms_norm_eps=config.norm_eps,
-        tie_word_embeddings=config.tie_embeddings,
-        initializer_range=config.init_std,
-        hidden_act="silu",
-        attention_bias=False,
-        layer_types=layer_types(config),
-    )
+    fixed = dict(hidden_act="silu", attention_bias=False)
+    return named(config, COMMON) | fixed | dict(layer_types=layer_types(config))
 
 
-# GDN's options -> their names in Qwen's and OLMo's families.
 GDN_SIZES = dict(
     heads="linear_num_key_heads",
     v_heads="linear_num_value_heads",
     head_dim="linear_key_head_dim",
     v_head_dim="linear_value_head_dim",
     conv_size="linear_conv_kernel_dim",
-)
+)  # in Qwen's and OLMo's families

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.families.layout import (
+    HEADS,
     Family,
     Json,
     Keys,
+    attention_to_hf,
     common_from_hf,
     common_to_hf,
     fused,
     options_of,
     renamed,
-    rope_to_hf,
     same,
     shortest,
 )
@@ -62,14 +63,8 @@ def _from_hf(config: Json) -> ModelConfig:
 
 
 def _attention_from_hf(key: Keys) -> Attention:
-    heads = key("num_attention_heads")
-    return Attention(
-        heads=heads,
-        kv_heads=key("num_key_value_heads"),
-        head_dim=key("hidden_size") // heads,
-        qk_norm="head",
-        **key.rope(1e6),
-    )
+    head_dim = key("hidden_size") // key("num_attention_heads")
+    return Attention(**key.options(HEADS), head_dim=head_dim, qk_norm="head", **key.rope(1e6))
 
 
 def _hidden_dim(key: Keys) -> int:
@@ -94,11 +89,7 @@ def _to_hf(config: ModelConfig) -> Json:
     if conv := options_of(config, ShortConv):
         written["conv_L_cache"] = conv.conv_size
     if attention := options_of(config, Attention):
-        written |= dict(
-            num_attention_heads=attention.heads,
-            num_key_value_heads=attention.kv_heads,
-            **rope_to_hf(attention),
-        )
+        written |= attention_to_hf(attention)
     return written
 
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from titan_linear.models.config import ModelConfig, MoEConfig
 from titan_linear.models.families.layout import (
+    HEADS,
     MODEL,
     NORMS,
     Family,
     Json,
     Keys,
     Layout,
+    attention_to_hf,
     common_from_hf,
     common_to_hf,
     experts,
     fused,
+    named,
     options_of,
     renamed,
-    rope_to_hf,
     same,
 )
 from titan_linear.models.mixers import Attention, Lightning
@@ -44,6 +46,7 @@ EXPERTS = (
 
 # --- config.json -----------------------------------------------------------------------------------------------------
 
+MOE_SIZES = dict(num_experts="num_local_experts", top_k="num_experts_per_tok", hidden_dim="intermediate_size")
 BRANCHES = ("full_attn", "linear_attn", "mlp")
 
 
@@ -56,7 +59,7 @@ def _from_hf(config: Json) -> ModelConfig:
         **common_from_hf(key),
         pattern=key.pattern(lambda: _attention_from_hf(key), lambda: _lightning_from_hf(key), default),
         hidden_dim=0,
-        moe=MoEConfig(key("num_local_experts"), key("num_experts_per_tok"), key("intermediate_size")),
+        moe=MoEConfig(**key.options(MOE_SIZES)),
         normed_residual=True,
         kept_factor=_of_all(key, "alpha"),
         residual_factor=_of_all(key, "beta"),
@@ -81,21 +84,17 @@ def _lightning_from_hf(key: Keys) -> Lightning:
 
 def _attention_from_hf(key: Keys) -> Attention:
     return Attention(
-        heads=key("num_attention_heads"),
-        kv_heads=key("num_key_value_heads"),
+        **key.options(HEADS),
         head_dim=_head_dim(key),
         **key.rope(1e6, key("rotary_dim", _head_dim(key)) / _head_dim(key)),
     )
 
 
 def _to_hf(config: ModelConfig) -> Json:
-    moe = config.moe
     written = dict(
         model_type="minimax",
         **common_to_hf(config),
-        num_local_experts=moe.num_experts,
-        num_experts_per_tok=moe.top_k,
-        intermediate_size=moe.hidden_dim,
+        **named(config.moe, MOE_SIZES),
         **{f"{branch}_alpha_factor": config.kept_factor for branch in BRANCHES},
         **{f"{branch}_beta_factor": config.residual_factor for branch in BRANCHES},
     )
@@ -103,11 +102,9 @@ def _to_hf(config: ModelConfig) -> Json:
         written |= dict(num_attention_heads=lightning.heads, head_dim=lightning.head_dim)
     if attention := options_of(config, Attention):
         written |= dict(
-            num_attention_heads=attention.heads,
-            num_key_value_heads=attention.kv_heads,
             head_dim=attention.head_dim,
             rotary_dim=int(attention.head_dim * attention.rotary_fraction),
-            **rope_to_hf(attention),
+            **attention_to_hf(attention),
         )
     return written
 

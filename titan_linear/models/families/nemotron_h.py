@@ -8,11 +8,14 @@ from types import NoneType
 
 from titan_linear.models.config import ModelConfig, MoEConfig
 from titan_linear.models.families.layout import (
+    COMMON,
+    HEADS,
     Family,
     Json,
     Keys,
     Layout,
     mamba2,
+    named,
     options_of,
     renamed,
     same,
@@ -52,6 +55,25 @@ LAYERS = {
 
 # --- config.json -----------------------------------------------------------------------------------------------------
 
+NAMES = COMMON | dict(norm_eps="layer_norm_epsilon")
+MAMBA2_SIZES = dict(
+    heads="mamba_num_heads",
+    head_dim="mamba_head_dim",
+    state_dim="ssm_state_size",
+    groups="n_groups",
+    conv_size="conv_kernel",
+    conv_bias="use_conv_bias",
+)
+MOE_SIZES = dict(
+    num_experts="n_routed_experts",
+    top_k="num_experts_per_tok",
+    hidden_dim="moe_intermediate_size",
+    shared_hidden_dim="moe_shared_expert_intermediate_size",
+    normalise="norm_topk_prob",
+    scale="routed_scaling_factor",
+    groups="n_group",
+    top_groups="topk_group",
+)
 LETTERS = {"M": "mamba2", "*": "attention", "-": Dense.name, "E": MoEConfig.name}  # of a pattern
 WORDS = {  # of a list of layers, in transformers and before
     "linear_attention": "mamba2",
@@ -75,17 +97,12 @@ def _from_hf(config: Json) -> ModelConfig:
     made = {"mamba2": _mamba2_from_hf, "attention": _attention_from_hf}
     mixers = {kind: make(key) for kind, make in made.items() if kind in kinds}
     return ModelConfig(
-        vocab_size=key("vocab_size"),
-        dim=key("hidden_size"),
+        **key.options(NAMES, num_layers=len(kinds), norm_eps=1e-5, tie_embeddings=False, init_std=0.02),
         pattern=shortest([mixers.get(kind, kind) for kind in kinds]),
-        num_layers=len(kinds),
         hidden_dim=key("intermediate_size") if Dense.name in kinds else 0,
         moe=_moe_from_hf(key) if MoEConfig.name in kinds else None,
         one_branch=True,
         activation="relu2",
-        tie_embeddings=key("tie_word_embeddings", False),
-        norm_eps=key("layer_norm_epsilon", 1e-5),
-        init_std=key("initializer_range", 0.02),
     )
 
 
@@ -104,17 +121,8 @@ def _kinds(key: Keys) -> list[str]:
 
 
 def _mamba2_from_hf(key: Keys) -> Mamba2:
-    dt_min, dt_max = time_step_limit(key)
-    return Mamba2(
-        heads=key("mamba_num_heads"),
-        head_dim=key("mamba_head_dim"),
-        state_dim=key("ssm_state_size", 128),
-        groups=key("n_groups", 8),
-        conv_size=key("conv_kernel", 4),
-        conv_bias=key("use_conv_bias", True),
-        dt_min=dt_min,
-        dt_max=dt_max,
-    )
+    sizes = key.options(MAMBA2_SIZES, state_dim=128, groups=8, conv_size=4, conv_bias=True)
+    return Mamba2(**sizes, **time_step_limit(key))
 
 
 def _attention_from_hf(key: Keys) -> Attention:
@@ -128,16 +136,9 @@ def _attention_from_hf(key: Keys) -> Attention:
 def _moe_from_hf(key: Keys) -> MoEConfig:
     key.only("n_shared_experts", 1)
     return MoEConfig(
-        num_experts=key("n_routed_experts"),
-        top_k=key("num_experts_per_tok"),
-        hidden_dim=key("moe_intermediate_size"),
-        shared_hidden_dim=key("moe_shared_expert_intermediate_size"),
+        **key.options(MOE_SIZES, normalise=True, scale=1.0, groups=1, top_groups=1),
         score="sigmoid",
-        normalise=key("norm_topk_prob", True),
-        scale=key("routed_scaling_factor", 1.0),
         selection_bias=True,
-        groups=key("n_group", 1),
-        top_groups=key("topk_group", 1),
         activation="relu2",
         latent_dim=key("moe_latent_size", None) or 0,
     )
@@ -148,49 +149,24 @@ def _to_hf(config: ModelConfig) -> Json:
     words, letters = ({kind: name for name, kind in reversed(table.items())} for table in (WORDS, LETTERS))
     written = dict(
         model_type="nemotron_h",
-        vocab_size=config.vocab_size,
-        hidden_size=config.dim,
-        num_hidden_layers=config.num_layers,
+        **named(config, NAMES),
         layers_block_type=[words[kind] for kind in kinds],
         hybrid_override_pattern="".join(letters[kind] for kind in kinds),
         intermediate_size=config.hidden_dim or config.dim,
         mlp_hidden_act="relu2",
-        tie_word_embeddings=config.tie_embeddings,
-        layer_norm_epsilon=config.norm_eps,
-        initializer_range=config.init_std,
         attention_bias=False,
     )
     if mamba := options_of(config, Mamba2):
         written |= dict(
-            mamba_num_heads=mamba.heads,
-            mamba_head_dim=mamba.head_dim,
-            ssm_state_size=mamba.state_dim,
-            n_groups=mamba.groups,
-            conv_kernel=mamba.conv_size,
-            use_conv_bias=mamba.conv_bias,
+            **named(mamba, MAMBA2_SIZES),
             **time_step_limit_to_hf(mamba.dt_min, mamba.dt_max),
             # What transformers takes for the lower limit. Its initial weights need the logarithm.
             time_step_min=mamba.dt_min or sys.float_info.min,
         )
     if attention := options_of(config, Attention):
-        written |= dict(
-            num_attention_heads=attention.heads,
-            num_key_value_heads=attention.kv_heads,
-            head_dim=attention.head_dim,
-        )
+        written |= dict(head_dim=attention.head_dim, **named(attention, HEADS))
     if (moe := config.moe) is not None:
-        written |= dict(
-            n_routed_experts=moe.num_experts,
-            num_experts_per_tok=moe.top_k,
-            moe_intermediate_size=moe.hidden_dim,
-            moe_shared_expert_intermediate_size=moe.shared_hidden_dim,
-            n_shared_experts=1,
-            norm_topk_prob=moe.normalise,
-            routed_scaling_factor=moe.scale,
-            n_group=moe.groups,
-            topk_group=moe.top_groups,
-            moe_latent_size=moe.latent_dim or None,
-        )
+        written |= dict(**named(moe, MOE_SIZES), n_shared_experts=1, moe_latent_size=moe.latent_dim or None)
     return written
 
 

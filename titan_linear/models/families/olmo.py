@@ -14,12 +14,13 @@ from titan_linear.models.families.layout import (
     Keys,
     Layout,
     Spellings,
+    attention_to_hf,
     common_from_hf,
     common_to_hf,
     convolutions,
     gates,
+    named,
     options_of,
-    rope_to_hf,
     same,
 )
 from titan_linear.models.mixers import GDN, Attention
@@ -91,13 +92,9 @@ def _attention_from_hf(key: Keys) -> Attention:
 def _to_hf(config: ModelConfig) -> Json:
     written = dict(model_type="olmo_hybrid", **common_to_hf(config), intermediate_size=config.hidden_dim)
     if attention := options_of(config, Attention):
-        written |= dict(
-            num_attention_heads=attention.heads,
-            num_key_value_heads=attention.kv_heads,
-            **rope_to_hf(attention),
-        )
+        written |= attention_to_hf(attention)
     if gdn := options_of(config, GDN):
-        written |= {theirs: getattr(gdn, ours) for ours, theirs in GDN_SIZES.items()}
+        written |= named(gdn, GDN_SIZES)
         written["linear_allow_neg_eigval"] = gdn.beta_range == 2.0
     return written
 

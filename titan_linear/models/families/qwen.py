@@ -8,6 +8,7 @@ from functools import partial
 from titan_linear.models.config import ModelConfig, MoEConfig
 from titan_linear.models.families.layout import (
     GDN_SIZES,
+    HEADS,
     MLP,
     MODEL,
     NORMS,
@@ -15,14 +16,15 @@ from titan_linear.models.families.layout import (
     Json,
     Keys,
     OwnTokenizer,
+    attention_to_hf,
     common_from_hf,
     common_to_hf,
     experts,
     fused,
     gates,
+    named,
     options_of,
     renamed,
-    rope_to_hf,
     same,
     swiglu,
 )
@@ -59,6 +61,8 @@ EXPERTS = (
 
 # --- config.json -----------------------------------------------------------------------------------------------------
 
+MOE_SIZES = dict(num_experts="num_experts", top_k="num_experts_per_tok", hidden_dim="moe_intermediate_size")
+
 
 def _from_hf(config: Json, model_type: str) -> ModelConfig:
     key = Keys(config)
@@ -70,7 +74,7 @@ def _from_hf(config: Json, model_type: str) -> ModelConfig:
         **common_from_hf(key),
         pattern=key.pattern(
             full=lambda: _attention_from_hf(key),
-            linear=lambda: GDN(**{ours: key(theirs) for ours, theirs in GDN_SIZES.items()}),
+            linear=lambda: GDN(**key.options(GDN_SIZES)),
             default=default,
         ),
         hidden_dim=key("intermediate_size", 0) if moe else key("intermediate_size"),
@@ -81,23 +85,15 @@ def _from_hf(config: Json, model_type: str) -> ModelConfig:
 
 
 def _attention_from_hf(key: Keys) -> Attention:
-    return Attention(
-        heads=key("num_attention_heads"),
-        kv_heads=key("num_key_value_heads"),
-        head_dim=key("head_dim"),
-        qk_norm="head",
-        output_gate=True,
-        **key.rope(10000.0, 0.25),
-    )
+    sizes = key.options(HEADS) | dict(head_dim=key("head_dim"))
+    return Attention(**sizes, qk_norm="head", output_gate=True, **key.rope(10000.0, 0.25))
 
 
 def _moe_from_hf(key: Keys, model_type: str) -> MoEConfig:
     shared = key("shared_expert_intermediate_size", 0) or 0
     normalise = model_type != "qwen3_next" or key("norm_topk_prob", True)  # Qwen3.5 always does, without a key
     return MoEConfig(
-        num_experts=key("num_experts"),
-        top_k=key("num_experts_per_tok"),
-        hidden_dim=key("moe_intermediate_size"),
+        **key.options(MOE_SIZES),
         shared_hidden_dim=shared,
         shared_gate=shared > 0,
         normalise=normalise,
@@ -114,21 +110,14 @@ def _dense_layers(key: Keys) -> tuple[int, ...]:
 def _to_hf(config: ModelConfig, model_type: str) -> Json:
     written = dict(model_type=model_type, **common_to_hf(config))
     if attention := options_of(config, Attention):
-        written |= dict(
-            num_attention_heads=attention.heads,
-            num_key_value_heads=attention.kv_heads,
-            head_dim=attention.head_dim,
-            **rope_to_hf(attention),
-        )
+        written |= dict(head_dim=attention.head_dim, **attention_to_hf(attention))
     if gdn := options_of(config, GDN):
-        written |= {theirs: getattr(gdn, ours) for ours, theirs in GDN_SIZES.items()}
+        written |= named(gdn, GDN_SIZES)
     if config.hidden_dim:
         written["intermediate_size"] = config.hidden_dim
     if (moe := config.moe) is not None:
         written |= dict(
-            num_experts=moe.num_experts,
-            num_experts_per_tok=moe.top_k,
-            moe_intermediate_size=moe.hidden_dim,
+            **named(moe, MOE_SIZES),
             shared_expert_intermediate_size=moe.shared_hidden_dim,
             output_router_logits=moe.balance_coefficient > 0,
             router_aux_loss_coef=moe.balance_coefficient or 0.001,

@@ -6,12 +6,14 @@ from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 
 from titan_linear.models.config import MixerOptions, ModelConfig
-from titan_linear.models.families.layout import Json, Keys
+from titan_linear.models.families.layout import COMMON, Json, Keys, named
 from titan_linear.models.mixers import MIXERS
 from titan_linear.models.rope import RopeScaling
 
 MODELING = Path(__file__).parents[1] / "modeling_titan_linear.py"
 ROPE = MODELING.with_name("rope.py")  # which it imports
+
+NAMES = COMMON | dict(hidden_dim="intermediate_size", norm_eps="norm_eps", zero_centred_norm="zero_centred_norm")
 
 
 def remote_code(config: ModelConfig, name: str) -> Json:
@@ -19,16 +21,9 @@ def remote_code(config: ModelConfig, name: str) -> Json:
     classes = dict(AutoConfig=f"{name}Config", AutoModelForCausalLM=f"{name}ForCausalLM")
     return dict(
         auto_map={auto: f"{MODELING.stem}.{own}" for auto, own in classes.items()},
-        vocab_size=config.vocab_size,
-        hidden_size=config.dim,
-        num_hidden_layers=config.num_layers,
-        intermediate_size=config.hidden_dim,
-        norm_eps=config.norm_eps,
-        zero_centred_norm=config.zero_centred_norm,
+        **named(config, NAMES),
         post_norm=list(config.post_norm),
         pattern=[{"kind": m.name, **asdict(m)} for m in config.pattern],
-        tie_word_embeddings=config.tie_embeddings,
-        initializer_range=config.init_std,
     )
 
 
@@ -39,16 +34,9 @@ def from_remote(config: Json) -> ModelConfig:
     if not (isinstance(pattern, list) and pattern and all(isinstance(options, dict) for options in pattern)):
         raise ValueError(f"config.json: pattern = {pattern!r}; give a list of a mixer's options each")
     return ModelConfig(
-        vocab_size=key("vocab_size"),
-        dim=key("hidden_size"),
-        num_layers=key("num_hidden_layers"),
-        hidden_dim=key("intermediate_size"),
-        norm_eps=key("norm_eps"),
-        zero_centred_norm=key("zero_centred_norm"),
+        **key.options(NAMES),
         post_norm=tuple(key("post_norm")),
         pattern=tuple(_mixer(options) for options in pattern),
-        tie_embeddings=key("tie_word_embeddings"),
-        init_std=key("initializer_range"),
     )
 
 

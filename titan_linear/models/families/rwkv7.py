@@ -10,7 +10,17 @@ from torch import Tensor
 
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
-from titan_linear.models.families.layout import Family, Json, Keys, Layout, Spellings, renamed, same
+from titan_linear.models.families.layout import (
+    COMMON,
+    Family,
+    Json,
+    Keys,
+    Layout,
+    Spellings,
+    named,
+    renamed,
+    same,
+)
 from titan_linear.models.mixers import RWKV7
 
 # --- Tensors ---------------------------------------------------------------------------------------------------------
@@ -56,6 +66,10 @@ CHANNEL_MIXING = (
 # --- config.json -----------------------------------------------------------------------------------------------------
 
 
+NAMES = COMMON | dict(norm_eps="norm_eps")
+RANKS = dict(w_rank="decay_low_rank_dim", a_rank="a_low_rank_dim", v_rank="v_low_rank_dim", g_rank="gate_low_rank_dim")
+
+
 def _from_hf(config: Json) -> ModelConfig:
     key = Keys(config)
     key.only("hidden_act", "sqrelu")
@@ -68,20 +82,12 @@ def _from_hf(config: Json) -> ModelConfig:
     head_dim = key("head_dim", 64) or dim // key("num_heads")
     if dim % head_dim:
         raise ValueError(f"config.json: hidden_size = {dim} is no multiple of head_dim = {head_dim}; fetch it again")
-    mixer = RWKV7(
-        heads=dim // head_dim,
-        head_dim=head_dim,
-        w_rank=key("decay_low_rank_dim", 64),
-        a_rank=key("a_low_rank_dim", 64),
-        v_rank=key("v_low_rank_dim", 16),
-        g_rank=key("gate_low_rank_dim", 128),
-    )
+    ranks = key.options(RANKS, w_rank=64, a_rank=64, v_rank=16, g_rank=128)
+    mixer = RWKV7(heads=dim // head_dim, head_dim=head_dim, **ranks)
     hidden_dim = key("intermediate_size", None) or 32 * -(-int(dim * (key("hidden_ratio", None) or 4)) // 32)
     return replace(
         _sized(key("vocab_size"), dim, mixer, layers, hidden_dim),
-        tie_embeddings=key("tie_word_embeddings", False),
-        norm_eps=key("norm_eps", 1e-5),
-        init_std=key("initializer_range", 0.02),
+        **key.options(NAMES, norm_eps=1e-5, tie_embeddings=False, init_std=0.02),
     )
 
 
@@ -93,22 +99,14 @@ def _to_hf(config: ModelConfig) -> Json:
     mixer, *_ = config.pattern
     return dict(
         model_type="rwkv7",
-        vocab_size=config.vocab_size,
-        hidden_size=config.dim,
-        num_hidden_layers=config.num_layers,
+        **named(config, NAMES),
         intermediate_size=config.hidden_dim,
         hidden_act="sqrelu",
         head_dim=mixer.head_dim,
-        decay_low_rank_dim=mixer.w_rank,
-        a_low_rank_dim=mixer.a_rank,
-        v_low_rank_dim=mixer.v_rank,
-        gate_low_rank_dim=mixer.g_rank,
+        **named(mixer, RANKS),
         norm_first=True,
         norm_bias=True,
-        norm_eps=config.norm_eps,
         fuse_norm=False,  # FLA's fused norms add 1e-6 to the squares of keys
-        tie_word_embeddings=config.tie_embeddings,
-        initializer_range=config.init_std,
     )
 
 
