@@ -8,24 +8,24 @@ from __future__ import annotations
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.families.layout import (
     MLP,
-    MODEL,
     Family,
     Json,
     Keys,
-    Layout,
     convolutions,
     gates,
     options_of,
+    outside_layers,
     renamed,
     same,
     shortest,
+    spelled,
 )
 from titan_linear.models.families.remote import remote_code
 from titan_linear.models.mixers import GDN, KDA, Attention
 
 # --- Tensors ---------------------------------------------------------------------------------------------------------
 
-FLA_MODEL = (*renamed("", "", embedding="embeddings"), *MODEL[1:])
+FLA_MODEL = outside_layers("embeddings", "norm")
 _NORMS = renamed("", "", mixer_norm="attn_norm", mlp_norm="mlp_norm")
 _LINEAR = (
     *_NORMS,
@@ -36,7 +36,7 @@ _LINEAR = (
 FLA_KDA = (
     *_LINEAR,
     *same("mixer.", "attn.", "f_proj.0", "f_proj.1", "g_proj.0", "g_proj.1"),
-    (Layout(("mixer.g_proj.1.bias",), ("attn.g_proj.1.bias",)),),
+    spelled("mixer.g_proj.1.bias", "attn.g_proj.1.bias"),
 )
 FLA_GDN = (*_LINEAR, *same("mixer.", "attn.", "a_proj", "g_proj"))
 FLA_ATTENTION = (*_NORMS, *same("mixer.", "attn.", "q_proj", "k_proj", "v_proj", "o_proj"))

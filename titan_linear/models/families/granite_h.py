@@ -19,6 +19,7 @@ from titan_linear.models.families.layout import (
     renamed,
     rope_to_hf,
     same,
+    spelled,
     time_step_limit,
     time_step_limit_to_hf,
 )
@@ -37,14 +38,11 @@ def _mlp(ours: str) -> tuple[tuple[Layout, ...], ...]:
 
 def _experts(ours: str, disk: str, live: str) -> tuple[Layout, ...]:
     names = (f"block_sparse_moe.{disk}.weight", f"block_sparse_moe.experts.{live}")
-    return tuple(Layout((f"mlp.experts.{ours}",), (name,), form="stacked") for name in names)
+    return spelled(f"mlp.experts.{ours}", *names, form="stacked")
 
 
 EXPERTS = (
-    (
-        Layout(("mlp.router.weight",), ("block_sparse_moe.router.layer.weight",)),
-        Layout(("mlp.router.weight",), ("block_sparse_moe.router.weight",)),
-    ),
+    spelled("mlp.router.weight", "block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight"),
     _experts("gate_up_proj", "input_linear", "gate_up_proj"),
     _experts("down_proj", "output_linear", "down_proj"),
     *_mlp("mlp.shared."),

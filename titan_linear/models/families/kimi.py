@@ -9,7 +9,6 @@ from titan_linear.models.families.layout import (
     Family,
     Json,
     Keys,
-    Layout,
     Spellings,
     common_from_hf,
     common_to_hf,
@@ -19,6 +18,7 @@ from titan_linear.models.families.layout import (
     options_of,
     renamed,
     same,
+    spelled,
     swiglu,
 )
 from titan_linear.models.mixers import KDA, MLA
@@ -26,44 +26,35 @@ from titan_linear.models.mixers import KDA, MLA
 # --- Tensors ---------------------------------------------------------------------------------------------------------
 
 
+PLACES = ("block_sparse_moe.", "mlp.")  # on disk, and in the module of `transformers`
+
+
 def _gate(ours: str, theirs: str, **options: str) -> Spellings:
     """Spelled as on disk, or as in the module of `transformers`."""
-    return tuple(Layout((f"mixer.{ours}",), (f"self_attn.{p}{theirs}",), **options) for p in ("", "forget_gate."))
+    return spelled(f"mixer.{ours}", *(f"self_attn.{part}{theirs}" for part in ("", "forget_gate.")), **options)
 
 
 KIMI_KDA = (
     *NORMS,
     *same("mixer.", "self_attn.", "q_proj", "k_proj", "v_proj", "b_proj", "o_norm", "o_proj"),
     convolutions("self_attn."),
-    (*_gate("A_log", "A_log", form="heads"), Layout(("mixer.A_log",), ("self_attn.A_log",))),
+    (*_gate("A_log", "A_log", form="heads"), *spelled("mixer.A_log", "self_attn.A_log")),
     _gate("dt_bias", "dt_bias"),
     _gate("f_proj.0.weight", "f_a_proj.weight"),
     _gate("f_proj.1.weight", "f_b_proj.weight"),
-    (Layout(("mixer.g_proj.0.weight",), ("self_attn.g_a_proj.weight",)),),
-    (Layout(("mixer.g_proj.1.weight",), ("self_attn.g_b_proj.weight",)),),
+    spelled("mixer.g_proj.0.weight", "self_attn.g_a_proj.weight"),
+    spelled("mixer.g_proj.1.weight", "self_attn.g_b_proj.weight"),
 )
 KIMI_MLA = (
     *NORMS,
     *same("mixer.", "self_attn.", "q_proj", "kv_b_proj", "o_proj"),
     *renamed("mixer.", "self_attn.", kv_a_proj="kv_a_proj_with_mqa", kv_norm="kv_a_layernorm"),
 )
-KIMI_EXPERTS = tuple(
-    disk + live
-    for disk, live in zip(
-        (
-            *renamed("mlp.", "block_sparse_moe.", router="gate"),
-            (Layout(("mlp.router.selection_bias",), ("block_sparse_moe.gate.e_score_correction_bias",)),),
-            *(s[:1] for s in experts("block_sparse_moe.experts.", "w1", "w3", "w2")),
-            *swiglu("mlp.shared.", "block_sparse_moe.shared_experts."),
-        ),
-        (
-            *renamed("mlp.", "mlp.", router="gate"),
-            (Layout(("mlp.router.selection_bias",), ("mlp.gate.e_score_correction_bias",)),),
-            *(s[1:] for s in experts("mlp.experts.", "w1", "w3", "w2")),
-            *swiglu("mlp.shared.", "mlp.shared_experts."),
-        ),
-        strict=True,
-    )
+EXPERTS = (
+    spelled("mlp.router.weight", *(f"{place}gate.weight" for place in PLACES)),
+    spelled("mlp.router.selection_bias", *(f"{place}gate.e_score_correction_bias" for place in PLACES)),
+    *experts(PLACES, "w1", "w3", "w2"),
+    *swiglu("mlp.shared.", *(f"{place}shared_experts." for place in PLACES)),
 )
 
 # --- config.json -----------------------------------------------------------------------------------------------------
@@ -181,9 +172,7 @@ def _to_hf(config: ModelConfig) -> Json:
     return written
 
 
-KIMI_LINEAR = Family(
-    MODEL, {KDA: KIMI_KDA, MLA: KIMI_MLA}, swiglu("mlp.", "block_sparse_moe.", "mlp."), KIMI_EXPERTS, _from_hf, _to_hf
-)
+KIMI_LINEAR = Family(MODEL, {KDA: KIMI_KDA, MLA: KIMI_MLA}, swiglu("mlp.", *PLACES), EXPERTS, _from_hf, _to_hf)
 
 # --- Presets ---------------------------------------------------------------------------------------------------------
 

@@ -71,9 +71,14 @@ class Family:
 # --- Tensors ----------------------------------------------------------------------------------------------------------
 
 
+def spelled(ours: str, *theirs: str, **options: object) -> Spellings:
+    """One of our parameters, which folders spell in any of the ways `theirs`."""
+    return tuple(Layout((ours,), (name,), **options) for name in theirs)
+
+
 def renamed(ours: str, theirs: str, **names: str) -> tuple[Spellings, ...]:
     """Tensors one to one: ours.NAME.weight is theirs.OTHER.weight for each NAME = OTHER."""
-    return tuple((Layout((f"{ours}{a}.weight",), (f"{theirs}{b}.weight",)),) for a, b in names.items())
+    return tuple(spelled(f"{ours}{a}.weight", f"{theirs}{b}.weight") for a, b in names.items())
 
 
 def same(ours: str, theirs: str, *names: str) -> tuple[Spellings, ...]:
@@ -96,7 +101,7 @@ def convolutions(prefix: str, *, thirds: bool = False) -> Spellings:
 
 
 def gates(theirs: str) -> tuple[Spellings, ...]:
-    return tuple((Layout((f"mixer.{name}",), (f"{theirs}{name}",)),) for name in ("A_log", "dt_bias"))
+    return tuple(spelled(f"mixer.{name}", f"{theirs}{name}") for name in ("A_log", "dt_bias"))
 
 
 def mamba2(theirs: str) -> tuple[Spellings, ...]:
@@ -107,7 +112,7 @@ def mamba2(theirs: str) -> tuple[Spellings, ...]:
         fused(of_conv, f"{theirs}conv1d.weight", form="conv"),
         (Layout(tuple(f"mixer.{name}.bias" for name in of_conv), (f"{theirs}conv1d.bias",)),),
         *gates(theirs),
-        (Layout(("mixer.D",), (f"{theirs}D",)),),
+        spelled("mixer.D", f"{theirs}D"),
         *renamed("mixer.", theirs, o_norm="norm", o_proj="out_proj"),
     )
 
@@ -115,29 +120,32 @@ def mamba2(theirs: str) -> tuple[Spellings, ...]:
 def swiglu(ours: str, *theirs: str) -> tuple[Spellings, ...]:
     """The three projections, in each spelling `theirs` of the module's name."""
     names = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
-    return tuple(tuple(Layout((ours + n,), (t + n,)) for t in theirs) for n in names)
+    return tuple(spelled(ours + n, *(t + n for t in theirs)) for n in names)
 
 
-def experts(theirs: str, gate: str, up: str, down: str) -> tuple[Spellings, ...]:
-    """One tensor per expert and projection, or all experts stacked."""
-    up_names = (f"{theirs}{{e}}.{gate}.weight", f"{theirs}{{e}}.{up}.weight")
-    return (
+def experts(places: tuple[str, str], gate: str, up: str, down: str) -> tuple[Spellings, ...]:
+    """One tensor per expert and projection, or all experts stacked: the module's name for the first and the second."""
+    disk, live = places
+    apart = {"gate_up_proj": (gate, up), "down_proj": (down,)}
+    return tuple(
         (
-            Layout(("mlp.experts.gate_up_proj",), up_names),
-            Layout(("mlp.experts.gate_up_proj",), (f"{theirs}gate_up_proj",), form="stacked"),
-        ),
-        (
-            Layout(("mlp.experts.down_proj",), (f"{theirs}{{e}}.{down}.weight",)),
-            Layout(("mlp.experts.down_proj",), (f"{theirs}down_proj",), form="stacked"),
-        ),
+            Layout((f"mlp.experts.{ours}",), tuple(f"{disk}experts.{{e}}.{name}.weight" for name in names)),
+            *spelled(f"mlp.experts.{ours}", f"{live}experts.{ours}", form="stacked"),
+        )
+        for ours, names in apart.items()
     )
 
 
-MODEL = (
-    *renamed("", "", embedding="embed_tokens"),
-    *renamed("head.", "", norm="norm"),
-    *renamed("", "", head="lm_head"),
-)
+def outside_layers(embedding: str, norm: str) -> tuple[Spellings, ...]:
+    """The embedding, the norm before the head, and the head."""
+    return (
+        *renamed("", "", embedding=embedding),
+        *renamed("head.", "", norm=norm),
+        *renamed("", "", head="lm_head"),
+    )
+
+
+MODEL = outside_layers("embed_tokens", "norm")
 NORMS = renamed("", "", mixer_norm="input_layernorm", mlp_norm="post_attention_layernorm")
 MLP = swiglu("mlp.", "mlp.")
 

@@ -13,6 +13,7 @@ from titan_linear.models.families.layout import (
     common_to_hf,
     fused,
     options_of,
+    outside_layers,
     renamed,
     same,
     shortest,
@@ -21,11 +22,7 @@ from titan_linear.models.mixers import Attention, ShortConv
 
 # --- Tensors ---------------------------------------------------------------------------------------------------------
 
-MODEL = (
-    *renamed("", "", embedding="embed_tokens"),
-    *renamed("head.", "", norm="embedding_norm"),
-    *renamed("", "", head="lm_head"),
-)
+MODEL = outside_layers("embed_tokens", "embedding_norm")
 _NORMS = renamed("", "", mixer_norm="operator_norm", mlp_norm="ffn_norm")
 LAYERS = {
     ShortConv: (

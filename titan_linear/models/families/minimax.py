@@ -10,7 +10,6 @@ from titan_linear.models.families.layout import (
     Family,
     Json,
     Keys,
-    Layout,
     attention_to_hf,
     common_from_hf,
     common_to_hf,
@@ -20,6 +19,7 @@ from titan_linear.models.families.layout import (
     options_of,
     renamed,
     same,
+    spelled,
 )
 from titan_linear.models.mixers import Attention, Lightning
 
@@ -33,15 +33,10 @@ LAYERS = {
     ),
     Attention: (*NORMS, *same("mixer.", "self_attn.", "q_proj", "k_proj", "v_proj", "o_proj")),
 }
-DISK, LIVE = "block_sparse_moe.", "mlp."
+PLACES = ("block_sparse_moe.", "mlp.")  # on disk, and in the module of `transformers`
 EXPERTS = (
-    tuple(Layout(("mlp.router.weight",), (f"{place}gate.weight",)) for place in (DISK, LIVE)),
-    *(
-        (on_disk, stacked)
-        for (on_disk, _), (_, stacked) in zip(
-            experts(f"{DISK}experts.", "w1", "w3", "w2"), experts(f"{LIVE}experts.", "w1", "w3", "w2"), strict=True
-        )
-    ),
+    spelled("mlp.router.weight", *(f"{place}gate.weight" for place in PLACES)),
+    *experts(PLACES, "w1", "w3", "w2"),
 )
 
 # --- config.json -----------------------------------------------------------------------------------------------------

@@ -13,13 +13,14 @@ from titan_linear.models.families.layout import (
     Family,
     Json,
     Keys,
-    Layout,
     mamba2,
     named,
     options_of,
+    outside_layers,
     renamed,
     same,
     shortest,
+    spelled,
     time_step_limit,
     time_step_limit_to_hf,
 )
@@ -28,20 +29,16 @@ from titan_linear.models.mlps import Dense
 
 # --- Tensors ---------------------------------------------------------------------------------------------------------
 
-MODEL = (
-    *renamed("", "", embedding="embeddings"),
-    *renamed("head.", "", norm="norm_f"),
-    *renamed("", "", head="lm_head"),
-)
+MODEL = outside_layers("embeddings", "norm_f")
 _NORM = renamed("", "", mixer_norm="norm")
 _MLP = ("up_proj", "down_proj")
 EXPERTS = (
     *renamed("mlp.", "mixer.", router="gate", latent_in_proj="fc1_latent_proj", latent_out_proj="fc2_latent_proj"),
-    (Layout(("mlp.router.selection_bias",), ("mixer.gate.e_score_correction_bias",)),),
+    spelled("mlp.router.selection_bias", "mixer.gate.e_score_correction_bias"),
     *(
         (
-            Layout((f"mlp.experts.{name}",), (f"mixer.experts.{{e}}.{name}.weight",)),
-            Layout((f"mlp.experts.{name}",), (f"mixer.experts.{name}",), form="stacked"),
+            *spelled(f"mlp.experts.{name}", f"mixer.experts.{{e}}.{name}.weight"),
+            *spelled(f"mlp.experts.{name}", f"mixer.experts.{name}", form="stacked"),
         )
         for name in _MLP
     ),

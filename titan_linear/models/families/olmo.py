@@ -12,8 +12,6 @@ from titan_linear.models.families.layout import (
     Family,
     Json,
     Keys,
-    Layout,
-    Spellings,
     attention_to_hf,
     common_from_hf,
     common_to_hf,
@@ -22,6 +20,7 @@ from titan_linear.models.families.layout import (
     named,
     options_of,
     same,
+    spelled,
 )
 from titan_linear.models.mixers import GDN, Attention
 
@@ -30,21 +29,17 @@ O_NORM_EPS = 1e-5  # eps of linear layers' output norm, whatever the model's nor
 # --- Tensors ---------------------------------------------------------------------------------------------------------
 
 
-def _norm(ours: str, *theirs: str) -> Spellings:
-    return tuple(Layout((f"{ours}.weight",), (f"{t}.weight",)) for t in theirs)
-
-
 # `transformers` writes names of its own for both norms of a linear layer and, by the same rule, one of a softmax layer.
 OLMO_GDN = (
-    _norm("mixer_norm", "attention_layer_norm", "input_layernorm"),
-    _norm("mlp_norm", "feedforward_layer_norm", "post_attention_layernorm"),
+    spelled("mixer_norm.weight", "attention_layer_norm.weight", "input_layernorm.weight"),
+    spelled("mlp_norm.weight", "feedforward_layer_norm.weight", "post_attention_layernorm.weight"),
     *same("mixer.", "linear_attn.", "q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj", "o_norm", "o_proj"),
     convolutions("linear_attn.", thirds=True),
     *gates("linear_attn."),
 )
 OLMO_ATTENTION = (
-    _norm("mixer_norm", "feedforward_layer_norm", "post_attention_layernorm"),
-    _norm("mlp_norm", "post_feedforward_layernorm"),
+    spelled("mixer_norm.weight", "feedforward_layer_norm.weight", "post_attention_layernorm.weight"),
+    spelled("mlp_norm.weight", "post_feedforward_layernorm.weight"),
     *same("mixer.", "self_attn.", "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"),
 )
 

@@ -55,7 +55,7 @@ QWEN3_5_GDN = (
 )
 EXPERTS = (
     *renamed("mlp.", "mlp.", router="gate", shared_gate="shared_expert_gate"),
-    *experts("mlp.experts.", "gate_proj", "up_proj", "down_proj"),
+    *experts(("mlp.", "mlp."), "gate_proj", "up_proj", "down_proj"),
     *swiglu("mlp.shared.", "mlp.shared_expert."),
 )
 

@@ -20,6 +20,7 @@ from titan_linear.models.families.layout import (
     named,
     renamed,
     same,
+    spelled,
 )
 from titan_linear.models.mixers import RWKV7
 
@@ -27,13 +28,12 @@ from titan_linear.models.mixers import RWKV7
 
 
 def _normed(ours: str, theirs: str) -> tuple[Spellings, ...]:
-    return tuple((Layout((f"{ours}.{leaf}",), (f"{theirs}.{leaf}",)),) for leaf in ("weight", "bias"))
+    return tuple(spelled(f"{ours}.{leaf}", f"{theirs}.{leaf}") for leaf in ("weight", "bias"))
 
 
 def _low_rank(name: str) -> tuple[Spellings, ...]:
     parts = {"down.weight": "0.weight", "up.weight": "2.weight", "bias": "2.bias"}
-    names = ((f"mixer.{name}.{ours}", f"attn.{name}.lora.{theirs}") for ours, theirs in parts.items())
-    return tuple((Layout((ours,), (theirs,)),) for ours, theirs in names)
+    return tuple(spelled(f"mixer.{name}.{ours}", f"attn.{name}.lora.{theirs}") for ours, theirs in parts.items())
 
 
 _MIXES = tuple(f"x_{name}" for name in "rwkvag")
@@ -52,14 +52,14 @@ TIME_MIXING = (
         Layout(_OURS, tuple(f"attn.{mix}" for mix in _MIXES), form="vector"),
         Layout(_OURS, ("attn.x_x",), form="vectors"),  # FLA's first version
     ),
-    *((Layout((f"mixer.{name}",), (f"attn.{name}",)),) for name in ("k_k", "k_a")),
-    (Layout(("mixer.r_k",), ("attn.r_k",), groups="heads", form="by group"),),
+    *(spelled(f"mixer.{name}", f"attn.{name}") for name in ("k_k", "k_a")),
+    spelled("mixer.r_k", "attn.r_k", groups="heads", form="by group"),
     *same("mixer.", "attn.", "r_proj", "k_proj", "v_proj", "o_proj"),
     *(spellings for name in "wavg" for spellings in _low_rank(f"{name}_lora")),
     *_normed("mixer.g_norm", "attn.g_norm"),
 )
 CHANNEL_MIXING = (
-    (Layout(("mlp.x_k",), ("ffn.x_k",)),),
+    spelled("mlp.x_k", "ffn.x_k"),
     *renamed("mlp.", "ffn.", up_proj="key", down_proj="value"),
 )
 
