@@ -72,13 +72,10 @@ def _from_hf(config: Json) -> ModelConfig:
     key = Keys(config)
     key.only("mamba_proj_bias", False)
     key.only("position_embedding_type", None, "nope", "rope")
-    types = {"mamba": "linear_attention", "attention": "full_attention"}  # older names
-    layers = [types.get(t, t) for t in key("layer_types", None) or ["linear_attention"] * key("num_hidden_layers")]
+    older = dict(mamba="linear_attention", attention="full_attention")
     return ModelConfig(
         **common_from_hf(key),
-        pattern=Keys({**config, "layer_types": layers}).pattern(
-            lambda: _attention_from_hf(key), lambda: _mamba2_from_hf(key), layers
-        ),
+        pattern=key.pattern(_attention_from_hf, _mamba2_from_hf, lambda i: False, **older),
         hidden_dim=key("shared_intermediate_size"),
         moe=_moe_from_hf(key) if key("num_local_experts", 0) else None,
         **key.options(FACTORS, **dict.fromkeys(FACTORS, 1.0)),

@@ -78,7 +78,7 @@ def _from_hf(config: Json) -> ModelConfig:
     dense, sparse = _mlp_types(key)
     return ModelConfig(
         **common_from_hf(key),
-        pattern=key.pattern(lambda: _mla_from_hf(key), lambda: _kda_from_hf(key, linear), _layer_types(key, linear)),
+        pattern=key.pattern(_mla_from_hf, lambda key: _kda_from_hf(key, linear), lambda i: _is_softmax(i, linear)),
         hidden_dim=key("intermediate_size"),
         dense_layers=dense,
         moe=_moe_from_hf(key) if sparse else None,
@@ -106,11 +106,10 @@ def _mla_from_hf(key: Keys) -> MLA:
     return MLA(**key.options(MLA_SIZES))
 
 
-def _layer_types(key: Keys, linear: Json) -> list[str]:
-    layers = key("num_hidden_layers")
+def _is_softmax(layer: int, linear: Json) -> bool:
     if "full_attn_layers" in linear:  # counted from 1
-        return ["full_attention" if i + 1 in linear["full_attn_layers"] else "linear_attention" for i in range(layers)]
-    return ["full_attention" if i and i % 4 == 0 else "linear_attention" for i in range(layers)]
+        return layer + 1 in linear["full_attn_layers"]
+    return layer > 0 and layer % 4 == 0
 
 
 def _mlp_types(key: Keys) -> tuple[tuple[int, ...], bool]:

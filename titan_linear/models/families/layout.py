@@ -194,11 +194,21 @@ class Keys:
         return read
 
     def pattern(
-        self, full: Callable[[], MixerOptions], linear: Callable[[], MixerOptions], default: list[str]
+        self,
+        full: Callable[[Keys], MixerOptions],
+        linear: Callable[[Keys], MixerOptions],
+        is_full: Callable[[int], bool],
+        **names: str,
     ) -> tuple[MixerOptions, ...]:
-        """The mixers of one period of the layers. Only the keys of mixers that occur are required."""
-        types = self("layer_types", None) or default
+        """The mixers of one period of the layers. Only the keys of mixers that occur are required.
+
+        is_full: which layers are, without layer_types; names: further ones of the two types.
+        """
         read = {"full_attention": full, "linear_attention": linear}
+        types = self("layer_types", None)
+        if not types:
+            types = ["full_attention" if is_full(i) else "linear_attention" for i in range(self("num_hidden_layers"))]
+        types = [names.get(t, t) for t in types]
         if unknown := set(types) - set(read):
             raise ValueError(f"config.json: layer_types has {sorted(unknown)}; known are {sorted(read)}")
         if len(types) != self("num_hidden_layers"):
@@ -206,7 +216,7 @@ class Keys:
                 f"config.json: layer_types has {len(types)} layers; num_hidden_layers = {self('num_hidden_layers')} "
                 "must be the same number"
             )
-        mixers = {t: read[t]() for t in set(types)}
+        mixers = {t: read[t](self) for t in set(types)}
         return shortest([mixers[t] for t in types])
 
 

@@ -49,14 +49,15 @@ def _from_hf(config: Json) -> ModelConfig:
         key = Keys({**key.config, "tie_word_embeddings": config["tie_embedding"]})
     attention = key("full_attn_idxs", None)
     attention = range(key("num_hidden_layers")) if attention is None else attention
-    types = ["full_attention" if i in attention else "conv" for i in range(key("num_hidden_layers"))]
-    types = [{"conv": "linear_attention"}.get(t, t) for t in key("layer_types", None) or types]
-    linear = ShortConv(channels=key("hidden_size"), conv_size=key("conv_L_cache", 3))
     return ModelConfig(
         **common_from_hf(key),
-        pattern=Keys({**config, "layer_types": types}).pattern(lambda: _attention_from_hf(key), lambda: linear, types),
+        pattern=key.pattern(_attention_from_hf, _conv_from_hf, lambda i: i in attention, conv="linear_attention"),
         hidden_dim=_hidden_dim(key),
     )
+
+
+def _conv_from_hf(key: Keys) -> ShortConv:
+    return ShortConv(channels=key("hidden_size"), conv_size=key("conv_L_cache", 3))
 
 
 def _attention_from_hf(key: Keys) -> Attention:

@@ -49,10 +49,9 @@ def _from_hf(config: Json) -> ModelConfig:
     key = Keys(config)
     key.only("sliding_window", None)
     key.only("router_jitter_noise", 0.0)
-    default = ["linear_attention" if i % 2 else "full_attention" for i in range(key("num_hidden_layers"))]
     return ModelConfig(
         **common_from_hf(key),
-        pattern=key.pattern(lambda: _attention_from_hf(key), lambda: _lightning_from_hf(key), default),
+        pattern=key.pattern(_attention_from_hf, _lightning_from_hf, lambda i: i % 2 == 0),
         hidden_dim=0,
         moe=MoEConfig(**key.options(MOE_SIZES)),
         normed_residual=True,

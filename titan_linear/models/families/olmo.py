@@ -48,10 +48,9 @@ OLMO_ATTENTION = (
 
 def _from_hf(config: Json) -> ModelConfig:
     key = Keys(config)
-    default = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(key("num_hidden_layers"))]
     return ModelConfig(
         **common_from_hf(key),
-        pattern=key.pattern(lambda: _attention_from_hf(key), lambda: _gdn_from_hf(key), default),
+        pattern=key.pattern(_attention_from_hf, _gdn_from_hf, lambda i: i % 4 == 3),
         hidden_dim=key("intermediate_size"),
         post_norm=(Attention.name,),
     )

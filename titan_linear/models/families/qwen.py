@@ -68,14 +68,11 @@ def _from_hf(config: Json, model_type: str) -> ModelConfig:
     key = Keys(config)
     key.only("attn_output_gate", True)
     every = key("full_attention_interval", 4)
-    default = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(key("num_hidden_layers"))]
     moe = model_type != "qwen3_5_text" and key("num_experts") > 0
     return ModelConfig(
         **common_from_hf(key),
         pattern=key.pattern(
-            full=lambda: _attention_from_hf(key),
-            linear=lambda: GDN(**key.options(GDN_SIZES)),
-            default=default,
+            _attention_from_hf, lambda key: GDN(**key.options(GDN_SIZES)), lambda i: i % every == every - 1
         ),
         hidden_dim=key("intermediate_size", 0) if moe else key("intermediate_size"),
         zero_centred_norm=True,
