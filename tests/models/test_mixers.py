@@ -28,9 +28,7 @@ from titan_linear.models.mixers import (
     lightning,
     mamba2,
     mla,
-    recurrent,
     rwkv7,
-    short_conv,
 )
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
@@ -78,8 +76,7 @@ def test_ops_are_those_that_it_calls(name: str, monkeypatch: pytest.MonkeyPatch)
     for module in (attention, mla):
         record(module, "attention", lambda q, k, v: {"D": q.shape[-1], "Dv": v.shape[-1]})
     record(rwkv7, "chunk_rwkv7", lambda r, w, k, v, a, b: {"K": r.shape[-1], "V": v.shape[-1]})
-    for module in (recurrent, short_conv, layers):
-        record(module, "causal_conv1d", lambda x, weight, bias=None: {"W": weight.shape[-1]})
+    record(layers, "causal_conv1d", lambda x, weight: {"W": weight.shape[-1]})
     build(OPTIONS[name])(torch.arange(9).unsqueeze(0), BatchPlan(torch.arange(9)))
     assert called == OPTIONS[name].ops
 

@@ -158,6 +158,17 @@ class ConvWeight(nn.Module):
         self.initial = {"bias": zeros}
 
 
+def convolve(
+    x: Tensor, weight: Tensor, cache: Cache, name: str, implementations: Mapping[str, Choice], **options: Any
+) -> Any:
+    """`causal_conv1d` from cache[name] on, its last inputs [B, D, W−1], which are brought up to date."""
+    states = {} if cache is None else {"initial_state": cache.get(name), "output_final_state": True}
+    y, tail = causal_conv1d(x, weight, impl=implementations.get("causal_conv1d", "auto"), **options, **states)
+    if cache is not None:
+        cache[name] = tail
+    return y
+
+
 def token_shift(
     x: Tensor, documents: dict[str, object], cache: Cache, name: str, implementations: Mapping[str, Choice]
 ) -> Tensor:
@@ -167,12 +178,7 @@ def token_shift(
     x, [B, D, 1].
     """
     taps = F.pad(x.new_ones(x.shape[-1], 1), (0, 1))  # [D, 2]
-    states = {} if cache is None else {"initial_state": cache.get(name), "output_final_state": True}
-    impl = implementations.get("causal_conv1d", "auto")
-    before, tail = causal_conv1d(x, taps, impl=impl, **documents, **states)
-    if cache is not None:
-        cache[name] = tail
-    return before - x
+    return convolve(x, taps, cache, name, implementations, **documents) - x
 
 
 def angles(position_ids: Tensor, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

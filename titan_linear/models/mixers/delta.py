@@ -159,18 +159,13 @@ class DeltaMixer(RecurrentMixer):
         g, beta, z = self._gates(x)
         return (q, k, v, g, beta), z
 
-    def _arguments(self, plan: BatchPlan, state: Tensor | None, final: bool) -> dict[str, Any]:
-        """Of the delta rule, besides its inputs."""
+    def _of_gates(self) -> dict[str, Any]:
+        """Arguments of the delta rule."""
         return {
             "A_log": self.A_log,
             "dt_bias": self.dt_bias,
             **IN_KERNEL,
             "allow_neg_eigval": self.beta_range == 2.0,
-            "initial_state": state,
-            "output_final_state": final,
-            "impl": self.implementations.get(self.op, "auto"),
-            "cp_method": self.cp_method,
-            **plan.documents,
         }
 
     def _output(self, o: Tensor, gate: Tensor) -> Tensor:
@@ -247,10 +242,8 @@ class KDAMixer(DeltaMixer):
         rate, gate = self.A_log.exp()[:, None], widen(gate) + self.dt_bias.view(-1, self.head_dim)
         return -rate * F.softplus(gate) if self.lower_bound is None else self.lower_bound * (rate * gate).sigmoid()
 
-    def _recurrence(
-        self, inputs: Inputs, plan: BatchPlan, state: Tensor | None = None, final: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        return chunk_kda(*inputs, lower_bound=self.lower_bound, **self._arguments(plan, state, final))
+    def _rule(self, inputs: Inputs, **how: Any) -> tuple[Tensor, Tensor | None]:
+        return chunk_kda(*inputs, lower_bound=self.lower_bound, **self._of_gates(), **how)
 
 
 # --- Gated DeltaNet --------------------------------------------------------------------------------------------------
@@ -290,7 +283,5 @@ class GDNMixer(DeltaMixer):
         _, _, _, gate, _ = inputs
         return -self.A_log.exp() * F.softplus(widen(gate) + self.dt_bias)
 
-    def _recurrence(
-        self, inputs: Inputs, plan: BatchPlan, state: Tensor | None = None, final: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        return chunk_gated_delta_rule(*inputs, **self._arguments(plan, state, final))
+    def _rule(self, inputs: Inputs, **how: Any) -> tuple[Tensor, Tensor | None]:
+        return chunk_gated_delta_rule(*inputs, **self._of_gates(), **how)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +58,7 @@ class Lightning(MixerOptions):
 class LightningMixer(RecurrentMixer):
     """Its states are [B, heads, K, V]."""
 
+    op = "chunk_simple_gla"
     split: ClassVar[dict[str, int]] = {
         **{f"{x}_proj.weight": 0 for x in "qkvg"},
         "o_norm.weight": 0,
@@ -84,19 +85,8 @@ class LightningMixer(RecurrentMixer):
         *qkv, gate = cut(project(x, *projections), *(len(p.weight) for p in projections))
         return tuple(F.silu(y).unflatten(-1, (-1, self.head_dim)) for y in qkv), gate
 
-    def _recurrence(
-        self, inputs: Inputs, plan: BatchPlan, state: Tensor | None = None, final: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        return chunk_simple_gla(
-            *inputs,
-            g_gamma=self._decays(inputs),
-            scale=1.0,
-            initial_state=state,
-            output_final_state=final,
-            impl=self.implementations.get("chunk_simple_gla", "auto"),
-            cp_method=self.cp_method,
-            **plan.documents,
-        )
+    def _rule(self, inputs: Inputs, **how: Any) -> tuple[Tensor, Tensor | None]:
+        return chunk_simple_gla(*inputs, g_gamma=self._decays(inputs), scale=1.0, **how)
 
     def _decays(self, inputs: Inputs) -> Tensor:
         """Log decays of this rank's heads: slope · 2^(−8 h / heads) for head h = 1, 2, …"""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -126,6 +126,7 @@ class GroupedRMSNorm(nn.Module):
 class Mamba2Mixer(RecurrentMixer):
     """Its states are [B, heads, P, N]."""
 
+    op = "chunk_ssd"
     kept_whole: ClassVar[tuple[str, ...]] = ("A_log", "D", "dt_bias")
     split: ClassVar[dict[str, int]] = {
         **dict.fromkeys(("x_proj.weight", "z_proj.weight", "dt_proj.weight", "x_conv1d.weight", "x_conv1d.bias"), 0),
@@ -163,9 +164,7 @@ class Mamba2Mixer(RecurrentMixer):
         x, B, C = (part.unflatten(-1, (-1, dim)) for part, dim in zip(parts, dims, strict=True))
         return (x, dt, B, C), z
 
-    def _recurrence(
-        self, inputs: Inputs, plan: BatchPlan, state: Tensor | None = None, final: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
+    def _rule(self, inputs: Inputs, **how: Any) -> tuple[Tensor, Tensor | None]:
         x, dt, B, C = inputs
         return chunk_ssd(
             x,
@@ -177,11 +176,9 @@ class Mamba2Mixer(RecurrentMixer):
             dt_bias=self.dt_bias,
             dt_softplus=True,
             dt_limit=self.dt_limit,
-            initial_states=state,
-            return_final_states=final,
-            impl=self.implementations.get("chunk_ssd", "auto"),
-            cp_method=self.cp_method,
-            **plan.documents,
+            initial_states=how.pop("initial_state"),
+            return_final_states=how.pop("output_final_state"),
+            **how,
         )
 
     def _output(self, o: Tensor, gate: Tensor) -> Tensor:

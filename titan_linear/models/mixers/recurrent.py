@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titan_linear.models.layers import Cache, ConvWeight, widen, widened
+from titan_linear.models.layers import Cache, ConvWeight, convolve, widen, widened
 from titan_linear.models.plan import BatchPlan, Window
-from titan_linear.ops import causal_conv1d
 from titan_linear.ops.runtime.support import Choice
 
 Inputs = tuple[Tensor, ...]
@@ -21,6 +20,8 @@ Inputs = tuple[Tensor, ...]
 class RecurrentMixer(nn.Module):
     """The cache holds `state`, the recurrence's, [B, heads, ., .], and `conv` [B, D, W−1], the convolution's last
     inputs."""
+
+    op: str  # the recurrence's name in titan_linear.ops
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,11 +46,22 @@ class RecurrentMixer(nn.Module):
         """The recurrence's inputs [B, T, ...], and what `_output` needs besides: an output gate [B, T, ...]. taken:
         values of the first layer, for mixers that take them."""
 
-    @abstractmethod
     def _recurrence(
         self, inputs: Inputs, plan: BatchPlan, state: Tensor | None = None, final: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """o [B, T, heads, V] and, if `final`, the last states, from those given (None: zeros)."""
+        return self._rule(
+            inputs,
+            initial_state=state,
+            output_final_state=final,
+            impl=self.implementations.get(self.op, "auto"),
+            cp_method=self.cp_method,
+            **plan.documents,
+        )
+
+    @abstractmethod
+    def _rule(self, inputs: Inputs, **how: Any) -> tuple[Tensor, Tensor | None]:
+        """The op `op` of these inputs. how: its arguments that all recurrences have."""
 
     @abstractmethod
     def _output(self, o: Tensor, gate: Any) -> Tensor:
@@ -88,21 +100,9 @@ class RecurrentMixer(nn.Module):
         one convolution: one halo under context parallelism. norm_dim: they give q, k and v, and heads of q and k have
         this many channels and length 1."""
         weights, biases = [c.weight for c in convolutions], [c.bias for c in convolutions]
-        states = {} if cache is None else {"initial_state": cache.get("conv"), "output_final_state": True}
-        parts, tail = causal_conv1d(
-            x,
-            torch.cat(weights),
-            None if biases[0] is None else torch.cat(biases),
-            activation="silu",
-            widths=[*map(len, weights)],
-            norm_dim=norm_dim,
-            impl=self.implementations.get("causal_conv1d", "auto"),
-            **plan.documents,
-            **states,
-        )
-        if cache is not None:
-            cache["conv"] = tail
-        return parts
+        bias = None if biases[0] is None else torch.cat(biases)
+        options = {"bias": bias, "activation": "silu", "widths": [*map(len, weights)], "norm_dim": norm_dim}
+        return convolve(x, torch.cat(weights), cache, "conv", self.implementations, **options, **plan.documents)
 
 
 def _share(o: Tensor, alone: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -131,6 +131,7 @@ class RWKV7Mixer(RecurrentMixer):
     returns its v too.
     """
 
+    op = "chunk_rwkv7"
     split: ClassVar[dict[str, int]] = {
         **dict.fromkeys(("r_proj.weight", "k_proj.weight", "v_proj.weight", "k_k", "k_a", "r_k"), 0),
         "o_proj.weight": 1,
@@ -185,17 +186,8 @@ class RWKV7Mixer(RecurrentMixer):
     def _by_head(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))
 
-    def _recurrence(
-        self, inputs: Inputs, plan: BatchPlan, state: Tensor | None = None, final: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        return chunk_rwkv7(
-            *inputs,
-            initial_state=state,
-            output_final_state=final,
-            impl=self.implementations.get("chunk_rwkv7", "auto"),
-            cp_method=self.cp_method,
-            **plan.documents,
-        )
+    def _rule(self, inputs: Inputs, **how: Any) -> tuple[Tensor, Tensor | None]:
+        return chunk_rwkv7(*inputs, **how)
 
     def _output(self, o: Tensor, gate: tuple[Tensor, Tensor]) -> Tensor:
         bonus, gate = gate

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from titan_linear.models.cases import Draws, OpCase, convolution_case
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
-from titan_linear.models.layers import Cache, ConvWeight, cut, project
+from titan_linear.models.layers import Cache, ConvWeight, convolve, cut, project
 from titan_linear.models.plan import BatchPlan
-from titan_linear.ops import causal_conv1d
 from titan_linear.ops.runtime.support import Choice
 
 
@@ -66,9 +65,5 @@ class ShortConvMixer(nn.Module):
         """x [B, T, dim] -> [B, T, dim]. A cache holds what earlier tokens left; it is updated in place."""
         projections = self.b_proj, self.c_proj, self.x_proj
         B, C, x = cut(project(x, *projections), *(len(p.weight) for p in projections))
-        states = {} if cache is None else {"initial_state": cache.get("conv"), "output_final_state": True}
-        impl = self.implementations.get("causal_conv1d", "auto")
-        y, tail = causal_conv1d(B * x, self.conv1d.weight, None, impl=impl, **plan.documents, **states)
-        if cache is not None:
-            cache["conv"] = tail
+        y = convolve(B * x, self.conv1d.weight, cache, "conv", self.implementations, **plan.documents)
         return self.o_proj(C * y)
