@@ -8,7 +8,7 @@
     torchrun --nproc-per-node 4 -m tools.bench_cp --compiled                # as a run with compile.enable has them
     torchrun --nproc-per-node 4 -m tools.bench_cp --ops ulysses --heads 32 --key-heads 8 --documents web mixed
     torchrun --nproc-per-node 4 -m tools.bench_cp --peers                   # beside FLA; takes minutes
-    torchrun --nproc-per-node 2 -m tools.bench_cp --ops kda --heads 16 --node 1 --by-levels      # as two nodes
+    torchrun --nproc-per-node 2 -m tools.bench_cp --ops kda --heads 16 --node-size 1 --by-levels      # as two nodes
     python -m tools.bench_cp --as-rank 37 --of 64 256 --model kda/1.3B --tokens 16384 -- --compile.enable true
     python -m tools.bench_cp --estimate H200 --heads 32                     # nothing is run
 
@@ -26,8 +26,8 @@ that the mask leaves. Documents: "one", "packed" (ten), "web" (log-normal length
 an op with a new number of heads it autotunes for minutes, and keeps what it found in Triton's cache. Its GDN runs
 without its guard against wrong numbers on Hopper: times only.
 
---node: the ranks that count as a node, instead of all that are on one; --by-levels: KCP's states travel level by level,
-whatever the rule says.
+--node-size: the ranks that count as a node, instead of all that are on one; --by-levels: below a row of a recurrence another
+in which KCP's states travel level by level, whatever the rule says.
 
 --as-rank: rank R (-1: the last) of each number of ranks, alone on one GPU or the CPU: forward and backward of a whole
 model on a stream of one document, with so many tokens for each rank (tools/one_rank.py); keys of the run after `--`.
@@ -44,6 +44,7 @@ import argparse
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -61,6 +62,7 @@ from titan_linear.distributed.groups import process_group
 from titan_linear.distributed.process import refusing, run_command
 from titan_linear.models import mixers
 from titan_linear.models.config import MixerOptions, ModelConfig
+from titan_linear.observe.report import clock_and_power
 from titan_linear.ops import attention, build_cp_context
 from titan_linear.ops.exchange import kcp
 from titan_linear.ops.layout.context import SOFTMAX_METHODS
@@ -69,11 +71,13 @@ from titan_linear.planner.memory import Batch, layers
 from titan_linear.planner.timing import Clock, Machine, read_rates, shipped
 from tools import one_rank, traces
 from tools.bench_ops import OPS, PACKED, TAPS, Case, Inputs, head_counts, head_dims, randn, shapes, timed
+from tools.bench_train import header
 from tools.peers import split_keys
 
 D = 128
 PROFILED = 5  # rounds
-Row = tuple[str, str, str]  # whose op ("" for ours), documents, layout
+BY_LEVELS = "by levels"
+Row = tuple[str, str, str]  # whose op, or how ours exchanges states ("": as the rule says), documents, layout
 METHODS = SOFTMAX_METHODS
 RECURRENCES = [op for op in OPS if op != "conv"]
 OF_FLA = [op for op in OPS if op != "ssd"]  # what it has context parallelism for
@@ -135,7 +139,8 @@ def after_flush(ran: Sequence[traces.Event]) -> list[traces.Event]:
 
 
 def measure(fn: Callable[..., Tensor], x: Inputs, flush: Tensor) -> list[float]:
-    """The slowest rank's GPU forward, host forward, GPU forward + backward, host forward + backward, and exposed."""
+    """The slowest rank's GPU forward, host forward, GPU forward + backward, host forward + backward, and exposed; the
+    fastest clock, MHz (inf: not known)."""
     x = {name: t.detach().requires_grad_() for name, t in x.items()}
     dy = torch.randn_like(fn(**x))
     with torch.no_grad():
@@ -144,7 +149,9 @@ def measure(fn: Callable[..., Tensor], x: Inputs, flush: Tensor) -> list[float]:
         step = lambda: torch.autograd.grad(fn(**x), list(x.values()), dy)  # noqa: E731
         both = timed(step, flush)
         alone = exposed(step, flush)
-    times = torch.tensor([*forward, *both, alone], device="cuda", dtype=torch.float64)
+        step()
+        clock = clock_and_power(flush.device).get("sm_clock_mhz", math.inf)
+    times = torch.tensor([*forward, *both, alone, clock], device="cuda", dtype=torch.float64)
     dist.all_reduce(times, dist.ReduceOp.MAX)
     return times.tolist()
 
@@ -159,12 +166,16 @@ def tflops(H: int, bounds: Tensor, ranks: int, times: Sequence[float]) -> str:
 # --- What a row times ------------------------------------------------------------------------------------------------
 
 
-def rows(op: str, documents: Sequence[str], layouts: Sequence[str], fla: bool) -> Iterator[Row]:
+def rows(
+    op: str, documents: Sequence[str], layouts: Sequence[str], fla: bool, by_levels: bool = False
+) -> Iterator[Row]:
     """The rows of an op; FLA's comes below ours for the same work."""
     yield "", "one", "alone"
     recurrences = [layout for layout in layouts if layout != "heads" or op in RECURRENCES]
     for of, layout in product(documents, recurrences):
         yield "", of, layout
+        if by_levels and op in RECURRENCES and layout in LAYOUTS:
+            yield BY_LEVELS, of, layout
         if fla and op in OF_FLA and layout in LAYOUTS:
             yield "FLA", of, layout
 
@@ -184,6 +195,16 @@ def ours(
     return partial(fn, cp_context=context)
 
 
+@contextmanager
+def exchanging(how: str) -> Iterator[None]:
+    """States travel as the rule says inside, or BY_LEVELS."""
+    rule = kcp.route
+    if how == BY_LEVELS:
+        kcp.route = lambda most, world_size, node_size, sizes: fastest(world_size, node_size, sizes)
+    yield
+    kcp.route = rule
+
+
 def fla(op: str, cu: Tensor, layout: str) -> Callable[..., Tensor]:
     """flash-linear-attention's equivalent function, which takes the same tensors."""
     from fla.ops.cp import build_cp_context as context_of
@@ -200,7 +221,8 @@ def print_rows(args: argparse.Namespace, flush: Tensor) -> None:
     ranks = dist.get_world_size()
     first = dist.get_rank() == 0
     if first:
-        times = "GPU fwd", "host", "GPU fwd + bwd", "host", "exposed"
+        print(header(), end="\n\n")
+        times = "GPU fwd", "host", "GPU fwd + bwd", "host", "exposed", "MHz"
         print(table(("op", "T", "heads", "documents", "layout", *times, ""), []))
     for op, T, (H, HV), dims in shapes(args):
         case = Case(op, T // ranks, H, HV, *dims)
@@ -209,15 +231,18 @@ def print_rows(args: argparse.Namespace, flush: Tensor) -> None:
         if args.compiled:
             torch.compiler.reset()
             fn = torch.compile(fn, fullgraph=True)
-        for whose, documents, layout in rows(op, args.documents, args.layouts, args.peers):
+        for whose, documents, layout in rows(op, args.documents, args.layouts, args.peers, args.by_levels):
             cu = boundaries(documents, T // ranks if layout == "alone" else T)
             inputs = make_inputs(replace(case, T=T), args.key_heads or HV) if layout == "whole" else x
-            timed_op = fla(op, cu, layout) if whose else ours(fn, args.compiled, cu, layout, args.node)
-            times = measure(timed_op, inputs, flush)
+            peer = whose == "FLA"
+            timed_op = fla(op, cu, layout) if peer else ours(fn, args.compiled, cu, layout, args.node_size)
+            with exchanging(whose):
+                times = measure(timed_op, inputs, flush)
             if first:
                 rates = tflops(HV, cu, ranks if layout in LAYOUTS else 1, times) if op in METHODS else ""
                 name = f"{op}, {whose}" if whose else op
-                cells = [f"{t:.2f}" if math.isfinite(t) else "–" for t in times]
+                forms = [".2f"] * 5 + [".0f"]
+                cells = [format(x, form) if math.isfinite(x) else "–" for x, form in zip(times, forms, strict=True)]
                 print(line([name, T, case.heads, documents, layout, *cells, rates]), flush=True)
 
 
@@ -275,8 +300,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--estimate", choices=sorted(shipped()), metavar="GPU", help="plan instead of running, for %(choices)s"
     )
-    parser.add_argument("--node", type=int, help="ranks per node (default: as torchrun started them; --as-rank: 8)")
-    parser.add_argument("--by-levels", action="store_true", help="exchange states level by level")
+    parser.add_argument("--node-size", type=int, help="ranks per node (default: as torchrun started them; --as-rank: 8)")
+    parser.add_argument("--by-levels", action="store_true", help="also exchange states level by level")
     parser.add_argument("--as-rank", type=int, metavar="R", help="run this rank of --of alone")
     parser.add_argument("--of", type=int, nargs="+", default=[8, 64, 256, 1024], metavar="W", help="numbers of ranks")
     parser.add_argument("--model", default="kda/1.3B", help="NAME/FLAVOR for --as-rank (default: kda/1.3B)")
@@ -287,7 +312,8 @@ def main(argv: list[str]) -> int:
             raise ValueError(f"--as-rank {args.as_rank} is no rank of {min(args.of)}; give a lower one")
         name, _, flavor = args.model.partition("/")
         keys = [f"--model.name={name}", f"--model.flavor={flavor or 'debug'}", *keys]
-        for line in one_rank.rows(keys, args.as_rank, args.of, args.tokens[0], "H200", args.node or 8):
+        print(header(), end="\n\n")
+        for line in one_rank.rows(keys, args.as_rank, args.of, args.tokens[0], "H200", args.node_size or 8):
             print(line, flush=True)
         return 0
     if args.estimate:
@@ -301,8 +327,6 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"tools.bench_cp times the ops on several GPUs: {why}")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    if args.by_levels:
-        kcp.route = lambda most, world_size, node_size, sizes: fastest(world_size, node_size, sizes)
     with process_group(timedelta(minutes=10)):
         print_rows(args, torch.empty(24 << 30, dtype=torch.uint8, device="cuda"))
     return 0

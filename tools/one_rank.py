@@ -2,7 +2,8 @@
 
 Forward and backward of a whole model on one stream, as the trainer computes them: the plan of the batch, KCP's packs
 and folds, attention's blocks. What the rank receives is what it sends, repeated; its parameters are not sharded. So its
-work and its memory are measured; the time in which messages travel is counted from their bytes, and comes on top.
+work and its memory are measured, in turn with one GPU's on as many tokens, since clocks change; the time in which
+messages travel is counted from their bytes, and comes on top.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from titan_linear.data import Batch
 from titan_linear.distributed.one_process import LocalGroup, run_one
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.init import initialise
+from titan_linear.observe.report import clock_and_power
 from titan_linear.ops.layout.levels import FARTHER, H200, Network
+from titan_linear.ops.torch import flash4
 from titan_linear.planner.memory import GIB, moments
 from titan_linear.planner.memory import Batch as Planned
 from titan_linear.planner.timing import Clock, Machine, passes_of, read_rates, shipped, step
@@ -32,12 +35,21 @@ from titan_linear.step.passes import Forward
 
 STEPS, WARMUP = 10, 3
 ALONE = ("--training.local_batch_size=1", "--training.global_batch_size=1", "--checkpoint.enable=false")
+MEASURED = """\
+Measured: forward + backward, in turn with those of one GPU alone, "host" to queue them, GiB held. Synthesised: what
+ranks receive. Counted: messages and their ms, at the rates of {gpu} and {network:.0f} GB/s to other nodes of {node},
+at which the rest is planned.
+"""
 TITLES = (
     "ranks",
     "rank",
     "plan of the batch, host ms",
     "forward + backward, ms",
+    "one GPU alone",
     "planned",
+    "host",
+    "MHz",
+    "W",
     "messages",
     "MiB received",
     "ms of messages",
@@ -48,6 +60,7 @@ TITLES = (
     "planned",
 )
 HELD = ("activations", "working", "head", "logits")  # parts of the plan's memory that a pass allocates
+Medians = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -62,47 +75,48 @@ class OneRank:
     cpu_offload: bool = False
 
 
-@dataclass(frozen=True)
-class Found:
-    """Of one rank's forward and backward."""
+class Rank:
+    """A rank's model, and a stream of one document for all ranks."""
 
-    seconds: float
-    host: float  # seconds that the plan of a batch takes the host
-    held: float  # the most bytes allocated in a pass, besides parameters
-    received: list[dict[int, float]]  # in each exchange, the bytes from each rank
+    def __init__(self, config: Config, device: torch.device, group: LocalGroup):
+        self.config, self.device, self.group = config, device, group
+        model, dims, tokens = model_without_tokenizer(config), OneRank(group.size(), group), config.training.seq_len
+        self.decoder = build_model(config, model, dims, device)
+        initialise(self.decoder, 0)
+        self.sharding = build_sharding(config, model, dims, device)
+        self.precision = mixed_precision(config, self.decoder, dims)
+        x = torch.randint(model.vocab_size, (1, tokens + 1), generator=torch.Generator().manual_seed(0))
+        cu, positions = torch.tensor([0, tokens], dtype=torch.int32), torch.arange(tokens).unsqueeze(0)
+        self.batch = Batch(x[:, :-1], x[:, 1:], cu, positions, num_streams=1, streams=(0,))
 
-
-def measure(config: Config, model: ModelConfig, device: torch.device, group: LocalGroup) -> Found:
-    """Forward and backward of a stream of one document on this rank."""
-    dims, tokens = OneRank(group.size(), group), config.training.seq_len
-    decoder = build_model(config, model, dims, device)
-    initialise(decoder, 0)
-    sharding, precision = build_sharding(config, model, dims, device), mixed_precision(config, decoder, dims)
-    x = torch.randint(model.vocab_size, (1, tokens + 1), generator=torch.Generator().manual_seed(0))
-    cu, positions = torch.tensor([0, tokens], dtype=torch.int32), torch.arange(tokens).unsqueeze(0)
-    batch = Batch(x[:, :-1], x[:, 1:], cu, positions, num_streams=1, streams=(0,))
-    spans, host, cuda = [], [], device.type == "cuda"
-    for _ in range(WARMUP + STEPS):
+    def step(self) -> dict[str, float]:
+        """Seconds of forward and backward, of the host to queue them, and of it to plan the batch; clock and power; the
+        most bytes that the passes allocate."""
+        cuda, tokens = self.device.type == "cuda", self.config.training.seq_len
         begin = time.perf_counter()
-        micro = MicroBatch(*sharding(batch), batch.streams)
-        host.append(time.perf_counter() - begin)
-        group.received.clear()
+        micro = MicroBatch(*self.sharding(self.batch), self.batch.streams)
+        found = {"plan": time.perf_counter() - begin}
+        self.group.received.clear()
         if cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        begin = time.perf_counter()
-        Forward(decoder, micro, StepTokens(tokens, tokens), precision, config.training.loss_chunk_size).backward()
+        begin, loss_chunk = time.perf_counter(), self.config.training.loss_chunk_size
+        Forward(self.decoder, micro, StepTokens(tokens, tokens), self.precision, loss_chunk).backward()
+        found |= {"host": time.perf_counter() - begin} | clock_and_power(self.device)
         if cuda:
             torch.cuda.synchronize()
-        spans.append(time.perf_counter() - begin)
-        decoder.zero_grad(set_to_none=False)  # gradients are there before the next pass, as parameters are
-    return Found(
-        seconds=median(spans[WARMUP:]),
-        host=min(host),
-        held=torch.cuda.max_memory_allocated() - before if cuda else 0,
-        received=[by_sender for by_sender in group.received if by_sender],
-    )
+            found["held"] = torch.cuda.max_memory_allocated() - before
+        found["seconds"] = time.perf_counter() - begin
+        self.decoder.zero_grad(set_to_none=False)  # gradients are there before the next pass, as parameters are
+        return found
+
+
+def measure(config: Config, device: torch.device, alone: Rank | None, group: LocalGroup) -> tuple[Rank, list[Medians]]:
+    """This rank, and the medians of its steps and of those of `alone`, in turn."""
+    ranks = [Rank(config, device, group), *([alone] if alone else [])]
+    steps = [[rank.step() for rank in ranks] for _ in range(WARMUP + STEPS)][WARMUP:]
+    return ranks[0], [{name: median(x[name] for x in of) for name in of[0]} for of in zip(*steps, strict=True)]
 
 
 def seconds_of(received: Sequence[dict[int, float]], rank: int, node: int, rates: Network) -> float:
@@ -113,6 +127,14 @@ def seconds_of(received: Sequence[dict[int, float]], rank: int, node: int, rates
         away = sum(by_sender.values()) - here
         moved += rates.latency + FARTHER * (away > 0) + max(here / rates.in_node, away / rates.between_nodes)
     return moved
+
+
+def machine_here(gpu: str, node: int) -> Machine:
+    """The planner's: nodes of the GPUs that are here if their rates are known, else of `gpu`."""
+    known = {read_rates(path).gpu: path for path in shipped().values()}
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    kernel = "cudnn" if torch.cuda.is_available() and flash4.installed() else "flash4"
+    return Machine(read_rates(known.get(here, shipped()[gpu])), node, H200.between_nodes, kernel)
 
 
 def planned(config: Config, model: ModelConfig, machine: Machine) -> tuple[float, float, float]:
@@ -130,38 +152,33 @@ def planned(config: Config, model: ModelConfig, machine: Machine) -> tuple[float
 
 def rows(keys: Sequence[str], rank: int, ranks: Sequence[int], tokens: int, gpu: str, node: int) -> Iterator[str]:
     """The lines of the table: of one GPU alone, then of rank `rank` of each number of ranks, counted from the end if it
-    is negative. tokens: of a rank; gpu: whose rates plan; node: GPUs per node."""
+    is negative. tokens: of a rank; gpu: whose rates plan where those of the GPU here are not known; node: GPUs per
+    node."""
     cuda = torch.cuda.is_available()
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # torch's, about its own code
-    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    machine = Machine(read_rates(shipped()[gpu]), node, H200.between_nodes, "flash4")
+    device, machine, alone = torch.device("cuda", 0) if cuda else torch.device("cpu"), machine_here(gpu, node), None
+    link = machine.rates.node
+    network = Network(link.latency, link.all_to_all, machine.network)
+    yield MEASURED.format(gpu=machine.rates.gpu, network=machine.network / 1e9, node=node)
     yield table(TITLES, [])
     for W in (1, *ranks):
         cut = [f"--parallelism.context_parallel_degree={W}", f"--training.seq_len={tokens * W}", *ALONE]
         config = load_config([*keys, *cut, "--training.dtype=" + ("bfloat16" if cuda else "float32")])
-        model, R = model_without_tokenizer(config), rank % W
-        torch.compiler.reset()  # torch compiles a function only a few times, fewer than there may be rows
-        found = run_one(partial(measure, config, model, device), R, W, min(node, W))
+        R = rank % W
+        found, (mine, *others) = run_one(partial(measure, config, device, alone), R, W, min(node, W))
+        received = [by_sender for by_sender in found.group.received if by_sender]
+        moved = seconds_of(received, R, node, network)
+        own, exchanges, held = planned(config, model_without_tokenizer(config), machine)
+        if W == 1:
+            alone, planned_alone = found, own
+        one = others[0]["seconds"] if others else mine["seconds"]
+        ms = f"{1e3 * mine['plan']:.0f}", *(f"{1e3 * s:.1f}" for s in (mine["seconds"], one, own, mine["host"]))
+        clock = [f"{mine[name]:.0f}" if name in mine else "–" for name in ("sm_clock_mhz", "power_watts")]
+        messages = len(received), f"{sum(sum(by.values()) for by in received) / 2**20:.1f}"
+        rates = one / (mine["seconds"] + moved), planned_alone / (own + exchanges)
+        memory = f"{mine['held'] / GIB:.2f}" if cuda else "–", f"{held / GIB:.2f}"
+        travel = (f"{1e3 * s:.1f}" for s in (moved, exchanges))
+        yield line((W, R, *ms, *clock, *messages, *travel, *(f"{rate:.1%}" for rate in rates), *memory))
+        del found
         if cuda:
             torch.cuda.empty_cache()
-        moved = seconds_of(found.received, R, node, H200)
-        own, exchanges, held = planned(config, model, machine)
-        if W == 1:
-            alone = found.seconds, own
-        yield line(
-            (
-                W,
-                R,
-                f"{1e3 * found.host:.0f}",
-                f"{1e3 * found.seconds:.1f}",
-                f"{1e3 * own:.1f}",
-                len(found.received),
-                f"{sum(sum(by.values()) for by in found.received) / 2**20:.1f}",
-                f"{1e3 * moved:.1f}",
-                f"{1e3 * exchanges:.1f}",
-                f"{alone[0] / (found.seconds + moved):.1%}",
-                f"{alone[1] / (own + exchanges):.1%}",
-                f"{found.held / GIB:.2f}" if cuda else "–",
-                f"{held / GIB:.2f}",
-            )
-        )

@@ -66,9 +66,9 @@ def run_ranks(on_rank: Callable[[LocalGroup], T], size: int) -> list[T]:
 def run_one(on_rank: Callable[[LocalGroup], T], rank: int, size: int, node_size: int) -> T:
     """Call on_rank(group) for one of `size` ranks, `node_size` to a node, without the others: it receives what it
     sends, repeated to the length that it expects, so that only times and shapes mean something."""
-    with local_groups(size, _Alone) as groups:
-        groups[rank].node_size = node_size
-        return take_turns([partial(on_rank, groups[rank])])[0]
+    with local_groups(size, alone=rank) as (group,):
+        group.node_size = node_size
+        return take_turns([partial(on_rank, group)])[0]
 
 
 def take_turns(work: Sequence[Callable[[], T]]) -> list[T]:
@@ -151,10 +151,11 @@ class Turns:
 
 
 @contextmanager
-def local_groups(size: int, kind: type[LocalGroup] | None = None) -> Iterator[list[LocalGroup]]:
-    """A group of `size` ranks: each rank's view of it, in rank order. For calls inside of `take_turns`."""
+def local_groups(size: int, alone: int | None = None) -> Iterator[list[LocalGroup]]:
+    """A group of `size` ranks: each rank's view of it, in rank order, or that of one alone. For calls inside of
+    `take_turns`."""
     shared = _Shared(size, next(_numbers))
-    groups = [(kind or LocalGroup)(shared, rank) for rank in range(size)]
+    groups = [LocalGroup(shared, rank) for rank in range(size)] if alone is None else [_Alone(shared, alone)]
     registry = dist.distributed_c10d
     for group in groups:
         registry._register_process_group(group.group_name, group)
@@ -303,6 +304,7 @@ class _Alone(LocalGroup):
 
     def __init__(self, shared: _Shared, rank: int):
         super().__init__(shared, rank)
+        self._name = "one process, alone"  # a constant of compiled graphs, which are then found in the compiler's cache
         self.received: list[dict[int, float]] = []  # for each exchange, the bytes that came from each rank
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
