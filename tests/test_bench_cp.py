@@ -13,7 +13,8 @@ from tests.worlds import World
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.mixers import Attention
 from titan_linear.models.presets import preset
-from titan_linear.ops.layout.levels import FARTHER, Network, Sizes, messages, route
+from titan_linear.ops.exchange import kcp
+from titan_linear.ops.layout.levels import FARTHER, Level, Network, Sizes, messages, route
 from titan_linear.planner.memory import Batch, layers
 from titan_linear.planner.timing import Clock, Machine, read_rates, shipped
 from tools import bench_cp, bench_ops, one_rank, traces
@@ -130,6 +131,21 @@ def test_rows() -> None:
         found = [("FLA", d, layout) for d in documents for layout in layouts[:2]]
         assert list(peers.values()) == (found if op in ("kda", "gdn", "conv") else [])
         assert all(rows[i - 1][1:] == row[1:] for i, row in peers.items())
+
+
+def test_rows_by_levels() -> None:
+    rows = list(bench_cp.rows("kda", ["one"], ["contiguous", "zigzag", "heads"], fla=False, by_levels=True))
+    ways = [(layout, how) for how, _, layout in rows[1:]]
+    of_layouts = [(layout, how) for layout in bench_cp.LAYOUTS for how in ("", bench_cp.BY_LEVELS)]
+    assert ways == [*of_layouts, ("heads", "")]
+    assert list(bench_cp.rows("conv", ["one"], ["zigzag"], fla=False, by_levels=True)) == [
+        ("", "one", "alone"),
+        ("", "one", "zigzag"),
+    ]
+    two_nodes = 1, 2, 1, Sizes(heads=16, slots=1, state=2**16, transition=2**16)
+    with bench_cp.exchanging(bench_cp.BY_LEVELS):
+        assert kcp.route(*two_nodes) == (Level(1, 2),)
+    assert kcp.route is route and not route(*two_nodes)
 
 
 @pytest.mark.parametrize("op", [*bench_cp.OPS, *bench_cp.METHODS])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
 from types import ModuleType
 
 import pytest
 import torch
+from torch.distributed.run import get_args_parser
 
 from tests import mutants
 from tests.refusals import is_refused
@@ -26,6 +29,18 @@ def test_without_a_gpu(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(sys, "argv", [tool.__name__])
     error = is_refused(lambda _: tool.main([]), [], capsys)
     assert error.startswith(f"{tool.__name__} times") and "here" in error
+
+
+def test_torchrun_takes_no_option_of_a_tool_for_its_own() -> None:
+    """Not even as the beginning of one, such as --node."""
+    texts = [path.read_text("utf-8") for path in (mutants.ROOT / "tools").glob("*.py")]
+    commands = [command for text in texts for command in re.findall(r"^    torchrun (.*?)[ \\]*$", text, re.MULTILINE)]
+    assert len(commands) > 5
+    for command in commands:
+        argv = shlex.split(command, comments=True)
+        tool = argv[argv.index("-m") + 1 :]
+        read = get_args_parser().parse_args(argv)
+        assert [read.training_script, *read.training_script_args] == tool
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ that the mask leaves. Documents: "one", "packed" (ten), "web" (log-normal length
 an op with a new number of heads it autotunes for minutes, and keeps what it found in Triton's cache. Its GDN runs
 without its guard against wrong numbers on Hopper: times only.
 
---node-size: the ranks that count as a node, instead of all that are on one; --by-levels: below a row of a recurrence another
-in which KCP's states travel level by level, whatever the rule says.
+--node-size: the ranks that count as a node, instead of all that are on one; --by-levels: below a row of a recurrence
+another in which KCP's states travel level by level, whatever the rule says.
 
 --as-rank: rank R (-1: the last) of each number of ranks, alone on one GPU or the CPU: forward and backward of a whole
 model on a stream of one document, with so many tokens for each rank (tools/one_rank.py); keys of the run after `--`.
@@ -300,7 +300,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--estimate", choices=sorted(shipped()), metavar="GPU", help="plan instead of running, for %(choices)s"
     )
-    parser.add_argument("--node-size", type=int, help="ranks per node (default: as torchrun started them; --as-rank: 8)")
+    parser.add_argument("--node-size", type=int, help="ranks per node (default: as torchrun has them; --as-rank: 8)")
     parser.add_argument("--by-levels", action="store_true", help="also exchange states level by level")
     parser.add_argument("--as-rank", type=int, metavar="R", help="run this rank of --of alone")
     parser.add_argument("--of", type=int, nargs="+", default=[8, 64, 256, 1024], metavar="W", help="numbers of ranks")

@@ -33,7 +33,7 @@ from titan_linear.run.build import build_model, build_sharding, mixed_precision,
 from titan_linear.step.feed import MicroBatch, StepTokens
 from titan_linear.step.passes import Forward
 
-STEPS, WARMUP = 10, 3
+STEPS, WARMUP = 8, 2
 ALONE = ("--training.local_batch_size=1", "--training.global_batch_size=1", "--checkpoint.enable=false")
 MEASURED = """\
 Measured: forward + backward, in turn with those of one GPU alone, "host" to queue them, GiB held. Synthesised: what
