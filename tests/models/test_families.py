@@ -31,10 +31,11 @@ from titan_linear.models.adapters import config_from_hf, config_to_hf, ignored, 
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder, LayerCache
 from titan_linear.models.families.layout import check_values
+from titan_linear.models.init import initialise
 from titan_linear.models.mixers import Attention, Mamba2
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import MODELS, PUBLISHED, preset
-from titan_linear.storage.hf_io import find_family
+from titan_linear.storage.hf_io import check_folder, find_family, gather, write_folder
 
 T = 131
 DOCUMENTS = {"one document": [0, T], "packed": [0, 37, 38, 96, T]}
@@ -259,6 +260,60 @@ def test_what_we_do_not_have_is_refused(change: dict, words: str, case: Callable
         config_from_hf(written)
 
 
+def with_options(name: str, kind: type, **options: object) -> ModelConfig:
+    """A family's debug model, whose mixers of this kind have other options."""
+    model = MODELS[name]["debug"]
+    return replace(model, pattern=tuple(replace(x, **options) if isinstance(x, kind) else x for x in model.pattern))
+
+
+@pytest.mark.parametrize(
+    ("family", "model"),
+    [
+        ("GraniteMoeHybridForCausalLM", with_options("granite-h", Mamba2, heads=4)),
+        ("GraniteMoeHybridForCausalLM", with_options("granite-h", Mamba2, heads=16)),
+        ("KimiLinearForCausalLM", replace(MODELS["kimi-linear"]["debug"], tie_embeddings=True)),
+        ("NemotronHForCausalLM", replace(MODELS["nemotron-h"]["debug"], tie_embeddings=True)),
+    ],
+    ids=["as wide as the model", "four times as wide", "Kimi, tied", "Nemotron, tied"],
+)
+def test_transformers_computes_what_we_write(family: str, model: ModelConfig, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    ours, tokens = Decoder(model), torch.arange(24).unsqueeze(0)
+    initialise(ours, seed=0)
+    write_folder(tmp_path / "one", model, family, gather(ours), dtype=torch.float32)
+    ours.embedding.weight.data.mul_(2)
+    write_folder(tmp_path / "two", model, family, gather(ours), dtype=None, like=tmp_path / "one")
+    check_folder(tmp_path / "two", model)
+    with torch.no_grad():
+        expected = ours(tokens, BatchPlan(torch.arange(24)))
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "two")(tokens, use_cache=False).logits
+    assert relative(theirs, expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "model", "words"),
+    [
+        ("GraniteMoeHybridForCausalLM", with_options("granite-h", Mamba2, heads=9), "mamba2.head_dim = 32; use"),
+        (
+            "NemotronHForCausalLM",
+            replace(MODELS["nemotron-h"]["debug"], moe=replace(MODELS["nemotron-h"]["debug"].moe, shared_hidden_dim=0)),
+            "cannot hold this model: moe = MoEConfig",
+        ),
+        ("Lfm2ForCausalLM", with_options("lfm2", Attention, rope_theta=None), "of this architecture has positions"),
+        ("OlmoHybridForCausalLM", replace(preset("olmo-hybrid", "7B"), num_layers=3), "every layer is gdn, and this"),
+    ],
+)
+def test_what_transformers_would_not_compute_is_not_written(family: str, model: ModelConfig, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        config_to_hf(family, model)
+
+
+def test_a_family_of_experts_is_not_asked_for_a_model_without() -> None:
+    attention = MODELS["hybrid"]["debug"].pattern[2]
+    assert find_family(replace(MODELS["hybrid"]["debug"], pattern=(attention,))) == "TitanLinearForCausalLM"
+
+
 def test_rope_by_type_of_layer(case: Callable[[str], Case]) -> None:
     c = case("Qwen3.5, tied")
     written = config_to_hf(c.family, c.config)
@@ -284,6 +339,7 @@ QWEN, KIMI = ("Qwen3_5MoeForCausalLM", "qwen3.5"), ("KimiLinearForCausalLM", "ki
         (KIMI, {"num_experts_per_token": 99}, "config.json gives top_k = 99, more than num_experts = 8"),
         (KIMI, {"num_expert_group": 3}, "num_experts = 8 in groups = 3, which must be of one size"),
         (KIMI, {"num_expert_group": 8}, "num_experts = 8 in groups = 8, which must be of one size, two or more"),
+        (KIMI, {"moe_intermediate_size": 0}, "hidden_dim = 0, and experts have hidden channels"),
         (KIMI, {"topk_group": 5}, "top_groups = 5, more than groups = 4"),
         (KIMI, {"topk_group": 1, "num_experts_per_token": 3}, "top_k = 3, more than the experts of top_groups = 1"),
     ],

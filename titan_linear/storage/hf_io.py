@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from titan_linear.models.adapters import Placement, config_from_hf, config_to_hf, ignored, placements
+from titan_linear.models.adapters import Placement, Source, config_from_hf, config_to_hf, ignored, placements
 from titan_linear.models.config import ModelConfig, differences
 from titan_linear.models.families import FAMILIES
 from titan_linear.models.families.remote import MODELING, ROPE
@@ -328,7 +328,7 @@ def find_family(model: ModelConfig, tokenizer: Files | None = None) -> str:
     """
     reasons, kinds = [], {type(layer.mixer) for layer in model.layers}
     for family, has in FAMILIES.items():
-        if kinds <= set(has.layers) and (has.experts or model.moe is None):
+        if kinds <= set(has.layers) and (has.experts if model.moe else has.mlp):
             try:
                 check_tokenizer(family, config_to_hf(family, model), tokenizer or {})
             except ValueError as error:
@@ -398,6 +398,9 @@ def write_folder(
     """
     path, temporary = Path(path), beside(path, "tmp")
     source, found = (None, placements(model, family)) if like is None else check_folder(like, model, POSITIONS)
+    if model.tie_embeddings and not FAMILIES[family].ties and (source is None or HEAD in source.tensors):
+        shape = (model.vocab_size, model.dim)
+        found.append(Placement("embedding.weight", shape, (Source(HEAD, shape),), rows=None))
     # Those that are no part of the language model, except a stale copy of the embedding.
     others = sorted(ignored(model, family, source.shapes) - {HEAD}) if source else []
     copied = [source.tensors[name] for name in others]

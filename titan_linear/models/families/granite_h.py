@@ -84,8 +84,7 @@ def _from_hf(config: Json) -> ModelConfig:
 
 def _mamba2_from_hf(key: Keys) -> Mamba2:
     sizes = key.options(MAMBA2_SIZES, head_dim="auto", groups=1, conv_size=4, conv_bias=True)
-    if sizes["head_dim"] == "auto":
-        sizes["head_dim"] = key("mamba_expand", 2) * key("hidden_size") // sizes["heads"]
+    sizes["head_dim"] = key("mamba_expand", 2) * key("hidden_size") // sizes["heads"]  # as transformers wants it
     return Mamba2(**sizes, **time_step_limit(key))
 
 
@@ -117,10 +116,9 @@ def _to_hf(config: ModelConfig) -> Json:
     if mamba := options_of(config, Mamba2):
         written |= dict(
             **named(mamba, MAMBA2_SIZES),
+            mamba_expand=mamba.heads * mamba.head_dim // config.dim,  # a whole number in transformers
             **time_step_limit_to_hf(mamba.dt_min, mamba.dt_max),
         )
-        if mamba.heads * mamba.head_dim != 2 * config.dim:
-            written["mamba_expand"] = mamba.heads * mamba.head_dim / config.dim
     if attention := options_of(config, Attention):
         written |= dict(
             **named(attention, HEADS),

@@ -171,7 +171,9 @@ def _to_hf(config: ModelConfig) -> Json:
     return written
 
 
-KIMI_LINEAR = Family(MODEL, {KDA: KIMI_KDA, MLA: KIMI_MLA}, swiglu("mlp.", *PLACES), EXPERTS, _from_hf, _to_hf)
+KIMI_LINEAR = Family(
+    MODEL, {KDA: KIMI_KDA, MLA: KIMI_MLA}, swiglu("mlp.", *PLACES), EXPERTS, _from_hf, _to_hf, ties=False
+)
 
 # --- Presets ---------------------------------------------------------------------------------------------------------
 

@@ -66,6 +66,7 @@ class Family:
     ignored: tuple[str, ...] = ()  # tensors that are no part of the language model, as regular expressions
     wrappers: tuple[str, ...] = ()  # architectures that contain this one as their language model
     own_tokenizer: OwnTokenizer | None = None
+    ties: bool = True  # whether transformers ties the head where config.json says so; if not, folders have the head too
 
 
 # --- Tensors ----------------------------------------------------------------------------------------------------------
@@ -173,8 +174,9 @@ class Keys:
         if (value := self.config.get(key, known[0])) not in known:
             raise ValueError(f"config.json: {key} = {value!r}; only {' or '.join(map(repr, known))} is known")
 
-    def rope(self, theta: float | None, fraction: float | None = None) -> Json:
-        """Attention's options of positions; the arguments are defaults, no fraction: heads are rotated as a whole.
+    def rope(self, theta: float, fraction: float | None = None) -> Json:
+        """Attention's options of positions; the arguments are defaults. NaN: there is no theta by default, and none
+        may be given. No fraction: heads are rotated as a whole.
         These keys have had two names; the older one takes precedence, as in transformers. They may be given by type
         of layer."""
         rope = self("rope_scaling", None) or self("rope_parameters", None) or {}
@@ -182,6 +184,8 @@ class Keys:
         if by_type := [name for name, value in rope.items() if isinstance(value, dict)]:
             raise ValueError(f"config.json: rope_parameters has {by_type}, and no 'full_attention'; set that")
         read = {"rope_theta": rope.get("rope_theta", self("rope_theta", theta))}
+        if read["rope_theta"] is None and not math.isnan(theta):
+            raise ValueError("config.json: rope_theta = None, and attention of this architecture has positions")
         if fraction is not None:
             read["rotary_fraction"] = rope.get("partial_rotary_factor", self("partial_rotary_factor", fraction))
         kind = rope.get("rope_type", rope.get("type")) or "default"

@@ -132,8 +132,10 @@ def _attention_from_hf(key: Keys) -> Attention:
 
 def _moe_from_hf(key: Keys) -> MoEConfig:
     key.only("n_shared_experts", 1)
+    sizes = key.options(MOE_SIZES, normalise=True, scale=1.0, groups=1, top_groups=1)
+    sizes["shared_hidden_dim"] = sizes["shared_hidden_dim"] or key("intermediate_size")  # as transformers has it
     return MoEConfig(
-        **key.options(MOE_SIZES, normalise=True, scale=1.0, groups=1, top_groups=1),
+        **sizes,
         score="sigmoid",
         selection_bias=True,
         activation="relu2",
@@ -176,6 +178,7 @@ NEMOTRON_H = Family(
     _to_hf,
     prefixes=("backbone.", "model."),
     ignored=(r"mtp\..*",),
+    ties=False,
 )
 
 # --- Presets ---------------------------------------------------------------------------------------------------------

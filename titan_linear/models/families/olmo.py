@@ -48,9 +48,12 @@ OLMO_ATTENTION = (
 
 def _from_hf(config: Json) -> ModelConfig:
     key = Keys(config)
+    pattern = key.pattern(_attention_from_hf, _gdn_from_hf, lambda i: i % 4 == 3)
+    if len(set(pattern)) < 2:  # transformers refuses it
+        raise ValueError(f"config.json: every layer is {pattern[0].name}, and this architecture has gdn and attention")
     return ModelConfig(
         **common_from_hf(key),
-        pattern=key.pattern(_attention_from_hf, _gdn_from_hf, lambda i: i % 4 == 3),
+        pattern=pattern,
         hidden_dim=key("intermediate_size"),
         post_norm=(Attention.name,),
     )

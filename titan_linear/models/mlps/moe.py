@@ -49,6 +49,8 @@ class MoEConfig(MLPOptions):
         """The numbers that contradict each other, worded for a message; None if none do."""
         if self.top_k > self.num_experts:
             return f"top_k = {self.top_k}, more than num_experts = {self.num_experts}"
+        if not self.hidden_dim:
+            return "hidden_dim = 0, and experts have hidden channels"
         if self.groups == 1:
             return None
         size, rest = divmod(self.num_experts, self.groups)
