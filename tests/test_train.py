@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,7 +31,7 @@ from titan_linear.models.mixers import Attention, Mamba2
 from titan_linear.models.presets import OWN, PUBLISHED
 from titan_linear.models.rope import RopeScaling
 from titan_linear.observe.spikes import NonFinite
-from titan_linear.run.build import model_config
+from titan_linear.run.build import model_config, unbalanced
 from titan_linear.run.preflight import preflight
 from titan_linear.storage import checkpoint, hf_io
 from titan_linear.storage.checkpoint import Checkpointer
@@ -421,6 +422,13 @@ def test_how_experts_are_balanced(corpus: Path) -> None:
     assert moe("kimi-linear", bias_update_rate=0.0, balance_coefficient=0.5) == replace(
         moe("kimi-linear"), bias_update_rate=0.0, balance_coefficient=0.5
     )
+    assert not any(unbalanced(PUBLISHED[name]["debug"]) for name in ("kimi-linear", "qwen3.5", "lfm2"))
+    for name, words in (
+        ("kimi-linear", r"loads; .* 0.01 or training.expert_bias_update_rate = 0.001 does"),
+        ("minimax", "1 does"),
+    ):
+        model = PUBLISHED[name]["debug"]
+        assert re.search(words, unbalanced(replace(model, moe=replace(model.moe, bias_update_rate=0.0))))
     with pytest.raises(ValueError, match=r"training.expert_balance_coefficient .* has no experts"):
         moe("hybrid", balance_coefficient=0.1)
     with pytest.raises(ValueError, match=r"training.expert_bias_update_rate .* has no selection bias"):

@@ -361,6 +361,15 @@ def balance_experts(model: ModelConfig, config: Config) -> ModelConfig:
     return replace(model, moe=replace(model.moe, **asked))
 
 
+def unbalanced(model: ModelConfig) -> str:
+    """A console line if nothing balances the loads of the model's experts; else ""."""
+    moe = model.moe
+    if moe is None or moe.balance_coefficient or moe.bias_update_rate:
+        return ""
+    by_bias = " or training.expert_bias_update_rate = 0.001" if moe.selection_bias else ""
+    return f"nothing balances the experts' loads; training.expert_balance_coefficient = 0.01{by_bias} does"
+
+
 def unallocated(model: ModelConfig, dtype: torch.dtype) -> Decoder:
     """The decoder on the meta device, its parameters in `dtype` (gate parameters in float32 or wider)."""
     with torch.device("meta"):

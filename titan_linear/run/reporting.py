@@ -14,7 +14,7 @@ from titan_linear.observe.profiling import MemorySnapshots, Profiler
 from titan_linear.observe.report import Report
 from titan_linear.observe.telemetry import Telemetry
 from titan_linear.ops.registry import start_lines
-from titan_linear.run.build import first_weights, model_name, uncompiled
+from titan_linear.run.build import first_weights, model_name, unbalanced, uncompiled
 from titan_linear.run.compilation import Compilation
 from titan_linear.step.feed import BatchSharding, Feed
 from titan_linear.step.hooks import Hook
@@ -69,6 +69,7 @@ def write_down(
         *start_lines(model.implementations),
         float8_line(model),
         uncompiled(config, device),
+        unbalanced(model.config),
         f"mesh {dims.description}",
         sharding.uneven(config.training.local_batch_size * config.training.seq_len),
         f"resuming from step {step}" if step else first_weights(config),
