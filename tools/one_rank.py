@@ -14,13 +14,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from titan_linear.commands import line, table
 from titan_linear.config import Config, load_config
 from titan_linear.data import Batch
-from titan_linear.distributed.one_process import LocalGroup, run_one
+from titan_linear.distributed.one_process import LocalGroup, Shared, Work, registered, take_turns
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.init import initialise
 from titan_linear.observe.report import clock_and_power
@@ -68,17 +70,46 @@ class OneRank:
     """The counterpart of `ParallelDims` for a rank that is alone, and whose parameters nobody shares."""
 
     cp: int
-    cp_group: LocalGroup
+    cp_group: Alone
     tp: int = 1
     ep: int = 1
     sharded: bool = False
     cpu_offload: bool = False
 
 
+class Alone(LocalGroup):
+    """A rank without the others: it receives what it sends, repeated to the length that it expects, so that only times
+    and shapes mean something."""
+
+    def __init__(self, rank: int, size: int, node_size: int):
+        super().__init__(Shared(size, 0), rank)
+        self.node_size = node_size
+        self._name = "one process, alone"  # a constant of compiled graphs, which are then found in the compiler's cache
+        self.received: list[dict[int, float]] = []  # for each exchange, the bytes that came from each rank
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
+        return Work(lambda: True, "", lambda: None)
+
+    def recv(self, tensors: list[Tensor], of: int, tag: int) -> Work:
+        self.received.append({of: tensors[0].nbytes})
+        tensors[0].detach().zero_()
+        return Work(lambda: True, "", lambda: None)
+
+    def meet(self, kind: str, x: Tensor, out: Tensor, more: Any = None) -> Work:
+        sizes = more[0] if kind == "all_to_all" and more[0] else [len(out) // self.size()] * self.size()
+        row = out.nbytes / max(len(out), 1)
+        self.received.append({r: n * row for r, n in enumerate(sizes) if n and r != self.rank()})
+        source, room = x.detach().flatten(), out.detach().view(-1)
+        while len(source) and len(room):
+            room[: len(source)] = source[: len(room)]
+            room = room[len(source) :]
+        return Work(lambda: True, "", lambda: None)
+
+
 class Rank:
     """A rank's model, and a stream of one document for all ranks."""
 
-    def __init__(self, config: Config, device: torch.device, group: LocalGroup):
+    def __init__(self, config: Config, device: torch.device, group: Alone):
         self.config, self.device, self.group = config, device, group
         model, dims, tokens = model_without_tokenizer(config), OneRank(group.size(), group), config.training.seq_len
         self.decoder = build_model(config, model, dims, device)
@@ -112,7 +143,7 @@ class Rank:
         return found
 
 
-def measure(config: Config, device: torch.device, alone: Rank | None, group: LocalGroup) -> tuple[Rank, list[Medians]]:
+def measure(config: Config, device: torch.device, alone: Rank | None, group: Alone) -> tuple[Rank, list[Medians]]:
     """This rank, and the medians of its steps and of those of `alone`, in turn."""
     ranks = [Rank(config, device, group), *([alone] if alone else [])]
     steps = [[rank.step() for rank in ranks] for _ in range(WARMUP + STEPS)][WARMUP:]
@@ -165,7 +196,8 @@ def rows(keys: Sequence[str], rank: int, ranks: Sequence[int], tokens: int, gpu:
         cut = [f"--parallelism.context_parallel_degree={W}", f"--training.seq_len={tokens * W}", *ALONE]
         config = load_config([*keys, *cut, "--training.dtype=" + ("bfloat16" if cuda else "float32")])
         R = rank % W
-        found, (mine, *others) = run_one(partial(measure, config, device, alone), R, W, min(node, W))
+        with registered([group := Alone(R, W, min(node, W))]):
+            ((found, (mine, *others)),) = take_turns([partial(measure, config, device, alone, group)])
         received = [by_sender for by_sender in found.group.received if by_sender]
         moved = seconds_of(received, R, node, network)
         own, exchanges, held = planned(config, model_without_tokenizer(config), machine)

@@ -5,7 +5,6 @@
         o, _ = chunk_kda(..., cp_context=context)
         ...
     results = run_ranks(on_rank, 8)                    # in rank order
-    result = run_one(on_rank, 37, 1024, node_size=8)   # of one rank alone, to see what time and memory it takes
 
 Any degree works, without a launcher and without `torch.distributed.init_process_group`: for tests, for proofs, and to
 look into a rank with a debugger. Code that takes a group is given a `LocalGroup`, and can find it by its name
@@ -61,14 +60,6 @@ def run_ranks(on_rank: Callable[[LocalGroup], T], size: int) -> list[T]:
     """
     with local_groups(size) as groups:
         return take_turns([partial(on_rank, group) for group in groups])
-
-
-def run_one(on_rank: Callable[[LocalGroup], T], rank: int, size: int, node_size: int) -> T:
-    """Call on_rank(group) for one of `size` ranks, `node_size` to a node, without the others: it receives what it
-    sends, repeated to the length that it expects, so that only times and shapes mean something."""
-    with local_groups(size, alone=rank) as (group,):
-        group.node_size = node_size
-        return take_turns([partial(on_rank, group)])[0]
 
 
 def take_turns(work: Sequence[Callable[[], T]]) -> list[T]:
@@ -151,15 +142,20 @@ class Turns:
 
 
 @contextmanager
-def local_groups(size: int, alone: int | None = None) -> Iterator[list[LocalGroup]]:
-    """A group of `size` ranks: each rank's view of it, in rank order, or that of one alone. For calls inside of
-    `take_turns`."""
-    shared = _Shared(size, next(_numbers))
-    groups = [LocalGroup(shared, rank) for rank in range(size)] if alone is None else [_Alone(shared, alone)]
+def local_groups(size: int) -> Iterator[list[LocalGroup]]:
+    """A group of `size` ranks: each rank's view of it, in rank order. For calls inside of `take_turns`."""
+    shared = Shared(size, next(_numbers))
+    with registered([LocalGroup(shared, rank) for rank in range(size)]) as groups:
+        yield groups
+
+
+@contextmanager
+def registered(groups: list[LocalGroup]) -> Iterator[list[LocalGroup]]:
+    """Inside of the context they are found by their names."""
     registry = dist.distributed_c10d
     for group in groups:
         registry._register_process_group(group.group_name, group)
-        registry._world.pg_group_ranks[group] = {r: r for r in range(size)}  # where P2POp looks
+        registry._world.pg_group_ranks[group] = {r: r for r in range(group.size())}  # where P2POp looks
     try:
         yield groups
     finally:
@@ -178,7 +174,7 @@ class _Meeting:
     done: torch.cuda.Event | bool = False
 
 
-class _Shared:
+class Shared:
     """What the ranks of a group have in common."""
 
     def __init__(self, size: int, number: int):
@@ -209,7 +205,7 @@ class Work:
 class LocalGroup(dist.ProcessGroup):
     """One rank's view of a group in this process; `torch.distributed` calls these methods."""
 
-    def __init__(self, shared: _Shared, rank: int):
+    def __init__(self, shared: Shared, rank: int):
         super().__init__(rank, shared.size)
         self._shared, self._rank, self._count = shared, rank, 0
         self.node_size = gcd(shared.size, 8)  # ranks per node, which decides by what way things travel
@@ -233,22 +229,22 @@ class LocalGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
         (x,) = tensors
-        return self._meet("all_reduce", x, x, None if opts is None else opts.reduceOp)
+        return self.meet("all_reduce", x, x, None if opts is None else opts.reduceOp)
 
     def all_gather_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Work:
-        return self._meet("all_gather", x, out)
+        return self.meet("all_gather", x, out)
 
     def reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any = None) -> Work:
-        return self._meet("reduce_scatter", x, out, None if opts is None else opts.reduceOp)
+        return self.meet("reduce_scatter", x, out, None if opts is None else opts.reduceOp)
 
     def all_to_all_single(
         self, out: Tensor, x: Tensor, out_sizes: list[int], sizes: list[int], opts: Any = None
     ) -> Work:
-        return self._meet("all_to_all", x, out, (out_sizes, sizes))
+        return self.meet("all_to_all", x, out, (out_sizes, sizes))
 
     def barrier(self, opts: Any = None) -> Work:
         nothing = torch.empty(0)
-        return self._meet("barrier", nothing, nothing)
+        return self.meet("barrier", nothing, nothing)
 
     # The same methods under the names that torch up to 2.12 calls.
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
@@ -264,7 +260,7 @@ class LocalGroup(dist.ProcessGroup):
         what = f"waits for what rank {of} is to send it"
         return Work(lambda: bool(mail), what, lambda: _fill(tensors[0], mail.popleft()))
 
-    def _meet(self, kind: str, x: Tensor, out: Tensor, more: Any = None) -> Work:
+    def meet(self, kind: str, x: Tensor, out: Tensor, more: Any = None) -> Work:
         """Join this rank's next collective; the last rank to come does the copies of all."""
         shared, number = self._shared, self._count
         self._count += 1
@@ -297,33 +293,6 @@ class LocalGroup(dist.ProcessGroup):
         missing = [r for r in range(shared.size) if r not in meeting.given]
         what = f"waits in {kind} for rank(s) {', '.join(map(str, missing))}"
         return Work(lambda: meeting.done is not False, what, then)
-
-
-class _Alone(LocalGroup):
-    """A rank without the others."""
-
-    def __init__(self, shared: _Shared, rank: int):
-        super().__init__(shared, rank)
-        self._name = "one process, alone"  # a constant of compiled graphs, which are then found in the compiler's cache
-        self.received: list[dict[int, float]] = []  # for each exchange, the bytes that came from each rank
-
-    def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
-        return Work(lambda: True, "", lambda: None)
-
-    def recv(self, tensors: list[Tensor], of: int, tag: int) -> Work:
-        self.received.append({of: tensors[0].nbytes})
-        tensors[0].detach().zero_()
-        return Work(lambda: True, "", lambda: None)
-
-    def _meet(self, kind: str, x: Tensor, out: Tensor, more: Any = None) -> Work:
-        sizes = more[0] if kind == "all_to_all" and more[0] else [len(out) // self.size()] * self.size()
-        row = out.nbytes / max(len(out), 1)
-        self.received.append({r: n * row for r, n in enumerate(sizes) if n and r != self.rank()})
-        source, room = x.detach().flatten(), out.detach().view(-1)
-        while len(source) and len(room):
-            room[: len(source)] = source[: len(room)]
-            room = room[len(source) :]
-        return Work(lambda: True, "", lambda: None)
 
 
 def _fail(error: Exception) -> NoReturn:
