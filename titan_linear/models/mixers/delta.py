@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_linear.models.cases import Draws, OpCase, Tensors, convolution_case
-from titan_linear.models.config import Documents, MixerOptions, ModelConfig
+from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.draws import Draw, time_step_bias, uniform_decay, zeros
 from titan_linear.models.layers import ConvWeight, GatedRMSNorm, cut, project, widen
-from titan_linear.models.mixers.recurrent import Cache, Inputs, RecurrentMixer
+from titan_linear.models.mixers.recurrent import Cache, Inputs, RecurrentMixer, RecurrentOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_gated_delta_rule, chunk_kda
 from titan_linear.ops.delta_rule import is_bound
@@ -32,17 +32,13 @@ IN_KERNEL = dict.fromkeys(("use_gate_in_kernel", "use_beta_sigmoid_in_kernel"), 
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaOptions(MixerOptions):
-    heads: int
+class DeltaOptions(RecurrentOptions):
     v_heads: int  # a multiple of heads
     head_dim: int
     v_head_dim: int
     conv_size: int = 4
     beta_range: float = 1.0  # β in (0, this); 2 allows negative eigenvalues
     o_norm_eps: float | None = None  # eps of the output norm; None: the model's norm_eps
-
-    linear: ClassVar[bool] = True
-    op: ClassVar[str]  # the delta rule's name in titan_linear.ops
 
     def __post_init__(self) -> None:
         if self.beta_range not in (1, 2):
@@ -116,10 +112,6 @@ class DeltaOptions(MixerOptions):
     def gate_flops(self, dim: int) -> int:
         """FLOPs per token of the projections to the decay and to the output gate."""
 
-    @property
-    def head_counts(self) -> dict[str, int]:
-        return {"heads": self.heads}  # value heads are split along with them
-
 
 class DeltaMixer(RecurrentMixer):
     """Its states are [B, HV, K, V]."""
@@ -135,7 +127,7 @@ class DeltaMixer(RecurrentMixer):
     float8: ClassVar = (("q_proj", "k_proj", "v_proj"), ("o_proj",))
 
     def __init__(self, options: DeltaOptions, config: ModelConfig, activation: str, A_log: Draw):
-        super().__init__()
+        super().__init__(options)
         self.head_dim, self.v_head_dim = options.head_dim, options.v_head_dim
         key_dim, value_dim = options.heads * self.head_dim, options.v_heads * self.v_head_dim
         widths = (key_dim, key_dim, value_dim)
@@ -147,15 +139,13 @@ class DeltaMixer(RecurrentMixer):
         self.o_norm = GatedRMSNorm(self.v_head_dim, eps, activation)
         self.o_proj = nn.Linear(value_dim, config.dim, bias=False)
         self.initial = {"A_log": A_log, "dt_bias": time_step_bias}
-        self.op = options.op
 
     def _inputs(self, x: Tensor, plan: BatchPlan, cache: Cache) -> tuple[Inputs, Tensor]:
         """q, k [B, T, H, K], v [B, T, HV, V], the raw gate and the logits of β; the output gate [B, T, HV·V]."""
         qkv = project(x, self.q_proj, self.k_proj, self.v_proj)
         convolutions = [self.q_conv1d, self.k_conv1d, self.v_conv1d]
-        parts = self._convolved(qkv, convolutions, plan, cache, norm_dim=self.head_dim)
         dims = self.head_dim, self.head_dim, self.v_head_dim
-        q, k, v = (part.unflatten(-1, (-1, dim)) for part, dim in zip(parts, dims, strict=True))
+        q, k, v = self._convolved(qkv, convolutions, dims, plan, cache, norm_dim=self.head_dim)
         g, beta, z = self._gates(x)
         return (q, k, v, g, beta), z
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_linear.models.cases import Draws, OpCase, simple_gla_case
-from titan_linear.models.config import Documents, MixerOptions, ModelConfig
+from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.layers import RMSNorm, cut, project, widened
-from titan_linear.models.mixers.recurrent import Cache, Inputs, RecurrentMixer
+from titan_linear.models.mixers.recurrent import Cache, Inputs, RecurrentMixer, RecurrentOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_simple_gla
 from titan_linear.ops.exchange.collectives import Ranks
@@ -21,17 +21,16 @@ from titan_linear.ops.layout.boundaries import scan_programs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lightning(MixerOptions):
-    heads: int
+class Lightning(RecurrentOptions):
     head_dim: int
     o_norm_eps: float = 1e-6
 
     name: ClassVar[str] = "lightning"
-    linear: ClassVar[bool] = True
+    op: ClassVar[str] = "chunk_simple_gla"
 
     @property
     def ops(self) -> dict[str, dict[str, int]]:
-        return {"chunk_simple_gla": {"K": self.head_dim, "V": self.head_dim}}
+        return {self.op: {"K": self.head_dim, "V": self.head_dim}}
 
     def flops(self, dim: int, documents: Documents) -> int:
         """Projections to q, k, v, the output gate and from the output; per token 4 K V for the state, per pair of a
@@ -47,10 +46,6 @@ class Lightning(MixerOptions):
     def scan_programs(self, ranks: int) -> int:
         return scan_programs(self.heads // ranks, self.head_dim)
 
-    @property
-    def head_counts(self) -> dict[str, int]:
-        return {"heads": self.heads}
-
     def build(self, config: ModelConfig, layer: int) -> LightningMixer:
         return LightningMixer(self, config, layer)
 
@@ -58,7 +53,6 @@ class Lightning(MixerOptions):
 class LightningMixer(RecurrentMixer):
     """Its states are [B, heads, K, V]."""
 
-    op = "chunk_simple_gla"
     split: ClassVar[dict[str, int]] = {
         **{f"{x}_proj.weight": 0 for x in "qkvg"},
         "o_norm.weight": 0,
@@ -67,7 +61,7 @@ class LightningMixer(RecurrentMixer):
     float8: ClassVar = (("o_proj",),)  # its other product has gates
 
     def __init__(self, options: Lightning, config: ModelConfig, layer: int):
-        super().__init__()
+        super().__init__(options)
         self.heads, self.head_dim = options.heads, options.head_dim
         slope = layer / (config.num_layers - 1 + 1e-5) - 1 - 1e-5  # from −1 in the first layer to 0 in the last
         self.slope = torch.tensor(slope, dtype=torch.float64, device="cpu")  # a number would be compiled for each layer

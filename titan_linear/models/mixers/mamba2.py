@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_linear.models.cases import Draws, OpCase, Tensors, convolution_case
-from titan_linear.models.config import Documents, MixerOptions, ModelConfig
+from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.draws import ones, time_step_bias, uniform_decay
 from titan_linear.models.layers import ConvWeight, cut, project, widen
-from titan_linear.models.mixers.recurrent import Cache, Inputs, RecurrentMixer
+from titan_linear.models.mixers.recurrent import Cache, Inputs, RecurrentMixer, RecurrentOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_ssd
 from titan_linear.ops.exchange.collectives import Ranks, sum_over_ranks
@@ -24,8 +24,7 @@ from titan_linear.ops.reference.linear_attention import recurrent_ssd
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mamba2(MixerOptions):
-    heads: int
+class Mamba2(RecurrentOptions):
     head_dim: int
     state_dim: int
     groups: int = 1  # of heads that share B and C; the output norm is over each group's channels
@@ -35,11 +34,11 @@ class Mamba2(MixerOptions):
     dt_max: float = math.inf
 
     name: ClassVar[str] = "mamba2"
-    linear: ClassVar[bool] = True
+    op: ClassVar[str] = "chunk_ssd"
 
     @property
     def ops(self) -> dict[str, dict[str, int]]:
-        return {"chunk_ssd": {"K": self.state_dim, "V": self.head_dim}, "causal_conv1d": {"W": self.conv_size}}
+        return {self.op: {"K": self.state_dim, "V": self.head_dim}, "causal_conv1d": {"W": self.conv_size}}
 
     @property
     def contradiction(self) -> str | None:
@@ -82,7 +81,7 @@ class Mamba2(MixerOptions):
         parameters = {"A": A, "D": draw("D", heads), "dt_bias": dt_bias - 7}
         units = {"": 1.5, "dt": 3.0, "B": 3.0, "C": 3.0, **dict.fromkeys(parameters, 6.0)}
         usual, wide = {"dt_bias": dt_bias}, tuple(parameters)
-        yield OpCase("chunk_ssd", tokens, (heads, P), parameters, run, oracle, units, wide=wide, usual=usual)
+        yield OpCase(self.op, tokens, (heads, P), parameters, run, oracle, units, wide=wide, usual=usual)
         yield convolution_case(draw, self.widths, self.conv_size, bias=self.conv_bias)
 
     def scan_programs(self, ranks: int) -> int:
@@ -91,7 +90,7 @@ class Mamba2(MixerOptions):
     @property
     def head_counts(self) -> dict[str, int]:
         """One group is not split: all ranks compute its B and C."""
-        return {"heads": self.heads, **({"groups": self.groups} if self.groups > 1 else {})}
+        return super().head_counts | ({"groups": self.groups} if self.groups > 1 else {})
 
     def indivisible_heads(self, ranks: int) -> str | None:
         return f"{self.groups} groups" if self.groups % ranks else super().indivisible_heads(ranks)
@@ -126,7 +125,6 @@ class GroupedRMSNorm(nn.Module):
 class Mamba2Mixer(RecurrentMixer):
     """Its states are [B, heads, P, N]."""
 
-    op = "chunk_ssd"
     kept_whole: ClassVar[tuple[str, ...]] = ("A_log", "D", "dt_bias")
     split: ClassVar[dict[str, int]] = {
         **dict.fromkeys(("x_proj.weight", "z_proj.weight", "dt_proj.weight", "x_conv1d.weight", "x_conv1d.bias"), 0),
@@ -136,7 +134,7 @@ class Mamba2Mixer(RecurrentMixer):
     float8: ClassVar = (("o_proj",),)  # its other product has gates
 
     def __init__(self, options: Mamba2, config: ModelConfig):
-        super().__init__()
+        super().__init__(options)
         self.head_dim, self.state_dim = options.head_dim, options.state_dim
         self.dt_limit = (options.dt_min, options.dt_max)
         inner, *_ = widths = options.widths
@@ -159,9 +157,8 @@ class Mamba2Mixer(RecurrentMixer):
         projections = (self.x_proj, self.b_proj, self.c_proj, self.z_proj, self.dt_proj)
         x_dim, b_dim, c_dim, z_dim, heads = (len(p.weight) for p in projections)
         xbc, z, dt = cut(project(x, *projections), x_dim + b_dim + c_dim, z_dim, heads)
-        parts = self._convolved(xbc, [self.x_conv1d, self.b_conv1d, self.c_conv1d], plan, cache)
-        dims = self.head_dim, self.state_dim, self.state_dim
-        x, B, C = (part.unflatten(-1, (-1, dim)) for part, dim in zip(parts, dims, strict=True))
+        convolutions = [self.x_conv1d, self.b_conv1d, self.c_conv1d]
+        x, B, C = self._convolved(xbc, convolutions, (self.head_dim, self.state_dim, self.state_dim), plan, cache)
         return (x, dt, B, C), z
 
     def _rule(self, inputs: Inputs, **how: Any) -> tuple[Tensor, Tensor | None]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from titan_linear.models.config import MixerOptions
 from titan_linear.models.layers import Cache, ConvWeight, convolve, widen, widened
 from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.ops.runtime.support import Choice
@@ -17,14 +19,25 @@ from titan_linear.ops.runtime.support import Choice
 Inputs = tuple[Tensor, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class RecurrentOptions(MixerOptions):
+    heads: int
+
+    linear: ClassVar[bool] = True
+    op: ClassVar[str]  # the recurrence's name in titan_linear.ops
+
+    @property
+    def head_counts(self) -> dict[str, int]:
+        return {"heads": self.heads}
+
+
 class RecurrentMixer(nn.Module):
     """The cache holds `state`, the recurrence's, [B, heads, ., .], and `conv` [B, D, W−1], the convolution's last
     inputs."""
 
-    op: str  # the recurrence's name in titan_linear.ops
-
-    def __init__(self) -> None:
+    def __init__(self, options: RecurrentOptions):
         super().__init__()
+        self.op = options.op
         self.implementations: dict[str, Choice] = {}
         self.cp_method = "kcp"  # "kcp" | "ulysses", under context parallelism
 
@@ -94,15 +107,22 @@ class RecurrentMixer(nn.Module):
         return seen
 
     def _convolved(
-        self, x: Tensor, convolutions: list[ConvWeight], plan: BatchPlan, cache: Cache, norm_dim: int | None = None
-    ) -> tuple[Tensor, ...]:
-        """x [B, T, D], the inputs of these convolutions side by side -> the output of each, after a silu. They are
-        one convolution: one halo under context parallelism. norm_dim: they give q, k and v, and heads of q and k have
-        this many channels and length 1."""
+        self,
+        x: Tensor,
+        convolutions: list[ConvWeight],
+        dims: tuple[int, ...],
+        plan: BatchPlan,
+        cache: Cache,
+        norm_dim: int | None = None,
+    ) -> list[Tensor]:
+        """x [B, T, D], the inputs of these convolutions side by side -> the output of each, [B, T, ., dim], after a
+        silu. They are one convolution: one halo under context parallelism. norm_dim: they give q, k and v, and heads of
+        q and k have this many channels and length 1."""
         weights, biases = [c.weight for c in convolutions], [c.bias for c in convolutions]
         bias = None if biases[0] is None else torch.cat(biases)
         options = {"bias": bias, "activation": "silu", "widths": [*map(len, weights)], "norm_dim": norm_dim}
-        return convolve(x, torch.cat(weights), cache, "conv", self.implementations, **options, **plan.documents)
+        parts = convolve(x, torch.cat(weights), cache, "conv", self.implementations, **options, **plan.documents)
+        return [part.unflatten(-1, (-1, dim)) for part, dim in zip(parts, dims, strict=True)]
 
 
 def _share(o: Tensor, alone: Tensor) -> tuple[Tensor, Tensor]:

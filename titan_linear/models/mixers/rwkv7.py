@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_linear.models.cases import Draws, OpCase, Tensors, convolution_case
-from titan_linear.models.config import Documents, MixerOptions, ModelConfig
+from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.draws import Draw, Elements, constant, token_mix
 from titan_linear.models.layers import SHIFT_OPS, Cache, LayerNorm, token_shift, widen
-from titan_linear.models.mixers.recurrent import Inputs, RecurrentMixer
+from titan_linear.models.mixers.recurrent import Inputs, RecurrentMixer, RecurrentOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_rwkv7
 from titan_linear.ops.reference.linear_attention import recurrent_dplr
@@ -26,8 +26,7 @@ DECAY = -math.exp(-0.5)  # the least log decay
 
 
 @dataclass(frozen=True, kw_only=True)
-class RWKV7(MixerOptions):
-    heads: int
+class RWKV7(RecurrentOptions):
     head_dim: int
     w_rank: int  # of the low-rank MLPs: of the decay,
     a_rank: int  # the rate of removing,
@@ -35,7 +34,7 @@ class RWKV7(MixerOptions):
     g_rank: int  # the output gate
 
     name: ClassVar[str] = "rwkv7"
-    linear: ClassVar[bool] = True
+    op: ClassVar[str] = "chunk_rwkv7"
 
     @property
     def first(self) -> RWKV7:
@@ -47,7 +46,7 @@ class RWKV7(MixerOptions):
 
     @property
     def ops(self) -> dict[str, dict[str, int]]:
-        return {"chunk_rwkv7": {"K": self.head_dim, "V": self.head_dim}, **SHIFT_OPS}
+        return {self.op: {"K": self.head_dim, "V": self.head_dim}, **SHIFT_OPS}
 
     def flops(self, dim: int, documents: Documents) -> int:
         """Projections to r, k, v and from the output, the low-rank MLPs, the recurrence by chunks. Per token and head:
@@ -77,16 +76,12 @@ class RWKV7(MixerOptions):
             return recurrent_dplr(r, *others, w, scale=1.0, cu_seqlens=cu_seqlens)[0]
 
         units = {"": 3.0, "w": 6.0}
-        yield OpCase("chunk_rwkv7", dict.fromkeys("rwkvab", shape), shape, {}, run, oracle, units)
+        yield OpCase(self.op, dict.fromkeys("rwkvab", shape), shape, {}, run, oracle, units)
         yield convolution_case(draw, (math.prod(shape),), 2, activation=None)
 
     @property
     def contradiction(self) -> str | None:
         return f"{self.name} head_dim = 1, of which each head's norm makes 0" if self.head_dim == 1 else None
-
-    @property
-    def head_counts(self) -> dict[str, int]:
-        return {"heads": self.heads}
 
     def build(self, config: ModelConfig, layer: int) -> RWKV7Mixer:
         return RWKV7Mixer(self, config, layer)
@@ -131,7 +126,6 @@ class RWKV7Mixer(RecurrentMixer):
     returns its v too.
     """
 
-    op = "chunk_rwkv7"
     split: ClassVar[dict[str, int]] = {
         **dict.fromkeys(("r_proj.weight", "k_proj.weight", "v_proj.weight", "k_k", "k_a", "r_k"), 0),
         "o_proj.weight": 1,
@@ -139,7 +133,7 @@ class RWKV7Mixer(RecurrentMixer):
     float8: ClassVar = tuple((f"{name}_proj",) for name in "rkvo")
 
     def __init__(self, options: RWKV7, config: ModelConfig, layer: int):
-        super().__init__()
+        super().__init__(options)
         dim, K, width = config.dim, options.head_dim, options.heads * options.head_dim
         depth, decay = layer / config.num_layers, 1 + (layer / max(config.num_layers - 1, 1)) ** 0.3
         channels = partial(_channels, width, K)
