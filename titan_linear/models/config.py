@@ -14,6 +14,7 @@ import numpy as np
 from torch import nn
 
 from titan_linear.models.cases import Draws, OpCase
+from titan_linear.models.layers import OpDims
 from titan_linear.models.mlps import Dense, MLPOptions, MoEConfig
 from titan_linear.models.mlps.dense import DenseActivation
 from titan_linear.models.rope import Rotary
@@ -64,8 +65,8 @@ class MixerOptions(ABC):
 
     @property
     @abstractmethod
-    def ops(self) -> dict[str, dict[str, int]]:
-        """The ops of titan_linear.ops that the mixer calls, with the sizes on which their implementations depend."""
+    def ops(self) -> OpDims:
+        """What the mixer calls."""
 
     @property
     def first(self) -> MixerOptions:
@@ -173,8 +174,8 @@ class ModelConfig:
         """Whether any layer has softmax attention."""
         return not all(mixer.linear for mixer in self.mixers)
 
-    def ops(self, tp: int = 1) -> dict[str, dict[str, int]]:
-        """The ops that each rank of tensor parallelism calls, with the sizes on which their implementations depend."""
+    def ops(self, tp: int = 1) -> OpDims:
+        """What each rank of tensor parallelism calls."""
         of_parts = [*(mixer.ops for mixer in self.mixers), *(mlp.ops(self.dim, tp) for mlp in self.mlps)]
         return {op: dims for ops in of_parts for op, dims in ops.items()} | {"cross_entropy": {}}
 

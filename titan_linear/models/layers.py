@@ -17,7 +17,8 @@ from titan_linear.ops.float8 import Product
 from titan_linear.ops.runtime.support import Choice
 
 QUERIES = 32  # number of queries whose attention telemetry samples
-SHIFT_OPS = {"causal_conv1d": {"W": 2}}  # the op of `token_shift`
+OpDims = dict[str, dict[str, int]]  # by ops of titan_linear.ops: the sizes on which their implementations depend
+SHIFT_OPS: OpDims = {"causal_conv1d": {"W": 2}}  # of `token_shift`
 Cache = MutableMapping[str, Tensor] | None  # what a layer keeps of earlier tokens
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from titan_linear.models.cases import Draws, OpCase, attention_case
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
-from titan_linear.models.layers import RMSNorm, attention_entropy, rotate, widened
+from titan_linear.models.layers import OpDims, RMSNorm, attention_entropy, rotate, widened
 from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.models.rope import RopeScaling, Rotary
 from titan_linear.ops import attention
@@ -34,7 +34,7 @@ class Attention(MixerOptions):
     growing: ClassVar[tuple[str, ...]] = ("k", "v")
 
     @property
-    def ops(self) -> dict[str, dict[str, int]]:
+    def ops(self) -> OpDims:
         return {"attention": {"D": self.head_dim, "Dv": self.head_dim}}
 
     @property

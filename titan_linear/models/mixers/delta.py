@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from titan_linear.models.cases import Draws, OpCase, Tensors, convolution_case
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.draws import Draw, time_step_bias, uniform_decay, zeros
-from titan_linear.models.layers import ConvWeight, GatedRMSNorm, cut, project, widen
+from titan_linear.models.layers import ConvWeight, GatedRMSNorm, OpDims, cut, project, widen
 from titan_linear.models.mixers.recurrent import Cache, Inputs, RecurrentMixer, RecurrentOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_gated_delta_rule, chunk_kda
@@ -52,7 +52,7 @@ class DeltaOptions(RecurrentOptions):
         return False
 
     @property
-    def ops(self) -> dict[str, dict[str, int]]:
+    def ops(self) -> OpDims:
         return {self.op: {"K": self.head_dim, "V": self.v_head_dim}, "causal_conv1d": {"W": self.conv_size}}
 
     @property

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from titan_linear.models.cases import Draws, OpCase, simple_gla_case
 from titan_linear.models.config import Documents, ModelConfig
-from titan_linear.models.layers import RMSNorm, cut, project, widened
+from titan_linear.models.layers import OpDims, RMSNorm, cut, project, widened
 from titan_linear.models.mixers.recurrent import Cache, Inputs, RecurrentMixer, RecurrentOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_simple_gla
@@ -29,7 +29,7 @@ class Lightning(RecurrentOptions):
     op: ClassVar[str] = "chunk_simple_gla"
 
     @property
-    def ops(self) -> dict[str, dict[str, int]]:
+    def ops(self) -> OpDims:
         return {self.op: {"K": self.head_dim, "V": self.head_dim}}
 
     def flops(self, dim: int, documents: Documents) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from titan_linear.models.cases import Draws, OpCase, Tensors, convolution_case
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.draws import ones, time_step_bias, uniform_decay
-from titan_linear.models.layers import ConvWeight, cut, project, widen
+from titan_linear.models.layers import ConvWeight, OpDims, cut, project, widen
 from titan_linear.models.mixers.recurrent import Cache, Inputs, RecurrentMixer, RecurrentOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_ssd
@@ -37,7 +37,7 @@ class Mamba2(RecurrentOptions):
     op: ClassVar[str] = "chunk_ssd"
 
     @property
-    def ops(self) -> dict[str, dict[str, int]]:
+    def ops(self) -> OpDims:
         return {self.op: {"K": self.state_dim, "V": self.head_dim}, "causal_conv1d": {"W": self.conv_size}}
 
     @property

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from titan_linear.models.cases import Draws, OpCase, attention_case
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
-from titan_linear.models.layers import RMSNorm, attention_entropy
+from titan_linear.models.layers import OpDims, RMSNorm, attention_entropy
 from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.ops import attention
 
@@ -30,7 +30,7 @@ class MLA(MixerOptions):
     growing: ClassVar[tuple[str, ...]] = ("latent", "shared")
 
     @property
-    def ops(self) -> dict[str, dict[str, int]]:
+    def ops(self) -> OpDims:
         return {"attention": {"D": self.nope_dim + self.shared_k_dim, "Dv": self.v_dim}}
 
     def flops(self, dim: int, documents: Documents) -> int:

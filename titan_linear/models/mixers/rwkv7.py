@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from titan_linear.models.cases import Draws, OpCase, Tensors, convolution_case
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.draws import Draw, Elements, constant, token_mix
-from titan_linear.models.layers import SHIFT_OPS, Cache, LayerNorm, token_shift, widen
+from titan_linear.models.layers import SHIFT_OPS, Cache, LayerNorm, OpDims, token_shift, widen
 from titan_linear.models.mixers.recurrent import Inputs, RecurrentMixer, RecurrentOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_rwkv7
@@ -45,7 +45,7 @@ class RWKV7(RecurrentOptions):
         return self.heads * self.head_dim if self.v_rank else 0
 
     @property
-    def ops(self) -> dict[str, dict[str, int]]:
+    def ops(self) -> OpDims:
         return {self.op: {"K": self.head_dim, "V": self.head_dim}, **SHIFT_OPS}
 
     def flops(self, dim: int, documents: Documents) -> int:

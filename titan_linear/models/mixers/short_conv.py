@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from titan_linear.models.cases import Draws, OpCase, convolution_case
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
-from titan_linear.models.layers import Cache, ConvWeight, convolve, cut, project
+from titan_linear.models.layers import Cache, ConvWeight, OpDims, convolve, cut, project
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.runtime.support import Choice
 
@@ -24,7 +24,7 @@ class ShortConv(MixerOptions):
     linear: ClassVar[bool] = True
 
     @property
-    def ops(self) -> dict[str, dict[str, int]]:
+    def ops(self) -> OpDims:
         return {"causal_conv1d": {"W": self.conv_size}}
 
     def flops(self, dim: int, documents: Documents) -> int:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_linear.models.draws import token_mix
-from titan_linear.models.layers import SHIFT_OPS, Cache, product_of, project, token_shift
+from titan_linear.models.layers import SHIFT_OPS, Cache, OpDims, product_of, project, token_shift
 from titan_linear.models.mlps.options import MLPOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.runtime.support import Choice
@@ -32,7 +32,7 @@ class Dense(MLPOptions):
             return ShiftedReLU2(dim, self.hidden_dim, depth)
         return {"swiglu": SwiGLU, "relu2": ReLU2}[self.activation](dim, self.hidden_dim)
 
-    def ops(self, dim: int, tp: int) -> dict[str, dict[str, int]]:
+    def ops(self, dim: int, tp: int) -> OpDims:
         return {"swiglu": {"swiglu": {}}, "relu2": {}, "shifted_relu2": SHIFT_OPS}[self.activation]
 
     def flops(self, dim: int) -> int:

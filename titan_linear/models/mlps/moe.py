@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_linear.models.draws import zeros
-from titan_linear.models.layers import Cache, widen
+from titan_linear.models.layers import Cache, OpDims, widen
 from titan_linear.models.mlps.dense import Activation, Dense, matrices
 from titan_linear.models.mlps.options import MLPOptions
 from titan_linear.models.plan import BatchPlan
@@ -69,7 +69,7 @@ class MoEConfig(MLPOptions):
     def build(self, dim: int, depth: float = 0.0) -> MoE:
         return MoE(dim, self)
 
-    def ops(self, dim: int, tp: int) -> dict[str, dict[str, int]]:
+    def ops(self, dim: int, tp: int) -> OpDims:
         sizes = {
             "I": self.hidden_dim // tp,
             "O": self.width(dim),

@@ -7,6 +7,8 @@ from typing import ClassVar
 
 from torch import nn
 
+from titan_linear.models.layers import OpDims
+
 
 class MLPOptions(ABC):
     """The options from which an MLP of one kind is built: a frozen dataclass in the MLP's file."""
@@ -20,9 +22,8 @@ class MLPOptions(ABC):
         that come before it, for initial values."""
 
     @abstractmethod
-    def ops(self, dim: int, tp: int) -> dict[str, dict[str, int]]:
-        """The ops of titan_linear.ops that each of `tp` ranks calls, with the sizes on which their implementations
-        depend."""
+    def ops(self, dim: int, tp: int) -> OpDims:
+        """What each of `tp` ranks calls."""
 
     @abstractmethod
     def flops(self, dim: int) -> int:
