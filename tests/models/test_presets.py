@@ -262,6 +262,7 @@ def test_the_largest_sizes_can_be_counted() -> None:
             r"model.attention.rope_scaling lacks rope_type, which this model.flavor does not have; give",
         ),
         (["--model.attention.rope_scaling={beta = 2.0}"], r"rope_scaling.beta is not a key; .* has rope_type, factor,"),
+        (["--model.name=qwen3.5", "--model.moe.shared_hidden_dim=0"], "shared_gate = True, and shared_hidden_dim = 0"),
         (["--model.attention.rope_scaling=yarn"], r"attention rope_scaling = 'yarn', which must be RopeScaling | None"),
         *(
             ([f"--model.attention={{rope_theta = {theta}, rope_scaling = {{rope_type = '{kind}', {rest}}}}}"], words)

@@ -51,6 +51,8 @@ class MoEConfig(MLPOptions):
             return f"top_k = {self.top_k}, more than num_experts = {self.num_experts}"
         if not self.hidden_dim:
             return "hidden_dim = 0, and experts have hidden channels"
+        if self.shared_gate and not self.shared_hidden_dim:
+            return "shared_gate = True, and shared_hidden_dim = 0 leaves nothing to gate"
         if self.groups == 1:
             return None
         size, rest = divmod(self.num_experts, self.groups)
