@@ -49,6 +49,7 @@ class DPLRInputs(NamedTuple):
 
 
 AnyInputs = Inputs | DecayInputs | DPLRInputs
+Fields = list[Tensor | None]  # those of a named tuple, as operators take it
 
 
 class States(NamedTuple):

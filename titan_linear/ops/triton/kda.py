@@ -28,7 +28,7 @@ from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import CHUNK
 from titan_linear.ops.runtime.operators import operator, register_fake
-from titan_linear.ops.runtime.options import Inputs, States
+from titan_linear.ops.runtime.options import Fields, Inputs, States
 from titan_linear.ops.triton.chunks import Chunks
 from titan_linear.ops.triton.configs import config, widest_slice
 from titan_linear.ops.triton.kda_bwd import (
@@ -40,7 +40,15 @@ from titan_linear.ops.triton.kda_bwd import (
 )
 from titan_linear.ops.triton.kda_fwd import boundary_kernel, prepare_kernel, scan_kernel
 from titan_linear.ops.triton.solve import solve_kernel
-from titan_linear.ops.triton.tiles import blocks_of, chunk_tiles, dense_heads, empty_gradients, empty_states, row_tiles
+from titan_linear.ops.triton.tiles import (
+    blocks_of,
+    chunk_tiles,
+    dense_heads,
+    empty_boundary_gradients,
+    empty_gradients,
+    empty_states,
+    row_tiles,
+)
 
 GATES = {"none": 0, "softplus": 1, "bounded": 2}
 
@@ -65,7 +73,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float32 else torch.bfloat16
 
 
-def _empty_tiles(inputs: list[Tensor | None], chunks: list[Tensor], matrices: bool = True) -> Tiles:
+def _empty_tiles(inputs: Fields, chunks: list[Tensor], matrices: bool = True) -> Tiles:
     q, g, NT = Inputs(*inputs).q, Inputs(*inputs).g, Chunks(*chunks).chunk_index.shape[0]
     (_, HV, K), dtype = g.shape, compute_dtype(q.dtype)
     qg, kn, kg = (g.new_empty(NT, HV, K, CHUNK, dtype=dtype) for _ in range(3))
@@ -122,7 +130,7 @@ def _launch_prepare(
 
 @operator(kind="delta rule", of_driver=True, prepares="forward")
 def kda_prepare(
-    inputs: list[Tensor | None],
+    inputs: Fields,
     chunks: list[Tensor],
     scale: float,
     lower_bound: float,
@@ -146,7 +154,7 @@ def _(inputs, chunks, *_):
 
 @operator(kind="delta rule", of_driver=True, prepares="backward")
 def kda_recompute(
-    inputs: list[Tensor | None],
+    inputs: Fields,
     chunks: list[Tensor],
     scale: float,
     lower_bound: float,
@@ -166,17 +174,17 @@ def _(inputs, chunks, *_):
     return _empty_tiles(inputs, chunks, matrices=False)[:5]
 
 
-def _scan_outputs(v: Tensor, qg: Tensor, final_rows: int) -> tuple[Tensor, Tensor]:
-    return v.new_empty(v.shape), empty_states(v, final_rows, qg.shape[2])
+def _scan_outputs(v, tiles, chunks, initial, final_rows) -> tuple[Tensor, Tensor]:
+    return v.new_empty(v.shape), empty_states(v, final_rows, Tiles(*tiles).qg.shape[2])
 
 
 @operator(kept_by=("selective",), kind="delta rule", of_driver=True)
 def kda_scan(
-    v: Tensor, tiles: list[Tensor], chunks: list[Tensor], initial: list[Tensor | None], final_rows: int
+    v: Tensor, tiles: list[Tensor], chunks: list[Tensor], initial: Fields, final_rows: int
 ) -> tuple[Tensor, Tensor]:
     """-> o [T, HV, V], final_state [final_rows, HV, K, V] fp32 (0 rows: none is written)."""
     made, where = Tiles(*tiles), Chunks(*chunks)
-    o, final_state = _scan_outputs(v, made.qg, final_rows)
+    o, final_state = _scan_outputs(v, tiles, chunks, initial, final_rows)
     (_, HV, K, _), V, N, v = made.qg.shape, v.shape[2], where.cu_seqlens.shape[0] - 1, dense_heads(v)
     chosen = config("kda scan", made.qg, K, BV=widest_slice(V))
     scan_kernel[V // chosen["BV"], N * HV](
@@ -197,13 +205,11 @@ def kda_scan(
     return o, final_state
 
 
-@register_fake(kda_scan)
-def _(v, tiles, chunks, initial, final_rows):
-    return _scan_outputs(v, Tiles(*tiles).qg, final_rows)
+register_fake(kda_scan)(_scan_outputs)
 
 
-def _boundary_outputs(v: Tensor, qg: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
-    (_, HV, K, _), F = qg.shape, entries.shape[0]
+def _boundary_outputs(v, tiles, chunks, entries, wanted) -> tuple[Tensor, Tensor]:
+    (_, HV, K, _), F = Tiles(*tiles).qg.shape, entries.shape[0]
     return empty_states(v, F, K), v.new_empty(F, HV, K, K, dtype=torch.float32)
 
 
@@ -214,7 +220,7 @@ def kda_boundary(
     """entries [F] int32 -> S_ext [F, HV, K, V], each listed entry's last state from a zero state, and M [F, HV, K, K],
     its transition; fp32. wanted [F] int32: what is written for each, 0 nothing, 1 S_ext, 2 both; None: both for all."""
     made, where = Tiles(*tiles), Chunks(*chunks)
-    S_ext, M = _boundary_outputs(v, made.qg, entries)
+    S_ext, M = _boundary_outputs(v, tiles, chunks, entries, wanted)
     (F, HV, K, V), v = S_ext.shape, dense_heads(v)
     chosen = config("kda scan", made.qg, K, BV=min(K, widest_slice(V)))
     boundary_kernel[(V + K) // chosen["BV"], F * HV](
@@ -240,9 +246,7 @@ def kda_boundary(
     return S_ext, M
 
 
-@register_fake(kda_boundary)
-def _(v, tiles, chunks, entries, wanted):
-    return _boundary_outputs(v, Tiles(*tiles).qg, entries)
+register_fake(kda_boundary)(_boundary_outputs)
 
 
 @operator(kind="delta rule", of_driver=True)
@@ -252,7 +256,7 @@ def kda_boundary_bwd(
     """entries [F] int32 -> dS_ext [F, HV, K, V] fp32: the gradient of each listed entry's incoming state if its last
     state has none. wanted [F] int32: 0 leaves an entry's unwritten; None: all are written."""
     made, where = Tiles(*tiles), Chunks(*chunks)
-    dS_ext = empty_states(do, entries.shape[0], made.qg.shape[2])
+    dS_ext = empty_boundary_gradients(do, tiles, chunks, entries, wanted)
     (F, HV, K, V), do = dS_ext.shape, dense_heads(do)
     chosen = config("kda reverse", made.qg, K, BV=widest_slice(V))
     boundary_bwd_kernel[V // chosen["BV"], F * HV](
@@ -273,9 +277,7 @@ def kda_boundary_bwd(
     return dS_ext
 
 
-@register_fake(kda_boundary_bwd)
-def _(do, tiles, chunks, entries, wanted):
-    return empty_states(do, entries.shape[0], Tiles(*tiles).qg.shape[2])
+register_fake(kda_boundary_bwd)(empty_boundary_gradients)
 
 
 def _norm_gradients(q: Tensor, k: Tensor, dqn: Tensor, dkn: Tensor) -> tuple[Tensor, Tensor]:
@@ -288,7 +290,7 @@ def _norm_gradients(q: Tensor, k: Tensor, dqn: Tensor, dkn: Tensor) -> tuple[Ten
     return dq, dk
 
 
-def _room_in_backward(inputs: list[Tensor | None], **_: Any) -> int:
+def _room_in_backward(inputs: Fields, **_: Any) -> int:
     """Bytes, for each chunk: states and their gradients, r and y, the gradients of two matrices."""
     x = Inputs(*inputs)
     (T, HV, V), K = x.v.shape, x.k.shape[-1]
@@ -298,11 +300,11 @@ def _room_in_backward(inputs: list[Tensor | None], **_: Any) -> int:
 @operator(kind="delta rule", of_driver=True, temporary=_room_in_backward)
 def kda_backward(
     do: Tensor,
-    inputs: list[Tensor | None],
+    inputs: Fields,
     tiles: list[Tensor],
     chunks: list[Tensor],
-    initial: list[Tensor | None],
-    d_final: list[Tensor | None],
+    initial: Fields,
+    d_final: Fields,
     need_d_initial: bool,
     scale: float,
     lower_bound: float,

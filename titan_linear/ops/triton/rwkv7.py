@@ -25,13 +25,13 @@ from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import CHUNK
 from titan_linear.ops.runtime.operators import operator, register_fake
-from titan_linear.ops.runtime.options import DPLRInputs, States
+from titan_linear.ops.runtime.options import DPLRInputs, Fields, States
 from titan_linear.ops.triton import rwkv7_kernels as kernels
 from titan_linear.ops.triton.chunks import Chunks
 from titan_linear.ops.triton.configs import config, widest_slice
 from titan_linear.ops.triton.kda import TRITON_DTYPE, compute_dtype
 from titan_linear.ops.triton.solve import solve_kernel
-from titan_linear.ops.triton.tiles import dense_heads, empty_gradients, empty_states
+from titan_linear.ops.triton.tiles import dense_heads, empty_boundary_gradients, empty_gradients, empty_states
 
 
 class Tiles(NamedTuple):
@@ -130,13 +130,17 @@ def _loop(tiles: Tiles, kernel: str = "rwkv7 loop") -> dict[str, Any]:
     return _constants(tiles) | config(kernel, tiles.U, max(K, V), BV=min(K, widest_slice(V)))
 
 
+def _scan_outputs(v, tiles, chunks, initial, final_rows) -> tuple[Tensor, Tensor]:
+    return v.new_empty(v.shape), empty_states(v, final_rows, Tiles(*tiles).U.shape[2])
+
+
 @operator(kept_by=("selective",), kind="delta rule", of_driver=True)
 def rwkv7_scan(
-    v: Tensor, tiles: list[Tensor | None], chunks: list[Tensor], initial: list[Tensor | None], final_rows: int
+    v: Tensor, tiles: Fields, chunks: list[Tensor], initial: Fields, final_rows: int
 ) -> tuple[Tensor, Tensor]:
     """-> o like v, final_state [final_rows, H, K, V] fp32 (0 rows: none is written)."""
     made, (cu_seqlens, _, chunk_offsets) = Tiles(*tiles), Chunks(*chunks)
-    o, final_state = v.new_empty(v.shape), empty_states(v, final_rows, made.U.shape[2])
+    o, final_state = _scan_outputs(v, tiles, chunks, initial, final_rows)
     constants = _loop(made, "rwkv7 scan")
     kernels.scan_kernel[v.shape[2] // constants["BV"], (len(cu_seqlens) - 1) * v.shape[1]](
         made.P,
@@ -154,24 +158,22 @@ def rwkv7_scan(
     return o, final_state
 
 
-@register_fake(rwkv7_scan)
-def _(v, tiles, chunks, initial, final_rows):
-    return v.new_empty(v.shape), empty_states(v, final_rows, Tiles(*tiles).U.shape[2])
+register_fake(rwkv7_scan)(_scan_outputs)
 
 
-def _boundary_outputs(tiles: Tiles, entries: Tensor) -> tuple[Tensor, Tensor]:
-    (_, H, K, V), F = tiles.U.shape, entries.shape[0]
-    return tiles.decay.new_empty(F, H, K, V), tiles.decay.new_empty(F, H, K, K)
+def _boundary_outputs(tiles, chunks, entries, wanted) -> tuple[Tensor, Tensor]:
+    (_, H, K, V), decay = Tiles(*tiles).U.shape, Tiles(*tiles).decay
+    return tuple(decay.new_empty(entries.shape[0], H, K, columns) for columns in (V, K))
 
 
 @operator(kept_by=("selective",), kind="delta rule", of_driver=True)
 def rwkv7_boundary(
-    tiles: list[Tensor | None], chunks: list[Tensor], entries: Tensor, wanted: Tensor | None
+    tiles: Fields, chunks: list[Tensor], entries: Tensor, wanted: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """entries [F] int32 -> S_ext [F, H, K, V], each listed entry's last state from a zero state, and M [F, H, K, K],
     its transition; fp32. wanted [F] int32: what is written for each, 0 nothing, 1 S_ext, 2 both; None: both for all."""
     made, (cu_seqlens, _, chunk_offsets) = Tiles(*tiles), Chunks(*chunks)
-    (S_ext, M), constants = _boundary_outputs(made, entries), _loop(made)
+    (S_ext, M), constants = _boundary_outputs(tiles, chunks, entries, wanted), _loop(made)
     F, H, K, V = S_ext.shape
     kernels.boundary_kernel[(V + K) // constants["BV"], F * H](
         made.P, made.U, made.decay, entries, wanted, S_ext, M, cu_seqlens, chunk_offsets, **constants
@@ -179,19 +181,17 @@ def rwkv7_boundary(
     return S_ext, M
 
 
-@register_fake(rwkv7_boundary)
-def _(tiles, chunks, entries, wanted):
-    return _boundary_outputs(Tiles(*tiles), entries)
+register_fake(rwkv7_boundary)(_boundary_outputs)
 
 
 @operator(kind="delta rule", of_driver=True)
 def rwkv7_boundary_bwd(
-    do: Tensor, tiles: list[Tensor | None], chunks: list[Tensor], entries: Tensor, wanted: Tensor | None
+    do: Tensor, tiles: Fields, chunks: list[Tensor], entries: Tensor, wanted: Tensor | None
 ) -> Tensor:
     """entries [F] int32 -> dS_ext [F, H, K, V] fp32: the gradient of each listed entry's incoming state if its last
     state has none. wanted [F] int32: 0 leaves an entry's unwritten; None: all are written."""
     made, (cu_seqlens, _, chunk_offsets), do = Tiles(*tiles), Chunks(*chunks), dense_heads(do)
-    dS_ext, constants = empty_states(do, entries.shape[0], made.U.shape[2]), _loop(made)
+    dS_ext, constants = empty_boundary_gradients(do, tiles, chunks, entries, wanted), _loop(made)
     F, H, _, V = dS_ext.shape
     kernels.boundary_bwd_kernel[V // constants["BV"], F * H](
         do, made.P, made.Q, made.decay, entries, wanted, dS_ext, cu_seqlens, chunk_offsets, do.stride(0), **constants
@@ -199,9 +199,7 @@ def rwkv7_boundary_bwd(
     return dS_ext
 
 
-@register_fake(rwkv7_boundary_bwd)
-def _(do, tiles, chunks, entries, wanted):
-    return empty_states(do, entries.shape[0], Tiles(*tiles).U.shape[2])
+register_fake(rwkv7_boundary_bwd)(empty_boundary_gradients)
 
 
 def _room_in_backward(inputs: list[Tensor], **_: Any) -> int:
@@ -214,10 +212,10 @@ def _room_in_backward(inputs: list[Tensor], **_: Any) -> int:
 def rwkv7_backward(
     do: Tensor,
     inputs: list[Tensor],
-    tiles: list[Tensor | None],
+    tiles: Fields,
     chunks: list[Tensor],
-    initial: list[Tensor | None],
-    d_final: list[Tensor | None],
+    initial: Fields,
+    d_final: Fields,
     need_d_initial: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -55,6 +55,11 @@ def empty_gradients(do, inputs, tiles, chunks, initial, d_final, need_d_initial,
     return *grads, do.new_empty(States(*initial).values.shape if need_d_initial else 0, dtype=torch.float32)
 
 
+def empty_boundary_gradients(do, tiles, chunks, entries, wanted) -> Tensor:
+    """dS_ext of `entries`, not yet computed; the first of the tiles is [NT, HV, K, .]."""
+    return empty_states(do, entries.shape[0], tiles[0].shape[2])
+
+
 @triton.jit
 def load_rows(x, start, rows, stride, column, BT: tl.constexpr, BD: tl.constexpr):
     """A [BT, BD] tile of a matrix from token `start` (64 bits) on: its first `rows` rows, then zeros."""
