@@ -9,14 +9,13 @@ The shapes of the tables do not depend on the documents, so that compiled code s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import OnHost, padded
-from titan_linear.ops.layout.fragments import Fragment, owned
+from titan_linear.ops.layout.fragments import Fragment, Fragments, owned
 
 NOTHING, STATE, STATE_AND_M = range(3)  # what is needed of a fragment
 
@@ -44,13 +43,9 @@ class Chains(NamedTuple):
     zigzag: OnHost  # [1] whether every second slot's fragments run from the last rank to the first
 
 
-def chains(fragments: Sequence[Fragment], rank: int, world_size: int, entries: np.ndarray, *, reverse: bool) -> dict:
-    """The arrays of `Chains`, by name, up to `most`.
-
-    Args:
-        fragments: every rank's, in global order.
-        entries: [slots, 2] the first and last entry of each of this rank's fragments.
-    """
+def chains(fragments: Fragments, rank: int, world_size: int, entries: np.ndarray, *, reverse: bool) -> dict:
+    """The arrays of `Chains`, by name, up to `most`. entries: [slots, 2] the first and last entry of each fragment of
+    this rank."""
     chain = _walks(fragments, reverse)
     own = [i for i, f in enumerate(fragments) if f.rank == rank]
     slots, blocks = len(own), len(fragments) // len(own)
@@ -88,7 +83,7 @@ def _wanted(f: Fragment, reverse: bool) -> int:
     return STATE if (f.enters if reverse else f.leaves) else NOTHING
 
 
-def _walks(fragments: Sequence[Fragment], reverse: bool) -> list[range]:
+def _walks(fragments: Fragments, reverse: bool) -> list[range]:
     """For each fragment, those that fold into it, in the order of the fold; they are adjacent, so a range."""
     order = range(len(fragments))
     walks, first = [range(0)] * len(fragments), 0
@@ -103,7 +98,7 @@ def _walks(fragments: Sequence[Fragment], reverse: bool) -> list[range]:
 Kinds = tuple[list[int], list[int]]  # fragments whose S_ext travels, and those whose M does
 
 
-def _received(fragments: Sequence[Fragment], chain: list[range], own: list[int], world_size: int) -> list[Kinds]:
+def _received(fragments: Fragments, chain: list[range], own: list[int], world_size: int) -> list[Kinds]:
     """What this rank needs, by sender, in global order."""
     needed = sorted({j for i in own for j in chain[i]})
     received: list[Kinds] = [([], []) for _ in range(world_size)]
@@ -112,7 +107,7 @@ def _received(fragments: Sequence[Fragment], chain: list[range], own: list[int],
     return received
 
 
-def _sent(fragments: Sequence[Fragment], chain: list[range], own: list[int], world_size: int) -> list[Kinds]:
+def _sent(fragments: Fragments, chain: list[range], own: list[int], world_size: int) -> list[Kinds]:
     """What others need from this rank, by receiver, in global order."""
     sent: list[Kinds] = [([], []) for _ in range(world_size)]
     for j in own:
@@ -141,7 +136,7 @@ def block_sizes(world_size: int) -> list[int]:
     return [n for n in range(1, world_size) if world_size % n == 0]
 
 
-def blocks_wanted(fragments: Sequence[Fragment], world_size: int, *, reverse: bool) -> np.ndarray:
+def blocks_wanted(fragments: Fragments, world_size: int, *, reverse: bool) -> np.ndarray:
     """[Σ W/n · slots] int32: for blocks of each of `block_sizes`, in rank order, and for each slot, whether the block
     passes on NOTHING, a STATE, or a STATE_AND_M: what a document carries from its last fragment into the next, and
     whether what enters the first fragment has a part in it; in reverse, from its first fragment into the one before."""

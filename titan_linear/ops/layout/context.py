@@ -39,7 +39,7 @@ from titan_linear.ops.layout.boundaries import (
     to_tensors,
 )
 from titan_linear.ops.layout.chains import Chains, blocks_wanted, chains
-from titan_linear.ops.layout.fragments import LAYOUTS, Fragment, HaloRoutes, cut, halo_routes, owned
+from titan_linear.ops.layout.fragments import LAYOUTS, Fragment, Fragments, HaloRoutes, cut, halo_routes, owned
 from titan_linear.ops.layout.rectangles import Rectangles, rectangles
 from titan_linear.ops.layout.spans import GatheredSpans, gathered, span_tables
 
@@ -61,7 +61,7 @@ class CPContext:
     slots: int  # number of fragments per rank
     tokens: int  # number of tokens of this rank, T_local
     stream_tokens: int  # and of all ranks, T
-    all_fragments: tuple[Fragment, ...]  # every rank's, in global order
+    all_fragments: Fragments  # every rank's, in global order
     order: tuple[int, ...]  # index of each of them in rank order, rank · slots + slot
     documents: np.ndarray  # [.] int64 global boundaries, without empty documents
     boundaries: Boundaries  # of this rank's entries
@@ -111,7 +111,7 @@ class CPContext:
         return self.boundaries.cu_seqlens_cpu
 
     @cached_property
-    def own_fragments(self) -> tuple[Fragment, ...]:
+    def own_fragments(self) -> Fragments:
         """This rank's fragments in the order in which its tokens lie in memory."""
         return owned(self.all_fragments, self.rank)
 
@@ -376,7 +376,7 @@ def _planned(tables: Planned | None, method: str) -> Planned:
 
 
 def _routes_at_first_use(
-    boundaries: Boundaries, fragments: tuple[Fragment, ...], rank: int, world_size: int, width: int
+    boundaries: Boundaries, fragments: Fragments, rank: int, world_size: int, width: int
 ) -> HaloRoutes:
     routes = halo_routes(fragments, rank, world_size, width)
     return to_tensors({"halo": (HaloRoutes, routes)}, boundaries.cu_seqlens.device)["halo"]
@@ -395,7 +395,7 @@ def ranks_per_node(group: dist.ProcessGroup | None, world_size: int) -> int:
 
 
 def _chains(
-    fragments: tuple[Fragment, ...], rank: int, world_size: int, entries: np.ndarray, *, reverse: bool
+    fragments: Fragments, rank: int, world_size: int, entries: np.ndarray, *, reverse: bool
 ) -> dict[str, np.ndarray]:
     blocks = blocks_wanted(fragments, world_size, reverse=reverse)
     return chains(fragments, rank, world_size, entries, reverse=reverse) | {"blocks": blocks, "blocks_on_host": blocks}
@@ -409,7 +409,7 @@ def _documents(cu_seqlens: Tensor) -> np.ndarray:
     return documents
 
 
-def _local_layout(documents: np.ndarray, fragments: tuple[Fragment, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _local_layout(documents: np.ndarray, fragments: Fragments) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rank-local boundaries [N+1] int32, positions within documents [T_local] int64, and each fragment's first and last
     entry [slots, 2]."""
     lengths, firsts, entries, count = [], [], [], 0
@@ -426,7 +426,7 @@ def _local_layout(documents: np.ndarray, fragments: tuple[Fragment, ...]) -> tup
     return local.astype(np.int32), positions, np.array(entries)
 
 
-def _slots_of_entries(fragments: tuple[Fragment, ...], entries: np.ndarray, count: int) -> dict[str, np.ndarray]:
+def _slots_of_entries(fragments: Fragments, entries: np.ndarray, count: int) -> dict[str, np.ndarray]:
     """For each entry, the slot if its document comes in from another fragment, or goes on into one, else −1; one row
     more than there are entries, so that a table never has a single row."""
     enters, leaves = np.full(count + 1, -1, dtype=np.int32), np.full(count + 1, -1, dtype=np.int32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,8 +40,11 @@ class Fragment:
         return self.head == self.tail and self.enters and self.leaves
 
 
-def cut(documents: np.ndarray, num_streams: int, world_size: int, layout: str) -> tuple[Fragment, ...]:
-    """Every rank's fragments, in global order.
+Fragments = tuple[Fragment, ...]  # every rank's, in global order, unless others are named
+
+
+def cut(documents: np.ndarray, num_streams: int, world_size: int, layout: str) -> Fragments:
+    """Every rank's fragments.
 
     Args:
         documents: [N+1] int64, global boundaries without empty documents; the last is the total length of the streams.
@@ -74,7 +76,7 @@ def cut(documents: np.ndarray, num_streams: int, world_size: int, layout: str) -
     return tuple(fragments)
 
 
-def owned(fragments: Sequence[Fragment], rank: int) -> tuple[Fragment, ...]:
+def owned(fragments: Fragments, rank: int) -> Fragments:
     """The fragments of `rank` by slot: the order in which its tokens lie in memory."""
     return tuple(sorted((f for f in fragments if f.rank == rank), key=lambda f: f.slot))
 
@@ -93,7 +95,7 @@ class HaloRoutes(NamedTuple):
     receive_counts: OnHost  # [W] and from each sender
 
 
-def halo_routes(fragments: Sequence[Fragment], rank: int, world_size: int, width: int) -> dict:
+def halo_routes(fragments: Fragments, rank: int, world_size: int, width: int) -> dict:
     """The arrays of `HaloRoutes`, by name, for the `width` tokens before each fragment."""
     leaving, coming = [], []  # (receiver, row), (sender, place)
     size = fragments[0].end

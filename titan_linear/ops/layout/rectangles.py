@@ -9,13 +9,13 @@ without a visible pair, and no row without keys, whatever the documents and what
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from titan_linear.ops.layout.boundaries import padded
-from titan_linear.ops.layout.fragments import Fragment, owned
+from titan_linear.ops.layout.fragments import Fragment, Fragments, owned
 
 Rows = tuple[int, int]
 
@@ -35,7 +35,7 @@ class Rectangles(NamedTuple):
     hops: torch.Tensor  # [1] number of hops that keys travel, the most on any rank
 
 
-def rectangles(fragments: Sequence[Fragment], rank: int, world_size: int, *, causal: bool) -> Rectangles:
+def rectangles(fragments: Fragments, rank: int, world_size: int, *, causal: bool) -> Rectangles:
     """fragments: every rank's, in global order."""
     by_hop: list[list[Rectangle]] = [[] for _ in range(world_size)]
     for rectangle in _rectangles(owned(fragments, rank), causal):
@@ -56,7 +56,7 @@ def _beyond(f: Fragment, causal: bool) -> list[Rectangle]:
     return rectangles
 
 
-def _rectangles(own: Sequence[Fragment], causal: bool) -> list[Rectangle]:
+def _rectangles(own: Fragments, causal: bool) -> list[Rectangle]:
     """The rectangles of a rank's fragments: q in local rows, kv in global tokens."""
     rectangles, offset = [], 0
     for f in own:
@@ -66,7 +66,7 @@ def _rectangles(own: Sequence[Fragment], causal: bool) -> list[Rectangle]:
     return rectangles
 
 
-def _by_owner(rectangle: Rectangle, fragments: Sequence[Fragment]) -> Iterator[tuple[int, Rectangle]]:
+def _by_owner(rectangle: Rectangle, fragments: Fragments) -> Iterator[tuple[int, Rectangle]]:
     """Cut a rectangle with kv in global tokens where the owner of its keys changes: the owner, and the part with kv in
     rows of the owner's tokens."""
     q, (a, b) = rectangle
@@ -75,7 +75,7 @@ def _by_owner(rectangle: Rectangle, fragments: Sequence[Fragment]) -> Iterator[t
         yield f.rank, Rectangle(q, (max(a, f.start) + row, min(b, f.end) + row))
 
 
-def _holding(a: int, b: int, fragments: Sequence[Fragment]) -> Sequence[Fragment]:
+def _holding(a: int, b: int, fragments: Fragments) -> Fragments:
     """The fragments that hold global tokens a to b; all fragments have one size."""
     size = fragments[0].end
     return fragments[a // size : (b - 1) // size + 1]
@@ -94,7 +94,7 @@ def _append(rectangles: list[Rectangle], new: Rectangle) -> None:
     rectangles.append(new)
 
 
-def _hops(fragments: Sequence[Fragment], world_size: int, causal: bool) -> int:
+def _hops(fragments: Fragments, world_size: int, causal: bool) -> int:
     """How far around the ring keys must travel: the largest (query's rank − key's owner) mod W on any rank.
 
     It follows from the fragments, so all ranks agree; documents that end near where they begin need few hops.

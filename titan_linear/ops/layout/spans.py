@@ -14,7 +14,7 @@ come back as rows of o, and which rows of K|V a rank needs from which other rank
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ import numpy as np
 from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import Boundaries, OnHost, Tables
-from titan_linear.ops.layout.fragments import Fragment
+from titan_linear.ops.layout.fragments import Fragments
 
 # --- Which rank computes which queries -------------------------------------------------------------------------------
 
@@ -56,7 +56,7 @@ def pairs_between(start, end, first, last, causal: bool):
     return (end - start) * (start + end + 1 - 2 * first) // 2 if causal else (end - start) * (last - first)
 
 
-def entries(fragments: Sequence[Fragment], documents: np.ndarray) -> Runs:
+def entries(fragments: Fragments, documents: np.ndarray) -> Runs:
     """The part of each document in each fragment, computed by its owner; in global order."""
     size = fragments[0].end
     cuts = np.arange(len(fragments)) * size
@@ -231,9 +231,7 @@ def gathered(moved: Mapping[str, Any]) -> GatheredSpans:
     return GatheredSpans(moved["spans"], moved["queries"], moved["keys"], moved["pairs"].pairs)
 
 
-def span_tables(
-    fragments: Sequence[Fragment], documents: np.ndarray, rank: int, world_size: int, *, causal: bool
-) -> Tables:
+def span_tables(fragments: Fragments, documents: np.ndarray, rank: int, world_size: int, *, causal: bool) -> Tables:
     """fragments: every rank's. documents: [N+1] int64 global boundaries."""
     own = entries(fragments, documents)
     runs = balanced(own, world_size, causal)
@@ -253,7 +251,7 @@ def span_tables(
     }
 
 
-def _query_routes(fragments: Sequence[Fragment], runs: Runs, rank: int, world_size: int) -> dict[str, np.ndarray]:
+def _query_routes(fragments: Fragments, runs: Runs, rank: int, world_size: int) -> dict[str, np.ndarray]:
     mine = runs.of(np.flatnonzero(runs.owner == rank))
     mine = mine.of(np.lexsort((mine.start, mine.rank, mine.rank != rank)))
     lengths, size = mine.end - mine.start, fragments[0].end
@@ -298,7 +296,7 @@ def _sums_below(edges: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 def _key_routes(
-    fragments: Sequence[Fragment], needed: _Needed, start: np.ndarray, end: np.ndarray, rank: int, world_size: int
+    fragments: Fragments, needed: _Needed, start: np.ndarray, end: np.ndarray, rank: int, world_size: int
 ) -> dict[str, np.ndarray]:
     """start, end: [.] key ranges of the rank's spans, in order."""
     size, tokens = fragments[0].end, len(fragments) // world_size * fragments[0].end
@@ -355,7 +353,7 @@ def _arriving(needed: _Needed, owners: np.ndarray, rank: int, size: int) -> tupl
     return owners[n[others]], start[others], end[others]
 
 
-def _offsets(fragments: Sequence[Fragment]) -> np.ndarray:
+def _offsets(fragments: Fragments) -> np.ndarray:
     """For each fragment, a token's local row at the owner − its global number."""
     size = fragments[0].end
     return np.array([f.slot * size - f.start for f in fragments])
