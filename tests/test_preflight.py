@@ -128,16 +128,19 @@ def test_an_all_to_all_splits_the_heads_that_tensor_parallelism_leaves(tmp_path:
 
 
 def test_ranks_of_a_node_share_the_heads(tmp_path: Path) -> None:
-    """Of 4 query and 2 key heads; 12 ranks on nodes of 8 are on one in fours."""
+    """Of 4 query and 2 key heads; 12 ranks on nodes of 8 are on one in fours, and of three groups of 8 on nodes of 12
+    one is on two nodes."""
     keys = {"parallelism__context_parallel_method": "ulysses+ring", "training__seq_len": 768}
     model, cp = preset("hybrid", "debug"), "parallelism__context_parallel_degree"
     for ranks, node_size in ((12, 8), (16, 4), (4, 2)):
-        check_node_heads(model, run(tmp_path, **keys, **{cp: ranks}), node_size)
-    with pytest.raises(ValueError, match=r"4 query heads .* the 8 ranks .* a node of 8 processes; use 'ring' or"):
-        check_node_heads(model, run(tmp_path, **keys, **{cp: 16}), 8)
-    check_node_heads(model, run(tmp_path, **keys, **{cp: 16}, parallelism__tensor_parallel_degree=2), 4)
+        check_node_heads(model, run(tmp_path, **keys, **{cp: ranks}), ranks, node_size)
+    for ranks, world_size, node_size in ((16, 16, 8), (8, 24, 12)):
+        with pytest.raises(ValueError, match=r"4 query heads .* the 8 ranks .* a node of \d+ processes; use 'ring' or"):
+            check_node_heads(model, run(tmp_path, **keys, **{cp: ranks}), world_size, node_size)
+    config = run(tmp_path, **keys, **{cp: 16}, parallelism__tensor_parallel_degree=2)
+    check_node_heads(model, config, 32, 4)
     with pytest.raises(ValueError, match=r"4 query heads .* among the 4 ranks"):
-        check_node_heads(model, run(tmp_path, **keys, **{cp: 16}, parallelism__tensor_parallel_degree=2), 8)
+        check_node_heads(model, config, 32, 8)
 
 
 @pytest.mark.parametrize(

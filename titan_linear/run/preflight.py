@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from titan_linear.data import Streams, Tokenizer, num_labels, verify_changed, ve
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.float8 import SMALLEST, use_float8
 from titan_linear.ops.float8 import CAPABILITY
+from titan_linear.ops.layout.context import shared_by_nodes
 from titan_linear.ops.runtime.support import capability, dotted
 from titan_linear.run.build import (
     build_streams,
@@ -94,7 +96,7 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
     check_checkpointing(model, config)
     check_float8(model, config)
     check_float8_device(config)
-    check_node_heads(model, config, node_size or world_size)
+    check_node_heads(model, config, world_size, node_size or world_size)
     if warning := spans_nodes(config, node_size or world_size):
         print(warning, flush=True)
     _check_hugging_face(config, model, tokenizer)
@@ -315,11 +317,12 @@ def check_heads(model: ModelConfig, config: Config) -> None:
             )
 
 
-def check_node_heads(model: ModelConfig, config: Config, node_size: int) -> None:
+def check_node_heads(model: ModelConfig, config: Config, world_size: int, node_size: int) -> None:
     """Raise ValueError if a node's ranks cannot share the heads of softmax layers, where they are to do so."""
     p = config.parallelism
-    ranks = math.gcd(p.context_parallel_degree, max(node_size // p.tensor_parallel_degree, 1))
-    for mixer in model.mixers:
+    copies = p.context_parallel_degree * p.tensor_parallel_degree
+    groups = [range(first, first + copies, p.tensor_parallel_degree) for first in range(0, world_size, copies)]
+    for mixer, ranks in product(model.mixers, sorted({shared_by_nodes(group, node_size) for group in groups})):
         heads = None if mixer.linear else mixer.indivisible_heads(ranks * p.tensor_parallel_degree)
         if heads and p.context_parallel_method == "ulysses+ring":
             raise ValueError(

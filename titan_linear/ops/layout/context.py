@@ -390,8 +390,13 @@ def ranks_per_node(group: dist.ProcessGroup | None, world_size: int) -> int:
         return group.node_size
     if not size or group is None:
         return world_size
-    nodes = groupby(rank // size for rank in dist.get_process_group_ranks(group))
-    return math.gcd(*(len(list(ranks)) for _, ranks in nodes))
+    return shared_by_nodes(dist.get_process_group_ranks(group), size)
+
+
+def shared_by_nodes(ranks: Sequence[int], size: int) -> int:
+    """The largest number that divides the number of these ranks on each node of `size` processes."""
+    nodes = groupby(rank // size for rank in ranks)
+    return math.gcd(*(len(list(of_node)) for _, of_node in nodes))
 
 
 def _chains(
