@@ -33,11 +33,11 @@ class Mutant(NamedTuple):
 MUTANTS = [
     # --- ops: the recurrences, the convolution, attention, the loss
     Mutant(
-        "torch.cat([k * gamma * beta, v * beta], -1)", "torch.cat([k * gamma, v * beta], -1)", "ops/test_delta_rule.py"
+        "torch.cat([k * gamma * beta, v * beta], -1)", "torch.cat([k * gamma, v * beta], -1)", "ops/test_recurrences.py"
     ),
-    Mutant("k * sums_after(g).exp(), q * gamma", "k * gamma, q * gamma", "ops/test_delta_rule.py"),
-    Mutant("(0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)", "(0, 0, 0, 1)).cumsum(-2)", "ops/test_delta_rule.py"),
-    Mutant("G = g.cumsum(-2)  #", "G = g.cumsum(-2) - g  #", "ops/test_delta_rule.py"),
+    Mutant("k * sums_after(g).exp(), q * gamma", "k * gamma, q * gamma", "ops/test_recurrences.py"),
+    Mutant("(0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)", "(0, 0, 0, 1)).cumsum(-2)", "ops/test_recurrences.py"),
+    Mutant("G = g.cumsum(-2)  #", "G = g.cumsum(-2) - g  #", "ops/test_recurrences.py"),
     Mutant("own - (weight.shape[1] - 1)", "own - weight.shape[1]", "test_convolution.py"),
     Mutant("torch.sigmoid(lse_block - lse)", "torch.sigmoid(lse - lse_block)", "test_attention.py"),
     Mutant("masked_fill_(target < 0, 0)", "masked_fill_(target < -200, 0)", "ops/test_cross_entropy.py"),

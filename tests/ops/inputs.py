@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -33,6 +34,7 @@ STATES = {  # what an op calls its states
     op: ("initial_states", "return_final_states") if op == "ssd" else ("initial_state", "output_final_state")
     for op in OPS
 }
+FORWARD, GRADIENTS = 1e-12, 1e-9  # relative errors in float64
 GATES = {"slow": 1e-3, "usual": 1.0, "safe": 5.0, "fast": 20.0}  # largest decay per token, −g
 
 # Log decays of single tokens among those of −1e-3.
@@ -133,6 +135,18 @@ def dplr_inputs(
     return x | {"gk": -GATES[gate] * torch.rand(B, T, H, K, generator=rng, dtype=torch.float64)}
 
 
+MAKERS = {
+    **{op: partial(make_inputs, op) for op in ("kda", "gdn")},
+    **{op: partial(decaying_inputs, op) for op in ("ssd", "gla")},
+    "dplr": dplr_inputs,
+}
+SMALL = {  # sizes and slow decay, for many tokens
+    **{op: {"H": 1, "HV": 2, "K": 8, "V": 6, "gate": "slow"} for op in ("kda", "gdn")},
+    **{op: {"G": 1, "heads": 2, "N": 8, "P": 6, "bias": -7.0} for op in ("ssd", "gla")},
+    "dplr": {"K": 8, "V": 6, "gate": "slow"},
+}
+
+
 def call(op: str, x: dict[str, torch.Tensor], **options) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The op under test on make_inputs, raw_gate_inputs or decaying_inputs."""
     if op == "ssd":
@@ -146,13 +160,13 @@ def oracle(
     op: str, x: dict[str, torch.Tensor], lower_bound: float | None = None, **options
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The token-by-token result for the same inputs."""
-    options.pop("disable_recompute", None)
+    for name in ("disable_recompute", "safe_gate"):
+        options.pop(name, None)
     if op == "ssd":
         return recurrent_ssd(**x, **{"dt_softplus": True} | options)
     if op == "gla":
         return recurrent_simple_gla(**x, **options)
     if op == "dplr":
-        options.pop("safe_gate", None)
         return recurrent_dplr(**x, **options)
     if op == "rwkv7":
         named = {{"r": "q", "w": "gk"}.get(name, name): t for name, t in x.items()}
@@ -171,6 +185,32 @@ def gradients(outputs: list[torch.Tensor], x: dict[str, torch.Tensor], seed: int
     rng = torch.Generator().manual_seed(seed)
     douts = [torch.randn(o.shape, generator=rng, dtype=torch.float64).to(o) for o in outputs]
     return [*outputs, *torch.autograd.grad(outputs, list(x.values()), douts)]
+
+
+def errors(
+    op: str, x: dict[str, torch.Tensor], cu: torch.Tensor | None = None, *, impl: str = "torch", **options
+) -> dict[str, float]:
+    """`relative_error` of o, the final states and the gradients of all inputs, from random initial states, against the
+    oracle of the same numbers."""
+    initial, need_final = STATES[op]
+    values, keys = (x["x"], x["B"]) if op == "ssd" else (x["v"], x["k"])
+    (heads, V), K = values.shape[2:], keys.shape[3]
+    state = (heads, V, K) if op == "ssd" else (heads, K, V)
+    entries, rng = len(values) if cu is None else len(cu) - 1, torch.Generator().manual_seed(3)
+    wide = torch.promote_types(values.dtype, torch.float32)
+    x = x | {initial: torch.randn(entries, *state, generator=rng, dtype=wide)}
+    ours = leaves({name: t.to(device_of(impl)) for name, t in x.items()})
+    placed = None if cu is None else cu.to(device_of(impl))
+    got = gradients(list(call(op, ours, cu_seqlens=placed, impl=impl, **{need_final: True}, **options)), ours)
+    exact = leaves({name: t.double() for name, t in x.items()})
+    want = gradients(list(oracle(op, exact, cu_seqlens=cu, **options)), exact)
+    return {name: relative_error(a.cpu(), b) for name, a, b in zip(["o", "final", *x], got, want, strict=True)}
+
+
+def compare(op: str, x: dict[str, torch.Tensor], cu: torch.Tensor | None = None, **options) -> None:
+    """The same in float64, to float64's precision."""
+    found = errors(op, x, cu, **options)
+    assert max(found["o"], found["final"]) < FORWARD and max(found.values()) < GRADIENTS, found
 
 
 def compare_four_ranks(op: str, x: dict[str, torch.Tensor], cu: torch.Tensor, layout: str, tolerance: float) -> None:

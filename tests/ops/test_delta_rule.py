@@ -1,4 +1,4 @@
-"""Chunked KDA and GDN against the token-by-token oracle in float64."""
+"""What chunked KDA and GDN have of their own; what all recurrences share is in test_recurrences.py."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.ops.inputs import (
-    JUMPS,
     boundaries,
     call,
+    compare,
     device_of,
     gradients,
     leaves,
@@ -19,58 +19,21 @@ from tests.ops.inputs import (
     raw_gate_inputs,
     relative_error,
 )
-from tests.ops.layout.documents import EDGES, FLA_CP2, FLA_CP4
 from titan_linear.ops.triton import delta_rule as triton_rules
 
 TOLERANCE = 1e-9
 LENGTHS = [1, 15, 63, 64, 65, 2, 130]
 
 
-def compare(op: str, x: dict[str, torch.Tensor], *, lower_bound: float | None = None, cu=None, **options) -> None:
-    N = x["q"].shape[0] if cu is None else len(cu) - 1
-    rng = torch.Generator().manual_seed(3)
-    state_shape = (N, x["v"].shape[2], x["q"].shape[3], x["v"].shape[3])
-    x = leaves(x | {"initial_state": torch.randn(state_shape, generator=rng, dtype=torch.float64)})
-    bounded = {} if lower_bound is None else {"lower_bound": lower_bound}
-    got = gradients(list(call(op, x, cu_seqlens=cu, output_final_state=True, **bounded, **options)), x)
-    want = gradients(list(oracle(op, x, lower_bound, cu_seqlens=cu)), x)
-    errors = {n: relative_error(a, b) for n, a, b in zip(["o", "final", *x], got, want, strict=True)}
-    assert max(errors.values()) < TOLERANCE, errors
-
-
-@pytest.mark.parametrize("op", ["kda", "gdn"])
-@pytest.mark.parametrize("gate", ["slow", "usual", "fast"])
-def test_packed_documents(op: str, gate: str) -> None:
-    compare(op, make_inputs(op, sum(LENGTHS), gate=gate), cu=boundaries(LENGTHS))
-
-
-@pytest.mark.parametrize("op", ["kda", "gdn"])
-@pytest.mark.parametrize(
-    "lengths", [*EDGES.values(), *([n // 10 for n in list_] for list_ in FLA_CP2 + FLA_CP4)], ids=str
-)
-def test_document_lists_of_context_parallelism(op: str, lengths: list[int]) -> None:
-    compare(op, make_inputs(op, sum(lengths), H=1, HV=2, K=8, V=6, gate="slow"), cu=boundaries(lengths))
-
-
 @pytest.mark.parametrize("gate", ["slow", "safe"])
 def test_safe_gate(gate: str) -> None:
-    compare("kda", make_inputs("kda", sum(LENGTHS), gate=gate), cu=boundaries(LENGTHS), safe_gate=True)
-
-
-@pytest.mark.parametrize("T", [1, 63, 128, 131])
-@pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_batch(op: str, T: int) -> None:
-    compare(op, make_inputs(op, T, B=2))
+    compare("kda", make_inputs("kda", sum(LENGTHS), gate=gate), boundaries(LENGTHS), safe_gate=True)
 
 
 @pytest.mark.parametrize(("op", "lower_bound"), [("kda", None), ("kda", -5.0), ("gdn", None)])
 def test_gate_and_norm_in_kernel(op: str, lower_bound: float | None) -> None:
-    compare(op, raw_gate_inputs(op, sum(LENGTHS)), cu=boundaries(LENGTHS), lower_bound=lower_bound)
-
-
-@pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_disable_recompute(op: str) -> None:
-    compare(op, make_inputs(op, 130), disable_recompute=True)
+    bounded = {} if lower_bound is None else {"lower_bound": lower_bound}
+    compare(op, raw_gate_inputs(op, sum(LENGTHS)), boundaries(LENGTHS), **bounded)
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -90,51 +53,6 @@ def test_a_second_backward_through_what_was_kept(op: str, impl: str, monkeypatch
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_a_stretch_continues_from_its_state(op: str) -> None:
-    x = make_inputs(op, 200)
-    o, final = call(op, x, output_final_state=True)
-    a, state = call(op, {n: t[:, :77] for n, t in x.items()}, output_final_state=True)
-    b, end = call(op, {n: t[:, 77:] for n, t in x.items()}, initial_state=state, output_final_state=True)
-    assert relative_error(torch.cat([a, b], 1), o) < TOLERANCE
-    assert relative_error(end, final) < TOLERANCE
-
-
-@pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_documents_do_not_touch_each_other(op: str) -> None:
-    lengths = [5, 70, 1, 52]
-    cu = boundaries(lengths)
-    base = make_inputs(op, sum(lengths), gate="slow")
-    other = make_inputs(op, sum(lengths), gate="slow", seed=9)
-    before = gradients([call(op, x := leaves(base), cu_seqlens=cu)[0]], x)
-    for i in range(len(lengths)):
-        inside = slice(int(cu[i]), int(cu[i + 1]))
-        changed = {n: t.clone() for n, t in base.items()}
-        for n in changed:
-            changed[n][:, inside] = other[n][:, inside]
-        after = gradients([call(op, x := leaves(changed), cu_seqlens=cu)[0]], x)
-        assert not torch.equal(after[0][:, inside], before[0][:, inside])
-        for a, b in zip(after, before, strict=True):
-            difference = (a - b).abs()
-            difference[:, inside] = 0
-            assert difference.max() == 0.0
-
-
-@pytest.mark.parametrize("op", ["kda", "gdn"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_dtypes(op: str, dtype: torch.dtype) -> None:
-    """The error is that of rounding inputs and outputs: the computation in between is float32 or wider."""
-    cu = boundaries(LENGTHS)
-    x = leaves({n: t.to(dtype) for n, t in make_inputs(op, sum(LENGTHS)).items()})
-    o, final = call(op, x, cu_seqlens=cu, output_final_state=True)
-    assert o.dtype == dtype and final.dtype == torch.float32
-    exact = leaves({n: t.double() for n, t in x.items()})
-    want = gradients(list(oracle(op, exact, cu_seqlens=cu)), exact)
-    bound = torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
-    for a, b in zip(gradients([o, final], x), want, strict=True):
-        assert relative_error(a, b) < bound
-
-
-@pytest.mark.parametrize("op", ["kda", "gdn"])
 def test_a_token_has_the_dtype_of_its_inputs(op: str) -> None:
     """Decoding: a step of the recurrence."""
     x = {name: t.bfloat16() for name, t in make_inputs(op, 1).items()}
@@ -151,18 +69,6 @@ def test_a_token_that_forgets_all(op: str, g: float) -> None:
     want = oracle(op, x)[0]
     assert relative_error(call(op, x)[0], want) < 1e-12
     assert relative_error(call(op, {n: t.float() for n, t in x.items()})[0], want) < 1e-5
-
-
-@pytest.mark.parametrize("jumps", JUMPS, ids=str)
-@pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_slow_decay_after_fast(op: str, jumps: dict[int, float]) -> None:
-    """In float32 a sum of gates that spans a fast one does not take part in those that follow it."""
-    x = {name: t.float() for name, t in make_inputs(op, 128, gate="slow").items()}
-    x["g"][:] = -1e-3
-    for token, g in jumps.items():
-        x["g"][:, token] = g
-    want = oracle(op, {n: t.double() for n, t in x.items()})[0]
-    assert (call(op, x)[0] - want).abs().max() < 1e-6 * want.abs().max()
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])

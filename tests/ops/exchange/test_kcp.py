@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from itertools import pairwise
 
 import pytest
 import torch
@@ -12,10 +11,11 @@ import torch.distributed as dist
 
 from tests.ops.inputs import (
     DEVICE,
+    MAKERS,
+    SMALL,
     boundaries,
     call,
     decaying_inputs,
-    dplr_inputs,
     gradients,
     leaves,
     make_inputs,
@@ -29,7 +29,6 @@ from titan_linear.distributed.one_process import LocalGroup, run_ranks
 from titan_linear.ops import build_cp_context, causal_conv1d
 from titan_linear.ops.exchange import kcp
 from titan_linear.ops.exchange.halo import return_halo
-from titan_linear.ops.layout.chains import STATE, STATE_AND_M
 from titan_linear.ops.layout.levels import Level
 from titan_linear.ops.torch import chunked
 
@@ -47,13 +46,9 @@ def inputs_of(op: str, lengths: list[int], streams: int = 1) -> dict[str, torch.
         return {n: torch.randn(s, generator=rng, dtype=torch.float64) for n, s in shapes.items()}
     if op == "ssd-heads":
         return decaying_inputs("ssd", T, G=2, heads=4, N=8, P=6, bias=-7.0)
-    if op in ("ssd", "gla"):
-        return decaying_inputs(op, T, G=1, heads=2, N=8, P=6, bias=-7.0)
-    if op == "dplr":
-        return dplr_inputs(T, H=2, K=8, V=6, gate="slow")
     if op == "kda-raw":
         return raw_gate_inputs("kda", T, H=1, HV=2, K=8, V=6)
-    return make_inputs(op, T, H=1, HV=2, K=8, V=6, gate="slow")
+    return MAKERS[op](T, **SMALL[op])
 
 
 def run_op(op: str, x: dict[str, torch.Tensor], **options) -> torch.Tensor:
@@ -289,74 +284,6 @@ def test_m_is_neither_computed_nor_sent_where_no_document_passes_through(worlds:
         (0, [0, OF_STATE]),
         (0, [0, 0]),
     ]
-
-
-def rwkv7(x: dict[str, torch.Tensor], S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """S_t = (Diag(w_t) + a_t b_tᵀ) S_{t−1} + k_t v_tᵀ, o_t = S_tᵀ r_t, token by token: o [T,H,V] and the last state."""
-    outputs = []
-    for t in range(x["k"].shape[0]):
-        read = torch.einsum("hk,hkv->hv", x["b"][t], S)
-        S = (
-            x["w"][t, :, :, None] * S
-            + x["a"][t, :, :, None] * read[:, None]
-            + x["k"][t, :, :, None] * x["v"][t, :, None]
-        )
-        outputs.append(torch.einsum("hk,hkv->hv", x["r"][t], S))
-    return torch.stack(outputs), S
-
-
-def rwkv7_inputs(T: int) -> dict[str, torch.Tensor]:
-    rng = torch.Generator().manual_seed(0)
-    x = {n: torch.randn(T, 2, d, generator=rng, dtype=torch.float64) / 4 for n, d in zip("rkabv", (5, 5, 5, 5, 3))}
-    return x | {"w": 1 - 0.1 * torch.rand(T, 2, 5, generator=rng, dtype=torch.float64)}
-
-
-def third_recurrence(rank: int, world_size: int, lengths: list[int], layout: str) -> list[torch.Tensor]:
-    """RWKV-7 through the same exchange and fold: each fragment scans its documents, KCP carries the states."""
-    ctx = build_cp_context(boundaries(lengths), dist.group.WORLD, layout=layout)
-    x = leaves({n: t[tokens_of(ctx)] for n, t in rwkv7_inputs(sum(lengths)).items()})
-    cu, N = ctx.cu_seqlens.tolist(), len(ctx.cu_seqlens) - 1
-    entry = [{n: t[a:b] for n, t in x.items()} for a, b in pairwise(cu)]
-    S_ext, M = torch.zeros(ctx.slots, 2, 5, 3).double(), torch.zeros(ctx.slots, 2, 5, 5).double()
-    for slot, (last, wanted) in enumerate(ctx.forward_chains.slots.tolist()):
-        tokens = {n: t.detach() for n, t in entry[last].items()}
-        if wanted >= STATE:
-            S_ext[slot] = rwkv7(tokens, S_ext[slot])[1]
-        if wanted == STATE_AND_M:
-            silent = torch.zeros(len(tokens["k"]), 2, 5).double()
-            M[slot] = rwkv7(tokens | {"v": silent}, torch.eye(5).double().expand(2, 5, 5))[1]
-    S_in = kcp.incoming_states(S_ext, M, ctx.forward_chains, ctx.group_name).requires_grad_()
-    zeros = torch.zeros(2, 5, 3).double()
-    enters, leaves_ = ctx.enters_slot.tolist(), ctx.leaves_slot.tolist()
-    results = [rwkv7(e, zeros if enters[n] < 0 else S_in[enters[n]]) for n, e in enumerate(entry)]
-    o = torch.cat([r[0] for r in results])
-    do = torch.randn(sum(lengths), 2, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)[
-        tokens_of(ctx)
-    ]
-    d_in = torch.autograd.grad(o, S_in, do, retain_graph=True, materialize_grads=True, allow_unused=True)[0]
-    d_out = kcp.incoming_states(d_in, M, ctx.reverse_chains, ctx.group_name, reverse=True)
-    ends = [(results[n][1], d_out[leaves_[n]]) for n in range(N) if leaves_[n] >= 0]
-    outputs, grads = [o, *(S for S, _ in ends)], [do, *(dS for _, dS in ends)]
-    return [o.detach(), *torch.autograd.grad(outputs, list(x.values()), grads)]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("lengths", [[64], [5, 50, 9], [16, 16, 32]])
-def test_another_recurrence_goes_through_the_same_fold(worlds: Callable, lengths: list[int], layout: str) -> None:
-    ranks = worlds(4).run(third_recurrence, lengths, layout)
-    x = leaves(rwkv7_inputs(64))
-    o = torch.cat(
-        [
-            rwkv7(dict(zip(x, e, strict=True)), torch.zeros(2, 5, 3).double())[0]
-            for e in zip(*(t.split(lengths) for t in x.values()), strict=True)
-        ]
-    )
-    do = torch.randn(64, 2, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    want = [o, *torch.autograd.grad(o, list(x.values()), do)]
-    for rank, got in enumerate(ranks):
-        mine = tokens_of(build_cp_context(boundaries(lengths), rank=rank, world_size=4, layout=layout))
-        for a, b in zip(got, want, strict=True):
-            assert (a - b[mine]).norm() / b.norm() < TOLERANCE
 
 
 def test_the_state_kept_for_backward_is_one_per_fragment(worlds: Callable[[int], World]) -> None:

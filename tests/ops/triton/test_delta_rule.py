@@ -22,10 +22,10 @@ from tests.ops.inputs import (
     boundaries,
     call,
     compare_four_ranks,
+    errors,
     gradients,
     leaves,
     make_inputs,
-    oracle,
     raw_gate_inputs,
     relative_error,
     tokens_of,
@@ -44,19 +44,8 @@ TOLERANCE = 2e-5  # float32 sums of up to 130 terms, through exponentials
 GATE_TOLERANCE = TOLERANCE * (4 if DEVICE == "cuda" else 1)
 
 
-def check(op: str, x: dict[str, torch.Tensor], cu: torch.Tensor | None, bounded: dict, **options) -> None:
-    """Outputs and gradients against the oracle's, with random initial states."""
-    N = x["q"].shape[0] if cu is None else len(cu) - 1
-    state = (N, x["v"].shape[2], x["q"].shape[3], x["v"].shape[3])
-    x |= {"initial_state": torch.randn(state, generator=torch.Generator().manual_seed(3))}
-    ours = leaves({n: t.to(DEVICE, torch.float32) for n, t in x.items()})
-    on_device = None if cu is None else cu.to(DEVICE)
-    got = gradients(
-        list(call(op, ours, cu_seqlens=on_device, output_final_state=True, impl="triton", **bounded, **options)), ours
-    )
-    exact = leaves({n: t.double() for n, t in x.items()})
-    want = gradients(list(oracle(op, exact, cu_seqlens=cu, **bounded)), exact)
-    found = {n: relative_error(a.cpu(), b) for n, a, b in zip(["o", "final", *x], got, want, strict=True)}
+def check(op: str, x: dict[str, torch.Tensor], cu: torch.Tensor | None = None, **options) -> None:
+    found = errors(op, {name: t.float() for name, t in x.items()}, cu, impl="triton", **options)
     assert all(e < (GATE_TOLERANCE if n in ("A_log", "dt_bias") else TOLERANCE) for n, e in found.items()), found
 
 
@@ -79,8 +68,7 @@ def test_packed_documents(op: str, raw: bool, gate: str, options: dict) -> None:
     lengths = [1, 70, 64]
     make = raw_gate_inputs if raw else make_inputs
     x = make(op, sum(lengths), H=1, HV=2, K=32, V=32, gate=gate)
-    bounded = {"lower_bound": options.pop("lower_bound")} if "lower_bound" in options else {}
-    check(op, x, boundaries(lengths), bounded, **options)
+    check(op, x, boundaries(lengths), **options)
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
@@ -89,7 +77,7 @@ def test_a_token_that_forgets_all(op: str, g: float) -> None:
     """Gates of the tokens behind it keep their digits."""
     x = make_inputs(op, 66, H=1, HV=1, K=32, V=32, gate="slow")
     x["g"][:, 3] = g
-    check(op, x, None, {})
+    check(op, x)
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
@@ -98,7 +86,7 @@ def test_documents_in_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(rules, "segment_length", lambda *_: 64)
     lengths = [0, 10, 64, 129]
     x = raw_gate_inputs(op, sum(lengths), H=1, HV=2, K=32, V=32, gate="slow")
-    check(op, x, boundaries(lengths), {})
+    check(op, x, boundaries(lengths))
 
 
 @pytest.mark.parametrize(("op", "layout"), [("kda", "contiguous"), ("gdn", "contiguous"), ("gdn", "zigzag")])
@@ -222,7 +210,7 @@ def test_compiled_code_reads_planned_segments(op: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 @pytest.mark.parametrize(("K", "V"), [(64, 32), (32, 64)])
 def test_batches_and_head_dims(op: str, K: int, V: int) -> None:
-    check(op, make_inputs(op, 33, B=2, H=1, HV=1, K=K, V=V), None, {})
+    check(op, make_inputs(op, 33, B=2, H=1, HV=1, K=K, V=V))
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
@@ -233,7 +221,7 @@ def test_head_dims_that_are_filled_up(op: str, K: int, V: int, HV: int) -> None:
     """Gates and norms in the kernels, states in and out."""
     lengths, wide = [5, 37], op == "kda" and K > 128  # the bounded gate takes a third of the time of the other
     x = raw_gate_inputs(op, sum(lengths), H=1, HV=HV, K=K, V=V)
-    check(op, x, boundaries(lengths), {"lower_bound": -5.0} if wide else {})
+    check(op, x, boundaries(lengths), **({"lower_bound": -5.0} if wide else {}))
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
@@ -241,7 +229,7 @@ def test_filled_up_heads_in_segments(op: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(rules, "segment_length", lambda *_: 64)
     lengths = [10, 129]
     x = raw_gate_inputs(op, sum(lengths), H=1, HV=1, K=24, V=40)
-    check(op, x, boundaries(lengths), {"lower_bound": -5.0} if op == "kda" else {}, disable_recompute=True)
+    check(op, x, boundaries(lengths), disable_recompute=True, **({"lower_bound": -5.0} if op == "kda" else {}))
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])

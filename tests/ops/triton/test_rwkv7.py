@@ -17,10 +17,8 @@ from tests.ops.inputs import (
     call,
     compare_four_ranks,
     dplr_inputs,
-    gradients,
+    errors,
     leaves,
-    oracle,
-    relative_error,
 )
 from tests.ops.triton.bfloat16 import interpret_bfloat16
 from titan_linear.ops.reference.delta_rule import l2norm
@@ -43,17 +41,7 @@ def rwkv7_inputs(T: int, *, decay: float = 0.6065, K: int = 32, **dims: int) -> 
 
 
 def compare(x: dict[str, Tensor], lengths: list[int], dtype: torch.dtype = torch.float32, **options: bool) -> None:
-    """Outputs, final states and gradients, from random initial states."""
-    cu, (H, K), V = boundaries(lengths), x["r"].shape[2:], x["v"].shape[3]
-    rng = torch.Generator().manual_seed(3)
-    x = {name: t.to(dtype) for name, t in x.items()}
-    x["initial_state"] = torch.randn(len(lengths), H, K, V, generator=rng)
-    ours = leaves({name: t.to(DEVICE) for name, t in x.items()})
-    got = gradients(list(call("rwkv7", ours, cu_seqlens=cu.to(DEVICE), impl="triton", **options)), ours)
-    exact = leaves({name: t.double() for name, t in x.items()})
-    want = gradients(list(oracle("rwkv7", exact, cu_seqlens=cu)), exact)
-    pairs = zip(["o", "final", *x], got, want, strict=True)
-    found = {name: relative_error(a.cpu(), b) for name, a, b in pairs}
+    found = errors("rwkv7", {name: t.to(dtype) for name, t in x.items()}, boundaries(lengths), impl="triton", **options)
     bounds = dict.fromkeys(found, TOLERANCE)
     if dtype != torch.float32:
         bounds = dict.fromkeys(found, 1.5 * UNIT) | HALF_TOLERANCE

@@ -14,15 +14,13 @@ from torch import Tensor
 from tests.ops.inputs import (
     DEVICE,
     JUMPS,
-    STATES,
     boundaries,
     call,
     compare_four_ranks,
     decaying_inputs,
+    errors,
     gradients,
     leaves,
-    oracle,
-    relative_error,
 )
 from tests.ops.triton.bfloat16 import interpret_bfloat16
 from titan_linear.ops.exchange import folds
@@ -45,24 +43,11 @@ def compare(
     bounds: dict[str, float] | None = None,
     **options,
 ) -> None:
-    """Outputs, final states and gradients, from random initial states."""
-    of_values, of_keys = ("x", "B") if op == "ssd" else ("v", "k")
-    (heads, P), N = x[of_values].shape[2:], x[of_keys].shape[3]
-    entries, shape = len(x[of_values]) if cu is None else len(cu) - 1, (P, N) if op == "ssd" else (N, P)
-    initial, need_final = STATES[op]
-    rng = torch.Generator().manual_seed(3)
-    x = x | {initial: torch.randn(entries, heads, *shape, generator=rng, dtype=torch.float64)}
-    wide = {"dt", "g", initial} if dtype != torch.float32 else set()  # as the mixer gives them
+    wide = {"dt", "g"} if dtype != torch.float32 else set()  # as the mixer gives them
     x = {n: t.to(dtype if t.dim() > 2 and n not in wide else torch.float32) for n, t in x.items()}
-    ours, on_device = leaves({n: t.to(DEVICE) for n, t in x.items()}), None if cu is None else cu.to(DEVICE)
-    got = gradients(list(call(op, ours, cu_seqlens=on_device, impl="triton", **{need_final: True}, **options)), ours)
-    exact = leaves({n: t.double() for n, t in x.items()})
-    want = gradients(list(oracle(op, exact, cu_seqlens=cu, **options)), exact)
-    names = ["o", "final", *x]
-    found = {n: relative_error(a.cpu(), b) for n, a, b in zip(names, got, want, strict=True)}
+    found = errors(op, x, cu, impl="triton", **options)
     least = TOLERANCE if dtype == torch.float32 else 1.5 * UNIT
-    wrong = {n: error for n, error in found.items() if not error < (bounds or {}).get(n, least)}
-    assert not wrong, found
+    assert not {n: error for n, error in found.items() if not error < (bounds or {}).get(n, least)}, found
 
 
 @OPS

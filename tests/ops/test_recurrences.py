@@ -1,0 +1,123 @@
+"""Every chunked recurrence against its token-by-token oracle in float64: outputs, final states and all gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ops.inputs import (
+    FORWARD,
+    JUMPS,
+    MAKERS,
+    SMALL,
+    STATES,
+    boundaries,
+    call,
+    compare,
+    errors,
+    gradients,
+    leaves,
+    oracle,
+    relative_error,
+)
+from tests.ops.layout.documents import EDGES, FLA_CP2, FLA_CP4
+
+LENGTHS = [1, 15, 63, 64, 65, 2, 130]
+OPS = pytest.mark.parametrize("op", MAKERS)
+
+
+@pytest.mark.parametrize(
+    ("op", "gate"),
+    [
+        *((op, {"gate": gate}) for op in ("kda", "gdn", "dplr") for gate in ("slow", "usual", "fast")),
+        ("ssd", {}),
+        ("gla", {}),
+    ],
+)
+def test_packed_documents(op: str, gate: dict[str, Any]) -> None:
+    compare(op, MAKERS[op](sum(LENGTHS), **gate), boundaries(LENGTHS))
+
+
+@OPS
+@pytest.mark.parametrize("lengths", EDGES.values(), ids=EDGES)
+def test_document_lists_of_context_parallelism(op: str, lengths: list[int]) -> None:
+    compare(op, MAKERS[op](sum(lengths), **SMALL[op]), boundaries(lengths))
+
+
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+@pytest.mark.parametrize("lengths", FLA_CP2 + FLA_CP4, ids=str)
+def test_document_lists_of_fla(op: str, lengths: list[int]) -> None:
+    lengths = [n // 10 for n in lengths]
+    compare(op, MAKERS[op](sum(lengths), **SMALL[op]), boundaries(lengths))
+
+
+@OPS
+@pytest.mark.parametrize("T", [1, 63, 128, 131])
+def test_batch(op: str, T: int) -> None:
+    compare(op, MAKERS[op](T, B=2), **({} if op == "ssd" else {"scale": 0.3}))
+
+
+@OPS
+def test_disable_recompute(op: str) -> None:
+    compare(op, MAKERS[op](130), disable_recompute=True)
+
+
+@OPS
+def test_a_stretch_continues_from_its_state_and_then_token_by_token(op: str) -> None:
+    """Tokens one by one are steps of the recurrence."""
+    initial, need_final = STATES[op]
+    x = MAKERS[op](80, B=2)
+    want, end = call(op, x, **{need_final: True})
+    parts, state = [], None
+    for part in (slice(0, 77), *(slice(t, t + 1) for t in (77, 78, 79))):
+        own = {name: t[:, part] if t.dim() > 2 else t for name, t in x.items()}
+        o, state = call(op, own, **{initial: state, need_final: True})
+        parts.append(o)
+    assert relative_error(torch.cat(parts, 1), want) < FORWARD and relative_error(state, end) < FORWARD
+
+
+@OPS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes(op: str, dtype: torch.dtype) -> None:
+    """The error is that of rounding inputs and outputs: the computation in between is float32 or wider."""
+    cu, x = boundaries(LENGTHS), MAKERS[op](sum(LENGTHS))
+    x = {name: t.to(dtype) if t.dim() > 2 else t.float() for name, t in x.items()}
+    o, final = call(op, x, cu_seqlens=cu, **{STATES[op][1]: True})
+    assert o.dtype == dtype and final.dtype == torch.float32
+    found = errors(op, x, cu)
+    assert max(found.values()) < (torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5), found
+
+
+@pytest.mark.parametrize("jumps", JUMPS, ids=str)
+@pytest.mark.parametrize("op", ["kda", "gdn", "gla", "dplr"])
+def test_slow_decay_after_fast(op: str, jumps: dict[int, float]) -> None:
+    """In float32 a sum of log decays that spans a fast one does not take part in those that follow it."""
+    x = {name: t.float() for name, t in MAKERS[op](128).items()}
+    g = x["gk" if op == "dplr" else "g"]
+    g[:] = -1e-3
+    for token, decay in jumps.items():
+        g[:, token] = decay
+    want = oracle(op, {name: t.double() for name, t in x.items()})[0]
+    assert (call(op, x)[0] - want).abs().max() < 1e-6 * want.abs().max()
+
+
+@OPS
+def test_documents_do_not_touch_each_other(op: str) -> None:
+    """Whatever one holds, the others' outputs and gradients are what they are without it, to the last bit."""
+    lengths = [5, 70, 1, 52]
+    cu, base = boundaries(lengths), MAKERS[op](sum(lengths), **SMALL[op])
+    tokens = [name for name, t in base.items() if t.dim() > 2]
+    before = gradients([call(op, x := leaves(base), cu_seqlens=cu)[0]], x)
+    for i in range(len(lengths)):
+        inside = slice(int(cu[i]), int(cu[i + 1]))
+        for value in (torch.nan, torch.inf, 6e4):
+            changed = {name: t.clone() for name, t in base.items()}
+            for name in tokens:
+                changed[name][:, inside] = -value if name in ("g", "gk") else value
+            after = gradients([call(op, x := leaves(changed), cu_seqlens=cu)[0]], x)
+            for name, a, b in zip(["o", *x], after, before, strict=True):
+                if name in ("o", *tokens):
+                    a, b = (torch.cat([t[:, : inside.start], t[:, inside.stop :]], 1) for t in (a, b))
+                    assert torch.equal(a, b), (name, i, value)
