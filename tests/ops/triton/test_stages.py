@@ -140,9 +140,9 @@ def test_only_wanted_boundaries_are_computed(op: str) -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def test_what_is_not_finite_stays_in_its_document() -> None:
-    """KDA; GDN reads a document's last chunk with rows of the next one (docs/kernels.md)."""
-    inputs = flat_inputs("kda")
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_what_is_not_finite_stays_in_its_document(op: str) -> None:
+    inputs = flat_inputs(op)
     do, first = randn(*inputs.v.shape), slice(0, LENGTHS[0])
     results = []
     for value in (None, float("inf"), float("nan")):
@@ -150,7 +150,7 @@ def test_what_is_not_finite_stays_in_its_document() -> None:
         for x in tensors:
             if x is not None and value is not None:
                 x[LENGTHS[0] :] = value
-        r = rule("kda", Inputs(*tensors[:7]))
+        r = rule(op, Inputs(*tensors[:7]))
         o, final = r.forward(None, True)
         results.append([o[first], final[0], *(x[first] for x in r.backward(tensors[7], None, None, False)[0][:5])])
     for bad in results[1:]:

@@ -31,7 +31,7 @@ from titan_linear.ops.triton import gdn_kernels as kernels
 from titan_linear.ops.triton.chunks import Chunks
 from titan_linear.ops.triton.configs import Config, config, widest_slice
 from titan_linear.ops.triton.solve import solve_kernel
-from titan_linear.ops.triton.tiles import chunk_tiles, dense_heads, empty_gradients, empty_states, row_tiles
+from titan_linear.ops.triton.tiles import chunk_tiles, dense_heads, empty_gradients, empty_states, ragged_tiles
 
 
 class Tiles(NamedTuple):
@@ -167,9 +167,9 @@ def gdn_scan(
     chosen = _sliced("gdn scan", k, V)
     BV = chosen["BV"]
     kernels.scan_kernel[(N * HV * (V // BV),)](
-        row_tiles(q, BT, K),
-        row_tiles(k, BT, K),
-        row_tiles(v, BT, BV),
+        ragged_tiles(q, BT, K),
+        ragged_tiles(k, BT, K),
+        ragged_tiles(v, BT, BV),
         chunk_tiles(made.C, BT, BT),
         chunk_tiles(made.A, BT, BT),
         made.gates,
@@ -212,8 +212,8 @@ def gdn_boundary(
     chosen = _sliced("gdn boundary", k, V)
     BV = chosen["BV"]
     kernels.boundary_kernel[(F * HV * ((V + K) // BV),)](
-        row_tiles(k, BT, K),
-        row_tiles(v, BT, BV),
+        ragged_tiles(k, BT, K),
+        ragged_tiles(v, BT, BV),
         chunk_tiles(made.C, BT, BT),
         made.gates,
         made.norms,
@@ -256,9 +256,9 @@ def gdn_boundary_bwd(
     chosen = _sliced("gdn boundary", k, V)
     BV = chosen["BV"]
     kernels.boundary_bwd_kernel[(F * HV * (V // BV),)](
-        row_tiles(q, BT, K),
-        row_tiles(k, BT, K),
-        row_tiles(do, BT, BV),
+        ragged_tiles(q, BT, K),
+        ragged_tiles(k, BT, K),
+        ragged_tiles(do, BT, BV),
         chunk_tiles(made.C, BT, BT),
         chunk_tiles(made.A, BT, BT),
         made.gates,
@@ -313,11 +313,11 @@ def gdn_backward(
     q, k, v, g, do = (dense_heads(x) for x in (q, k, v, g, do))
     constants = {"V": V} | _constants(k, HV, norms)
     forward, reverse, chosen = (_sliced(f"gdn {name}", k, V) for name in ("states", "reverse", "gradients"))
-    q_rows, k_rows, C_tiles = row_tiles(q, BT, K), row_tiles(k, BT, K), chunk_tiles(made.C, BT, BT)
+    q_rows, k_rows, C_tiles = ragged_tiles(q, BT, K), ragged_tiles(k, BT, K), chunk_tiles(made.C, BT, BT)
     h, y = k.new_empty(NT, HV, K, V), v.new_empty(v.shape)
     kernels.states_kernel[(N * HV * (V // forward["BV"]),)](
         k_rows,
-        row_tiles(v, BT, forward["BV"]),
+        ragged_tiles(v, BT, forward["BV"]),
         C_tiles,
         gates,
         norms,
@@ -337,7 +337,7 @@ def gdn_backward(
     kernels.reverse_kernel[(N * HV * (V // reverse["BV"]),)](
         q_rows,
         k_rows,
-        row_tiles(do, BT, reverse["BV"]),
+        ragged_tiles(do, BT, reverse["BV"]),
         C_tiles,
         chunk_tiles(made.A, BT, BT),
         gates,
@@ -359,7 +359,7 @@ def gdn_backward(
     dq, dk = (q.new_empty(T, HV, K) for _ in range(2))
     dg, dbeta = g.new_empty(g.shape), beta.new_empty(beta.shape)
     d_gate = None if A_log is None else k.new_empty(2, NT, HV, dtype=torch.float32)
-    rows = [row_tiles(x, BT, chosen["BV"]) for x in (do, y, dv)]
+    rows = [ragged_tiles(x, BT, chosen["BV"]) for x in (do, y, dv)]
     kernels.gradients_kernel[(NT * HV,)](
         q_rows,
         k_rows,

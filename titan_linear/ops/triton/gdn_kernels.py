@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.tools.ragged_tma import load_ragged
 
 from titan_linear.ops.triton.chunks import locate, locate_entry
 from titan_linear.ops.triton.gates import beta_gradient, load_beta, log2_gate, sigmoid, softplus
@@ -50,13 +51,11 @@ def _store_gates(
 
 
 @triton.jit
-def _store_norms(b_x, norms, i_p, i_x: tl.constexpr, length, HV, R: tl.constexpr, BT: tl.constexpr, NORM: tl.constexpr):
-    """1 / |x| of one chunk's queries (i_x = 0) or keys (1), stored by one of the value heads that share them; 0 past a
-    document's end, where the scans multiply it with the next one's rows: 1 / |0| would overflow float16."""
+def _store_norms(b_x, norms, i_p, i_x: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, NORM: tl.constexpr):
+    """1 / |x| of one chunk's queries (i_x = 0) or keys (1), stored by one of the value heads that share them."""
     b_r = tl.full([BT], 1.0, tl.float32)
     if NORM:
         b_r = tl.rsqrt(tl.sum(b_x.to(tl.float32) * b_x.to(tl.float32), 1) + EPS)
-        b_r = tl.where(tl.arange(0, BT) < length, b_r, 0.0)
         p_n = norms + (i_p // R * 2 + i_x) * BT + tl.arange(0, BT)  # chunk and key head, as H = HV / R
         tl.store(p_n, b_r, mask=i_p % R == 0)
     return b_r
@@ -73,7 +72,7 @@ def prepare_kernel(
     C,  # [NT, HV, BT, BT], or None in backward, which has C from forward
     A,  # [NT, HV, BT, BT]
     gates,  # [NT, HV, 2, BT] fp32: G in base 2, beta; past a document's end, the last G and zero
-    norms,  # [NT, H, 2, BT] fp32: 1 / |q|, 1 / |k|; past a document's end, 0
+    norms,  # [NT, H, 2, BT] fp32: 1 / |q|, 1 / |k|
     cu_seqlens,
     chunk_index,
     scale,
@@ -96,8 +95,8 @@ def prepare_kernel(
     b_q = load_rows(q, start, length, stride_q, i_hv // R * K, BT, K)
     b_k = load_rows(k, start, length, stride_k, i_hv // R * K, BT, K)
     b_G = _store_gates(g, beta, A_log, dt_bias, gates, i_p, start, length, stride_g, stride_beta, HV, BT, BETA_RANGE)
-    b_rq = _store_norms(b_q, norms, i_p, 0, length, HV, R, BT, NORM)
-    b_rk = _store_norms(b_k, norms, i_p, 1, length, HV, R, BT, NORM)
+    b_rq = _store_norms(b_q, norms, i_p, 0, R, BT, NORM)
+    b_rk = _store_norms(b_k, norms, i_p, 1, R, BT, NORM)
     o_i, o_j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
     b_d = tl.exp2(tl.where(o_i >= o_j, b_G[:, None] - b_G[None, :], -float("inf"))) * b_rk[None, :]
     b_a = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * (scale * b_rq[:, None]) * b_d
@@ -122,13 +121,10 @@ def _load_gates(gates, norms, i_t, i_hv, HV, R: tl.constexpr, BT: tl.constexpr, 
 
 
 @triton.jit
-def _fetch_rows(desc, start, column):
-    """A tile of a [T, .] matrix from token `start` on, by the copy engine.
-
-    The copy engine knows no documents: past an entry's end come the next one's rows, which the callers multiply by
-    zero. (Tiles masked in registers instead gave wrong products with their transposes, on Hopper with Triton 3.6.)
-    """
-    return desc.load([start.to(tl.int32), column])
+def _fetch_rows(desc, start, length, row, column):
+    """A tile of an entry [length, .] from its token `row` on, by the copy engine, which reads zeros past its end.
+    start: the entry's first token in the stream."""
+    return load_ragged(desc, start.to(tl.int32), length, [row, column])
 
 
 @triton.jit
@@ -139,57 +135,49 @@ def _fetch_tile(desc, i_p, BT: tl.constexpr):
 
 @triton.jit
 def _step(
-    b_s, i, q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms, o, h, y, start, length, first, i_hv, i_v, has_v,
+    b_s, i, q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms, o, h, y, start, length, v_length, first, i_hv, i_v,
     scale, HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-    BV: tl.constexpr, NORM: tl.constexpr, MASK_V: tl.constexpr,
-    PREC: tl.constexpr,
+    BV: tl.constexpr, NORM: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """One chunk forward: from the state b_s [K, BV] that enters to the state that leaves."""
     dtype = C_desc.dtype
-    start, rows, i_p = start + i * BT, length - i * BT, (first + i) * HV + i_hv
-    b_k = _fetch_rows(k_desc, start, i_hv // R * K)  # [BT, K]
-    b_v = _fetch_rows(v_desc, start, i_hv * V + i_v * BV).to(tl.float32)  # [BT, BV]
+    i_p, rows = (first + i) * HV + i_hv, length - i * BT
+    b_k = _fetch_rows(k_desc, start, length, i * BT, i_hv // R * K)  # [BT, K]
+    b_v = _fetch_rows(v_desc, start, v_length, i * BT, i_hv * V + i_v * BV).to(tl.float32)  # [BT, BV]
     b_c = _fetch_tile(C_desc, i_p, BT)  # [BT, BT]
     b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, first + i, i_hv, HV, R, BT, NORM)
     b_e = tl.exp2(b_G)
-    if MASK_V:
-        b_v = tl.where(has_v, b_v, 0.0)
     b_sd = b_s.to(dtype)
     if h is not None:
         tl.store(h + i_p * K * V + i_v * BV + (tl.arange(0, K)[:, None] * V + tl.arange(0, BV)[None, :]), b_sd)
-    b_ek = b_e * b_rk
-    if not NORM:  # else the norms are 0 past the end
-        b_ek = tl.where(tl.arange(0, BT) < rows, b_ek, 0.0)
-    b_x = b_v - b_ek[:, None] * tl.dot(b_k, b_sd, input_precision=PREC)
+    b_x = b_v - (b_e * b_rk)[:, None] * tl.dot(b_k, b_sd, input_precision=PREC)
     b_y = b_x - tl.dot(b_c, b_x.to(dtype), input_precision=PREC)  # [BT, BV]
     if h is not None:
-        store_rows(y, b_y, start, rows, HV * V, i_hv * V + i_v * BV, BT, BV)
+        store_rows(y, b_y, start + i * BT, rows, HV * V, i_hv * V + i_v * BV, BT, BV)
     if o is not None:
-        b_q = _fetch_rows(q_desc, start, i_hv // R * K)  # [BT, K]
+        b_q = _fetch_rows(q_desc, start, length, i * BT, i_hv // R * K)  # [BT, K]
         b_a = _fetch_tile(A_desc, i_p, BT)  # [BT, BT]
         b_o = (scale * b_e * b_rq)[:, None] * tl.dot(b_q, b_sd, input_precision=PREC)
         b_o += tl.dot(b_a, (b_beta[:, None] * b_y).to(dtype), input_precision=PREC)
-        store_rows(o, b_o, start, rows, HV * V, i_hv * V + i_v * BV, BT, BV)
+        store_rows(o, b_o, start + i * BT, rows, HV * V, i_hv * V + i_v * BV, BT, BV)
     b_w = (tl.exp2(b_last - b_G) * b_rk * b_beta)[:, None] * b_y
     return b_s * tl.exp2(b_last) + tl.dot(tl.trans(b_k), b_w.to(dtype), input_precision=PREC)
 
 
 @triton.jit
 def _scan(
-    b_s, q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms, o, h, y, start, length, first, i_hv, i_v, has_v,
+    b_s, q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms, o, h, y, start, length, v_length, first, i_hv, i_v,
     scale, HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-    BV: tl.constexpr, NORM: tl.constexpr, MASK_V: tl.constexpr,
-    STAGES: tl.constexpr, PREC: tl.constexpr,
+    BV: tl.constexpr, NORM: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Scan one entry's chunks in order for one head and BV columns of the state; returns the state that leaves.
 
-    start, first: its first token and chunk. Writes o, and h with y, where they are given. has_v = False (with MASK_V)
-    takes v as zero.
+    start, first: its first token and chunk. Writes o, and h with y, where they are given. v_length: 0 takes v as zero.
     """
     for i in tl.range(0, (length + BT - 1) // BT, num_stages=STAGES):
         b_s = _step(
-            b_s, i, q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms, o, h, y, start, length, first, i_hv, i_v,
-            has_v, scale, HV, R, K, V, BT, BV, NORM, MASK_V, PREC,
+            b_s, i, q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms, o, h, y, start, length, v_length, first,
+            i_hv, i_v, scale, HV, R, K, V, BT, BV, NORM, PREC,
         )  # fmt: skip
     return b_s
 
@@ -202,10 +190,10 @@ def _reverse_step(
 ):  # fmt: skip
     """One chunk backward: from the gradient b_ds [K, BV] of the state that leaves to that of the state that enters."""
     dtype = C_desc.dtype
-    start, rows, i_p = start + i * BT, length - i * BT, (first + i) * HV + i_hv
-    b_k = _fetch_rows(k_desc, start, i_hv // R * K)  # [BT, K]
-    b_q = _fetch_rows(q_desc, start, i_hv // R * K)  # [BT, K]
-    b_do = _fetch_rows(do_desc, start, i_hv * V + i_v * BV)  # [BT, BV]
+    i_p = (first + i) * HV + i_hv
+    b_k = _fetch_rows(k_desc, start, length, i * BT, i_hv // R * K)  # [BT, K]
+    b_q = _fetch_rows(q_desc, start, length, i * BT, i_hv // R * K)  # [BT, K]
+    b_do = _fetch_rows(do_desc, start, length, i * BT, i_hv * V + i_v * BV)  # [BT, BV]
     b_c = _fetch_tile(C_desc, i_p, BT)  # [BT, BT]
     b_a = _fetch_tile(A_desc, i_p, BT)  # [BT, BT]
     b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, first + i, i_hv, HV, R, BT, NORM)
@@ -217,11 +205,10 @@ def _reverse_step(
     b_z = b_beta[:, None] * b_du
     b_dx = b_z - tl.dot(tl.trans(b_c), b_z.to(dtype), input_precision=PREC)
     if dh is not None:
-        store_rows(dv, b_dx, start, rows, HV * V, i_hv * V + i_v * BV, BT, BV)
+        store_rows(dv, b_dx, start + i * BT, length - i * BT, HV * V, i_hv * V + i_v * BV, BT, BV)
     b_e = tl.exp2(b_G)
     b_ds *= tl.exp2(b_last)
-    b_eq = tl.where(tl.arange(0, BT) < rows, scale * b_e * b_rq, 0.0)
-    b_ds += tl.dot(tl.trans(b_q), (b_eq[:, None] * b_do).to(dtype), input_precision=PREC)
+    b_ds += tl.dot(tl.trans(b_q), ((scale * b_e * b_rq)[:, None] * b_do).to(dtype), input_precision=PREC)
     return b_ds + tl.dot(tl.trans(b_k), ((-b_e * b_rk)[:, None] * b_dx).to(dtype), input_precision=PREC)
 
 
@@ -261,8 +248,8 @@ def scan_kernel(
     if initial_state is not None:
         b_s += load_state(initial_state, state_index, i_n, HV * K * V, o_s)
     b_s = _scan(
-        b_s, q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms, o, None, None, start, length, first, i_hv,
-        i_v, True, scale, HV, R, K, V, BT, BV, NORM, False, STAGES, PREC,
+        b_s, q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms, o, None, None, start, length, length, first,
+        i_hv, i_v, scale, HV, R, K, V, BT, BV, NORM, STAGES, PREC,
     )  # fmt: skip
     if final_state is not None:
         store_state(final_state, None, i_n, HV * K * V, o_s, b_s)
@@ -292,8 +279,8 @@ def boundary_kernel(
     i_m = i_v - V // BV
     b_s = tl.where(is_m & (o_k == i_m * BV + o_v), 1.0, 0.0)
     b_s = _scan(
-        b_s, k_desc, k_desc, v_desc, C_desc, C_desc, gates, norms, None, None, None, start, length, first, i_hv,
-        tl.where(is_m, 0, i_v), not is_m, 1.0, HV, R, K, V, BT, BV, NORM, True, STAGES, PREC,
+        b_s, k_desc, k_desc, v_desc, C_desc, C_desc, gates, norms, None, None, None, start, length,
+        tl.where(is_m, 0, length), first, i_hv, tl.where(is_m, 0, i_v), 1.0, HV, R, K, V, BT, BV, NORM, STAGES, PREC,
     )  # fmt: skip
     if is_m:
         tl.store(M + i_fh * K * K + o_k * K + i_m * BV + o_v, b_s)
@@ -346,8 +333,8 @@ def states_kernel(
         o_s = i_nh % HV * (K * V) + tl.arange(0, K)[:, None] * V + i_v * BV + tl.arange(0, BV)[None, :]
         b_s += load_state(initial_state, state_index, i_n, HV * K * V, o_s)
     _scan(
-        b_s, k_desc, k_desc, v_desc, C_desc, C_desc, gates, norms, None, h, y, start, length, first, i_hv, i_v,
-        True, 1.0, HV, R, K, V, BT, BV, NORM, False, STAGES, PREC,
+        b_s, k_desc, k_desc, v_desc, C_desc, C_desc, gates, norms, None, h, y, start, length, length, first,
+        i_hv, i_v, 1.0, HV, R, K, V, BT, BV, NORM, STAGES, PREC,
     )  # fmt: skip
 
 
@@ -438,20 +425,19 @@ def gradients_kernel(
     b_p = tl.zeros([BT, BT], tl.float32)  # do Yᵀ
     b_n = tl.zeros([BT, BT], tl.float32)  # dX Yᵀ
     for i_v in tl.range(0, V // BV, num_stages=STAGES):
-        b_do = _fetch_rows(do_desc, start, i_hv * V + i_v * BV)
-        b_y = _fetch_rows(y_desc, start, i_hv * V + i_v * BV)
-        b_dx = _fetch_rows(dv_desc, start, i_hv * V + i_v * BV)
+        b_do = _fetch_rows(do_desc, start, length, 0, i_hv * V + i_v * BV)
+        b_y = _fetch_rows(y_desc, start, length, 0, i_hv * V + i_v * BV)
+        b_dx = _fetch_rows(dv_desc, start, length, 0, i_hv * V + i_v * BV)
         b_dq = tl.dot(b_do, tl.trans(h_desc.load([i_s, i_v * BV])), b_dq, input_precision=PREC)
         b_p = tl.dot(b_do, tl.trans(b_y), b_p, input_precision=PREC)
         b_n = tl.dot(b_dx, tl.trans(b_y), b_n, input_precision=PREC)
-    b_q = _fetch_rows(q_desc, start, i_hv // R * K)
-    b_k = _fetch_rows(k_desc, start, i_hv // R * K)
+    b_q = _fetch_rows(q_desc, start, length, 0, i_hv // R * K)
+    b_k = _fetch_rows(k_desc, start, length, 0, i_hv // R * K)
     b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, i_t, i_hv, HV, R, BT, NORM)
     b_e = tl.exp2(b_G)
-    m_n = (o_c[:, None] >= o_c[None, :]) & (o_c[:, None] < length)  # later rows are the next document's
-    b_d = tl.where(m_n, tl.exp2(tl.where(m_n, b_G[:, None] - b_G[None, :], 0.0)), 0.0)
-    b_p = tl.where(m_n, b_p * scale * b_d, 0.0)
-    b_n = tl.where(m_n & (o_c[:, None] > o_c[None, :]), -b_n * b_d, 0.0)
+    b_d = tl.exp2(tl.where(o_c[:, None] >= o_c[None, :], b_G[:, None] - b_G[None, :], -float("inf")))
+    b_p *= scale * b_d
+    b_n = tl.where(o_c[:, None] > o_c[None, :], -b_n * b_d, 0.0)
     b_dgs = (scale * b_e * b_rq) * tl.sum(b_dq * b_q.to(tl.float32), 1)
     b_w = b_rk * b_beta
     b_dq = tl.dot((b_p * b_w[None, :]).to(dtype), b_k, (scale * b_e)[:, None] * b_dq, input_precision=PREC)
@@ -466,26 +452,26 @@ def gradients_kernel(
 
     b_dk = tl.zeros([BT, K], tl.float32)  # dX Sᵀ
     for i_v in tl.range(0, V // BV, num_stages=STAGES):
-        b_dx = _fetch_rows(dv_desc, start, i_hv * V + i_v * BV)
+        b_dx = _fetch_rows(dv_desc, start, length, 0, i_hv * V + i_v * BV)
         b_dk = tl.dot(b_dx, tl.trans(h_desc.load([i_s, i_v * BV])), b_dk, input_precision=PREC)
     # q, k and gates are loaded again rather than held in registers across a loop
-    b_k = _fetch_rows(k_desc, start, i_hv // R * K)
+    b_k = _fetch_rows(k_desc, start, length, 0, i_hv // R * K)
     b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, i_t, i_hv, HV, R, BT, NORM)
     b_e = tl.exp2(b_G)
     b_dg -= b_e * b_rk * tl.sum(b_dk * b_k.to(tl.float32), 1)
     b_dk = tl.dot(b_nk, b_k, -b_e[:, None] * b_dk, input_precision=PREC)
-    b_q = _fetch_rows(q_desc, start, i_hv // R * K)
+    b_q = _fetch_rows(q_desc, start, length, 0, i_hv // R * K)
     b_dk = tl.dot(tl.trans(b_pq), b_q, b_dk, input_precision=PREC)
 
     b_ydh = tl.zeros([BT, K], tl.float32)  # Y dS'ᵀ
     b_sds = 0.0  # <S, dS'>
     for i_v in tl.range(0, V // BV, num_stages=STAGES):
-        b_y = _fetch_rows(y_desc, start, i_hv * V + i_v * BV)
+        b_y = _fetch_rows(y_desc, start, length, 0, i_hv * V + i_v * BV)
         b_h = h_desc.load([i_s, i_v * BV])  # [K, BV]
         b_dh = dh_desc.load([i_s, i_v * BV])
         b_ydh = tl.dot(b_y, tl.trans(b_dh), b_ydh, input_precision=PREC)
         b_sds += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32))
-    b_k = _fetch_rows(k_desc, start, i_hv // R * K)
+    b_k = _fetch_rows(k_desc, start, length, 0, i_hv // R * K)
     b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, i_t, i_hv, HV, R, BT, NORM)
     b_w = tl.exp2(b_last - b_G)
     b_dbs = b_w * b_rk * tl.sum(b_ydh * b_k.to(tl.float32), 1)
@@ -506,7 +492,7 @@ def gradients_kernel(
                 b_sds += tl.sum(b_h * b_dh)
     m_t = o_c < length
     # the gate of token t decays the state that enters, updates before t, and what tokens from t on read
-    b_dg = tl.cumsum(tl.where(m_t, b_dg, 0.0), 0, reverse=True) + tl.cumsum(b_later, 0) - b_later
+    b_dg = tl.cumsum(b_dg, 0, reverse=True) + tl.cumsum(b_later, 0) - b_later
     b_dg += tl.exp2(b_last) * b_sds
     p_g = start * HV + i_hv + o_c * HV
     if A_log is not None:

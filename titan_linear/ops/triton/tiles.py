@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titan_linear.ops.runtime.options import States
@@ -36,6 +37,11 @@ def row_tiles(x: Tensor, rows: int, width: int) -> TensorDescriptor:
     """x [T, heads, dim] as the matrix [T, heads·dim], read in tiles of [rows, width] by the copy engine."""
     T, heads, dim = x.shape
     return TensorDescriptor(x, [T, heads * dim], [x.stride(0), 1], [rows, width])
+
+
+def ragged_tiles(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """As `row_tiles`, for tiles within one entry (`load_ragged`): past its end the copy engine reads zeros."""
+    return create_ragged_descriptor(x.flatten(1), [rows, width])
 
 
 def chunk_tiles(x: Tensor, rows: int, width: int) -> TensorDescriptor:
