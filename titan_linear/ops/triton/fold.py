@@ -42,9 +42,10 @@ def _transition(
         return b_s
 
 
-def _columns(V: int) -> int:
-    """Columns of a state in a block."""
-    return min(V & -V, 32)
+def _block(K: int, V: int) -> dict[str, int]:
+    """Rows and columns of a state in a block, and warps: one tile of M a link, if it fits."""
+    BK = 64 if K > 128 else K
+    return {"BK": BK, "BV": min(V & -V, 16), "num_warps": BK // 16}
 
 
 @Kernel
@@ -96,8 +97,8 @@ def fold(S_ext: Tensor, M: Tensor, chain_offsets: Tensor, s_row: Tensor, m_row: 
     """
     (_, HV, K, V), slots = S_ext.shape, chain_offsets.shape[0] - 1
     out, half = S_ext.new_empty(2, slots, HV, K, V), slots * HV * K * V
-    BV = _columns(V)
-    fold_kernel[V // BV, slots * HV](
+    block = _block(K, V)
+    fold_kernel[V // block["BV"], slots * HV](
         S_ext,
         M,
         chain_offsets,
@@ -108,11 +109,9 @@ def fold(S_ext: Tensor, M: Tensor, chain_offsets: Tensor, s_row: Tensor, m_row: 
         HV,
         K=K,
         V=V,
-        BK=min(K, 64),
-        BV=BV,
         NM=M.shape[2:].numel(),
         REVERSE=reverse,
-        num_warps=4,
+        **block,
     )
     return out[0]
 
@@ -193,8 +192,8 @@ def fold_segments(
     What it does not pass on is not read, so that NaN of one document never meets another's state.
     """
     (S, HV, K, V), N, out = S_ext.shape, segment_offsets.shape[0] - 1, torch.empty_like(S_ext)
-    start, BV = None if start is None else start.contiguous(), _columns(V)
-    fold_segments_kernel[V // BV, (N + 1) * HV](
+    start, block = None if start is None else start.contiguous(), _block(K, V)
+    fold_segments_kernel[V // block["BV"], (N + 1) * HV](
         S_ext,
         M,
         start,
@@ -207,11 +206,9 @@ def fold_segments(
         HV,
         K=K,
         V=V,
-        BK=min(K, 64),
-        BV=BV,
         NM=M.shape[2:].numel(),
         REVERSE=reverse,
-        num_warps=4,
+        **block,
     )
     return out
 
@@ -312,9 +309,9 @@ def _launch_fold_entries(
 ) -> Tensor:
     """-> [n, HV, K, V]; transition [2, n, *M's] or None: filled here."""
     (_, HV, K, V), n, NM = S_ext.shape, len(entries), M.shape[2:].numel()
-    state, BV = S_ext.new_empty(2, n, HV, K, V), min(K, _columns(V))
-    of_transition = 0 if transition is None else max(NM // K // BV, 1)
-    fold_entries_kernel[V // BV + of_transition, n * HV](
+    state, block = S_ext.new_empty(2, n, HV, K, V), _block(K, V)
+    of_transition = 0 if transition is None else max(NM // K // block["BV"], 1)
+    fold_entries_kernel[V // block["BV"] + of_transition, n * HV](
         S_ext,
         M,
         entries,
@@ -326,11 +323,9 @@ def _launch_fold_entries(
         HV,
         K=K,
         V=V,
-        BK=min(K, 64),
-        BV=BV,
         NM=NM,
         REVERSE=reverse,
-        num_warps=4,
+        **block,
     )
     return state[0]
 
