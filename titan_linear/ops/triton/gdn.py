@@ -361,7 +361,8 @@ def gdn_backward(
     d_gate = None if A_log is None else k.new_empty(2, NT, HV, dtype=torch.float32)
     rows = [ragged_tiles(x, BT, chosen["BV"]) for x in (do, y, dv)]
     kernels.gradients_kernel[(NT * HV,)](
-        q_rows,
+        q,
+        k,
         k_rows,
         *rows,
         chunk_tiles(h, K, chosen["BV"]),
@@ -383,6 +384,8 @@ def gdn_backward(
         cu_seqlens,
         chunk_index,
         scale,
+        q.stride(0),
+        k.stride(0),
         g.stride(0),
         HV,
         NT,

@@ -392,7 +392,8 @@ def _pair_gradients(b_w, b_beta, BT: tl.constexpr):
 
 @Kernel
 def gradients_kernel(
-    q_desc, k_desc,  # [T, H·K]
+    q, k,  # [T, H, K]
+    k_desc,  # [T, H·K]
     do_desc, y_desc, dv_desc,  # [T, HV·V]
     h_desc, dh_desc,  # [NT·HV·K, V]
     gates, norms,
@@ -404,7 +405,7 @@ def gradients_kernel(
     dg,  # [T, HV]
     dbeta,  # [T, HV]
     d_gate,  # [2, NT, HV] fp32 partials of d A_log and d dt_bias, only with A_log
-    cu_seqlens, chunk_index, scale, stride_g, HV, NT,
+    cu_seqlens, chunk_index, scale, stride_q, stride_k, stride_g, HV, NT,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
     BETA_RANGE: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -421,6 +422,9 @@ def gradients_kernel(
     o_c = tl.arange(0, BT)
     i_s = (i_p * K).to(tl.int32)
 
+    # by ordinary loads, before a loop: both at once, and into shared memory before the loop's sums take the registers
+    b_q = load_rows(q, start, length, stride_q, i_hv // R * K, BT, K)
+    b_k = load_rows(k, start, length, stride_k, i_hv // R * K, BT, K)
     b_dq = tl.zeros([BT, K], tl.float32)  # do Sᵀ
     b_p = tl.zeros([BT, BT], tl.float32)  # do Yᵀ
     b_n = tl.zeros([BT, BT], tl.float32)  # dX Yᵀ
@@ -431,8 +435,6 @@ def gradients_kernel(
         b_dq = tl.dot(b_do, tl.trans(h_desc.load([i_s, i_v * BV])), b_dq, input_precision=PREC)
         b_p = tl.dot(b_do, tl.trans(b_y), b_p, input_precision=PREC)
         b_n = tl.dot(b_dx, tl.trans(b_y), b_n, input_precision=PREC)
-    b_q = _fetch_rows(q_desc, start, length, 0, i_hv // R * K)
-    b_k = _fetch_rows(k_desc, start, length, 0, i_hv // R * K)
     b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, i_t, i_hv, HV, R, BT, NORM)
     b_e = tl.exp2(b_G)
     b_d = tl.exp2(tl.where(o_c[:, None] >= o_c[None, :], b_G[:, None] - b_G[None, :], -float("inf")))
@@ -450,17 +452,17 @@ def gradients_kernel(
     b_n *= b_beta[None, :]
     b_nk = ((b_n + tl.trans(b_n)) * b_rk[None, :]).to(dtype)
 
+    # q, k and gates are loaded again rather than held in registers across a loop
+    b_q = load_rows(q, start, length, stride_q, i_hv // R * K, BT, K)
     b_dk = tl.zeros([BT, K], tl.float32)  # dX Sᵀ
-    for i_v in tl.range(0, V // BV, num_stages=STAGES):
+    for i_v in tl.range(0, V // BV, num_stages=STAGES + 1):  # its tiles are fewer
         b_dx = _fetch_rows(dv_desc, start, length, 0, i_hv * V + i_v * BV)
         b_dk = tl.dot(b_dx, tl.trans(h_desc.load([i_s, i_v * BV])), b_dk, input_precision=PREC)
-    # q, k and gates are loaded again rather than held in registers across a loop
     b_k = _fetch_rows(k_desc, start, length, 0, i_hv // R * K)
     b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, i_t, i_hv, HV, R, BT, NORM)
     b_e = tl.exp2(b_G)
     b_dg -= b_e * b_rk * tl.sum(b_dk * b_k.to(tl.float32), 1)
     b_dk = tl.dot(b_nk, b_k, -b_e[:, None] * b_dk, input_precision=PREC)
-    b_q = _fetch_rows(q_desc, start, length, 0, i_hv // R * K)
     b_dk = tl.dot(tl.trans(b_pq), b_q, b_dk, input_precision=PREC)
 
     b_ydh = tl.zeros([BT, K], tl.float32)  # Y dS'ᵀ
