@@ -14,7 +14,7 @@ from titan_linear.models.config import ModelConfig
 from titan_linear.models.mixers import Attention
 from titan_linear.models.presets import preset
 from titan_linear.ops.exchange import kcp
-from titan_linear.ops.layout.levels import FARTHER, Level, Network, Sizes, messages, route
+from titan_linear.ops.layout.levels import FARTHER, Level, Sizes, messages, route
 from titan_linear.planner.memory import Batch, layers
 from titan_linear.planner.timing import Clock, Machine, read_rates, shipped
 from tools import bench_cp, bench_ops, one_rank, traces
@@ -86,16 +86,29 @@ def test_one_rank_of_many(capsys: pytest.CaptureFixture) -> None:
     assert int(cells[at]) == 2 * (len(exchange) + 1)
     assert float(cells[at + 1]) == pytest.approx(2 * (sum(m.nbytes for m in exchange) + halo) / 2**20, abs=0.05)
     known = [i for i in range(3, len(cells)) if title[i] not in ("MHz", "W", "GiB held") and i < len(cells) - 1]
-    assert all(float(cells[i].rstrip("%")) > 0 for i in known)
+    assert all(float(cells[i].split()[0].rstrip("%")) > 0 for i in known)
     assert bench_cp.main(["--as-rank", "64", "--of", "64"]) == 2
     assert capsys.readouterr().err == "error: --as-rank 64 is no rank of 64; give a lower one\n"
 
 
 def test_time_of_messages() -> None:
-    """Bytes in the node and to others travel beside each other; rank 9 is in the second node."""
-    rates = Network(1.0, 10.0, 2.0)
-    found = one_rank.seconds_of([{8: 30.0, 15: 10.0, 7: 2.0}, {16: 6.0}], 9, 8, rates)
-    assert found == pytest.approx(1 + 4 + 1 + 3 + 2 * FARTHER, rel=1e-12)
+    """Bytes in the node and to others travel beside each other; rank 9 is in the second node. A gather uses the links
+    of all ranks of a node."""
+    machine, node = Machine(H200, 8, 50e9, "flash4"), H200.node
+    sent = [{8: 30e9, 15: 10e9, 7: 2e9}, {16: 6e9}]
+    found = one_rank.seconds_of([("all_to_all", by_sender) for by_sender in sent], 9, machine, machine.group(64, 1))
+    assert found == pytest.approx(2 * (node.latency + FARTHER) + 40e9 / node.all_to_all + 6e9 / 50e9, rel=1e-12)
+    gathers = machine.group(64, 1)
+    for kind, rate in (("all_gather", gathers.all_gather), ("reduce_scatter", gathers.reduce_scatter)):
+        found = one_rank.seconds_of([(kind, sent[0])], 9, machine, gathers)
+        assert found == pytest.approx(gathers.ring + 42e9 / rate, rel=1e-12) and rate > 300e9
+
+
+def test_what_one_rank_alone_receives() -> None:
+    group, whole, part = one_rank.Alone(1, 3, node_size=1), torch.zeros(12), torch.zeros(4)
+    group.all_gather_single(whole, part)
+    group.reduce_scatter_single(part, whole)
+    assert group.received == [(kind, {0: 16.0, 2: 16.0}) for kind in ("all_gather", "reduce_scatter")]
 
 
 def test_documents() -> None:

@@ -26,11 +26,11 @@ from titan_linear.distributed.one_process import LocalGroup, Shared, Work, regis
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.init import initialise
 from titan_linear.observe.report import clock_and_power
-from titan_linear.ops.layout.levels import FARTHER, H200, Network
+from titan_linear.ops.layout.levels import FARTHER, H200
 from titan_linear.ops.torch import flash4
 from titan_linear.planner.memory import GIB, moments
 from titan_linear.planner.memory import Batch as Planned
-from titan_linear.planner.timing import Clock, Machine, passes_of, read_rates, shipped, step
+from titan_linear.planner.timing import Clock, Group, Machine, passes_of, read_rates, shipped, step
 from titan_linear.run.build import build_model, build_sharding, mixed_precision, model_without_tokenizer
 from titan_linear.step.feed import MicroBatch, StepTokens
 from titan_linear.step.passes import Forward
@@ -39,8 +39,8 @@ STEPS, WARMUP = 8, 2
 ALONE = ("--training.local_batch_size=1", "--training.global_batch_size=1", "--checkpoint.enable=false")
 MEASURED = """\
 Measured: forward + backward, in turn with those of one GPU alone, "host" to queue them, GiB held. Synthesised: what
-ranks receive. Counted: messages and their ms, at the rates of {gpu} and {network:.0f} GB/s to other nodes of {node},
-at which the rest is planned.
+ranks receive. Counted: messages and their ms, as if nothing hid them, at the rates of {gpu} and {network:.0f} GB/s to
+other nodes of {node}, at which the rest is planned.
 """
 TITLES = (
     "ranks",
@@ -55,7 +55,7 @@ TITLES = (
     "messages",
     "MiB received",
     "ms of messages",
-    "exchanges and folds planned, ms",
+    "exposed and folds planned, ms",
     "of one GPU's rate",
     "planned",
     "GiB held",
@@ -63,6 +63,7 @@ TITLES = (
 )
 HELD = ("activations", "working", "head", "logits")  # parts of the plan's memory that a pass allocates
 Medians = dict[str, float]
+Exchange = tuple[str, dict[int, float]]  # its kind, and the bytes that come from each rank
 
 
 @dataclass(frozen=True)
@@ -85,20 +86,21 @@ class Alone(LocalGroup):
         super().__init__(Shared(size, 0), rank)
         self.node_size = node_size
         self._name = "one process, alone"  # a constant of compiled graphs, which are then found in the compiler's cache
-        self.received: list[dict[int, float]] = []  # for each exchange, the bytes that came from each rank
+        self.received: list[Exchange] = []
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
         return Work(lambda: True, "", lambda: None)
 
     def recv(self, tensors: list[Tensor], of: int, tag: int) -> Work:
-        self.received.append({of: tensors[0].nbytes})
+        self.received.append(("send", {of: tensors[0].nbytes}))
         tensors[0].detach().zero_()
         return Work(lambda: True, "", lambda: None)
 
     def meet(self, kind: str, x: Tensor, out: Tensor, more: Any = None) -> Work:
-        sizes = more[0] if kind == "all_to_all" and more[0] else [len(out) // self.size()] * self.size()
-        row = out.nbytes / max(len(out), 1)
-        self.received.append({r: n * row for r, n in enumerate(sizes) if n and r != self.rank()})
+        whole = x if kind == "reduce_scatter" else out
+        sizes = more[0] if kind == "all_to_all" and more[0] else [len(whole) // self.size()] * self.size()
+        row = whole.nbytes / max(len(whole), 1)
+        self.received.append((kind, {r: n * row for r, n in enumerate(sizes) if n and r != self.rank()}))
         source, room = x.detach().flatten(), out.detach().view(-1)
         while len(source) and len(room):
             room[: len(source)] = source[: len(room)]
@@ -150,13 +152,17 @@ def measure(config: Config, device: torch.device, alone: Rank | None, group: Alo
     return ranks[0], [{name: median(x[name] for x in of) for name in of[0]} for of in zip(*steps, strict=True)]
 
 
-def seconds_of(received: Sequence[dict[int, float]], rank: int, node: int, rates: Network) -> float:
-    """Seconds that exchanges take: a message's latency, and its bytes, those of other nodes by the network."""
-    moved = 0.0
-    for by_sender in received:
+def seconds_of(received: Sequence[Exchange], rank: int, machine: Machine, gathers: Group) -> float:
+    """Seconds that exchanges take if nothing hides them: a message's latency, and its bytes, those of other nodes by
+    the network; `gathers` are those of all ranks."""
+    moved, link, node = 0.0, machine.rates.node, machine.node_size
+    for kind, by_sender in received:
         here = sum(n for sender, n in by_sender.items() if sender // node == rank // node)
         away = sum(by_sender.values()) - here
-        moved += rates.latency + FARTHER * (away > 0) + max(here / rates.in_node, away / rates.between_nodes)
+        if kind in ("all_gather", "reduce_scatter"):
+            moved += gathers.ring + (here + away) / getattr(gathers, kind)
+        else:
+            moved += link.latency + FARTHER * (away > 0) + max(here / link.all_to_all, away / machine.network)
     return moved
 
 
@@ -188,8 +194,6 @@ def rows(keys: Sequence[str], rank: int, ranks: Sequence[int], tokens: int, gpu:
     cuda = torch.cuda.is_available()
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # torch's, about its own code
     device, machine, alone = torch.device("cuda", 0) if cuda else torch.device("cpu"), machine_here(gpu, node), None
-    link = machine.rates.node
-    network = Network(link.latency, link.all_to_all, machine.network)
     yield MEASURED.format(gpu=machine.rates.gpu, network=machine.network / 1e9, node=node)
     yield table(TITLES, [])
     for W in (1, *ranks):
@@ -198,19 +202,21 @@ def rows(keys: Sequence[str], rank: int, ranks: Sequence[int], tokens: int, gpu:
         R = rank % W
         with registered([group := Alone(R, W, min(node, W))]):
             ((found, (mine, *others)),) = take_turns([partial(measure, config, device, alone, group)])
-        received = [by_sender for by_sender in found.group.received if by_sender]
-        moved = seconds_of(received, R, node, network)
-        own, exchanges, held = planned(config, model_without_tokenizer(config), machine)
+        received = [exchange for exchange in found.group.received if exchange[1]]
+        moved, model = seconds_of(received, R, machine, machine.group(W, 1)), model_without_tokenizer(config)
+        own, exchanges, held = planned(config, model, machine)
         if W == 1:
             alone, planned_alone = found, own
         one = others[0]["seconds"] if others else mine["seconds"]
         ms = f"{1e3 * mine['plan']:.0f}", *(f"{1e3 * s:.1f}" for s in (mine["seconds"], one, own, mine["host"]))
         clock = [f"{mine[name]:.0f}" if name in mine else "–" for name in ("sm_clock_mhz", "power_watts")]
-        messages = len(received), f"{sum(sum(by.values()) for by in received) / 2**20:.1f}"
-        rates = one / (mine["seconds"] + moved), planned_alone / (own + exchanges)
+        messages = len(received), f"{sum(sum(by.values()) for _, by in received) / 2**20:.1f}", f"{1e3 * moved:.1f}"
+        exposed = f"{1e3 * exchanges:.1f} ({exchanges / (own + exchanges):.1%})"
+        rates = [f"{one / (mine['seconds'] + moved):.1%}", f"{planned_alone / (own + exchanges):.1%}"]
+        if not all(mixer.linear for mixer in model.mixers):  # one GPU attends to fewer tokens
+            rates = ["–", "–"]
         memory = f"{mine['held'] / GIB:.2f}" if cuda else "–", f"{held / GIB:.2f}"
-        travel = (f"{1e3 * s:.1f}" for s in (moved, exchanges))
-        yield line((W, R, *ms, *clock, *messages, *travel, *(f"{rate:.1%}" for rate in rates), *memory))
+        yield line((W, R, *ms, *clock, *messages, exposed, *rates, *memory))
         del found
         if cuda:
             torch.cuda.empty_cache()
