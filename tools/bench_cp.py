@@ -282,8 +282,8 @@ def planned_share(machine: Machine, mixer: MixerOptions, batch: Batch) -> float:
     return sum(p.parts["communication"] for p in passes) / own
 
 
-@refusing
-def main(argv: list[str]) -> int:
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """This tool's own options, and the run's keys."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench_cp", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -306,29 +306,45 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--of", type=int, nargs="+", default=[8, 64, 256, 1024], metavar="W", help="numbers of ranks")
     parser.add_argument("--model", default="kda/1.3B", help="NAME/FLAVOR for --as-rank (default: kda/1.3B)")
     own, keys = split_keys(argv)
-    args = parser.parse_args(own)
-    if args.as_rank is not None:
-        if any(not -W <= args.as_rank < W for W in args.of):
-            raise ValueError(f"--as-rank {args.as_rank} is no rank of {min(args.of)}; give a lower one")
-        name, _, flavor = args.model.partition("/")
-        keys = [f"--model.name={name}", f"--model.flavor={flavor or 'debug'}", *keys]
-        print(header(), end="\n\n")
-        for line in one_rank.rows(keys, args.as_rank, args.of, args.tokens[0], "H200", args.node_size or 8):
-            print(line, flush=True)
-        return 0
-    if args.estimate:
-        tokens = [2**n for n in range(11, 18)]
-        print("\n\n".join(estimate(args.estimate, (4, 8), tokens, H, args.key_heads or H) for _, H in args.heads))
-        return 0
+    return parser.parse_args(own), keys
+
+
+def print_rank(args: argparse.Namespace, keys: list[str]) -> None:
+    """The table of --as-rank."""
+    if any(not -W <= args.as_rank < W for W in args.of):
+        raise ValueError(f"--as-rank {args.as_rank} is no rank of {min(args.of)}; give a lower one")
+    name, _, flavor = args.model.partition("/")
+    keys = [f"--model.name={name}", f"--model.flavor={flavor or 'debug'}", *keys]
+    print(header(), end="\n\n")
+    for row in one_rank.rows(keys, args.as_rank, args.of, args.tokens[0], "H200", args.node_size or 8):
+        print(row, flush=True)
+
+
+def print_estimate(args: argparse.Namespace) -> None:
+    tokens = [2**n for n in range(11, 18)]
+    print("\n\n".join(estimate(args.estimate, (4, 8), tokens, H, args.key_heads or H) for _, H in args.heads))
+
+
+def time_ops(args: argparse.Namespace) -> None:
     if args.peers and not find_spec("fla"):
         raise ValueError("--peers needs flash-linear-attention, which is not installed here")
     if not torch.cuda.is_available() or "LOCAL_RANK" not in os.environ:
         why = "there is no GPU here" if not torch.cuda.is_available() else "torchrun starts it, a process on each GPU"
         raise ValueError(f"tools.bench_cp times the ops on several GPUs: {why}")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     with process_group(timedelta(minutes=10)):
         print_rows(args, torch.empty(24 << 30, dtype=torch.uint8, device="cuda"))
+
+
+@refusing
+def main(argv: list[str]) -> int:
+    args, keys = parse(argv)
+    if args.as_rank is not None:
+        print_rank(args, keys)
+    elif args.estimate:
+        print_estimate(args)
+    else:
+        time_ops(args)
     return 0
 
 
