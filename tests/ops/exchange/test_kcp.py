@@ -110,13 +110,14 @@ def by_one_process(op: str, lengths: tuple[int, ...], streams: int) -> dict[str,
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_edges(worlds: Callable[[int], World], world_size: int) -> None:
-    ops = ["kda", "gdn", "kda-raw", "ssd", "gla", "dplr", "conv"]
+    """Each op on four ranks; the exchange knows of them only whether M is a matrix or a number."""
+    ops = ["kda", "gdn", "kda-raw", "ssd", "gla", "dplr", "conv"] if world_size == 4 else ["kda", "ssd", "conv"]
     check(worlds(world_size), [(op, d, layout, 1) for op in ops for d in EDGES.values() for layout in LAYOUTS])
 
 
 @pytest.mark.parametrize("levels", [(Level(1, 2, True), Level(2, 2)), (Level(1, 2), Level(2, 2))])
 def test_states_level_by_level(worlds: Callable[[int], World], levels: tuple[Level, ...]) -> None:
-    cases = [(op, d, layout, 1) for op in ("kda", "gdn", "ssd", "dplr") for d in EDGES.values() for layout in LAYOUTS]
+    cases = [(op, d, layout, 1) for op in ("kda", "ssd") for d in EDGES.values() for layout in LAYOUTS]
     check(worlds(4), [*cases, ("kda", [40, 24], "zigzag", 3), ("gdn", [128], "contiguous", 2)], levels)
 
 
