@@ -373,6 +373,11 @@ def test_the_rest_of_the_ranks_shard(world_size, keys, degrees):
         (4, {"parallelism__data_parallel_shard_degree": 3}, "shard_degree = 3, .* need 3 processes"),
         (1, {"activation_checkpoint__selective_ac_option": "0"}, "option = .0. must be .op., or a number n above 0"),
         (1, {"activation_checkpoint__selective_ac_option": "2"}, "option = .2. has no effect with mode = .none."),
+        (
+            1,
+            {"activation_checkpoint__disable_recompute": True, "activation_checkpoint__mode": "full"},
+            "disable_recompute = true keeps what mode = .full. computes again",
+        ),
         (1, {"parallelism__data_parallel_shard_degree": 0}, "shard_degree = 0 must be 1 or more, or -1"),
         (2, {"parallelism__context_parallel_degree": 2, "training__seq_len": 63}, "seq_len = 63 .* for example 64"),
         (

@@ -10,6 +10,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
+from titan_linear.distributed.parallelize import keep_all
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.mixers import GDN, KDA, MLA, Attention
@@ -40,19 +41,24 @@ def plan(device: str) -> BatchPlan:
     return BatchPlan(context.position_ids, cp_context=context)
 
 
-def counted(layer: int) -> Layer:
+def counted(layer: int, disable_recompute: bool = False) -> Layer:
     """By itself, in float32."""
     with torch.device("meta"):
         block = Decoder(MODEL).layers[layer]
         x = torch.empty(1, T, MODEL.dim, requires_grad=True)
-    return count(block, x, plan("meta"))
+    if disable_recompute:
+        keep_all(block)
+    return count(block, x, plan("meta"), None, disable_recompute)
 
 
+@pytest.mark.parametrize("disable_recompute", [False, True])
 @pytest.mark.parametrize("layer", range(4), ids=lambda i: MIXERS[i].name)
-def test_what_layers_keep(layer: int) -> None:
+def test_what_layers_keep(layer: int, disable_recompute: bool) -> None:
     """By the kernels, interpreted, and by the CPU's attention."""
     model = Decoder(MODEL).use("triton", torch.device("cpu"), torch.float32)
     initialise(model, seed=0)
+    if disable_recompute:
+        keep_all(model)
     block, kept = model.layers[layer], {}
     parameters = {p.untyped_storage().data_ptr() for p in block.parameters()}
 
@@ -67,10 +73,22 @@ def test_what_layers_keep(layer: int) -> None:
         block(x, plan("cpu"))
     with forward:
         block(x, plan("cpu"))
-    found = counted(layer)
+    found = counted(layer, disable_recompute)
     assert found.plain.kept == pytest.approx(sum(storage.nbytes() for storage in kept.values()), rel=0.05)
     assert found.plain.selective == pytest.approx(forward.region.nbytes, rel=0.05)
     assert found.given == x.nbytes
+
+
+def test_what_is_kept_is_not_computed_again() -> None:
+    """Compiled, the inputs of products are kept, [T, 64], [T, 64] and [T, 96], and neither they nor tiles are made in
+    backward."""
+    for layer, mixer in enumerate(MIXERS[:2]):
+        again, kept = counted(layer), counted(layer, disable_recompute=True)
+        gone = {call.name for call in again.backward.calls} - {call.name for call in kept.backward.calls}
+        assert gone == {f"{mixer.name}_recompute"}
+        tiles = sum(x.nbytes for call in again.backward.calls if call.name in gone for x in call.outputs)
+        assert kept.compiled.kept - again.compiled.kept >= tiles + 4 * T * (64 + 64 + 96)
+        assert kept.backward.fused < again.backward.fused and kept.forward.fused == again.forward.fused
 
 
 def test_products_are_those_of_the_flops() -> None:

@@ -41,7 +41,10 @@ def test_the_command(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     assert plan.main(argv) == 0
     out = capsys.readouterr().out
     assert out.startswith("kda/340M: 354,") and "| parameters |" in out and "days for 1e+09 tokens" in out
-    assert "| dp_shard 2 | none |" in out and ", checkpointing full\n" in out.partition("longest stream that fits: ")[2]
+    assert (
+        "| dp_shard 2 | none, disable_recompute |" in out
+        and ", checkpointing full\n" in out.partition("longest stream that fits: ")[2]
+    )
     assert "attention by" not in out  # there is no softmax layer
     assert not folder.exists()
 
@@ -231,11 +234,11 @@ def test_the_number_of_layers_recomputed_follows_from_the_room() -> None:
     def chosen(room: float) -> plan.Split | None:
         return plan.with_checkpointing(config, plan.Setting(model, 1, machine(), None, room))
 
-    (none, *nth, full), _ = checkpointings(model)
+    (most, _, *nth, full), _ = checkpointings(model)
     assert [ac.selective_ac_option for ac in nth] == ["13", "9", "7", "5", "4", "3", "2"]
     fourth = config.model_copy(update={"activation_checkpoint": nth[4]})
     room = sum(memory(fourth, model, 1).values())
-    assert chosen(room).config == fourth and chosen(math.inf).config.activation_checkpoint == none
+    assert chosen(room).config == fourth and chosen(math.inf).config.activation_checkpoint == most
     least = config.model_copy(update={"activation_checkpoint": full})
     least = sum(memory(least, model, 1).values())
     assert chosen(least).config.activation_checkpoint == full and chosen(least - 1) is None
@@ -329,6 +332,7 @@ def test_how_a_model_scales(capsys: pytest.CaptureFixture, monkeypatch: pytest.M
     assert head == "| GPUs | 4,096 tokens a GPU | 1M | 4M | 10M |"
     assert one.startswith("| 1 | ") and one.endswith(" | – | – |") and many.count("%") == 4
     of_one = ["--training.seq_len=65536", "--training.global_batch_size=1", "--parallelism.context_parallel_degree=16"]
+    of_one.append("--activation_checkpoint.disable_recompute=true")
     speeds = []
     for layout in ("contiguous", "zigzag"):
         config = load_config([*keys, *of_one, f"--parallelism.context_parallel_layout={layout}"], cuda=True)

@@ -54,7 +54,7 @@ import torch
 import torch.distributed as dist
 
 from titan_linear.commands import line, table
-from titan_linear.config import Config, check_config, data_parallel_degrees, load_config
+from titan_linear.config import Config, check_config, checkpointing, data_parallel_degrees, load_config
 from titan_linear.data import build_tokenizer, write_corpus
 from titan_linear.distributed.groups import of_all_ranks, on_rank_0, process_group
 from titan_linear.distributed.process import own_device, run_command
@@ -312,7 +312,6 @@ def _row_or_reason(args: argparse.Namespace, name: str, config: Config, kind: Ki
 def _row(args: argparse.Namespace, name: str, config: Config, kind: Kind) -> Row:
     model = model_without_tokenizer(config)
     device = own_device()
-    mode = config.activation_checkpoint.mode
     torch.compiler.reset()  # torch compiles a function only a few times, fewer than there may be rows
     subject = kind(config, model)
     found, documents = measure(subject, args, device)
@@ -320,7 +319,7 @@ def _row(args: argparse.Namespace, name: str, config: Config, kind: Kind) -> Row
         model=name,
         layers=model.num_layers,
         by=subject.name,
-        checkpointing=mode,
+        checkpointing=checkpointing(config.activation_checkpoint),
         tokens=args.seq_len,
         documents=args.documents,
         gpus=dist.get_world_size(),

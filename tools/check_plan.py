@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from titan_linear.commands import table
 from titan_linear.commands.plan import mean_length
-from titan_linear.config import load_config
+from titan_linear.config import checkpointing, load_config
 from titan_linear.distributed.process import refusing, run_command
 from titan_linear.planner.memory import GIB, memory
 from titan_linear.planner.timing import Machine, Rates, read_rates, shipped, step
@@ -81,7 +81,7 @@ def setting(keys: list[str], documents: str) -> str:
         parts.append(f"cp {p.context_parallel_degree} {p.context_parallel_layout}")
     for name, degree in (("tp", p.tensor_parallel_degree), ("ep", p.expert_parallel_degree)):
         parts += [f"{name} {degree}"] if degree > 1 else []
-    parts.append(f"checkpointing {config.activation_checkpoint.mode}")
+    parts.append(f"checkpointing {checkpointing(config.activation_checkpoint)}")
     return ", ".join([*parts, "compiled" if config.compile.enable else "not compiled"])
 
 

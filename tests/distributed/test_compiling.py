@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tests.ops.inputs import boundaries
 from tests.worlds import World
 from titan_linear.distributed.compiling import apply_compile, compile_kernels, compute_again
+from titan_linear.distributed.parallelize import keep_all
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
@@ -124,17 +125,19 @@ def ahead(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
     return aot_autograd(fw_compiler=nop, partition_fn=partition)(graph, inputs)
 
 
-def partitioned() -> Callable[..., object]:
+def partitioned(disable_recompute: bool) -> Callable[..., object]:
     """A backend that divides a layer's joint graph as for a GPU, and generates no code."""
 
     def partition(joint: fx.GraphModule, *args: object, **kwargs: object) -> tuple[fx.GraphModule, fx.GraphModule]:
-        compute_again(joint.graph)
+        compute_again(joint.graph, disable_recompute)
         return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
     return aot_autograd(fw_compiler=nop, partition_fn=partition)
 
 
-def launches_and_gradients(rank: int, world_size: int, kind: type[DeltaOptions]) -> tuple[Counter[str], list[Tensor]]:
+def launches_and_gradients(
+    rank: int, world_size: int, kind: type[DeltaOptions], disable_recompute: bool
+) -> tuple[Counter[str], list[Tensor]]:
     """Of three compiled layers of one kind: kernels launched in forward and backward, and graphs; gradients."""
     seen: Counter[str] = Counter()
     run = launch.Kernel._launch
@@ -148,7 +151,9 @@ def launches_and_gradients(rank: int, world_size: int, kind: type[DeltaOptions])
     initialise(model.use("triton", torch.device("cpu"), torch.float32), seed=0)
     torch.compiler.reset()
     counters.clear()
-    apply_compile(model, partitioned())
+    if disable_recompute:
+        keep_all(model)
+    apply_compile(model, partitioned(disable_recompute), disable_recompute)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segments, "SHORTEST", 64)
         patch.setattr(launch.Kernel, "_launch", note)
@@ -161,9 +166,12 @@ def launches_and_gradients(rank: int, world_size: int, kind: type[DeltaOptions])
 
 
 @pytest.mark.parametrize("kind", [KDA, GDN])
-def test_chunks_are_prepared_once_in_each_pass(kind: type[DeltaOptions], worlds: Callable[..., World]) -> None:
-    seen, _ = worlds(1).run(launches_and_gradients, kind)[0]
-    assert seen["prepare_kernel"] == 2 * 3 and seen["solve_kernel"] == 3 and seen["graphs"] == 1
+def test_what_is_kept_is_not_computed_again(kind: type[DeltaOptions], worlds: Callable[..., World]) -> None:
+    """The rule's chunks are prepared and scanned once a layer, and gradients are the same to the last bit."""
+    (again, gradients), (once, same) = (worlds(1).run(launches_and_gradients, kind, keep)[0] for keep in (False, True))
+    gone = {KDA: ("prepare_kernel",), GDN: ("prepare_kernel", "states_kernel")}[kind]  # KDA's scans are one launch
+    assert (again - once, once - again) == (dict.fromkeys(gone, 3), {})
+    assert all(map(torch.equal, gradients, same))
 
 
 def specialisation(x: object) -> object:

@@ -35,7 +35,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from titan_linear.commands import table
-from titan_linear.config import Config, changed, check_config, data_parallel_degrees, fsdp_degrees, load_config
+from titan_linear.config import (
+    Config,
+    changed,
+    check_config,
+    checkpointing,
+    data_parallel_degrees,
+    fsdp_degrees,
+    load_config,
+)
 from titan_linear.data import build_tokenizer
 from titan_linear.distributed.process import refusing
 from titan_linear.models.config import ModelConfig
@@ -309,7 +317,7 @@ def refuse(config: Config, setting: Setting) -> None:
     """Raise the ValueError that nothing fits, which says how much the split that takes least would take."""
     model, gpus = setting.model, setting.gpus
     full = [
-        changed(split, {"activation_checkpoint.mode": "full"})
+        changed(split, {"activation_checkpoint.mode": "full", "activation_checkpoint.disable_recompute": False})
         for tp in _divisors(gpus, setting.machine.node_size)
         for split in candidates(config, setting, tp)
     ]
@@ -333,7 +341,7 @@ def longest(splits: list[Split], setting: Setting) -> str:
             break
         best, length = (fits, length), 2 * length
     config, tokens = best
-    way = _checkpointing(config)
+    way = checkpointing(config.activation_checkpoint)
     return f"longest stream that fits: {tokens:,} tokens, with {_degrees(config, setting.gpus)}, checkpointing {way}"
 
 
@@ -345,6 +353,7 @@ def _of_length(splits: list[Split], setting: Setting, length: int) -> Iterator[C
             {
                 "training.seq_len": length,
                 "activation_checkpoint.mode": "full",
+                "activation_checkpoint.disable_recompute": False,
                 "training.local_batch_size": 1,
             },
         )
@@ -390,7 +399,8 @@ def describe(config: Config, model: ModelConfig) -> str:
         f"{model_name(config)}: {parameters(model):,} parameters, {model.num_layers} layers\n"
         f"{t.local_batch_size} x {t.seq_len} tokens in a micro-step on {sharers} GPU{'s' if sharers > 1 else ''}; "
         f"parameters {t.dtype}, compute {t.mixed_precision_param}, reductions {t.mixed_precision_reduce}; activation "
-        f"checkpointing {_checkpointing(config)}; layers {'' if config.compile.enable else 'not '}compiled"
+        f"checkpointing {checkpointing(config.activation_checkpoint)}; "
+        f"layers {'' if config.compile.enable else 'not '}compiled"
     )
 
 
@@ -437,7 +447,7 @@ def splits_table(splits: list[Split], gpus: int, budget: float | None) -> str:
         rows.append(
             [
                 _degrees(config, gpus),
-                _checkpointing(config),
+                checkpointing(config.activation_checkpoint),
                 config.training.local_batch_size,
                 f"{needed / GIB:.1f}",
                 f"{1e3 * planned.seconds:.0f}",
@@ -465,11 +475,6 @@ def _speed(split: Split | None) -> str:
     planned = split.step
     exposed = planned.parts["communication"] / planned.seconds
     return f"{planned.tokens_per_second / planned.gpus:,.0f} ({exposed:.0%})"
-
-
-def _checkpointing(config: Config) -> str:
-    ac = config.activation_checkpoint
-    return f"{ac.mode} ({ac.selective_ac_option})" if ac.mode == "selective" else ac.mode
 
 
 def _days(planned: Step, budget: float) -> float:

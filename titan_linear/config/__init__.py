@@ -10,6 +10,7 @@ unset, the empty string or the number named in its description stands for that. 
 from titan_linear.config.checks import check_config
 from titan_linear.config.derived import (
     changed,
+    checkpointing,
     data_parallel_degrees,
     fsdp_degrees,
     hf_assets,

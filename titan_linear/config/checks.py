@@ -77,6 +77,11 @@ def _check_activation_checkpoint(ac: ActivationCheckpoint) -> None:
             f"activation_checkpoint.selective_ac_option = {ac.selective_ac_option!r} has no effect with mode = "
             f"{ac.mode!r}; set that to 'selective', or remove the option"
         )
+    if ac.disable_recompute and ac.mode != "none":
+        raise ValueError(
+            f"activation_checkpoint.disable_recompute = true keeps what mode = {ac.mode!r} computes again; set one of "
+            "them to false or 'none'"
+        )
 
 
 def _check_float8(config: Config) -> None:

@@ -80,6 +80,13 @@ def layer_checkpointing(ac: ActivationCheckpoint, layer: int) -> str:
     return "none" if (layer + 1) % int(ac.selective_ac_option) else "full"
 
 
+def checkpointing(ac: ActivationCheckpoint) -> str:
+    """How tables name it."""
+    if ac.mode == "selective":
+        return f"{ac.mode} ({ac.selective_ac_option})"
+    return f"{ac.mode}, disable_recompute" if ac.disable_recompute else ac.mode
+
+
 def seq_len_at(t: Training, step: int) -> int:
     """Number of tokens in each stream of this step; steps count from 1."""
     return next((part.seq_len for part in t.seq_len_schedule if step <= part.until_step), t.seq_len)

@@ -298,6 +298,9 @@ class ActivationCheckpoint(Section):
     selective_ac_option: str = "op"
     """Of mode selective. op: keep also the results of attention, the delta rule, the convolution and exchanges between
     ranks. A number n: compute every n-th layer again, as full does, and keep all of the others."""
+    disable_recompute: bool = False
+    """Of mode none: also keep what is cheap to compute again: the delta rule's tiles, norms and the inputs of products
+    that follow an activation. Faster, for half as much memory again."""
 
 
 class Compile(Section):

@@ -30,14 +30,15 @@ from titan_linear.ops.runtime.operators import SPECS
 VARIES = 3  # for this number kernels are not specialised, as for 1 and multiples of 16
 
 
-def apply_compile(model: Decoder, backend: str) -> None:
+def apply_compile(model: Decoder, backend: str, disable_recompute: bool = False) -> None:
     """Compile each layer's `forward`. Layers of one kind, that is of equal options, share a code object and with it
     their graphs, which do not depend on the documents. Other kinds have one of their own: where FSDP2 manages a module,
     the compiler takes a number that differs between the modules of one code for one that may change.
 
-    What lies between products and our operators (norms, gates, activations) is computed again in backward.
+    What lies between products and our operators (norms, gates, activations) is computed again in backward; with
+    `disable_recompute` what products read of it is kept.
     """
-    compiler = _compiler(backend)
+    compiler = _compiler(backend, disable_recompute)
     codes = {}
     for i, layer in enumerate(model.layers):
         kind, experts = layer.options.name, model.config.has_experts(i)
@@ -48,15 +49,16 @@ def apply_compile(model: Decoder, backend: str) -> None:
         layer.forward = _named(compiled, f"layers.{i} ({kind}{', experts' if experts else ''})")
 
 
-def _compiler(backend: str) -> Callable[..., Any]:
+def _compiler(backend: str, disable_recompute: bool) -> Callable[..., Any]:
     """`backend`, with options that hold while it compiles a graph of ours, and for no other graph of this process."""
-    options = {"config_patches": {"joint_custom_pre_pass": OwnOperators()}} if backend == "inductor" else {}
+    passes = {"joint_custom_pre_pass": OwnOperators(disable_recompute)}
+    options = {"config_patches": passes} if backend == "inductor" else {}
     compile_graph = lookup_backend(backend)
 
     def compiler(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         functorch = torch._functorch.config.patch(
             # By default it is computed again only if it could be fused with the product that reads it.
-            ban_recompute_materialized_backward=False,
+            ban_recompute_materialized_backward=disable_recompute,
             # Backward is compiled along with forward: its failure is then one of a layer, in the first step's forward.
             force_non_lazy_backward_lowering=True,
         )
@@ -95,19 +97,22 @@ def _kernels_ahead(inputs: list[Tensor]) -> AbstractContextManager[None]:
 class OwnOperators(CustomGraphPass):
     """What the compiler does not know of our operators in a layer's graph of forward and backward."""
 
+    def __init__(self, disable_recompute: bool):
+        self.disable_recompute = disable_recompute
+
     def __call__(self, graph: fx.Graph) -> None:
-        compute_again(graph)
+        compute_again(graph, self.disable_recompute)
         compile_kernels(graph)
 
     def uuid(self) -> bytes:
-        return get_hash_for_files((str(Path(__file__)),))
+        return get_hash_for_files((str(Path(__file__)),), str(self.disable_recompute))
 
 
-def compute_again(graph: fx.Graph) -> None:
+def compute_again(graph: fx.Graph, disable_recompute: bool) -> None:
     """Mark results to be computed in backward, as in uncompiled code: weights put side by side, and what operators
-    prepare for backward (`Spec.prepares`)."""
+    prepare for backward (`Spec.prepares`); that of forward's own operator only if `disable_recompute` is off."""
     prepares = {node: _prepares(node) for node in graph.nodes}
-    shared = "backward" not in prepares.values()  # else backward has an operator of its own
+    shared = not disable_recompute and "backward" not in prepares.values()  # else backward has an operator of its own
     for node, when in prepares.items():
         # "backward" too: for a result without elements, which costs nothing to keep, it would run in forward as well.
         if when == "backward" or (when == "forward" and shared) or _joins_parameters(node):

@@ -46,7 +46,7 @@ def parallelize(model: Decoder, dims: ParallelDims, config: Config, device: torc
     if config.compile.enable:
         from titan_linear.distributed.compiling import apply_compile  # imports the compiler
 
-        apply_compile(model, config.compile.backend)
+        apply_compile(model, config.compile.backend, config.activation_checkpoint.disable_recompute)
     apply_ac(model, config.activation_checkpoint, compiled=config.compile.enable)
 
     # Where no ranks share parameters, and these are on the device, FSDP2 is left out: `ComputeCopies` (step/passes.py)
@@ -74,6 +74,8 @@ def apply_ac(model: Decoder, ac: ActivationCheckpoint, *, compiled: bool) -> Non
 
     The layer's `forward` is replaced rather than the layer wrapped, so that parameters keep their names.
     """
+    if ac.disable_recompute:
+        keep_all(model)
     for i, layer in enumerate(model.layers):
         mode = layer_checkpointing(ac, i)
         if mode == "none":
@@ -82,6 +84,13 @@ def apply_ac(model: Decoder, ac: ActivationCheckpoint, *, compiled: bool) -> Non
         layer.forward = partial(
             checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, context_fn=keeping
         )
+
+
+def keep_all(model: nn.Module) -> None:
+    """Have every module keep for backward what it would compute again."""
+    for module in model.modules():
+        if hasattr(module, "disable_recompute"):
+            module.disable_recompute = True
 
 
 def apply_fsdp(model: Decoder, dims: ParallelDims, policy: MixedPrecisionPolicy, reshard: bool) -> None:

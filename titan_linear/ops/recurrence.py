@@ -162,14 +162,16 @@ Forward = tuple[Tensor, Tensor, Tensor | None, Tensor | None, tuple[Tensor, ...]
 
 @kept
 def _forward(call: Call, inputs: AnyInputs, initial_state: Tensor | None, keep: bool) -> Forward:
-    """o, final states, the states that enter from other ranks, M, what the rule keeps, and the rule if `keep`."""
+    """o, final states, the states that enter from other ranks, M, what the rule keeps, and if `keep` the rule itself,
+    where it has more to keep: a graph of autograd."""
     rule = call.implementation(inputs, call.options, call.boundaries, differentiable=keep)
     states, entering, M = initial_state, None, None
     if call.cp is not None:
         S_ext, M = rule.boundary(call.cp.forward_chains)
         states = entering = incoming_states(S_ext, M, call.cp.forward_chains, call.cp.group_name)
     o, final = rule.forward(_initial(states, call, inputs), call.need_final)
-    return o.to(inputs.v.dtype), final, entering, M, tuple(rule.kept), rule if keep else None
+    with_graph = rule if keep and isinstance(rule, TorchRule) else None
+    return o.to(inputs.v.dtype), final, entering, M, tuple(rule.kept), with_graph
 
 
 def _initial(states: Tensor | None, call: Call, inputs: AnyInputs) -> States | None:

@@ -22,10 +22,17 @@ from titan_linear.ops.triton.configs import with_kernels
 Pair = tuple[Tensor, Tensor]
 
 
-def swiglu(gate_up: Tensor, weight: Tensor, impl: str | Choice = "auto", product: Product = F.linear) -> Tensor:
+def swiglu(
+    gate_up: Tensor,
+    weight: Tensor,
+    impl: str | Choice = "auto",
+    product: Product = F.linear,
+    disable_recompute: bool = False,
+) -> Tensor:
     """gate_up [.., 2 H], gate before up, weight [D, H] -> [.., D]. Elementwise work is done in float32 or wider.
 
     impl: "torch", "triton", or "auto" (ops/runtime/support.py). product: of x [.., K] and weight [N, K], x weightᵀ.
+    disable_recompute: keep the input of the projection too.
     Raises ValueError for shapes that do not fit, or integers.
     """
     if weight.dim() != 2 or not gate_up.dim() or gate_up.shape[-1] != 2 * weight.shape[1]:
@@ -33,7 +40,8 @@ def swiglu(gate_up: Tensor, weight: Tensor, impl: str | Choice = "auto", product
             f"gate_up {tuple(gate_up.shape)} and weight {tuple(weight.shape)} must be [.., 2 H] and [D, H]"
         )
     check_floats(gate_up=gate_up, weight=weight)
-    return _SwiGLU.apply(gate_up, weight, SWIGLU.implementation(impl, gate_up.device, gate_up.dtype), product)
+    name = SWIGLU.implementation(impl, gate_up.device, gate_up.dtype)
+    return _SwiGLU.apply(gate_up, weight, name, product, disable_recompute)
 
 
 def _forward(gate_up: Tensor) -> Tensor:
@@ -41,13 +49,13 @@ def _forward(gate_up: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
-def _backward(gate_up: Tensor, dy: Tensor) -> Pair:
+def _backward(gate_up: Tensor, dy: Tensor, again: bool) -> Pair:
     wide = torch.promote_types(gate_up.dtype, torch.float32)
     gate, up = gate_up.to(wide).chunk(2, -1)
     dy, sigmoid = dy.to(wide), gate.sigmoid()
     silu = gate * sigmoid
     d = torch.cat([dy * up * sigmoid * (1 + gate * (1 - sigmoid)), dy * silu], -1)
-    return d.to(gate_up.dtype), (silu * up).to(gate_up.dtype)
+    return d.to(gate_up.dtype), (silu * up if again else d.new_empty(0)).to(gate_up.dtype)
 
 
 def _triton() -> tuple[Callable[..., Tensor], Callable[..., Pair]]:
@@ -61,16 +69,19 @@ SWIGLU = Op("swiglu", with_kernels(_triton, lambda: (_forward, _backward), slowe
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, name: str, product: Product) -> Tensor:
-        ctx.save_for_backward(gate_up, weight)
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, name: str, product: Product, keep: bool) -> Tensor:
+        activated = SWIGLU.load(name)[0](gate_up.contiguous())
+        ctx.save_for_backward(gate_up, weight, activated if keep else None)
         ctx.name, ctx.product = name, product
-        return product(SWIGLU.load(name)[0](gate_up.contiguous()), weight)
+        return product(activated, weight)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         check_first_derivative()
-        gate_up, weight = ctx.saved_tensors
+        gate_up, weight, activated = ctx.saved_tensors
         dy = dy.to(weight.dtype)  # dy has autocast's dtype if only forward ran in autocast
-        d, activated = SWIGLU.load(ctx.name)[1](gate_up.contiguous(), ctx.product(dy, weight.T).contiguous())
+        dx = ctx.product(dy, weight.T).contiguous()
+        d, again = SWIGLU.load(ctx.name)[1](gate_up.contiguous(), dx, activated is None)
+        activated = again if activated is None else activated
         dweight = dy.reshape(-1, dy.shape[-1]).T @ activated.reshape(-1, activated.shape[-1])
-        return d, dweight, None, None
+        return d, dweight, None, None, None

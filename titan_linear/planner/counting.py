@@ -9,7 +9,8 @@ rank's tokens, with that rank's parts of the parameters. Every call is recorded,
 
 Compiled code fuses the elementwise operations between two products or operators: it reads only the outputs of these,
 and writes only their inputs. Elementwise results that backward needs are recomputed from the outputs of products and
-operators, so only these outputs are kept (`distributed/compiling.py`).
+operators, so only these outputs are kept (`distributed/compiling.py`), and with `disable_recompute` also what products
+and operators read.
 """
 
 from __future__ import annotations
@@ -89,10 +90,12 @@ class Layer:
     compiled: Memory
 
 
-def count(block: Block, x: Tensor, plan: BatchPlan, values: Tensor | None = None) -> Layer:
+def count(
+    block: Block, x: Tensor, plan: BatchPlan, values: Tensor | None = None, disable_recompute: bool = False
+) -> Layer:
     """Count a layer's work and memory on a rank. x [1, T, dim] and the values that the layer takes (requires_grad), and
     `plan`, are on the meta device."""
-    seen = _Seen(x)
+    seen = _Seen(x, disable_recompute)
     saved = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -114,7 +117,7 @@ def count(block: Block, x: Tensor, plan: BatchPlan, values: Tensor | None = None
     others = () if values is None else (values,)
     parameters = {p.untyped_storage()._cdata for p in (*block.parameters(), *others)}
     kept = sum(size for key, size in saved.items() if key not in parameters)
-    leaves = (seen.leaves(saved) | {seen.key(x)}) - parameters
+    leaves = (seen.leaves(saved) | {seen.key(x)} | seen.kept) - parameters
     for key in leaves:
         seen.compiled_lives[key][1] = seen.place  # a compiled backward pass holds all of them until it ends
     kept_compiled = sum(seen.nbytes(key) for key in leaves)
@@ -134,8 +137,9 @@ def _bytes(calls: Iterable[Call]) -> int:
 class _Seen(TorchDispatchMode):
     """Records every call of a layer's forward and backward. A tensor's identity is its storage (`key`), kept alive."""
 
-    def __init__(self, x: Tensor):
+    def __init__(self, x: Tensor, disable_recompute: bool):
         super().__init__()
+        self.disable_recompute, self.kept = disable_recompute, set()  # kept: what compiled code then keeps besides
         self.forward = Work()
         self.backward = Work()
         self.work, self.place = self.forward, 0  # place: incremented at each product and operator
@@ -179,6 +183,10 @@ class _Seen(TorchDispatchMode):
         key = self.key(x)
         if key not in self.made_of:
             self._live(self.compiled_lives, key)
+            return
+        if self.disable_recompute and key in self.of_forward:
+            self._live(self.compiled_lives, key)
+            self.kept.add(key)
             return
         if self._first("written", key, self.turned):
             self.work.fused += x.nbytes

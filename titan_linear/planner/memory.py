@@ -10,7 +10,8 @@ or of the first layer, or after backward. A part that does not exist at that mom
                                        backward their gradients. With offload also what is on its way from or to the
                                        host
     activations                        what layers keep of one micro-step until their backward: all that it needs, with
-                                       compile.enable only what is expensive to recompute; with activation checkpointing
+                                       compile.enable only what is expensive to recompute, unless
+                                       activation_checkpoint.disable_recompute; with activation checkpointing
                                        the layer's input (and what ops/runtime/operators.py lists for the mode), and all
                                        that the layer being recomputed needs
     working                            the most that a layer's backward, or Muon's update, needs besides these
@@ -35,7 +36,7 @@ from torch import Tensor, nn
 
 from titan_linear.config import ActivationCheckpoint, Config, fsdp_degrees, layer_checkpointing, micro_steps
 from titan_linear.distributed.experts import apply_ep
-from titan_linear.distributed.parallelize import replicated_parameters, set_dtype
+from titan_linear.distributed.parallelize import keep_all, replicated_parameters, set_dtype
 from titan_linear.distributed.tensor_parallel import apply_tp
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
@@ -177,6 +178,7 @@ class Batch(NamedTuple):
     dtype: torch.dtype
     node: int = 8  # GPUs per node
     float8: tuple[str, ...] | None = None  # float8.filter_fqns; None: no float8
+    disable_recompute: bool = False
 
     @classmethod
     def of(cls, config: Config, mean: int | None = None, node: int = 8) -> Batch:
@@ -195,6 +197,7 @@ class Batch(NamedTuple):
             dtype=DTYPES[t.mixed_precision_param],
             node=node,
             float8=tuple(config.float8.filter_fqns) if config.float8.enable else None,
+            disable_recompute=config.activation_checkpoint.disable_recompute,
         )
 
     @property
@@ -267,7 +270,10 @@ def _last_layer(model: ModelConfig, batch: Batch, shift: int) -> Layer:
         block.mixer.cp_method = batch.linear_method if mixer.linear else batch.softmax_method
         if mixer.takes:
             values = x.new_empty(1, len(cp.position_ids), mixer.takes // batch.tp, requires_grad=True)
-    return count(block, x, BatchPlan(cp.position_ids, cp_context=cp, num_streams=batch.streams), values)
+    if batch.disable_recompute:
+        keep_all(block)
+    plan = BatchPlan(cp.position_ids, cp_context=cp, num_streams=batch.streams)
+    return count(block, x, plan, values, batch.disable_recompute)
 
 
 def _one_expert(experts: Experts, x: Tensor, counts: Tensor) -> Tensor:
@@ -386,6 +392,6 @@ def checkpointings(model: ModelConfig) -> list[list[ActivationCheckpoint]]:
     nth = [ActivationCheckpoint(mode="selective", selective_ac_option=str(n)) for n in every.values()]
     by_op = ("selective", "attention") if model.softmax else ("selective",)
     return [
-        [ActivationCheckpoint(), *nth, ActivationCheckpoint(mode="full")],
+        [ActivationCheckpoint(disable_recompute=True), ActivationCheckpoint(), *nth, ActivationCheckpoint(mode="full")],
         *([ActivationCheckpoint(mode=mode)] for mode in by_op),
     ]

@@ -438,14 +438,14 @@ def _passes(clock: Clock, mode: str, mixer: MixerOptions, layer: Layer) -> tuple
 
 
 def _head(config: Config, model: ModelConfig, u: Units, batch: Batch, machine: Machine) -> float:
-    """Seconds: three products per chunk of tokens; float32 logits, written once and read twice, and their gradient,
-    written; the weight's float32 gradient, read and written for each chunk."""
+    """Seconds: three products per chunk of tokens; float32 logits, written and read (twice, where ranks share the
+    vocabulary), and their gradient, written; the weight's float32 gradient, read and written for each chunk."""
     rates, D = machine.rates, model.dim
     tokens, rows = batch.tokens * batch.tp, u.vocabulary // D
     chunk = min(config.training.loss_chunk_size, tokens)
     chunks = tokens / chunk
     products = sum(rates.product(size) for size in ((chunk, rows, D), (chunk, D, rows), (rows, D, chunk)))
-    moved = tokens * rows * (3 * 4 + 2) + chunks * u.vocabulary * 2 * 4
+    moved = tokens * rows * ((2 if batch.tp == 1 else 3) * 4 + 2) + chunks * u.vocabulary * 2 * 4
     return products * chunks + moved / rates.elementwise
 
 

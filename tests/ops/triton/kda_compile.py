@@ -52,7 +52,9 @@ def kda_case(dtype: str, K: int, V: int, gate: str = "none", safe: bool = True, 
     if not whole:
         return
     states = [state, rows]
-    launch(kda.kda_scan, v, tiles, chunks, states, 0 if plain else N)
+    launch(kda.kda_scan, v, tiles, chunks, states, 0 if plain else N, False)
+    _, _, *scanned = launch(kda.kda_scan, v, tiles, chunks, states, 0 if plain else N, True)
     launch(kda.kda_boundary, v, tiles, chunks, entries, None if plain else entries)
     launch(kda.kda_boundary_bwd, do, tiles, chunks, entries, None if plain else entries)
-    launch(kda.kda_backward, do, inputs, tiles, chunks, states, states, not plain, *numbers)
+    for made in (tiles, [*tiles, *scanned]):
+        launch(kda.kda_backward, do, inputs, made, chunks, states, states, not plain, *numbers)

@@ -230,8 +230,10 @@ def gdn_case(dtype: str, K: int, V: int, R: int = 1, plain: bool = False, HV: in
     inputs = [q, k, v, g, beta, *gate]
     tiles = list(launch(gdn.gdn_prepare, inputs, chunks, *numbers))
     launch(gdn.gdn_recompute, inputs, chunks, *numbers)
-    launch(gdn.gdn_scan, q, k, v, tiles, chunks, states, 0 if plain else N, 0.5)
-    launch(gdn.gdn_backward, do, inputs, tiles, chunks, states, states, not plain, *numbers)
+    for keep in (False, True):
+        _, _, *scanned = launch(gdn.gdn_scan, q, k, v, tiles, chunks, states, 0 if plain else N, keep, 0.5)
+    for made in (tiles, [*tiles, *scanned]):
+        launch(gdn.gdn_backward, do, inputs, made, chunks, states, states, not plain, *numbers)
     launch(gdn.gdn_boundary, k, v, tiles, chunks, entries, None if plain else entries)
     launch(gdn.gdn_boundary_bwd, do, q, k, tiles, chunks, entries, None if plain else entries, 0.5)
 
@@ -317,6 +319,7 @@ def cross_entropy_case() -> None:
     logits, target = torch.empty(2048, 32000, device="meta"), torch.empty(2048, dtype=torch.int64, device="meta")
     lse = launch(cross_entropy.row_logsumexp, logits)
     launch(cross_entropy.softmax_gradient, logits, lse, target, torch.bfloat16)
+    launch(cross_entropy.logsumexp_and_gradient, logits, target, torch.bfloat16)
 
 
 def swiglu_case(dtype: str = "bfloat16") -> None:
@@ -325,7 +328,8 @@ def swiglu_case(dtype: str = "bfloat16") -> None:
     from titan_linear.ops.triton import swiglu
 
     gate_up = torch.empty(1, 2048, 2 * 2816, device="meta", dtype=getattr(torch, dtype))
-    launch(swiglu.swiglu_backward, gate_up, launch(swiglu.swiglu_forward, gate_up))
+    for again in (True, False):
+        launch(swiglu.swiglu_backward, gate_up, launch(swiglu.swiglu_forward, gate_up), again)
 
 
 CASES: dict[str, tuple[Callable, tuple]] = {

@@ -118,7 +118,7 @@ def test_operators_are_well_formed(indexed):
     calls = {
         ops.kda_prepare: (inputs, chunks, *numbers),
         ops.kda_recompute: (inputs, chunks, *numbers),
-        ops.kda_scan: (v, tiles, chunks, initial, int(indexed)),
+        ops.kda_scan: (v, tiles, chunks, initial, int(indexed), indexed),
         ops.kda_boundary: (v, tiles, chunks, index, None),
         ops.kda_boundary_bwd: (do, tiles, chunks, index, None),
         ops.kda_backward: (do, inputs, tiles, chunks, initial, d_final, indexed, *numbers),

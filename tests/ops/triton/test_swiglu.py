@@ -34,9 +34,10 @@ def error(x, y):
 
 @pytest.mark.parametrize("shape", [(1, 1, 8, 8), (2, 37, 40, 16), (1, 9, 300, 8)])
 @pytest.mark.parametrize("impl", ["torch", "triton", pytest.param("triton", marks=pytest.mark.cuda, id="on a GPU")])
-def test_matches_float64(shape, impl):
+@pytest.mark.parametrize("keep", [False, True], ids=["", "kept"])
+def test_matches_float64(shape, impl, keep):
     def ours(gate_up, weight):
-        return swiglu(gate_up, weight, impl)
+        return swiglu(gate_up, weight, impl, disable_recompute=keep)
 
     # bfloat16: a rounding of what the products read, and one of their result; Triton's interpreter cuts off instead
     cut_off = impl == "triton" and DEVICE == "cpu"
@@ -57,4 +58,5 @@ def test_large_and_not_finite():
 def test_operators_are_well_formed():
     gate_up, dy = torch.randn(2, 3, 8, device=DEVICE), torch.randn(2, 3, 4, device=DEVICE)
     torch.library.opcheck(swiglu_forward.overload, (gate_up,))
-    torch.library.opcheck(swiglu_backward.overload, (gate_up, dy))
+    for again in (True, False):
+        torch.library.opcheck(swiglu_backward.overload, (gate_up, dy, again))

@@ -27,6 +27,7 @@ class RecurrentMixer(nn.Module):
         super().__init__()
         self.implementations: dict[str, Choice] = {}
         self.cp_method = "kcp"  # "kcp" | "ulysses", under context parallelism
+        self.disable_recompute = False  # keep for backward what the recurrence would compute again
 
     def forward(self, x: Tensor, plan: BatchPlan, cache: Cache = None) -> Tensor:
         """x [B, T, dim] -> [B, T, dim]. A cache holds what earlier tokens left; it is updated in place."""
@@ -56,6 +57,7 @@ class RecurrentMixer(nn.Module):
             output_final_state=final,
             impl=self.implementations.get(self.op, "auto"),
             cp_method=self.cp_method,
+            disable_recompute=self.disable_recompute,
             **plan.documents,
         )
 

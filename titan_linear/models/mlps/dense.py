@@ -60,11 +60,12 @@ class SwiGLU(nn.Module):
         self.up_proj = nn.Linear(dim, hidden_dim, bias=False)
         self.down_proj = nn.Linear(hidden_dim, dim, bias=False)
         self.implementations: dict[str, Choice] = {}
+        self.disable_recompute = False  # keep for backward the input of down_proj
 
     def forward(self, x: Tensor, plan: BatchPlan | None = None, cache: Cache = None) -> Tensor:
         impl = self.implementations.get("swiglu", "auto")
         gate_up = project(x, self.gate_proj, self.up_proj)
-        return swiglu(gate_up, self.down_proj.weight, impl, product_of(self.down_proj))
+        return swiglu(gate_up, self.down_proj.weight, impl, product_of(self.down_proj), self.disable_recompute)
 
 
 class ReLU2(nn.Module):

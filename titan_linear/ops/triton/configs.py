@@ -41,6 +41,8 @@ GENERAL: dict[str, dict[tuple[int, int], Config]] = {
     "kda recompute safe": {(2, 256): {"BK": 64, "num_warps": 4, "num_stages": 1}},
     "kda recompute": {(2, 256): {"BK": 64, "num_warps": 4, "num_stages": 1}},
     "kda scan": KDA_SCAN,
+    "kda scan kept": KDA_SCAN,
+    "kda boundary": KDA_SCAN,
     "kda reverse": KDA_SCAN,
     "kda matrix": {(2, 256): {"BV": 64, "num_warps": 4, "num_stages": 1}},
     "kda gradient safe": {(2, 256): {"BK": 32, "BV": 64, "STAGES": 2, "num_warps": 8}},
@@ -136,6 +138,9 @@ CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
             (4, 256): {"BK": 32, "num_warps": 4, "num_stages": 1},
         },
         "kda scan": HOPPER_KDA_SCAN,
+        "kda scan kept": HOPPER_KDA_SCAN | {(2, 128): {"BV": 64, "STAGES": 2, "num_warps": 4}},
+        # Few heads: with two stages, two programs share a multiprocessor.
+        "kda boundary": HOPPER_KDA_SCAN | {(2, 128): {"BV": 64, "STAGES": 2, "num_warps": 4}},
         "kda reverse": HOPPER_KDA_SCAN,
         "kda matrix": {
             (2, 256): {"BV": 128, "num_warps": 4, "num_stages": 1},

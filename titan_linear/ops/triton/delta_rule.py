@@ -79,21 +79,22 @@ def given_states(states: States | None) -> list[Tensor | None]:
 class TritonRule(ABC):
     """One call's stages over chunks that the constructor prepares; see `Rule` in ops/recurrence.py."""
 
-    kept_tiles: ClassVar[tuple[str, ...]]  # those that backward does not compute again
     backward_operator: ClassVar[Callable[..., tuple[Tensor, ...]]]
     inputs: AnyInputs
     tiles: Sequence[Tensor]
+    kept_tiles: Sequence[Tensor]  # those that backward does not compute again
+    scanned: Sequence[Tensor] = ()  # likewise of what `forward` has at each chunk
     chunks: list[Tensor]  # `Chunks`
     numbers: dict[str, Any]  # arguments of prepare, recompute and backward
 
     @abstractmethod
     def __init__(self, inputs: AnyInputs, options: AnyOptions, chunks: Chunks, kept: Sequence[Tensor]):
-        """kept: forward's `kept_tiles`; empty: all tiles are prepared."""
+        """kept: what forward's kept, with `disable_recompute` all that backward needs; empty: tiles are prepared."""
 
     @property
     def kept(self) -> tuple[Tensor, ...]:
         _, chunk_index, chunk_offsets = self.chunks
-        return chunk_index, chunk_offsets, *(getattr(self.tiles, name) for name in self.kept_tiles)
+        return chunk_index, chunk_offsets, *self.kept_tiles, *self.scanned
 
     def boundary(self, chains: Chains) -> tuple[Tensor, Tensor]:
         return self.entry_transitions(chains.entries, chains.wanted)
@@ -104,7 +105,13 @@ class TritonRule(ABC):
     def backward(
         self, do: Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
     ) -> tuple[AnyInputs, Tensor]:
-        tables = list(self.inputs), list(self.tiles), self.chunks, given_states(initial), given_states(d_final)
+        tables = (
+            list(self.inputs),
+            [*self.tiles, *self.scanned],
+            self.chunks,
+            given_states(initial),
+            given_states(d_final),
+        )
         *grads, d_initial = self.backward_operator(do, *tables, need_d_initial, **self.numbers)
         given = (None if x is None else grad for x, grad in zip(self.inputs, grads, strict=True))
         return type(self.inputs)(*given), d_initial
@@ -127,7 +134,6 @@ class TritonRule(ABC):
 
 
 class TritonKDA(TritonRule):
-    kept_tiles = ("Aqk", "Gn")  # the last ones
     backward_operator = staticmethod(kda.kda_backward)
 
     def __init__(self, inputs: Inputs, options: DeltaRuleOptions, chunks: Chunks, kept: Sequence[Tensor]):
@@ -141,13 +147,20 @@ class TritonKDA(TritonRule):
             "l2norm": options.l2norm,
             "beta_range": options.beta_range,
         }
+        self.keep = options.disable_recompute
+        if kept and self.keep:
+            self.tiles, self.scanned = kda.of_pass(kept)
+            return
         prepare = kda.kda_recompute if kept else kda.kda_prepare
-        made = prepare(list(inputs), self.chunks, **self.numbers)
-        self.tiles = kda.Tiles(*made, *kept)
+        self.tiles = kda.Tiles(*prepare(list(inputs), self.chunks, **self.numbers), *kept)
+        self.kept_tiles = self.tiles if self.keep else self.tiles[-2:]  # Aqk and Gn
 
     def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]:
         rows = self._entries(need_final)
-        return kda.kda_scan(self.inputs.v, list(self.tiles), self.chunks, given_states(initial), rows)
+        tables = list(self.tiles), self.chunks, given_states(initial)
+        o, final, *scanned = kda.kda_scan(self.inputs.v, *tables, rows, self.keep)
+        self.scanned = scanned if self.keep else ()
+        return o, final
 
     def entry_transitions(self, entries: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return kda.kda_boundary(self.inputs.v, list(self.tiles), self.chunks, entries, wanted)
@@ -157,20 +170,26 @@ class TritonKDA(TritonRule):
 
 
 class TritonGDN(TritonRule):
-    kept_tiles = ("C",)  # the first one
     backward_operator = staticmethod(gdn.gdn_backward)
 
     def __init__(self, inputs: Inputs, options: DeltaRuleOptions, chunks: Chunks, kept: Sequence[Tensor]):
         self.inputs, self.chunks, self.scale = inputs, list(chunks), options.scale
         self.numbers = {"scale": options.scale, "l2norm": options.l2norm, "beta_range": options.beta_range}
+        self.keep = options.disable_recompute
+        if kept and self.keep:
+            self.tiles, self.scanned = gdn.of_pass(kept)
+            return
         prepare = gdn.gdn_recompute if kept else gdn.gdn_prepare
-        made = prepare(list(inputs), self.chunks, **self.numbers)
-        self.tiles = gdn.Tiles(*kept, *made)
+        self.tiles = gdn.Tiles(*kept, *prepare(list(inputs), self.chunks, **self.numbers))
+        self.kept_tiles = self.tiles if self.keep else self.tiles[:1]  # C
 
     def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]:
         q, k, v, *_ = self.inputs
         rows = self._entries(need_final)
-        return gdn.gdn_scan(q, k, v, list(self.tiles), self.chunks, given_states(initial), rows, self.scale)
+        tables = list(self.tiles), self.chunks, given_states(initial)
+        o, final, *scanned = gdn.gdn_scan(q, k, v, *tables, rows, self.keep, self.scale)
+        self.scanned = scanned if self.keep else ()
+        return o, final
 
     def entry_transitions(self, entries: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return gdn.gdn_boundary(self.inputs.k, self.inputs.v, list(self.tiles), self.chunks, entries, wanted)
@@ -181,17 +200,19 @@ class TritonGDN(TritonRule):
 
 
 class TritonRWKV7(TritonRule):
-    kept_tiles = ("inverse",)
     backward_operator = staticmethod(rwkv7.rwkv7_backward)
 
     def __init__(self, inputs: DPLRInputs, options: DeltaRuleOptions, chunks: Chunks, kept: Sequence[Tensor]):
         self.inputs, self.chunks, self.numbers = inputs, list(chunks), {"scale": options.scale}
-        if kept:
+        if kept and options.disable_recompute:
+            self.tiles = rwkv7.Tiles(*kept, O=None)
+        elif kept:
             (inverse,) = kept
             made = rwkv7.rwkv7_recompute(list(inputs), self.chunks, inverse, options.scale)
             self.tiles = rwkv7.Tiles(*made, inverse=inverse, O=None)
         else:
             self.tiles = rwkv7.Tiles(*rwkv7.rwkv7_prepare(list(inputs), self.chunks, options.scale))
+        self.kept_tiles = self.tiles[:-1] if options.disable_recompute else self.tiles[-2:-1]  # the inverse, before O
 
     def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]:
         rows = self._entries(need_final)

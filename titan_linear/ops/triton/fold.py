@@ -193,7 +193,7 @@ def fold_segments(
     What it does not pass on is not read, so that NaN of one document never meets another's state.
     """
     (S, HV, K, V), N, out = S_ext.shape, segment_offsets.shape[0] - 1, torch.empty_like(S_ext)
-    start, BV = None if start is None else start.contiguous(), _columns(V)
+    start, BV = None if start is None else start.contiguous(), min(V & -V, 16)
     fold_segments_kernel[V // BV, (N + 1) * HV](
         S_ext,
         M,
@@ -207,11 +207,11 @@ def fold_segments(
         HV,
         K=K,
         V=V,
-        BK=min(K, 64),
+        BK=min(K, 128),  # as few waits for loads as registers allow
         BV=BV,
         NM=M.shape[2:].numel(),
         REVERSE=reverse,
-        num_warps=4,
+        num_warps=8,
     )
     return out
 

@@ -19,6 +19,7 @@ their sigmoid, and dbeta is the gradient of the logits. With A_log [HV], g is ra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -144,8 +145,10 @@ def _(inputs, chunks, scale, l2norm, beta_range):
     return _empty_tiles(inputs, chunks, l2norm, system=False)[1:]
 
 
-def _scan_outputs(k: Tensor, v: Tensor, final_rows: int) -> tuple[Tensor, Tensor]:
-    return v.new_empty(v.shape), empty_states(v, final_rows, k.shape[2])
+def _scan_outputs(k: Tensor, v: Tensor, A: Tensor, final_rows: int, keep: bool) -> tuple[Tensor, ...]:
+    (NT, HV, *_), K, V = A.shape, k.shape[2], v.shape[2]
+    h, y = k.new_empty((NT, HV, K, V) if keep else 0), v.new_empty(v.shape if keep else 0)
+    return v.new_empty(v.shape), empty_states(v, final_rows, K), h, y
 
 
 @operator(kept_by=("selective",), kind="delta rule", of_driver=True)
@@ -157,13 +160,15 @@ def gdn_scan(
     chunks: list[Tensor],
     initial: list[Tensor | None],
     final_rows: int,
+    keep: bool,
     scale: float,
-) -> tuple[Tensor, Tensor]:
-    """-> o [T, HV, V], final_state [final_rows, HV, K, V] fp32 (0 rows: none is written)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """-> o [T, HV, V], final_state [final_rows, HV, K, V] fp32 (0 rows: none is written); if `keep`, else empty, the
+    state [NT, HV, K, V] that enters each chunk, and y [T, HV, V]."""
     made, where, states = Tiles(*tiles), Chunks(*chunks), States(*initial)
     K, (_, HV, V), N = k.shape[2], v.shape, where.cu_seqlens.shape[0] - 1
     q, k, v = dense_heads(q), dense_heads(k), dense_heads(v)
-    o, final_state = _scan_outputs(k, v, final_rows)
+    o, final_state, h, y = _scan_outputs(k, v, made.A, final_rows, keep)
     chosen = _sliced("gdn scan", k, V)
     BV = chosen["BV"]
     kernels.scan_kernel[(N * HV * (V // BV),)](
@@ -177,6 +182,7 @@ def gdn_scan(
         states.values,
         states.index,
         o,
+        *((h, y) if keep else (None, None)),
         final_state if final_rows else None,
         where.cu_seqlens,
         where.chunk_offsets,
@@ -186,12 +192,12 @@ def gdn_scan(
         **_constants(k, HV, made.norms),
         **chosen,
     )
-    return o, final_state
+    return o, final_state, h, y
 
 
 @register_fake(gdn_scan)
-def _(q, k, v, tiles, chunks, initial, final_rows, scale):
-    return _scan_outputs(k, v, final_rows)
+def _(q, k, v, tiles, chunks, initial, final_rows, keep, scale):
+    return _scan_outputs(k, v, Tiles(*tiles).A, final_rows, keep)
 
 
 def _boundary_outputs(k: Tensor, v: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
@@ -282,11 +288,17 @@ def _(do, q, k, tiles, chunks, entries, wanted, scale):
     return empty_states(do, entries.shape[0], k.shape[2])
 
 
-def _room_in_backward(inputs: list[Tensor | None], **_: Any) -> int:
-    """Bytes, for each chunk: states and their gradients, y."""
-    x = Inputs(*inputs)
+def of_pass(tiles: Sequence[Tensor]) -> tuple[Tiles, Sequence[Tensor]]:
+    """Tiles, and what the scan kept for chunks, of a pass that keeps all."""
+    n = len(Tiles._fields)
+    return Tiles(*tiles[:n]), tiles[n:]
+
+
+def _room_in_backward(inputs: list[Tensor | None], tiles: list[Tensor], **_: Any) -> int:
+    """Bytes, for each chunk: the gradients of states, and states and y, unless they were kept."""
+    x, (_, scanned) = Inputs(*inputs), of_pass(tiles)
     (T, HV, V), K = x.v.shape, x.k.shape[-1]
-    return T * HV * (2 * K * V // BT + V) * x.v.element_size()
+    return T * HV * (K * V // BT + (0 if scanned else K * V // BT + V)) * x.v.element_size()
 
 
 @operator(kind="delta rule", of_driver=True, temporary=_room_in_backward)
@@ -302,11 +314,11 @@ def gdn_backward(
     l2norm: bool,
     beta_range: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """-> the gradients of `Inputs` (each dense, in its input's dtype; those of A_log and dt_bias are empty if not
-    given), and of the initial states, fp32 in their shape (empty unless needed; rows that belong to no entry stay
-    unwritten)."""
+    """tiles: `Tiles`, and what `gdn_scan` kept for chunks, if it did. -> the gradients of `Inputs` (each dense, in its
+    input's dtype; those of A_log and dt_bias are empty if not given), and of the initial states, fp32 in their shape
+    (empty unless needed; rows that belong to no entry stay unwritten)."""
     q, k, v, g, beta, A_log, dt_bias = Inputs(*inputs)
-    made, states, final = Tiles(*tiles), States(*initial), States(*d_final)
+    (made, scanned), states, final = of_pass(tiles), States(*initial), States(*d_final)
     gates, norms = made.gates, made.norms
     cu_seqlens, chunk_index, chunk_offsets = Chunks(*chunks)
     (T, H, K), (_, HV, V), NT, N = k.shape, v.shape, chunk_index.shape[0], cu_seqlens.shape[0] - 1
@@ -314,23 +326,24 @@ def gdn_backward(
     constants = {"V": V} | _constants(k, HV, norms)
     forward, reverse, chosen = (_sliced(f"gdn {name}", k, V) for name in ("states", "reverse", "gradients"))
     q_rows, k_rows, C_tiles = row_tiles(q, BT, K), row_tiles(k, BT, K), chunk_tiles(made.C, BT, BT)
-    h, y = k.new_empty(NT, HV, K, V), v.new_empty(v.shape)
-    kernels.states_kernel[(N * HV * (V // forward["BV"]),)](
-        k_rows,
-        row_tiles(v, BT, forward["BV"]),
-        C_tiles,
-        gates,
-        norms,
-        states.values,
-        states.index,
-        h,
-        y,
-        cu_seqlens,
-        chunk_offsets,
-        HV,
-        **constants,
-        **forward,
-    )
+    h, y = scanned or (k.new_empty(NT, HV, K, V), v.new_empty(v.shape))
+    if not scanned:
+        kernels.states_kernel[(N * HV * (V // forward["BV"]),)](
+            k_rows,
+            row_tiles(v, BT, forward["BV"]),
+            C_tiles,
+            gates,
+            norms,
+            states.values,
+            states.index,
+            h,
+            y,
+            cu_seqlens,
+            chunk_offsets,
+            HV,
+            **constants,
+            **forward,
+        )
 
     dh, dv = torch.empty_like(h), v.new_empty(v.shape)
     d_initial = v.new_empty(states.values.shape if need_d_initial else 0, dtype=torch.float32)

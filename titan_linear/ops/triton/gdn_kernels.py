@@ -246,6 +246,7 @@ def scan_kernel(
     q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms,
     initial_state, state_index,
     o,  # [T, HV, V]
+    h, y,  # [NT, HV, K, V], the state that enters each chunk, and [T, HV, V]; or None
     final_state,
     cu_seqlens, chunk_offsets, scale, HV,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
@@ -261,7 +262,7 @@ def scan_kernel(
     if initial_state is not None:
         b_s += load_state(initial_state, state_index, i_n, HV * K * V, o_s)
     b_s = _scan(
-        b_s, q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms, o, None, None, start, length, first, i_hv,
+        b_s, q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms, o, h, y, start, length, first, i_hv,
         i_v, True, scale, HV, R, K, V, BT, BV, NORM, False, STAGES, PREC,
     )  # fmt: skip
     if final_state is not None:

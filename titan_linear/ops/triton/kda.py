@@ -8,7 +8,7 @@
     backward       (all of these) -> gradients                                  two scans, then chunk-parallel
 
 A pass keeps its inputs, Aqk and Gn (2 × 64 numbers of the compute dtype per token and head) between forward and
-backward.
+backward; with `disable_recompute` all tiles, and what the scan has at each chunk.
 
 q, k [T, H, K], v [T, HV, V], g [T, HV, K], beta [T, HV] are flat packed streams (`tiles.py`: any stride between tokens)
 of N entries. Operators take named tuples as lists: `Inputs`, `Chunks`, `Tiles`, `States`.
@@ -20,6 +20,7 @@ gate (1) or of the bounded gate (2).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -166,24 +167,28 @@ def _(inputs, chunks, *_):
     return _empty_tiles(inputs, chunks, matrices=False)[:5]
 
 
-def _scan_outputs(v: Tensor, qg: Tensor, final_rows: int) -> tuple[Tensor, Tensor]:
-    return v.new_empty(v.shape), empty_states(v, final_rows, qg.shape[2])
+def _scan_outputs(v: Tensor, qg: Tensor, final_rows: int, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (NT, HV, K, _), V = qg.shape, v.shape[2]
+    kept = (qg.new_empty((NT, HV, V, width) if keep else 0) for width in (K, CHUNK))
+    return v.new_empty(v.shape), empty_states(v, final_rows, K), *kept
 
 
 @operator(kept_by=("selective",), kind="delta rule", of_driver=True)
 def kda_scan(
-    v: Tensor, tiles: list[Tensor], chunks: list[Tensor], initial: list[Tensor | None], final_rows: int
-) -> tuple[Tensor, Tensor]:
-    """-> o [T, HV, V], final_state [final_rows, HV, K, V] fp32 (0 rows: none is written)."""
+    v: Tensor, tiles: list[Tensor], chunks: list[Tensor], initial: list[Tensor | None], final_rows: int, keep: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """-> o [T, HV, V], final_state [final_rows, HV, K, V] fp32 (0 rows: none is written); if `keep`, else empty, Sᵀ
+    [NT, HV, V, K] that enters each chunk, and rᵀ [NT, HV, V, 64]."""
     made, where = Tiles(*tiles), Chunks(*chunks)
-    o, final_state = _scan_outputs(v, made.qg, final_rows)
+    o, final_state, h, r = _scan_outputs(v, made.qg, final_rows, keep)
     (_, HV, K, _), V, N, v = made.qg.shape, v.shape[2], where.cu_seqlens.shape[0] - 1, dense_heads(v)
-    chosen = config("kda scan", made.qg, K, BV=widest_slice(V))
+    chosen = config(f"kda scan{' kept' if keep else ''}", made.qg, K, BV=widest_slice(V))
     scan_kernel[V // chosen["BV"], N * HV](
         v,
         *made,
         *States(*initial),
         o,
+        *((h, r) if keep else (None, None)),
         final_state if final_rows else None,
         where.cu_seqlens,
         where.chunk_offsets,
@@ -194,12 +199,12 @@ def kda_scan(
         CT=TRITON_DTYPE[made.qg.dtype],
         **chosen,
     )
-    return o, final_state
+    return o, final_state, h, r
 
 
 @register_fake(kda_scan)
-def _(v, tiles, chunks, initial, final_rows):
-    return _scan_outputs(v, Tiles(*tiles).qg, final_rows)
+def _(v, tiles, chunks, initial, final_rows, keep):
+    return _scan_outputs(v, Tiles(*tiles).qg, final_rows, keep)
 
 
 def _boundary_outputs(v: Tensor, qg: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
@@ -216,7 +221,7 @@ def kda_boundary(
     made, where = Tiles(*tiles), Chunks(*chunks)
     S_ext, M = _boundary_outputs(v, made.qg, entries)
     (F, HV, K, V), v = S_ext.shape, dense_heads(v)
-    chosen = config("kda scan", made.qg, K, BV=min(K, widest_slice(V)))
+    chosen = config("kda boundary", made.qg, K, BV=min(K, widest_slice(V)))
     boundary_kernel[(V + K) // chosen["BV"], F * HV](
         v,
         made.kn,
@@ -288,11 +293,17 @@ def _norm_gradients(q: Tensor, k: Tensor, dqn: Tensor, dkn: Tensor) -> tuple[Ten
     return dq, dk
 
 
-def _room_in_backward(inputs: list[Tensor | None], **_: Any) -> int:
-    """Bytes, for each chunk: states and their gradients, r and y, the gradients of two matrices."""
-    x = Inputs(*inputs)
+def of_pass(tiles: Sequence[Tensor]) -> tuple[Tiles, Sequence[Tensor]]:
+    """Tiles, and what the scan kept for chunks, of a pass that keeps all."""
+    n = len(Tiles._fields)
+    return Tiles(*tiles[:n]), tiles[n:]
+
+
+def _room_in_backward(inputs: list[Tensor | None], tiles: list[Tensor], **_: Any) -> int:
+    """Bytes, for each chunk: states and r, unless they were kept, and their gradients, those of two matrices."""
+    x, (_, scanned) = Inputs(*inputs), of_pass(tiles)
     (T, HV, V), K = x.v.shape, x.k.shape[-1]
-    return T * HV * (2 * K * V // CHUNK + 2 * V + 2 * CHUNK) * x.v.element_size()
+    return T * HV * ((1 if scanned else 2) * (K * V // CHUNK + V) + 2 * CHUNK) * x.v.element_size()
 
 
 @operator(kind="delta rule", of_driver=True, temporary=_room_in_backward)
@@ -311,19 +322,19 @@ def kda_backward(
     l2norm: bool,
     beta_range: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """-> the gradients of `Inputs` (each dense, in its input's dtype; those of A_log and dt_bias are empty if not
-    given), and of the initial states, fp32 in their shape (empty unless needed; rows that belong to no entry stay
-    unwritten)."""
+    """tiles: `Tiles`, and what `kda_scan` kept for chunks, if it did. -> the gradients of `Inputs` (each dense, in its
+    input's dtype; those of A_log and dt_bias are empty if not given), and of the initial states, fp32 in their shape
+    (empty unless needed; rows that belong to no entry stay unwritten)."""
     q, k, v, g, beta, A_log, dt_bias = Inputs(*inputs)
-    made, states, final = Tiles(*tiles), States(*initial), States(*d_final)
+    (made, scanned), states, final = of_pass(tiles), States(*initial), States(*d_final)
     cu_seqlens, chunk_index, chunk_offsets = Chunks(*chunks)
     (T, H, K), (HV, V), NT, N, CT = q.shape, v.shape[1:], chunk_index.shape[0], cu_seqlens.shape[0] - 1, made.qg.dtype
     q, k, v, g, do = (dense_heads(x) for x in (q, k, v, g, do))
-    h, dh = (v.new_empty(NT, HV, V, K, dtype=CT) for _ in range(2))
-    r, y = (v.new_empty(NT, HV, V, CHUNK, dtype=CT) for _ in range(2))
+    dh, y = (v.new_empty(NT, HV, V, width, dtype=CT) for width in (K, CHUNK))
+    h, r = scanned or map(torch.empty_like, (dh, y))
     d_initial = v.new_empty(states.values.shape if need_d_initial else 0, dtype=torch.float32)
     scans = config("kda reverse", made.qg, K, BV=widest_slice(V))
-    backward_scans_kernel[V // scans["BV"], N * HV, 2](
+    backward_scans_kernel[V // scans["BV"], N * HV, 1 if scanned else 2](
         v,
         do,
         *made,

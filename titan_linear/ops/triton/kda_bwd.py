@@ -85,13 +85,14 @@ def backward_scans_kernel(
     cu_seqlens, chunk_offsets, stride_v, stride_do,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One (entry, head, slice of V): forward again for h and r, or in reverse for dh and y; neither needs the other."""
+    """One (entry, head, slice of V): in reverse for dh and y, or forward again for h and r, if these were not kept;
+    neither needs the other."""
     i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_n, i_h = i_nh // HV, i_nh % HV
     start, length, first = locate_entry(cu_seqlens, chunk_offsets, i_n)
     o_s = i_h * K * V + tl.arange(0, K)[None, :] * V + (i_v * BV + tl.arange(0, BV))[:, None]
     S = tl.zeros([BV, K], tl.float32)
-    if tl.program_id(2) == 0:
+    if tl.program_id(2) == 1:
         if initial_state is not None:
             S += load_state(initial_state, state_index, i_n, HV * K * V, o_s)
         scan(

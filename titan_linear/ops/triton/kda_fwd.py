@@ -318,11 +318,12 @@ def scan_kernel(
     qg, kn, kg, decay, b, Aqk, Gn,
     initial_state, state_index,
     o,  # [T, HV, V]
+    h, r,  # [NT, HV, V, K], the state that enters each chunk, and [NT, HV, V, 64]; or None
     final_state,
     cu_seqlens, chunk_offsets, stride_v,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One (entry, head, slice of V): o, and the last states where they are asked for."""
+    """One (entry, head, slice of V): o, and what is asked for of chunks and of the last states."""
     i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_n, i_h = i_nh // HV, i_nh % HV
     start, length, first = locate_entry(cu_seqlens, chunk_offsets, i_n)
@@ -331,7 +332,7 @@ def scan_kernel(
     if initial_state is not None:
         S += load_state(initial_state, state_index, i_n, HV * K * V, o_s)
     S = scan(
-        S, v, qg, kn, kg, decay, b, Aqk, Gn, o, None, None, start, length, length, first, i_h, i_v * BV, stride_v,
+        S, v, qg, kn, kg, decay, b, Aqk, Gn, o, h, r, start, length, length, first, i_h, i_v * BV, stride_v,
         HV, K, V, BV, CT, STAGES,
     )  # fmt: skip
     if final_state is not None:

@@ -376,7 +376,6 @@ register_fake(ssd_backward)(empty_gradients)
 
 
 class TritonDecay(TritonRule):
-    kept_tiles = ()
     backward_operator = staticmethod(ssd_backward)
 
     def __init__(self, inputs: DecayInputs, options: DecayOptions, chunks: Chunks, kept: Sequence[Tensor]):
@@ -385,7 +384,8 @@ class TritonDecay(TritonRule):
         steps = {"softplus": options.dt_softplus, "low": low, "high": high}
         self.scale, self.numbers = options.scale, {"scale": options.scale, **steps}
         parts = 2 if inputs.q.dtype == float32 else 1
-        self.tiles = [ssd_prepare(inputs.g, inputs.A, inputs.dt_bias, self.chunks, parts, **steps)]
+        self.tiles = kept or [ssd_prepare(inputs.g, inputs.A, inputs.dt_bias, self.chunks, parts, **steps)]
+        self.kept_tiles = self.tiles if options.disable_recompute else ()
 
     def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]:
         x, rows = self.inputs, self._entries(need_final)

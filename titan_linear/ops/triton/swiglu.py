@@ -36,7 +36,8 @@ def swiglu_bwd_kernel(gate_up, dy, d, y, rows, H, ROWS: tl.constexpr, BH: tl.con
     b_dgate = b_dy * b_up * b_sigmoid * (1 + b_gate * (1 - b_sigmoid))
     tl.store(d + o_r * 2 * H + o_h, b_dgate.to(d.dtype.element_ty), mask=m)
     tl.store(d + o_r * 2 * H + H + o_h, (b_dy * b_silu).to(d.dtype.element_ty), mask=m)
-    tl.store(y + o_r * H + o_h, (b_silu * b_up).to(y.dtype.element_ty), mask=m)
+    if y is not None:
+        tl.store(y + o_r * H + o_h, (b_silu * b_up).to(y.dtype.element_ty), mask=m)
 
 
 def _grid(rows: int, H: int) -> tuple[int, int]:
@@ -53,13 +54,18 @@ def swiglu_forward(gate_up: Tensor) -> Tensor:
     return y
 
 
+def _gradients(gate_up: Tensor, dy: Tensor, again: bool) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(gate_up), torch.empty_like(dy) if again else dy.new_empty(0)
+
+
 @operator
-def swiglu_backward(gate_up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """gate_up [.., 2 H], dy [.., H], both contiguous -> the gradient of gate_up, and what forward returned."""
-    d, y = torch.empty_like(gate_up), torch.empty_like(dy)
+def swiglu_backward(gate_up: Tensor, dy: Tensor, again: bool) -> tuple[Tensor, Tensor]:
+    """gate_up [.., 2 H], dy [.., H], both contiguous -> the gradient of gate_up, and if `again` what forward returned
+    (else empty)."""
+    d, y = _gradients(gate_up, dy, again)
     H = dy.shape[-1]
     rows = dy.numel() // H
-    swiglu_bwd_kernel[_grid(rows, H)](gate_up, dy, d, y, rows, H, **TILE)
+    swiglu_bwd_kernel[_grid(rows, H)](gate_up, dy, d, y if again else None, rows, H, **TILE)
     return d, y
 
 
@@ -68,6 +74,4 @@ def _(gate_up):
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
-@register_fake(swiglu_backward)
-def _(gate_up, dy):
-    return torch.empty_like(gate_up), torch.empty_like(dy)
+register_fake(swiglu_backward)(_gradients)
