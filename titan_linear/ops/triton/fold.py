@@ -30,21 +30,24 @@ def _transition(
     REVERSE: tl.constexpr,
 ):
     """Rows r … r+BK of M S, or with REVERSE of Mᵀ S, for BV columns of S at p_s; M has NM numbers: K·K, K or 1."""
-    o_r, o_c = tl.arange(0, BK)[:, None], tl.arange(0, BK)[None, :]
-    o_s = o_r * V + tl.arange(0, BV)[None, :]
+    BC: tl.constexpr = min(BK, 64)
+    o_r, o_c, o_v = tl.arange(0, BK)[:, None], tl.arange(0, BC), tl.arange(0, BV)[None, :]
     if NM <= K:
-        return tl.load(p_m + (r + o_r) % NM) * tl.load(p_s + r * V + o_s)
+        return tl.load(p_m + (r + o_r) % NM) * tl.load(p_s + (r + o_r) * V + o_v)
     else:
         b_s = tl.zeros([BK, BV], tl.float32)
-        for c in range(0, K, BK):
-            o_m = (c + o_c) * K + r + o_r if REVERSE else (r + o_r) * K + c + o_c
-            b_s += tl.dot(tl.load(p_m + o_m), tl.load(p_s + c * V + o_s), input_precision="tf32x3")
+        for c in range(0, K, BC):
+            o_m = (c + o_c)[None, :] * K + r + o_r if REVERSE else (r + o_r) * K + (c + o_c)[None, :]
+            b_before = tl.load(p_s + (c + o_c)[:, None] * V + o_v)
+            b_s += tl.dot(tl.load(p_m + o_m), b_before, input_precision="tf32x3")
         return b_s
 
 
-def _columns(V: int) -> int:
-    """Columns of a state in a block."""
-    return min(V & -V, 32)
+def _tiles(K: int, V: int) -> dict[str, int]:
+    """A program's rows of M, its columns of S, and warps."""
+    if K == 128:
+        return {"BK": 128, "BV": 16, "num_warps": 8}
+    return {"BK": min(K, 64), "BV": min(V & -V, 32), "num_warps": 4}
 
 
 @Kernel
@@ -96,8 +99,8 @@ def fold(S_ext: Tensor, M: Tensor, chain_offsets: Tensor, s_row: Tensor, m_row: 
     """
     (_, HV, K, V), slots = S_ext.shape, chain_offsets.shape[0] - 1
     out, half = S_ext.new_empty(2, slots, HV, K, V), slots * HV * K * V
-    BV = _columns(V)
-    fold_kernel[V // BV, slots * HV](
+    tiles = _tiles(K, V)
+    fold_kernel[V // tiles["BV"], slots * HV](
         S_ext,
         M,
         chain_offsets,
@@ -108,11 +111,9 @@ def fold(S_ext: Tensor, M: Tensor, chain_offsets: Tensor, s_row: Tensor, m_row: 
         HV,
         K=K,
         V=V,
-        BK=min(K, 64),
-        BV=BV,
         NM=M.shape[2:].numel(),
         REVERSE=reverse,
-        num_warps=4,
+        **tiles,
     )
     return out[0]
 
@@ -193,8 +194,8 @@ def fold_segments(
     What it does not pass on is not read, so that NaN of one document never meets another's state.
     """
     (S, HV, K, V), N, out = S_ext.shape, segment_offsets.shape[0] - 1, torch.empty_like(S_ext)
-    start, BV = None if start is None else start.contiguous(), _columns(V)
-    fold_segments_kernel[V // BV, (N + 1) * HV](
+    start, tiles = None if start is None else start.contiguous(), _tiles(K, V)
+    fold_segments_kernel[V // tiles["BV"], (N + 1) * HV](
         S_ext,
         M,
         start,
@@ -207,11 +208,9 @@ def fold_segments(
         HV,
         K=K,
         V=V,
-        BK=min(K, 64),
-        BV=BV,
         NM=M.shape[2:].numel(),
         REVERSE=reverse,
-        num_warps=4,
+        **tiles,
     )
     return out
 
@@ -312,7 +311,8 @@ def _launch_fold_entries(
 ) -> Tensor:
     """-> [n, HV, K, V]; transition [2, n, *M's] or None: filled here."""
     (_, HV, K, V), n, NM = S_ext.shape, len(entries), M.shape[2:].numel()
-    state, BV = S_ext.new_empty(2, n, HV, K, V), min(K, _columns(V))
+    state, tiles = S_ext.new_empty(2, n, HV, K, V), _tiles(K, V)
+    BV = tiles["BV"] = min(K, tiles["BV"])
     of_transition = 0 if transition is None else max(NM // K // BV, 1)
     fold_entries_kernel[V // BV + of_transition, n * HV](
         S_ext,
@@ -326,11 +326,9 @@ def _launch_fold_entries(
         HV,
         K=K,
         V=V,
-        BK=min(K, 64),
-        BV=BV,
         NM=NM,
         REVERSE=reverse,
-        num_warps=4,
+        **tiles,
     )
     return state[0]
 
