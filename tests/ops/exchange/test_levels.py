@@ -134,9 +134,9 @@ def test_levels_where_chains_are_long() -> None:
         (16, 8, (Level(1, 8, True),)),
         (64, 8, (Level(1, 8, True),)),
         (16, 16, (Level(1, 4, True), Level(4, 2), Level(8, 2))),
-        (16, 64, (Level(1, 4, True), Level(4, 2), Level(8, 2), Level(16, 4))),
+        (16, 64, (Level(1, 8, True), Level(8, 8))),
         (16, 1024, (Level(1, 8, True), Level(8, 4), Level(32, 4), Level(128, 8))),
-        (9, 64, (Level(1, 2), Level(2, 2), Level(4, 2), Level(8, 2), Level(16, 4))),
+        (9, 64, (Level(1, 2), Level(2, 4), Level(8, 2), Level(16, 4))),
     ]:
         sizes = Sizes(heads, slots=1, state=1 << 16, transition=1 << 16)
         most = build_cp_context(torch.tensor([0, ranks]), rank=0, world_size=ranks).forward_chains.most.item()
