@@ -73,6 +73,11 @@ HOPPER_DECAY_LOOP: dict[tuple[int, int], Config] = {
     (4, 64): {"BV": 32, "STAGES": 2, "num_warps": 4},
     (4, 256): {"BV": 16, "STAGES": 2, "num_warps": 4},
 }
+HOPPER_DECAY_GRADIENTS: dict[tuple[int, int], Config] = {
+    (2, 128): {"BV": 64, "STAGES": 3, "num_warps": 4},
+    (2, 256): {"BV": 64, "STAGES": 2, "num_warps": 8},
+    (4, 128): {"BV": 64, "STAGES": 1, "num_warps": 8},
+}
 
 # Compute capability -> kernel -> (bytes of an operand, largest K (KDA) or largest K and V (GDN)) -> launch arguments.
 # KDA's "safe" kernels: with safe_gate, 128 registers let two programs share a multiprocessor; other gates would spill.
@@ -91,11 +96,8 @@ CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
         "ssd scan": HOPPER_DECAY_LOOP,
         "ssd pass": HOPPER_DECAY_LOOP,
         "ssd groups": {(2, 256): {"num_warps": 8, "num_stages": 1}, (4, 256): {"num_warps": 8, "num_stages": 1}},
-        "ssd gradients": {
-            (2, 128): {"BV": 128, "STAGES": 3, "num_warps": 8},
-            (2, 256): {"BV": 64, "STAGES": 2, "num_warps": 8},
-            (4, 128): {"BV": 64, "STAGES": 1, "num_warps": 8},
-        },
+        "ssd queries": HOPPER_DECAY_GRADIENTS | {(2, 128): {"BV": 64, "STAGES": 2, "num_warps": 4}},
+        "ssd keys": HOPPER_DECAY_GRADIENTS,
         "rwkv7 system": {
             (2, 64): {"num_warps": 4, "num_stages": 1, "maxnreg": 128},
             (4, 32): {"num_warps": 4, "num_stages": 1},

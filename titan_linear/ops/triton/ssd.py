@@ -8,15 +8,17 @@ a forward and backward pass, as operators, and behind the driver's interface (`o
     backward       (all of these) -> gradients                                  states, then chunk-parallel
 
 Chunks have 64 tokens. A program of the scan holds the state [K, 64 columns] of one head in registers from a document's
-first chunk to its last, forms q kᵀ of a chunk itself, and writes o alone: per token and head it moves 2 V numbers, and
-q and k, which the heads of a group share, come from L2. For the gradients, states before and their gradients behind
-each chunk are written by two scans side by side (2 K V / 64 numbers per token and head); then one program passes
-through the heads of a group at one chunk, adds dq, dk and the gradient of q kᵀ in fp32 registers, and writes dv and
-five numbers per token and head, of which a last kernel makes the gradients of decays. Where chunks and groups are few,
-heads of a group are split among programs, whose sums are added in order.
+first chunk to its last, and writes o alone: per token and head it moves 2 V numbers, and q, k and q kᵀ, which the heads
+of a group share, come from L2. For the gradients, states before and their gradients behind each chunk are written by
+two scans side by side (2 K V / 64 numbers per token and head). Then programs of two kernels pass through the heads of a
+group at one chunk: `queries` adds dq and the gradient of q kᵀ in fp32 registers, `keys` adds dk and writes dv; both
+leave four numbers per token and head, of which a last kernel makes the gradients of decays. A program has 4 warps, so
+that sums over a token's channels stay in a warp, and two share a multiprocessor. Where chunks and groups are few, heads
+of a group are split among programs, whose sums are added in order.
 
 At T = 32768, 128 heads × 64, K = 128, G = 1, bf16, in GB and TFLOP, at 4.2 TB/s and 700 TFLOP/s in ms: forward 1.1
-(0.26) and 0.24 (0.34); states 3.3 (0.77) and 0.14 (0.20); gradients 3.9 (0.93) and 0.34 (0.49).
+(0.26) and 0.24 (0.34); states 3.3 (0.77) and 0.14 (0.20); queries 3.2 (0.77) and 0.24 (0.34); keys 2.7 (0.64) and 0.17
+(0.25).
 
 q, k [T, H, K], v [T, HV, V], g [T, HV] are flat packed streams (`tiles.py`: any stride between tokens), HV = R·H, of N
 entries. Operators take named tuples as lists: `DecayInputs`, `Chunks`, `States`. Nothing here waits for the device.
@@ -41,7 +43,7 @@ from titan_linear.ops.triton.split_documents import SplitDocuments
 from titan_linear.ops.triton.tiles import blocks_of, dense_heads, empty_gradients, empty_states
 
 BH = 16  # heads of a program on decays
-PROGRAMS = 256  # of `gradients` that fill a GPU
+PROGRAMS = 256  # of `queries` or `keys` that fill a GPU
 
 
 def _power_of_two(V: int) -> int:
@@ -110,6 +112,16 @@ def _(g, A, dt_bias, chunks, parts, softplus, low, high):
     return _empty_gates(g, Chunks(*chunks).chunk_index, parts)
 
 
+def _scores(q: Tensor, k: Tensor, where: Chunks) -> Tensor:
+    """q kᵀ of each chunk [NT, H, BT, BT]."""
+    (_, H, K), NT = k.shape, where.chunk_index.shape[0]
+    scores = k.new_empty(NT, H, BT, BT)
+    by_chunk = where.cu_seqlens, where.chunk_index
+    of_groups = config("ssd groups", k, K)
+    kernels.scores_kernel[(NT * H,)](q, k, scores, *by_chunk, q.stride(0), k.stride(0), H, K=K, BT=BT, **of_groups)
+    return scores
+
+
 @operator(kept_by=("selective",), kind="delta rule", of_driver=True)
 def ssd_scan(
     q: Tensor,
@@ -127,11 +139,15 @@ def ssd_scan(
     q, k, v = dense_heads(q), dense_heads(k), dense_heads(v)
     o, final_state = v.new_empty(v.shape), empty_states(v, final_rows, k.shape[2])
     (_, HV, V), N = v.shape, where.cu_seqlens.shape[0] - 1
-    chosen = _sliced("ssd scan", k, V)
-    kernels.scan_kernel[(N * HV * blocks_of(V, chosen["BV"]),)](
+    chosen, scores = _sliced("ssd scan", k, V), _scores(q, k, where)
+    programs = N * HV * blocks_of(V, chosen["BV"])
+    if chosen["BV"] > 32 and 4 * programs <= PROGRAMS:  # half of the multiprocessors would be idle
+        chosen, programs = chosen | {"BV": chosen["BV"] // 2}, 2 * programs
+    kernels.scan_kernel[(programs,)](
         q,
         k,
         v,
+        scores,
         gates,
         D,
         states.values,
@@ -282,46 +298,21 @@ def ssd_backward(
         **chosen,
     )
 
-    scores = k.new_empty(NT, H, BT, BT, dtype=float32)
-    of_groups = {"K": K, "BT": BT, **config("ssd groups", k, K)}
-    kernels.scores_kernel[(NT * H,)](q, k, scores, *by_chunk, q.stride(0), k.stride(0), H, **of_groups)
     splits, dv = _splits(NT, H, R), v.new_empty(v.shape)
     dq_parts, dk_parts = (k.new_empty(splits, T, H, K, dtype=float32) for _ in range(2))
-    dE = k.new_empty(splits, NT, H, BT, BT, dtype=float32)
-    chosen = _sliced("ssd gradients", k, V)
-    slices = blocks_of(V, chosen["BV"])
-    sums, products = gates.new_empty(NT, HV, slices, 5, BT), gates.new_empty(NT, HV, slices, K)
-    dD = gates.new_zeros(NT, HV * V) if _wide(D, HV) else None
-    kernels.gradients_kernel[(NT * H * splits,)](
-        q,
-        k,
-        v,
-        do,
-        gates,
-        scores,
-        D,
-        h,
-        dh,
-        dv,
-        dq_parts,
-        dk_parts,
-        dE,
-        sums,
-        products,
-        dD,
-        *by_chunk,
-        scale,
-        *strides,
-        T,
-        HV,
-        NT,
-        R // splits,
-        WIDE=_wide(D, HV),
-        **constants,
-        **chosen,
-    )
+    dE, own = gates.new_empty(splits, NT, H, BT, BT), gates.new_empty(NT, H, BT)
+    of_queries, of_keys = (_sliced(f"ssd {side}", k, V) for side in ("queries", "keys"))
+    BV, grid = of_keys["BV"], (NT * H * splits,)
+    slices = blocks_of(V, BV)
+    sums, products = gates.new_empty(NT, HV, slices, 4, BT), gates.new_empty(NT, HV, slices, BV)
+    streams, common = (q, k, v, do, gates), (*by_chunk, scale, *strides, T, HV, NT, R // splits)
+    kernels.queries_kernel[grid](*streams, h, dh, dq_parts, dE, sums, products, *common, **constants, **of_queries)
+    wide = _wide(D, HV)
+    dD = gates.new_zeros(NT, HV * V) if wide else None
+    kernels.keys_kernel[grid](*streams, D, dh, dv, dk_parts, own, sums, dD, *common, WIDE=wide, **constants, **of_keys)
 
     dq, dk = q.new_empty(T, H, K), k.new_empty(T, H, K)
+    of_groups = {"K": K, "BT": BT, **config("ssd groups", k, K)}
     kernels.groups_kernel[(NT * H,)](
         q,
         k,
@@ -349,26 +340,26 @@ def ssd_backward(
         gates,
         sums,
         products,
-        scores,
+        own,
         *given,
         dg,
         d_heads,
         *by_chunk,
-        scale,
         low,
         high,
         g.stride(0),
         HV,
         NT,
         **constants,
+        BV=BV,
         BH=BH,
         SLICES=slices,
         SOFTPLUS=softplus,
         num_warps=4,
     )
-    dA, d_bias, d_skip = d_heads
-    parts = (A, dA), (D, d_skip if dD is None else dD), (dt_bias, d_bias)
-    of_heads = (q.new_empty(0) if x is None else part.sum(0).to(x.dtype) for x, part in parts)
+    dA, d_bias, d_skip = d_heads.sum(1)
+    parts = (A, dA), (D, d_skip if dD is None else dD.sum(0)), (dt_bias, d_bias)
+    of_heads = (q.new_empty(0) if x is None else part.to(x.dtype, copy=True) for x, part in parts)
     return dq, dk, dv, dg, *of_heads, d_initial
 
 

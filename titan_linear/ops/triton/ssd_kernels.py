@@ -10,9 +10,9 @@ Backward, with dS' the gradient of the state that leaves the chunk and Z = 2^(γ
     dv = Δ (scale (q kᵀ ⊙ D)ᵀ do + Z) + skip do                dS = 2^γ dS' + scale qᵀ (2^G do)
     dq = scale 2^G do Sᵀ + E k                    dk = (2^(γ-G) Δ v) dS'ᵀ + Eᵀ q       E = scale do (Δ v)ᵀ ⊙ D
 
-q and k belong to a group of heads: dq, dk and E are sums over its heads, in the registers of one program that passes
-from head to head, and only E's sum is multiplied by k and q. All sums are fp32; operands of a dot are rounded to the
-inputs' dtype. Every load of tokens is masked: what is not finite stays in its document.
+q and k belong to a group of heads: dq, dk and E are sums over its heads, in the registers of programs that pass from
+head to head, and only E's sum is multiplied by k and q. All sums are fp32; operands of a dot are rounded to the inputs'
+dtype. Every load of tokens is masked: what is not finite stays in its document.
 """
 
 from __future__ import annotations
@@ -177,6 +177,32 @@ def prepare_kernel(
     tl.store(p_g + BT, b_dt, mask=m_g)
 
 
+# --- Products of queries and keys -------------------------------------------------------------------------------------
+
+
+@Kernel
+def scores_kernel(
+    q,
+    k,
+    scores,  # [NT, H, BT, BT]
+    cu_seqlens,
+    chunk_index,
+    stride_q,
+    stride_k,
+    H,
+    K: tl.constexpr,
+    BT: tl.constexpr,
+):
+    """q kᵀ of one chunk and group."""
+    i_p = tl.program_id(0).to(tl.int64)
+    i_t, i_h = i_p // H, (i_p % H).to(tl.int32)
+    start, length = locate(chunk_index, cu_seqlens, i_t, BT)
+    b_q = load_rows(q, start, length, stride_q, i_h * K, BT, K)
+    b_k = load_rows(k, start, length, stride_k, i_h * K, BT, K)
+    b_qk = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+    store_rows(scores, b_qk, i_p * BT, BT, BT, 0, BT, BT)
+
+
 # --- Passes from chunk to chunk ---------------------------------------------------------------------------------------
 
 
@@ -185,6 +211,7 @@ def scan_kernel(
     q,
     k,
     v,
+    scores,  # [NT, H, BT, BT]
     gates,
     D,
     initial_state,
@@ -219,13 +246,15 @@ def scan_kernel(
         b_k = load_rows(k, begin, rows, stride_k, i_hv // R * K, BT, K)
         b_v = _load_columns(v, begin, rows, stride_v, i_hv, i_v, V, BT, BV)
         b_G, b_low, b_dt, b_after, b_last = _load_gates(gates, (first + i) * HV + i_hv, BT, PARTS)
-        b_m = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-        b_m *= _decays(b_G, b_low, BT, PARTS, True) * (scale * b_dt)[None, :]
-        b_o = tl.dot(b_q, b_s.to(b_q.dtype), input_precision="ieee") * (scale * tl.exp2(b_last - b_after))[:, None]
-        b_o = tl.dot(b_m.to(b_q.dtype), b_v, b_o, input_precision="ieee")
+        b_m = load_rows(scores, ((first + i) * (HV // R) + i_hv // R) * BT, BT, BT, 0, BT, BT)
+        b_m = b_m * _decays(b_G, b_low, BT, PARTS, True) * (scale * b_dt)[None, :]
+        b_o = tl.dot(b_m.to(b_q.dtype), b_v, input_precision="ieee")
+        b_y = tl.dot(b_q, b_s.to(b_q.dtype), input_precision="ieee")
+        b_o += b_y * (scale * tl.exp2(b_last - b_after))[:, None]
         if D is not None:
             b_o += _skip(D, i_hv, i_v, V, BV, WIDE) * b_v
         _store_columns(o, b_o, begin, rows, HV, i_hv, i_v, V, BT, BV)
+        # Last: while the next chunk's products that do not need it are computed.
         b_w = (tl.exp2(b_after) * b_dt)[:, None] * b_v
         b_s = tl.dot(tl.trans(b_k), b_w.to(b_q.dtype), b_s * tl.exp2(b_last), input_precision="ieee")
     if final_state is not None:
@@ -356,61 +385,38 @@ def states_kernel(
 # --- Gradients, chunk by chunk ----------------------------------------------------------------------------------------
 
 
-@Kernel
-def scores_kernel(
-    q,
-    k,
-    scores,  # [NT, H, BT, BT] fp32
-    cu_seqlens,
-    chunk_index,
-    stride_q,
-    stride_k,
-    H,
-    K: tl.constexpr,
-    BT: tl.constexpr,
-):
-    """k qᵀ of one chunk and group."""
-    i_p = tl.program_id(0).to(tl.int64)
-    i_t, i_h = i_p // H, (i_p % H).to(tl.int32)
-    start, length = locate(chunk_index, cu_seqlens, i_t, BT)
-    b_q = load_rows(q, start, length, stride_q, i_h * K, BT, K)
-    b_k = load_rows(k, start, length, stride_k, i_h * K, BT, K)
-    o_j, o_i = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
-    b_kq = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")
-    tl.store(scores + i_p * BT * BT + (o_j * BT + o_i), b_kq)
-
-
-@Kernel
-def gradients_kernel(
-    q, k, v, do, gates,
-    scores,  # [NT, H, BT, BT] fp32, k qᵀ
-    D, h, dh,
-    dv,  # [T, HV, V]
-    dq, dk,  # [splits, T, H, K] fp32, without E
-    dE,  # [splits, NT, H, BT, BT] fp32, Eᵀ
-    sums,  # [NT, HV, slices of V, 5, BT] fp32, for gates_kernel
-    products,  # [NT, HV, slices of V, K] fp32: the rows of S times those of dS'
-    dD,  # [NT, HV, V] fp32, only with WIDE
-    cu_seqlens, chunk_index, scale, stride_q, stride_k, stride_v, stride_do, T, HV, NT, heads,
-    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, WIDE: tl.constexpr,
-    PARTS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """One chunk and `heads` heads of a group, one after another, slice by slice of V: dv, and what they add to dq, dk
-    and E."""
-    splits, H = R // heads, HV // R
-    slices: tl.constexpr = (V + BV - 1) // BV
+@triton.jit
+def _chunk_and_group(chunk_index, cu_seqlens, H, splits, BT: tl.constexpr):
+    """Which chunk, group and part of its heads a program has, the chunk's first token and its number of tokens."""
     i_p = tl.program_id(0).to(tl.int64)
     i_split, i_t, i_h = i_p % splits, i_p // splits // H, (i_p // splits % H).to(tl.int32)
     start, length = locate(chunk_index, cu_seqlens, i_t, BT)
+    return i_split, i_t, i_h, start, length
+
+
+@Kernel
+def queries_kernel(
+    q, k, v, do, gates, h, dh,
+    dq,  # [splits, T, H, K] fp32, without E
+    dE,  # [splits, NT, H, BT, BT] fp32
+    sums,  # [NT, HV, slices of V, 4, BT] fp32, for gates_kernel: the first
+    products,  # [NT, HV, slices of V, BV] fp32: the columns of S times those of dS'
+    cu_seqlens, chunk_index, scale, stride_q, stride_k, stride_v, stride_do, T, HV, NT, heads,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """What a chunk's tokens take from the state and from earlier tokens, and <S, dS'>: `heads` heads of a group, one
+    after another, slice by slice of V, and what they add to dq and E."""
+    slices: tl.constexpr = (V + BV - 1) // BV
+    H, o_v = HV // R, tl.arange(0, BV)
+    i_split, i_t, i_h, start, length = _chunk_and_group(chunk_index, cu_seqlens, H, R // heads, BT)
     if length <= 0:
         return
-    dtype = q.dtype.element_ty
-    o_c, o_j, o_i = tl.arange(0, BT), tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
+    o_i, o_j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
     b_q = load_rows(q, start, length, stride_q, i_h * K, BT, K)
     b_k = load_rows(k, start, length, stride_k, i_h * K, BT, K)
-    b_kq = tl.load(scores + (i_t * H + i_h) * BT * BT + (o_j * BT + o_i))
-    b_dq, b_dk = tl.zeros([BT, K], tl.float32), tl.zeros([BT, K], tl.float32)
-    b_e = tl.zeros([BT, BT], tl.float32)
+    b_qk = tl.where(o_i == o_j, 0.0, scale * tl.dot(b_q, tl.trans(b_k), input_precision="ieee"))
+    b_dq, b_e = tl.zeros([BT, K], tl.float32), tl.zeros([BT, BT], tl.float32)
     for n in tl.range(0, heads * slices, num_stages=STAGES):
         i_hv, i_v = i_h * R + i_split.to(tl.int32) * heads + n // slices, n % slices
         i_th = i_t * HV + i_hv
@@ -420,37 +426,71 @@ def gradients_kernel(
         b_s = tl.load(h + i_th * (K * V) + o_s, mask=m_s, other=0.0)
         b_ds = tl.load(dh + i_th * (K * V) + o_s, mask=m_s, other=0.0)
         b_G, b_low, b_dt, b_after, b_last = _load_gates(gates, i_th, BT, PARTS)
-        b_out, b_in = scale * tl.exp2(b_last - b_after), tl.exp2(b_after)
-        p_s = sums + (i_th * slices + i_v) * 5 * BT + o_c
-        # Whatever is needed of whole tiles in registers comes first, so that they are free for what follows.
-        tl.store(products + (i_th * slices + i_v) * K + tl.arange(0, K), tl.sum(b_s.to(tl.float32) * b_ds, 1))
-        tl.store(p_s + 3 * BT, tl.sum(b_v.to(tl.float32) * b_do, 1))
-        b_dq = tl.dot((b_out[:, None] * b_do).to(dtype), tl.trans(b_s), b_dq, input_precision="ieee")
-        b_dk = tl.dot(((b_in * b_dt)[:, None] * b_v).to(dtype), tl.trans(b_ds), b_dk, input_precision="ieee")
+        b_a = tl.dot(b_do, tl.trans(b_v), input_precision="ieee") * b_dt[None, :]  # [i, j]
+        b_p = _decays(b_G, b_low, BT, PARTS, True)
+        b_e += b_a * b_p
+        b_later = tl.sum(b_a * (b_qk * b_p).to(b_q.dtype), 1)  # rounded as where tokens give
+        b_y = tl.dot(b_q, b_s, input_precision="ieee")
+        b_out = scale * tl.exp2(b_last - b_after)
+        b_later += tl.sum(b_y * b_do, 1) * b_out
+        tl.store(sums + (i_th * slices + i_v) * 4 * BT + tl.arange(0, BT), b_later)
+        b_dq += b_out[:, None] * tl.dot(b_do, tl.trans(b_s), input_precision="ieee")
+        b_p = tl.dot(tl.trans(b_s), b_ds, input_precision="ieee")
+        tl.store(products + (i_th * slices + i_v) * BV + o_v, tl.sum(tl.where(o_v[:, None] == o_v, b_p, 0.0), 1))
+    tl.store(dE + ((i_split * NT + i_t) * H + i_h) * BT * BT + (o_i * BT + o_j), scale * b_e)
+    store_rows(dq, b_dq, i_split * T + start, length, H * K, i_h * K, BT, K)
 
-        b_a = tl.dot(b_v, tl.trans(b_do), input_precision="ieee")  # [j, i]
-        b_p = scale * _decays(b_G, b_low, BT, PARTS, False)
-        b_m = b_kq * b_p
-        b_u = b_a * b_m
-        b_e += b_a * b_p * b_dt[:, None]
-        b_u = tl.where(o_i == o_j, 0.0, b_u)  # a token's product with itself does not decay
-        tl.store(p_s, tl.sum(b_u * b_dt[:, None], 0))
-        tl.store(p_s + 2 * BT, tl.sum(b_u, 1))
 
-        b_z = tl.dot(b_k, b_ds, input_precision="ieee") * b_in[:, None]  # [BT, BV]
-        b_y = tl.dot(b_q, b_s, input_precision="ieee") * b_out[:, None]
-        tl.store(p_s + BT, tl.sum(b_y * b_do, 1))
-        tl.store(p_s + 4 * BT, tl.sum(b_z * b_v, 1))
-        # Scaled one by one: as the other's start, z would be spread over warps that compute the same.
-        b_dv = tl.dot(b_m.to(dtype), b_do, input_precision="ieee") * b_dt[:, None] + b_z * b_dt[:, None]
+@Kernel
+def keys_kernel(
+    q, k, v, do, gates, D, dh,
+    dv,  # [T, HV, V]
+    dk,  # [splits, T, H, K] fp32, without E
+    own,  # [NT, H, BT] fp32, <q, k> of each token
+    sums,  # [NT, HV, slices of V, 4, BT] fp32, for gates_kernel: all but the first
+    dD,  # [NT, HV, V] fp32, only with WIDE
+    cu_seqlens, chunk_index, scale, stride_q, stride_k, stride_v, stride_do, T, HV, NT, heads,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, WIDE: tl.constexpr,
+    PARTS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """What a chunk's tokens give to the state and to later tokens, head by head as `queries_kernel`: dv, and what heads
+    add to dk. What a token gives to itself does not decay."""
+    slices: tl.constexpr = (V + BV - 1) // BV
+    H = HV // R
+    i_split, i_t, i_h, start, length = _chunk_and_group(chunk_index, cu_seqlens, H, R // heads, BT)
+    if length <= 0:
+        return
+    o_c, o_j, o_i = tl.arange(0, BT), tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
+    b_q = load_rows(q, start, length, stride_q, i_h * K, BT, K)
+    b_k = load_rows(k, start, length, stride_k, i_h * K, BT, K)
+    b_kq = scale * tl.dot(b_k, tl.trans(b_q), input_precision="ieee")
+    b_own = tl.sum(tl.where(o_i == o_j, b_kq, 0.0), 1)
+    tl.store(own + (i_t * H + i_h) * BT + o_c, b_own)
+    b_kq = tl.where(o_i == o_j, 0.0, b_kq)
+    b_dk = tl.zeros([BT, K], tl.float32)
+    for n in tl.range(0, heads * slices, num_stages=STAGES):
+        i_hv, i_v = i_h * R + i_split.to(tl.int32) * heads + n // slices, n % slices
+        i_th = i_t * HV + i_hv
+        o_s, m_s = _state(i_v, K, V, BV)
+        b_v = _load_columns(v, start, length, stride_v, i_hv, i_v, V, BT, BV)
+        b_do = _load_columns(do, start, length, stride_do, i_hv, i_v, V, BT, BV)
+        b_ds = tl.load(dh + i_th * (K * V) + o_s, mask=m_s, other=0.0)
+        b_G, b_low, b_dt, b_after, _ = _load_gates(gates, i_th, BT, PARTS)
+        p_s = sums + (i_th * slices + i_v) * 4 * BT + o_c
+        b_m = b_kq * _decays(b_G, b_low, BT, PARTS, False)
+        b_dv = tl.dot(b_m.to(b_k.dtype), b_do, input_precision="ieee")  # [BT, BV]
+        tl.store(p_s + BT, tl.sum(b_dv * b_v, 1))
+        b_z = tl.dot(b_k, b_ds, input_precision="ieee") * tl.exp2(b_after)[:, None]
+        tl.store(p_s + 3 * BT, tl.sum(b_z * b_v, 1))
+        tl.store(p_s + 2 * BT, tl.sum(b_v.to(tl.float32) * b_do, 1))
+        b_dv = (b_dv + b_z) * b_dt[:, None] + (b_own * b_dt)[:, None] * b_do
         if D is not None:
             b_dv += _skip(D, i_hv, i_v, V, BV, WIDE) * b_do
             if WIDE:
                 o_v = i_v * BV + tl.arange(0, BV)
                 tl.store(dD + i_th * V + o_v, tl.sum(b_v.to(tl.float32) * b_do, 0), mask=o_v < V)
         _store_columns(dv, b_dv, start, length, HV, i_hv, i_v, V, BT, BV)
-    tl.store(dE + ((i_split * NT + i_t) * H + i_h) * BT * BT + (o_j * BT + o_i), b_e)
-    store_rows(dq, b_dq, i_split * T + start, length, H * K, i_h * K, BT, K)
+        b_dk += (tl.exp2(b_after) * b_dt)[:, None] * tl.dot(b_v, tl.trans(b_ds), input_precision="ieee")
     store_rows(dk, b_dk, i_split * T + start, length, H * K, i_h * K, BT, K)
 
 
@@ -485,12 +525,12 @@ def groups_kernel(
         b_e += tl.load(dE + ((i * NT + i_t) * H + i_h) * BT * BT + o_e)
         b_dq += load_rows(dq_parts, i * T + start, length, H * K, i_h * K, BT, K)
         b_dk += load_rows(dk_parts, i * T + start, length, H * K, i_h * K, BT, K)
-    b_e = b_e.to(q.dtype.element_ty)  # Eᵀ
+    b_e = b_e.to(q.dtype.element_ty)
     b_k = load_rows(k, start, length, stride_k, i_h * K, BT, K)
-    b_dq = tl.dot(tl.trans(b_e), b_k, b_dq, input_precision="ieee")
+    b_dq = tl.dot(b_e, b_k, b_dq, input_precision="ieee")
     store_rows(dq, b_dq, start, length, H * K, i_h * K, BT, K)
     b_q = load_rows(q, start, length, stride_q, i_h * K, BT, K)
-    b_dk = tl.dot(b_e, b_q, b_dk, input_precision="ieee")
+    b_dk = tl.dot(tl.trans(b_e), b_q, b_dk, input_precision="ieee")
     store_rows(dk, b_dk, start, length, H * K, i_h * K, BT, K)
 
 
@@ -512,16 +552,16 @@ def _given_product(
 @Kernel
 def gates_kernel(
     g, A, dt_bias, gates, sums, products,
-    scores,  # [NT, HV / R, BT, BT]
+    own,  # [NT, HV / R, BT]
     initial_state, state_index, d_final_state, final_index,
     dg,  # [T, HV]
     d_heads,  # [3, NT, HV] fp32, partials of dA, d dt_bias and dD
-    cu_seqlens, chunk_index, scale, low, high, stride_g, HV, NT,
-    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr, PARTS: tl.constexpr,
-    SLICES: tl.constexpr, SOFTPLUS: tl.constexpr,
+    cu_seqlens, chunk_index, low, high, stride_g, HV, NT,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
+    PARTS: tl.constexpr, SLICES: tl.constexpr, SOFTPLUS: tl.constexpr,
 ):  # fmt: skip
-    """dg of one chunk and BH heads, from sums [5, BT]: over the pairs that a token is later in, its product with the
-    state, the pairs that it is earlier in, <v, do>, and what it adds to the state; the last three are without Δ."""
+    """dg of one chunk and BH heads, from sums [4, BT]: what a token takes from the state and from earlier tokens, what
+    it gives to later ones, <v, do>, and what it gives to the state; the last three are without Δ."""
     blocks = (HV + BH - 1) // BH
     i_t, i_b = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     start, length = locate(chunk_index, cu_seqlens, i_t, BT)
@@ -536,12 +576,12 @@ def gates_kernel(
     b_product = tl.zeros([BH], tl.float32)
     for i_v in tl.static_range(SLICES):
         o_hv = o_h[None, :] * SLICES + i_v
-        p_s = sums + i_t * HV * SLICES * 5 * BT + (o_hv * 5 * BT + o_c)
-        b_dg += tl.load(p_s, mask=m_t, other=0.0) + tl.load(p_s + BT, mask=m_t, other=0.0)
-        b_earlier += tl.load(p_s + 2 * BT, mask=m_t, other=0.0)
-        b_skip += tl.load(p_s + 3 * BT, mask=m_t, other=0.0)
-        b_state += tl.load(p_s + 4 * BT, mask=m_t, other=0.0)
-        p_p = products + (i_t * HV * SLICES + o_hv) * K + tl.arange(0, K)[:, None]
+        p_s = sums + i_t * HV * SLICES * 4 * BT + (o_hv * 4 * BT + o_c)
+        b_dg += tl.load(p_s, mask=m_t, other=0.0)
+        b_earlier += tl.load(p_s + BT, mask=m_t, other=0.0)
+        b_skip += tl.load(p_s + 2 * BT, mask=m_t, other=0.0)
+        b_state += tl.load(p_s + 3 * BT, mask=m_t, other=0.0)
+        p_p = products + (i_t * HV * SLICES + o_hv) * BV + tl.arange(0, BV)[:, None]
         b_product += tl.sum(tl.load(p_p, mask=m_h[None, :] & (length > 0), other=0.0), 0)
     b_dg -= b_dt * b_earlier
     # For an entry within one chunk the given fp32 states are read: <S, dS'> may be most of its dg.
@@ -571,8 +611,8 @@ def gates_kernel(
         )
         tl.store(d_heads + i_t * HV + o_h, tl.sum(b_dt * b_dg, 0), mask=m_h)
         b_dg *= tl.load(A + o_h, mask=m_h, other=0.0).to(tl.float32)[None, :]
-        p_own = scores + (i_t * (HV // R) + o_h[None, :] // R) * (BT * BT) + o_c * (BT + 1)
-        b_dg += b_earlier + scale * b_skip * tl.load(p_own, mask=m_t, other=0.0) + b_state
+        p_own = own + (i_t * (HV // R) + o_h[None, :] // R) * BT + o_c
+        b_dg += b_earlier + b_skip * tl.load(p_own, mask=m_t, other=0.0) + b_state
         b_dg = tl.where(m_t & (b_steps >= low) & (b_steps <= high), b_dg, 0.0)
         if SOFTPLUS:
             b_dg *= tl.sigmoid(b_raw)
