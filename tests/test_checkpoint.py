@@ -67,8 +67,20 @@ WRAPS = {
 # --- A sharded model, and gradients that depend on the weights alone -------------------------------------------------
 
 
-def build(mesh: tuple[int, ...], *, seed: int = 0, tied: bool = True, wrap: str = "ac", lr: float = LR, **changes):
-    """As the trainer builds it: blocks wrapped and sharded; A_log and dt_bias replicated and plain."""
+def build(
+    mesh: tuple[int, ...],
+    *,
+    seed: int = 0,
+    tied: bool = True,
+    wrap: str = "ac",
+    lr: float = LR,
+    fused: bool = True,
+    **changes,
+):
+    """As the trainer builds it: blocks wrapped and sharded; A_log and dt_bias replicated and plain.
+
+    fused: AdamW takes one operation, whose last bits depend on where a shard ends.
+    """
     model = Decoder(ModelConfig(**CONFIG | dict(tie_embeddings=tied) | changes))
     for i, layer in enumerate(model.layers):
         model.layers[i] = WRAPS[wrap](layer)
@@ -79,7 +91,7 @@ def build(mesh: tuple[int, ...], *, seed: int = 0, tied: bool = True, wrap: str 
     fill(model, seed)
     rest = [p for p in model.parameters() if p not in plain]
     groups = [{"params": rest}, {"params": list(plain), "weight_decay": 0.0}]
-    return model, torch.optim.AdamW(groups, lr=lr, weight_decay=0.1)
+    return model, torch.optim.AdamW(groups, lr=lr, weight_decay=0.1, fused=fused)
 
 
 def nowhere(tied: bool = True, **changes) -> Decoder:
@@ -144,7 +156,7 @@ MESHES = {(2,): "ac", (1,): "ac, compile", (2, 1): "none", (4,): "none", (2, 2):
 
 @pytest.mark.parametrize("tied, meshes", [(True, MESHES), (False, {(1,): "none"})])
 def test_bitwise_under_any_mesh(worlds, tmp_path, tied, meshes):
-    options = {"tied": tied}
+    options = {"tied": tied, "fused": False}
     saved, after = worlds(2).run(save_steps, tmp_path, (2,), [1, 2], options)[0]
     assert any(name.endswith("A_log/exp_avg") for name in saved) and ("head.weight" in saved) != tied
     for mesh, wrap in meshes.items():
@@ -156,8 +168,9 @@ def test_bitwise_under_any_mesh(worlds, tmp_path, tied, meshes):
 
 
 def test_saved_under_hsdp(worlds, tmp_path):
-    saved, after = worlds(4).run(save_steps, tmp_path, (2, 2), [1])[0]
-    assert worlds(1).run(load_step, tmp_path, (1,), 1)[0][2:] == (saved, after)
+    options = {"fused": False}
+    saved, after = worlds(4).run(save_steps, tmp_path, (2, 2), [1], options)[0]
+    assert worlds(1).run(load_step, tmp_path, (1,), 1, options)[0][2:] == (saved, after)
     sizes = {file.name: file.stat().st_size for file in (tmp_path / "step-1").glob("*.distcp")}
     assert len(sizes) == 4 and max(sizes.values()) < 2 * min(sizes.values()), sizes  # replicas share the writing
 
