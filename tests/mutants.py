@@ -121,15 +121,10 @@ MUTANTS = [
 ]
 
 
-def files_with(text: str, folder: str, pattern: str = "*.py") -> list[Path]:
-    """Files of the checkout below a folder that hold a text."""
-    files = (ROOT / folder).rglob(pattern)
-    return [file.relative_to(ROOT) for file in files if text in file.read_text(encoding="utf-8")]
-
-
 def place(mutant: Mutant) -> Path:
     """The file of the package that the mutant changes. ValueError: there is no such place, or there are several."""
-    found = files_with(mutant.old, "titan_linear")
+    files = (ROOT / "titan_linear").rglob("*.py")
+    found = [file.relative_to(ROOT) for file in files if mutant.old in file.read_text(encoding="utf-8")]
     if len(found) != 1 or (ROOT / found[0]).read_text(encoding="utf-8").count(mutant.old) != 1:
         raise ValueError(
             f"{mutant.old!r} is not once in the package but in {[str(file) for file in found]}: rewrite it"

@@ -113,11 +113,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(float8, "SMALLEST", 16)
 
 
-def in_float8(module: nn.Module, *filters: str, emulate: bool = True) -> nn.Module:
+def in_float8(module: nn.Module) -> nn.Module:
     """As a layer of a model."""
     model = nn.Module()
     model.layers = nn.ModuleList([module])
-    use_float8(model, filters, emulate)
+    use_float8(model, [], emulate=True)
     return module
 
 

@@ -57,9 +57,9 @@ def fla_model(
     model: ModelConfig,
     device: torch.device,
     *,
+    compiled: bool,
+    checkpointing: bool,
     weights: Path | None = None,
-    compiled: bool = False,
-    checkpointing: bool = False,
 ) -> nn.Module:
     """FLA's model of this configuration, float32, ready to train.
 
