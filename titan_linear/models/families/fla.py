@@ -15,10 +15,9 @@ from titan_linear.models.families.layout import (
     gates,
     options_of,
     outside_layers,
-    renamed,
-    same,
     shortest,
     spelled,
+    weights,
 )
 from titan_linear.models.families.remote import remote_code
 from titan_linear.models.mixers import GDN, KDA, Attention
@@ -26,20 +25,20 @@ from titan_linear.models.mixers import GDN, KDA, Attention
 # --- Tensors ---------------------------------------------------------------------------------------------------------
 
 FLA_MODEL = outside_layers("embeddings", "norm")
-_NORMS = renamed("", "", mixer_norm="attn_norm", mlp_norm="mlp_norm")
+_NORMS = weights("", "", mixer_norm="attn_norm", mlp_norm="mlp_norm")
 _LINEAR = (
     *_NORMS,
-    *same("mixer.", "attn.", "q_proj", "k_proj", "v_proj", "b_proj", "o_norm", "o_proj"),
+    *weights("mixer.", "attn.", "q_proj", "k_proj", "v_proj", "b_proj", "o_norm", "o_proj"),
     convolutions("attn."),
     *gates("attn."),
 )
 FLA_KDA = (
     *_LINEAR,
-    *same("mixer.", "attn.", "f_proj.0", "f_proj.1", "g_proj.0", "g_proj.1"),
+    *weights("mixer.", "attn.", "f_proj.0", "f_proj.1", "g_proj.0", "g_proj.1"),
     spelled("mixer.g_proj.1.bias", "attn.g_proj.1.bias"),
 )
-FLA_GDN = (*_LINEAR, *same("mixer.", "attn.", "a_proj", "g_proj"))
-FLA_ATTENTION = (*_NORMS, *same("mixer.", "attn.", "q_proj", "k_proj", "v_proj", "o_proj"))
+FLA_GDN = (*_LINEAR, *weights("mixer.", "attn.", "a_proj", "g_proj"))
+FLA_ATTENTION = (*_NORMS, *weights("mixer.", "attn.", "q_proj", "k_proj", "v_proj", "o_proj"))
 
 # --- config.json -----------------------------------------------------------------------------------------------------
 

@@ -16,12 +16,11 @@ from titan_linear.models.families.layout import (
     mamba2,
     named,
     options_of,
-    renamed,
     rope_to_hf,
-    same,
     spelled,
     time_step_limit,
     time_step_limit_to_hf,
+    weights,
 )
 from titan_linear.models.mixers import Attention, Mamba2
 
@@ -32,7 +31,7 @@ def _mlp(ours: str) -> tuple[tuple[Layout, ...], ...]:
     gate_up = (f"{ours}gate_proj.weight", f"{ours}up_proj.weight")
     return (
         (Layout(gate_up, ("shared_mlp.input_linear.weight",)),),
-        *renamed(ours, "shared_mlp.", down_proj="output_linear"),
+        *weights(ours, "shared_mlp.", down_proj="output_linear"),
     )
 
 
@@ -49,7 +48,7 @@ EXPERTS = (
 )
 LAYERS = {
     Mamba2: (*NORMS, *mamba2("mamba.")),
-    Attention: (*NORMS, *same("mixer.", "self_attn.", "q_proj", "k_proj", "v_proj", "o_proj")),
+    Attention: (*NORMS, *weights("mixer.", "self_attn.", "q_proj", "k_proj", "v_proj", "o_proj")),
 }
 
 # --- config.json -----------------------------------------------------------------------------------------------------

@@ -16,10 +16,9 @@ from titan_linear.models.families.layout import (
     experts,
     named,
     options_of,
-    renamed,
-    same,
     spelled,
     swiglu,
+    weights,
 )
 from titan_linear.models.mixers import KDA, MLA
 
@@ -36,7 +35,7 @@ def _gate(ours: str, theirs: str, **options: str) -> Spellings:
 
 KIMI_KDA = (
     *NORMS,
-    *same("mixer.", "self_attn.", "q_proj", "k_proj", "v_proj", "b_proj", "o_norm", "o_proj"),
+    *weights("mixer.", "self_attn.", "q_proj", "k_proj", "v_proj", "b_proj", "o_norm", "o_proj"),
     convolutions("self_attn."),
     (*_gate("A_log", "A_log", form="heads"), *spelled("mixer.A_log", "self_attn.A_log")),
     _gate("dt_bias", "dt_bias"),
@@ -47,8 +46,15 @@ KIMI_KDA = (
 )
 KIMI_MLA = (
     *NORMS,
-    *same("mixer.", "self_attn.", "q_proj", "kv_b_proj", "o_proj"),
-    *renamed("mixer.", "self_attn.", kv_a_proj="kv_a_proj_with_mqa", kv_norm="kv_a_layernorm"),
+    *weights(
+        "mixer.",
+        "self_attn.",
+        "q_proj",
+        "kv_b_proj",
+        "o_proj",
+        kv_a_proj="kv_a_proj_with_mqa",
+        kv_norm="kv_a_layernorm",
+    ),
 )
 EXPERTS = (
     spelled("mlp.router.weight", *(f"{place}gate.weight" for place in PLACES)),

@@ -77,14 +77,10 @@ def spelled(ours: str, *theirs: str, **options: object) -> Spellings:
     return tuple(Layout((ours,), (name,), **options) for name in theirs)
 
 
-def renamed(ours: str, theirs: str, **names: str) -> tuple[Spellings, ...]:
-    """Tensors one to one: ours.NAME.weight is theirs.OTHER.weight for each NAME = OTHER."""
+def weights(ours: str, theirs: str, *same: str, **renamed: str) -> tuple[Spellings, ...]:
+    """Tensors one to one: ours.NAME.weight is theirs.NAME.weight, or theirs.OTHER.weight for each NAME = OTHER."""
+    names = {name: name for name in same} | renamed
     return tuple(spelled(f"{ours}{a}.weight", f"{theirs}{b}.weight") for a, b in names.items())
-
-
-def same(ours: str, theirs: str, *names: str) -> tuple[Spellings, ...]:
-    """Tensors one to one: ours.NAME.weight is theirs.NAME.weight."""
-    return renamed(ours, theirs, **{n: n for n in names})
 
 
 def fused(ours: tuple[str, ...], theirs: str, **options: object) -> Spellings:
@@ -114,7 +110,7 @@ def mamba2(theirs: str) -> tuple[Spellings, ...]:
         (Layout(tuple(f"mixer.{name}.bias" for name in of_conv), (f"{theirs}conv1d.bias",)),),
         *gates(theirs),
         spelled("mixer.D", f"{theirs}D"),
-        *renamed("mixer.", theirs, o_norm="norm", o_proj="out_proj"),
+        *weights("mixer.", theirs, o_norm="norm", o_proj="out_proj"),
     )
 
 
@@ -140,14 +136,14 @@ def experts(places: tuple[str, str], gate: str, up: str, down: str) -> tuple[Spe
 def outside_layers(embedding: str, norm: str) -> tuple[Spellings, ...]:
     """The embedding, the norm before the head, and the head."""
     return (
-        *renamed("", "", embedding=embedding),
-        *renamed("head.", "", norm=norm),
-        *renamed("", "", head="lm_head"),
+        *weights("", "", embedding=embedding),
+        *weights("head.", "", norm=norm),
+        *weights("", "", head="lm_head"),
     )
 
 
 MODEL = outside_layers("embed_tokens", "norm")
-NORMS = renamed("", "", mixer_norm="input_layernorm", mlp_norm="post_attention_layernorm")
+NORMS = weights("", "", mixer_norm="input_layernorm", mlp_norm="post_attention_layernorm")
 MLP = swiglu("mlp.", "mlp.")
 
 # --- config.json ------------------------------------------------------------------------------------------------------

@@ -14,30 +14,37 @@ from titan_linear.models.families.layout import (
     fused,
     options_of,
     outside_layers,
-    renamed,
-    same,
     shortest,
+    weights,
 )
 from titan_linear.models.mixers import Attention, ShortConv
 
 # --- Tensors ---------------------------------------------------------------------------------------------------------
 
 MODEL = outside_layers("embed_tokens", "embedding_norm")
-_NORMS = renamed("", "", mixer_norm="operator_norm", mlp_norm="ffn_norm")
+_NORMS = weights("", "", mixer_norm="operator_norm", mlp_norm="ffn_norm")
 LAYERS = {
     ShortConv: (
         *_NORMS,
         fused(("b_proj", "c_proj", "x_proj"), "conv.in_proj.weight"),
         fused(("conv1d",), "conv.conv.weight", form="conv"),
-        *renamed("mixer.", "conv.", o_proj="out_proj"),
+        *weights("mixer.", "conv.", o_proj="out_proj"),
     ),
     Attention: (
         *_NORMS,
-        *same("mixer.", "self_attn.", "q_proj", "k_proj", "v_proj"),
-        *renamed("mixer.", "self_attn.", q_norm="q_layernorm", k_norm="k_layernorm", o_proj="out_proj"),
+        *weights(
+            "mixer.",
+            "self_attn.",
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            q_norm="q_layernorm",
+            k_norm="k_layernorm",
+            o_proj="out_proj",
+        ),
     ),
 }
-MLP = renamed("mlp.", "feed_forward.", gate_proj="w1", up_proj="w3", down_proj="w2")
+MLP = weights("mlp.", "feed_forward.", gate_proj="w1", up_proj="w3", down_proj="w2")
 
 # --- config.json -----------------------------------------------------------------------------------------------------
 

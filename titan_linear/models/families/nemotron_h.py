@@ -17,12 +17,11 @@ from titan_linear.models.families.layout import (
     named,
     options_of,
     outside_layers,
-    renamed,
-    same,
     shortest,
     spelled,
     time_step_limit,
     time_step_limit_to_hf,
+    weights,
 )
 from titan_linear.models.mixers import Attention, Mamba2
 from titan_linear.models.mlps import Dense
@@ -30,10 +29,10 @@ from titan_linear.models.mlps import Dense
 # --- Tensors ---------------------------------------------------------------------------------------------------------
 
 MODEL = outside_layers("embeddings", "norm_f")
-_NORM = renamed("", "", mixer_norm="norm")
+_NORM = weights("", "", mixer_norm="norm")
 _MLP = ("up_proj", "down_proj")
 EXPERTS = (
-    *renamed("mlp.", "mixer.", router="gate", latent_in_proj="fc1_latent_proj", latent_out_proj="fc2_latent_proj"),
+    *weights("mlp.", "mixer.", router="gate", latent_in_proj="fc1_latent_proj", latent_out_proj="fc2_latent_proj"),
     spelled("mlp.router.selection_bias", "mixer.gate.e_score_correction_bias"),
     *(
         (
@@ -42,12 +41,12 @@ EXPERTS = (
         )
         for name in _MLP
     ),
-    *same("mlp.shared.", "mixer.shared_experts.", *_MLP),
+    *weights("mlp.shared.", "mixer.shared_experts.", *_MLP),
 )
 LAYERS = {
     Mamba2: (*_NORM, *mamba2("mixer.")),
-    Attention: (*_NORM, *same("mixer.", "mixer.", "q_proj", "k_proj", "v_proj", "o_proj")),
-    NoneType: renamed("", "", mlp_norm="norm"),
+    Attention: (*_NORM, *weights("mixer.", "mixer.", "q_proj", "k_proj", "v_proj", "o_proj")),
+    NoneType: weights("", "", mlp_norm="norm"),
 }
 
 # --- config.json -----------------------------------------------------------------------------------------------------
@@ -172,7 +171,7 @@ def _to_hf(config: ModelConfig) -> Json:
 NEMOTRON_H = Family(
     MODEL,
     LAYERS,
-    same("mlp.", "mixer.", *_MLP),
+    weights("mlp.", "mixer.", *_MLP),
     EXPERTS,
     _from_hf,
     _to_hf,

@@ -19,8 +19,8 @@ from titan_linear.models.families.layout import (
     gates,
     named,
     options_of,
-    same,
     spelled,
+    weights,
 )
 from titan_linear.models.mixers import GDN, Attention
 
@@ -33,14 +33,14 @@ O_NORM_EPS = 1e-5  # eps of linear layers' output norm, whatever the model's nor
 OLMO_GDN = (
     spelled("mixer_norm.weight", "attention_layer_norm.weight", "input_layernorm.weight"),
     spelled("mlp_norm.weight", "feedforward_layer_norm.weight", "post_attention_layernorm.weight"),
-    *same("mixer.", "linear_attn.", "q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj", "o_norm", "o_proj"),
+    *weights("mixer.", "linear_attn.", "q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj", "o_norm", "o_proj"),
     convolutions("linear_attn.", thirds=True),
     *gates("linear_attn."),
 )
 OLMO_ATTENTION = (
     spelled("mixer_norm.weight", "feedforward_layer_norm.weight", "post_attention_layernorm.weight"),
     spelled("mlp_norm.weight", "post_feedforward_layernorm.weight"),
-    *same("mixer.", "self_attn.", "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"),
+    *weights("mixer.", "self_attn.", "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"),
 )
 
 # --- config.json -----------------------------------------------------------------------------------------------------

@@ -24,9 +24,8 @@ from titan_linear.models.families.layout import (
     gates,
     named,
     options_of,
-    renamed,
-    same,
     swiglu,
+    weights,
 )
 from titan_linear.models.mixers import GDN, Attention
 
@@ -35,12 +34,12 @@ from titan_linear.models.mixers import GDN, Attention
 ATTENTION = (
     *NORMS,
     fused(("q_proj", "g_proj"), "self_attn.q_proj.weight", groups="heads"),
-    *same("mixer.", "self_attn.", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"),
+    *weights("mixer.", "self_attn.", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"),
 )
 _ANY_GDN = (
     *NORMS,
     fused(("q_conv1d", "k_conv1d", "v_conv1d"), "linear_attn.conv1d.weight", form="conv"),
-    *renamed("mixer.", "linear_attn.", o_norm="norm", o_proj="out_proj"),
+    *weights("mixer.", "linear_attn.", o_norm="norm", o_proj="out_proj"),
     *gates("linear_attn."),
 )
 QWEN3_NEXT_GDN = (
@@ -51,10 +50,10 @@ QWEN3_NEXT_GDN = (
 QWEN3_5_GDN = (
     *_ANY_GDN,
     fused(("q_proj", "k_proj", "v_proj"), "linear_attn.in_proj_qkv.weight"),
-    *renamed("mixer.", "linear_attn.", g_proj="in_proj_z", b_proj="in_proj_b", a_proj="in_proj_a"),
+    *weights("mixer.", "linear_attn.", g_proj="in_proj_z", b_proj="in_proj_b", a_proj="in_proj_a"),
 )
 EXPERTS = (
-    *renamed("mlp.", "mlp.", router="gate", shared_gate="shared_expert_gate"),
+    *weights("mlp.", "mlp.", router="gate", shared_gate="shared_expert_gate"),
     *experts(("mlp.", "mlp."), "gate_proj", "up_proj", "down_proj"),
     *swiglu("mlp.shared.", "mlp.shared_expert."),
 )

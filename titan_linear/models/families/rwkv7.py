@@ -18,9 +18,8 @@ from titan_linear.models.families.layout import (
     Layout,
     Spellings,
     named,
-    renamed,
-    same,
     spelled,
+    weights,
 )
 from titan_linear.models.mixers import RWKV7
 
@@ -40,10 +39,10 @@ _MIXES = tuple(f"x_{name}" for name in "rwkvag")
 _OURS = tuple(f"mixer.{mix}" for mix in _MIXES)
 
 MODEL = (
-    *renamed("", "", embedding="embeddings"),
+    *weights("", "", embedding="embeddings"),
     *_normed("embedding_norm", "layers.0.pre_norm"),
     *_normed("head.norm", "norm"),
-    *renamed("", "", head="lm_head"),
+    *weights("", "", head="lm_head"),
 )
 TIME_MIXING = (
     *_normed("mixer_norm", "attn_norm"),
@@ -54,13 +53,13 @@ TIME_MIXING = (
     ),
     *(spelled(f"mixer.{name}", f"attn.{name}") for name in ("k_k", "k_a")),
     spelled("mixer.r_k", "attn.r_k", groups="heads", form="by group"),
-    *same("mixer.", "attn.", "r_proj", "k_proj", "v_proj", "o_proj"),
+    *weights("mixer.", "attn.", "r_proj", "k_proj", "v_proj", "o_proj"),
     *(spellings for name in "wavg" for spellings in _low_rank(f"{name}_lora")),
     *_normed("mixer.g_norm", "attn.g_norm"),
 )
 CHANNEL_MIXING = (
     spelled("mlp.x_k", "ffn.x_k"),
-    *renamed("mlp.", "ffn.", up_proj="key", down_proj="value"),
+    *weights("mlp.", "ffn.", up_proj="key", down_proj="value"),
 )
 
 # --- config.json -----------------------------------------------------------------------------------------------------
