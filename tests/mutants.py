@@ -57,7 +57,7 @@ MUTANTS = [
     Mutant("(own >= rows), ELSEWHERE", "(own > rows), ELSEWHERE", "test_tensor_parallel.py"),
     Mutant(".where(labels != IGNORE, IGNORE)", ".where(labels != IGNORE, ELSEWHERE)", "test_tensor_parallel.py"),
     Mutant("token_losses[rows] = losses", "token_losses[: len(losses)] = losses", "ops/test_cross_entropy.py"),
-    Mutant("keepdim=True) + 1e-6)\n", "keepdim=True) + 1e-5)\n", "ops/test_delta_rule.py"),
+    Mutant("keepdim=True) + 1e-6)).to", "keepdim=True) + 1e-5)).to", "ops/test_delta_rule.py"),
     Mutant("(ranks[::-1] if mirrored[s] else ranks)", "ranks", "test_attention_cp.py: nodes_on"),
     Mutant("step * self.stride", "step", "test_attention_cp.py: nodes_on"),
     # --- models

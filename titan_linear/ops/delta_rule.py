@@ -9,9 +9,16 @@ from torch import Tensor
 
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.recurrence import Recurrence, check_queries, run
-from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs, beta_range, check_chunk_size, refuse
+from titan_linear.ops.runtime.options import (
+    DeltaRuleOptions,
+    Inputs,
+    beta_range,
+    check_chunk_size,
+    check_floats,
+    refuse,
+)
 from titan_linear.ops.runtime.support import Choice
-from titan_linear.ops.torch.delta_rule import TorchDeltaRule, step
+from titan_linear.ops.torch.delta_rule import TorchDeltaRule, l2norm, step
 from titan_linear.ops.triton.configs import delta_rule_needs, with_kernels
 
 
@@ -40,6 +47,12 @@ def check_inputs(given: Inputs, options: DeltaRuleOptions) -> None:
         raise ValueError(f"A_log {tuple(A_log.shape)} must be [HV] = [{HV}]")
     if dt_bias is not None and not options.gate_in_kernel:
         raise ValueError("dt_bias comes with use_gate_in_kernel = True; give both or neither")
+
+
+def normed(given: Inputs) -> Inputs:
+    """With q and k divided by their norms, before any kernel."""
+    check_floats(q=given.q, k=given.k)
+    return given._replace(q=l2norm(given.q), k=l2norm(given.k))
 
 
 # --- Kimi Delta Attention --------------------------------------------------------------------------------------------
@@ -90,7 +103,8 @@ def chunk_kda(
         g: [B, T, HV, K], natural logs of the decay (≤ 0), or raw gates with use_gate_in_kernel.
         scale: factor on o, K^−½ by default.
         initial_state: [N, HV, K, V], one per sequence or packed document; zeros by default.
-        use_qk_l2norm_in_kernel: q, k ← x / sqrt(Σx² + 1e-6).
+        use_qk_l2norm_in_kernel: q, k ← x / sqrt(Σx² + 1e-6), before the kernels and rounded once; `causal_conv1d` with
+            norm_dim does it in its own.
         use_gate_in_kernel: the decay is −exp(A_log)·softplus(g + dt_bias), or with `lower_bound`
             lower_bound·sigmoid(exp(A_log)·(g + dt_bias)); A_log [HV], dt_bias [HV·K]. With a lower bound A_log may be
             left out: the rate exp(A_log) is then 1.
@@ -127,7 +141,6 @@ def chunk_kda(
         A_log = g.new_zeros(g.shape[2], dtype=torch.promote_types(g.dtype, torch.float32))
     options = DeltaRuleOptions(
         scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
-        l2norm=use_qk_l2norm_in_kernel,
         gate_in_kernel=use_gate_in_kernel,
         lower_bound=lower_bound,
         safe_gate=safe_gate or lower_bound is not None,
@@ -136,6 +149,7 @@ def chunk_kda(
     )
     given = Inputs(q, k, v, g, beta, A_log, dt_bias)
     check_inputs(given, options)
+    given = normed(given) if use_qk_l2norm_in_kernel else given
     return run(
         KDA,
         given,
@@ -200,13 +214,13 @@ def chunk_gated_delta_rule(
         raise ValueError(f"dt_bias {tuple(dt_bias.shape)} must be [HV] = [{g.shape[2]}]")
     options = DeltaRuleOptions(
         scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
-        l2norm=use_qk_l2norm_in_kernel,
         gate_in_kernel=use_gate_in_kernel,
         beta_range=beta_range(use_beta_sigmoid_in_kernel, allow_neg_eigval),
         disable_recompute=disable_recompute,
     )
     given = Inputs(q, k, v, g, beta, A_log, dt_bias)
     check_inputs(given, options)
+    given = normed(given) if use_qk_l2norm_in_kernel else given
     return run(
         GDN,
         given,

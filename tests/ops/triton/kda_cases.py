@@ -18,8 +18,8 @@ def make_inputs(T, H, HV, K, V, N, *, gate="none", fast=1.0, device="cpu", state
     gen = torch.Generator().manual_seed(0)
     rand = lambda *shape: torch.randn(*shape, generator=gen)  # noqa: E731
     x = {"q": rand(T, H, K), "k": rand(T, H, K), "v": rand(T, HV, V)}
+    x["q"], x["k"] = l2norm(x["q"]).float(), l2norm(x["k"]).float()
     if gate == "none":
-        x["q"], x["k"] = l2norm(x["q"]).float(), l2norm(x["k"]).float()
         of_tokens = torch.as_tensor(fast).repeat_interleave(64 if isinstance(fast, tuple) else T)[:T, None, None]
         x["g"] = -of_tokens * torch.rand(T, HV, K, generator=gen)
     else:
@@ -32,11 +32,10 @@ def make_inputs(T, H, HV, K, V, N, *, gate="none", fast=1.0, device="cpu", state
     return {name: t.to(device) for name, t in x.items()}
 
 
-def run_kernels(x, cu, *, gate="none", safe=False, norm=False, lower_bound=None, scale=None):
+def run_kernels(x, cu, *, gate="none", safe=False, lower_bound=None, scale=None):
     """All stages of forward and backward → dict of NAMES."""
     options = DeltaRuleOptions(
         scale=scale or x["q"].shape[-1] ** -0.5,
-        l2norm=norm,
         gate_in_kernel=gate != "none",
         lower_bound=lower_bound if gate == "bounded" else None,
         safe_gate=safe,
@@ -67,13 +66,11 @@ def error(x, ref, size=None):
     return ((x - ref).norm() / (ref if size is None else size.cpu()).norm().clamp_min(1e-30)).item()
 
 
-def run_reference(x, cu, *, gate="none", norm=False, lower_bound=None, scale=None, **_):
+def run_reference(x, cu, *, gate="none", lower_bound=None, scale=None, **_):
     """What run_kernels gives, in fp64, and the sizes of the sums that dA_log and ddt_bias are."""
     scale = scale or x["q"].shape[-1] ** -0.5
     leaves = {n: x[n].double().requires_grad_() for n in ("q", "k", "v", "g", "beta", "h0") if n in x}
     q, k, v, g, beta = (leaves[n] for n in ("q", "k", "v", "g", "beta"))
-    if norm:
-        q, k = l2norm(q), l2norm(k)
     if gate != "none":  # a copy per token and channel, whose gradients are the terms of the parameters' gradients
         params = {n: x[n].double().view(g.shape[1], -1).expand(g.shape).clone() for n in ("A_log", "dt_bias")}
         terms = [t.requires_grad_().flatten() for t in params.values()]

@@ -45,7 +45,7 @@ def kda_case(dtype: str, K: int, V: int, gate: str = "none", safe: bool = True, 
     state, rows = (None, None) if plain else (meta(N, HV, K, V, kind="float32"), meta(N, kind="int32"))
     entries, NT = meta(2, kind="int32"), max_chunks(T, N, 64)
     chunks = [meta(N + 1, kind="int32"), meta(NT, 2, kind="int32"), meta(N + 1, kind="int32")]
-    numbers = (0.5, -5.0, kda.GATES[gate], safe, not plain, None if plain else 2.0)
+    numbers = (0.5, -5.0, kda.GATES[gate], safe, None if plain else 2.0)
     inputs = [q, k, v, g, beta, A_log, dt_bias]
     tiles = list(launch(kda.kda_prepare, inputs, chunks, *numbers))
     launch(kda.kda_recompute, inputs, chunks, *numbers)

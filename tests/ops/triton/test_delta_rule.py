@@ -104,7 +104,7 @@ def test_operators_of_gdn_are_well_formed(indexed: bool) -> None:
     x = {n: (t[0] if t.dim() > 1 else t).float().to(DEVICE) for n, t in made.items()}
     q, k, v, gates, do = x["q"], x["k"], x["v"], (x["g"], x["beta"], x["A_log"], x["dt_bias"]), torch.ones_like(x["v"])
     cu, index = (torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in ([0, 70], [0]))
-    chunks, numbers = list(chunks_of(cu, 70)), (0.2, True, 1.0)
+    chunks, numbers = list(chunks_of(cu, 70)), (0.2, 1.0)
     ops, states = torch.ops.titan_linear, [torch.ones(1, 2, 32, 32, device=DEVICE), index if indexed else None]
     inputs = [q, k, v, *gates]
     tiles = ops.gdn_prepare(inputs, chunks, *numbers)

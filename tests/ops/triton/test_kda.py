@@ -41,8 +41,8 @@ CASES = {
     "slow": (130, 1, 1, 32, 32, [0, 130], {"safe": True, "fast": 1e-3}),
     "fast in one chunk": (130, 1, 1, 32, 32, [0, 130], {"fast": (1.0, 20.0, 1.0)}),
     "any gate": (130, 1, 1, 32, 32, [0, 1, 130], {"fast": 20.0}),
-    "softplus": (70, 1, 2, 32, 32, [0, 70], {"gate": "softplus", "norm": True}),
-    "bounded": (70, 2, 2, 64, 32, [0, 5, 70], {"gate": "bounded", "norm": True, "lower_bound": -5.0, "safe": True}),
+    "softplus": (70, 1, 2, 32, 32, [0, 70], {"gate": "softplus"}),
+    "bounded": (70, 2, 2, 64, 32, [0, 5, 70], {"gate": "bounded", "lower_bound": -5.0, "safe": True}),
     "no states": (70, 1, 1, 32, 32, [0, 70], {"safe": True, "state": False}),
 }
 
@@ -79,7 +79,7 @@ def test_every_element_is_written():
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN
     try:
         assert torch.empty(4, device=DEVICE).isnan().all()
-        out = run_kernels(x, PACKED, gate="softplus", norm=True)
+        out = run_kernels(x, PACKED, gate="softplus")
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(t.isfinite().all() for t in out.values())
@@ -112,7 +112,7 @@ def test_operators_are_well_formed(indexed):
     q, k, v, g, beta, A_log, dt_bias, do = (x[n] for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "do"))
     chunks = list(chunks_of(torch.tensor([0, 70], dtype=torch.int32, device=DEVICE), 70))
     index = torch.tensor([0], dtype=torch.int32, device=DEVICE)
-    ops, inputs, numbers = torch.ops.titan_linear, [q, k, v, g, beta, A_log, dt_bias], (0.2, 0.0, 1, True, False, 1.0)
+    ops, inputs, numbers = torch.ops.titan_linear, [q, k, v, g, beta, A_log, dt_bias], (0.2, 0.0, 1, True, 1.0)
     initial, d_final = ([x[name], index if indexed else None] for name in ("h0", "dht"))
     tiles = ops.kda_prepare(inputs, chunks, *numbers)
     calls = {

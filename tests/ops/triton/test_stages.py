@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops.inputs import DEVICE, boundaries, make_inputs, raw_gate_inputs, relative_error
+from titan_linear.ops.delta_rule import normed
 from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs, States
 from titan_linear.ops.torch.delta_rule import TorchDeltaRule
@@ -62,8 +63,8 @@ class Copies(TorchDispatchMode):
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 def test_views_of_one_projection_are_not_copied(op: str) -> None:
     """q, k, v of one tensor, as in the mixers, and so g, beta and do: the same numbers, bit by bit."""
-    inputs = flat_inputs(op, raw_gate_inputs, HV=2)
-    do, options = randn(*inputs.v.shape), replace(OPTIONS, l2norm=True, gate_in_kernel=True)
+    inputs = normed(flat_inputs(op, raw_gate_inputs, HV=2))
+    do, options = randn(*inputs.v.shape), replace(OPTIONS, gate_in_kernel=True)
 
     def strided(*tensors: torch.Tensor) -> list[torch.Tensor]:
         together = torch.cat([x.flatten(1) for x in tensors], 1).split([x[0].numel() for x in tensors], 1)

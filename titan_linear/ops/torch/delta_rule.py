@@ -100,16 +100,15 @@ class TorchDeltaRule(TorchRule):
 
 
 def l2norm(x: Tensor) -> Tensor:
-    """x / sqrt(Σ x² + 1e-6) over the last dimension."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+    """x / sqrt(Σ x² + 1e-6) over the last dimension, in x's dtype, rounded once."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
 
 
 def normalise(inputs: Inputs, options: DeltaRuleOptions) -> list[Tensor]:
-    """Inputs in the dtype of the computation, q and k normalised and g a log gate [T, HV, K or 1], as `options` ask."""
+    """Inputs in the dtype of the computation, with β and g a log gate [T, HV, K or 1], as `options` ask."""
     wide = torch.promote_types(inputs.q.dtype, torch.float32)
     q, k, v, g, beta = (x.to(wide) for x in inputs[:5])
-    if options.l2norm:
-        q, k = l2norm(q), l2norm(k)
     beta = beta if options.beta_range is None else options.beta_range * beta.sigmoid()
     g = g.unsqueeze(-1) if g.dim() == 2 else g
     if options.gate_in_kernel:

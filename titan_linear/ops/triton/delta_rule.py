@@ -138,7 +138,6 @@ class TritonKDA(TritonRule):
             "lower_bound": options.lower_bound or 0.0,
             "gate": kda.GATES[gate],
             "safe_gate": options.safe_gate,
-            "l2norm": options.l2norm,
             "beta_range": options.beta_range,
         }
         prepare = kda.kda_recompute if kept else kda.kda_prepare
@@ -162,7 +161,7 @@ class TritonGDN(TritonRule):
 
     def __init__(self, inputs: Inputs, options: DeltaRuleOptions, chunks: Chunks, kept: Sequence[Tensor]):
         self.inputs, self.chunks, self.scale = inputs, list(chunks), options.scale
-        self.numbers = {"scale": options.scale, "l2norm": options.l2norm, "beta_range": options.beta_range}
+        self.numbers = {"scale": options.scale, "beta_range": options.beta_range}
         prepare = gdn.gdn_recompute if kept else gdn.gdn_prepare
         made = prepare(list(inputs), self.chunks, **self.numbers)
         self.tiles = gdn.Tiles(*kept, *made)

@@ -40,7 +40,6 @@ class Tiles(NamedTuple):
     C: Tensor | None  # [NT, HV, BT, BT]; None: not computed again
     A: Tensor  # [NT, HV, BT, BT]
     gates: Tensor  # [NT, HV, 2, BT] fp32: cumulative gate in base 2, β
-    norms: Tensor  # [NT, H, 2, BT] fp32: 1 / |q|, 1 / |k|; empty without l2norm
 
 
 def _precision(x: Tensor) -> str:
@@ -48,9 +47,9 @@ def _precision(x: Tensor) -> str:
     return "tf32x3" if x.dtype == torch.float32 else "ieee"
 
 
-def _constants(k: Tensor, HV: int, norms: Tensor) -> dict[str, int | bool | str]:
+def _constants(k: Tensor, HV: int) -> dict[str, int | bool | str]:
     """Constants of every kernel but prepare."""
-    return {"R": HV // k.shape[1], "K": k.shape[2], "BT": BT, "NORM": norms.numel() > 0, "PREC": _precision(k)}
+    return {"R": HV // k.shape[1], "K": k.shape[2], "BT": BT, "PREC": _precision(k)}
 
 
 def _sliced(kernel: str, k: Tensor, V: int) -> Config:
@@ -59,12 +58,11 @@ def _sliced(kernel: str, k: Tensor, V: int) -> Config:
     return config(kernel, k, max(K, S), BV=min(K, S))
 
 
-def _empty_tiles(inputs: list[Tensor | None], chunks: list[Tensor], l2norm: bool, system: bool = True) -> Tiles:
+def _empty_tiles(inputs: list[Tensor | None], chunks: list[Tensor], system: bool = True) -> Tiles:
     """system: with C."""
     k, HV, NT = Inputs(*inputs).k, Inputs(*inputs).g.shape[1], Chunks(*chunks).chunk_index.shape[0]
     C, A = (k.new_empty(NT, HV, BT, BT) if wanted else None for wanted in (system, True))
-    gates = k.new_empty(NT, HV, 2, BT, dtype=torch.float32)
-    return Tiles(C, A, gates, k.new_empty((NT, k.shape[1], 2, BT) if l2norm else 0, dtype=torch.float32))
+    return Tiles(C, A, k.new_empty(NT, HV, 2, BT, dtype=torch.float32))
 
 
 def _launch_prepare(
@@ -95,7 +93,6 @@ def _launch_prepare(
         R=HV // H,
         K=K,
         BT=BT,
-        NORM=tiles.norms.numel() > 0,
         BETA_RANGE=beta_range,
         PREC=_precision(k),
         **config("gdn recompute" if tiles.C is None else "gdn prepare", k, K),
@@ -107,11 +104,10 @@ def gdn_prepare(
     inputs: list[Tensor | None],
     chunks: list[Tensor],
     scale: float,
-    l2norm: bool,
     beta_range: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """-> `Tiles`."""
-    x, tiles = Inputs(*inputs), _empty_tiles(inputs, chunks, l2norm)
+    x, tiles = Inputs(*inputs), _empty_tiles(inputs, chunks)
     _launch_prepare(x, tiles, Chunks(*chunks), scale, beta_range)
     chosen = config("solve", x.k, x.k.shape[2])
     solve_kernel[(tiles.C.shape[0] * tiles.C.shape[1],)](
@@ -121,8 +117,8 @@ def gdn_prepare(
 
 
 @register_fake(gdn_prepare)
-def _(inputs, chunks, scale, l2norm, beta_range):
-    return _empty_tiles(inputs, chunks, l2norm)
+def _(inputs, chunks, *_):
+    return _empty_tiles(inputs, chunks)
 
 
 @operator(kind="delta rule", of_driver=True, prepares="backward")
@@ -130,18 +126,17 @@ def gdn_recompute(
     inputs: list[Tensor | None],
     chunks: list[Tensor],
     scale: float,
-    l2norm: bool,
     beta_range: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """-> A, gates, norms."""
-    tiles = _empty_tiles(inputs, chunks, l2norm, system=False)
+) -> tuple[Tensor, Tensor]:
+    """-> A, gates."""
+    tiles = _empty_tiles(inputs, chunks, system=False)
     _launch_prepare(Inputs(*inputs), tiles, Chunks(*chunks), scale, beta_range)
     return tiles[1:]
 
 
 @register_fake(gdn_recompute)
-def _(inputs, chunks, scale, l2norm, beta_range):
-    return _empty_tiles(inputs, chunks, l2norm, system=False)[1:]
+def _(inputs, chunks, *_):
+    return _empty_tiles(inputs, chunks, system=False)[1:]
 
 
 def _scan_outputs(k: Tensor, v: Tensor, final_rows: int) -> tuple[Tensor, Tensor]:
@@ -173,7 +168,6 @@ def gdn_scan(
         chunk_tiles(made.C, BT, BT),
         chunk_tiles(made.A, BT, BT),
         made.gates,
-        made.norms,
         states.values,
         states.index,
         o,
@@ -183,7 +177,7 @@ def gdn_scan(
         scale,
         HV,
         V=V,
-        **_constants(k, HV, made.norms),
+        **_constants(k, HV),
         **chosen,
     )
     return o, final_state
@@ -216,7 +210,6 @@ def gdn_boundary(
         ragged_tiles(v, BT, BV),
         chunk_tiles(made.C, BT, BT),
         made.gates,
-        made.norms,
         entries,
         wanted,
         S_ext,
@@ -225,7 +218,7 @@ def gdn_boundary(
         where.chunk_offsets,
         HV,
         V=V,
-        **_constants(k, HV, made.norms),
+        **_constants(k, HV),
         **chosen,
     )
     return S_ext, M
@@ -262,7 +255,6 @@ def gdn_boundary_bwd(
         chunk_tiles(made.C, BT, BT),
         chunk_tiles(made.A, BT, BT),
         made.gates,
-        made.norms,
         entries,
         wanted,
         dS_ext,
@@ -271,7 +263,7 @@ def gdn_boundary_bwd(
         scale,
         HV,
         V=V,
-        **_constants(k, HV, made.norms),
+        **_constants(k, HV),
         **chosen,
     )
     return dS_ext
@@ -299,7 +291,6 @@ def gdn_backward(
     d_final: list[Tensor | None],
     need_d_initial: bool,
     scale: float,
-    l2norm: bool,
     beta_range: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """-> the gradients of `Inputs` (each dense, in its input's dtype; those of A_log and dt_bias are empty if not
@@ -307,11 +298,11 @@ def gdn_backward(
     unwritten)."""
     q, k, v, g, beta, A_log, dt_bias = Inputs(*inputs)
     made, states, final = Tiles(*tiles), States(*initial), States(*d_final)
-    gates, norms = made.gates, made.norms
+    gates = made.gates
     cu_seqlens, chunk_index, chunk_offsets = Chunks(*chunks)
     (T, H, K), (_, HV, V), NT, N = k.shape, v.shape, chunk_index.shape[0], cu_seqlens.shape[0] - 1
     q, k, v, g, do = (dense_heads(x) for x in (q, k, v, g, do))
-    constants = {"V": V} | _constants(k, HV, norms)
+    constants = {"V": V} | _constants(k, HV)
     forward, reverse, chosen = (_sliced(f"gdn {name}", k, V) for name in ("states", "reverse", "gradients"))
     q_rows, k_rows, C_tiles = ragged_tiles(q, BT, K), ragged_tiles(k, BT, K), chunk_tiles(made.C, BT, BT)
     h, y = k.new_empty(NT, HV, K, V), v.new_empty(v.shape)
@@ -320,7 +311,6 @@ def gdn_backward(
         ragged_tiles(v, BT, forward["BV"]),
         C_tiles,
         gates,
-        norms,
         states.values,
         states.index,
         h,
@@ -341,7 +331,6 @@ def gdn_backward(
         C_tiles,
         chunk_tiles(made.A, BT, BT),
         gates,
-        norms,
         final.values,
         final.index,
         dh,
@@ -368,7 +357,6 @@ def gdn_backward(
         chunk_tiles(h, K, chosen["BV"]),
         chunk_tiles(dh, K, chosen["BV"]),
         gates,
-        norms,
         g,
         A_log,
         dt_bias,

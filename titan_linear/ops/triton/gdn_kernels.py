@@ -1,6 +1,6 @@
 """Kernels of the chunked gated delta rule with one gate per head and token.
 
-With G the gate summed inside a chunk (here in base 2), D_ij = 2^(G_i - G_j) and normalised q, k:
+With G the gate summed inside a chunk (here in base 2), D_ij = 2^(G_i - G_j):
 
     N = strict_lower(D * k kᵀ)        A = scale * lower(D * q kᵀ)         C = N (I + diag(beta) N)^-1 diag(beta)
     X = v - 2^G k S                   Y = X - C X                         U = beta Y
@@ -12,8 +12,8 @@ Backward, with dS' the gradient of the state that leaves the chunk:
     dU = Aᵀ do + 2^(γ-G) k dS'        Z = beta dU                         dv = dX = Z - Cᵀ Z
     dS = 2^γ dS' + scale qᵀ (2^G do) - kᵀ (2^G dX)
 
-Everything else needs only do, Y, dX, S and dS' of its own chunk: `gradients_kernel`. Normalising q and k is one factor
-per row, so normalised q and k are never stored. All sums are fp32; operands of a dot are rounded to the inputs' dtype.
+Everything else needs only do, Y, dX, S and dS' of its own chunk: `gradients_kernel`. All sums are fp32; operands of a
+dot are rounded to the inputs' dtype.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from titan_linear.ops.triton.gates import beta_gradient, load_beta, log2_gate, s
 from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.solve import lower_triangle
 from titan_linear.ops.triton.tiles import load_rows, load_state, store_rows, store_state
-
-EPS = tl.constexpr(1e-6)  # of the l2 norm
 
 
 @triton.jit
@@ -50,17 +48,6 @@ def _store_gates(
     return b_G
 
 
-@triton.jit
-def _store_norms(b_x, norms, i_p, i_x: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, NORM: tl.constexpr):
-    """1 / |x| of one chunk's queries (i_x = 0) or keys (1), stored by one of the value heads that share them."""
-    b_r = tl.full([BT], 1.0, tl.float32)
-    if NORM:
-        b_r = tl.rsqrt(tl.sum(b_x.to(tl.float32) * b_x.to(tl.float32), 1) + EPS)
-        p_n = norms + (i_p // R * 2 + i_x) * BT + tl.arange(0, BT)  # chunk and key head, as H = HV / R
-        tl.store(p_n, b_r, mask=i_p % R == 0)
-    return b_r
-
-
 @Kernel
 def prepare_kernel(
     q,  # [T, H, K]
@@ -72,7 +59,6 @@ def prepare_kernel(
     C,  # [NT, HV, BT, BT], or None in backward, which has C from forward
     A,  # [NT, HV, BT, BT]
     gates,  # [NT, HV, 2, BT] fp32: G in base 2, beta; past a document's end, the last G and zero
-    norms,  # [NT, H, 2, BT] fp32: 1 / |q|, 1 / |k|
     cu_seqlens,
     chunk_index,
     scale,
@@ -84,40 +70,31 @@ def prepare_kernel(
     R: tl.constexpr,  # value heads per key head
     K: tl.constexpr,
     BT: tl.constexpr,
-    NORM: tl.constexpr,
     BETA_RANGE: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """Gates, norms, A and N (in C's tile, for solve_kernel) of one chunk and value head."""
+    """Gates, A and N (in C's tile, for solve_kernel) of one chunk and value head."""
     i_p = tl.program_id(0).to(tl.int64)
     i_t, i_hv = i_p // HV, i_p % HV
     start, length = locate(chunk_index, cu_seqlens, i_t, BT)
     b_q = load_rows(q, start, length, stride_q, i_hv // R * K, BT, K)
     b_k = load_rows(k, start, length, stride_k, i_hv // R * K, BT, K)
     b_G = _store_gates(g, beta, A_log, dt_bias, gates, i_p, start, length, stride_g, stride_beta, HV, BT, BETA_RANGE)
-    b_rq = _store_norms(b_q, norms, i_p, 0, R, BT, NORM)
-    b_rk = _store_norms(b_k, norms, i_p, 1, R, BT, NORM)
     o_i, o_j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
-    b_d = tl.exp2(tl.where(o_i >= o_j, b_G[:, None] - b_G[None, :], -float("inf"))) * b_rk[None, :]
-    b_a = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * (scale * b_rq[:, None]) * b_d
+    b_d = tl.exp2(tl.where(o_i >= o_j, b_G[:, None] - b_G[None, :], -float("inf")))
+    b_a = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * scale * b_d
     tl.store(A + i_p * BT * BT + (o_i * BT + o_j), b_a.to(A.dtype.element_ty))
     if C is not None:
-        b_n = tl.dot(b_k, tl.trans(b_k), input_precision=PREC) * b_rk[:, None] * b_d
+        b_n = tl.dot(b_k, tl.trans(b_k), input_precision=PREC) * b_d
         tl.store(lower_triangle(C + i_p * BT * BT, o_i, o_j), b_n, mask=o_i > o_j)
 
 
 @triton.jit
-def _load_gates(gates, norms, i_t, i_hv, HV, R: tl.constexpr, BT: tl.constexpr, NORM: tl.constexpr):
-    """G, beta, 1 / |q|, 1 / |k| of chunk i_t, each [BT], and its last G."""
+def _load_gates(gates, i_t, i_hv, HV, BT: tl.constexpr):
+    """G and beta of chunk i_t, each [BT], and its last G."""
     o_c = tl.arange(0, BT)
     p_g = gates + (i_t * HV + i_hv) * 2 * BT
-    b_G, b_beta, b_last = tl.load(p_g + o_c), tl.load(p_g + BT + o_c), tl.load(p_g + BT - 1)
-    b_rq = tl.full([BT], 1.0, tl.float32)
-    b_rk = b_rq
-    if NORM:
-        p_n = norms + (i_t * (HV // R) + i_hv // R) * 2 * BT + o_c
-        b_rq, b_rk = tl.load(p_n), tl.load(p_n + BT)
-    return b_G, b_beta, b_rq, b_rk, b_last
+    return tl.load(p_g + o_c), tl.load(p_g + BT + o_c), tl.load(p_g + BT - 1)
 
 
 @triton.jit
@@ -135,9 +112,9 @@ def _fetch_tile(desc, i_p, BT: tl.constexpr):
 
 @triton.jit
 def _step(
-    b_s, i, q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms, o, h, y, start, length, v_length, first, i_hv, i_v,
+    b_s, i, q_desc, k_desc, v_desc, C_desc, A_desc, gates, o, h, y, start, length, v_length, first, i_hv, i_v,
     scale, HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-    BV: tl.constexpr, NORM: tl.constexpr, PREC: tl.constexpr,
+    BV: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """One chunk forward: from the state b_s [K, BV] that enters to the state that leaves."""
     dtype = C_desc.dtype
@@ -145,30 +122,30 @@ def _step(
     b_k = _fetch_rows(k_desc, start, length, i * BT, i_hv // R * K)  # [BT, K]
     b_v = _fetch_rows(v_desc, start, v_length, i * BT, i_hv * V + i_v * BV).to(tl.float32)  # [BT, BV]
     b_c = _fetch_tile(C_desc, i_p, BT)  # [BT, BT]
-    b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, first + i, i_hv, HV, R, BT, NORM)
+    b_G, b_beta, b_last = _load_gates(gates, first + i, i_hv, HV, BT)
     b_e = tl.exp2(b_G)
     b_sd = b_s.to(dtype)
     if h is not None:
         tl.store(h + i_p * K * V + i_v * BV + (tl.arange(0, K)[:, None] * V + tl.arange(0, BV)[None, :]), b_sd)
-    b_x = b_v - (b_e * b_rk)[:, None] * tl.dot(b_k, b_sd, input_precision=PREC)
+    b_x = b_v - b_e[:, None] * tl.dot(b_k, b_sd, input_precision=PREC)
     b_y = b_x - tl.dot(b_c, b_x.to(dtype), input_precision=PREC)  # [BT, BV]
     if h is not None:
         store_rows(y, b_y, start + i * BT, rows, HV * V, i_hv * V + i_v * BV, BT, BV)
     if o is not None:
         b_q = _fetch_rows(q_desc, start, length, i * BT, i_hv // R * K)  # [BT, K]
         b_a = _fetch_tile(A_desc, i_p, BT)  # [BT, BT]
-        b_o = (scale * b_e * b_rq)[:, None] * tl.dot(b_q, b_sd, input_precision=PREC)
+        b_o = (scale * b_e)[:, None] * tl.dot(b_q, b_sd, input_precision=PREC)
         b_o += tl.dot(b_a, (b_beta[:, None] * b_y).to(dtype), input_precision=PREC)
         store_rows(o, b_o, start + i * BT, rows, HV * V, i_hv * V + i_v * BV, BT, BV)
-    b_w = (tl.exp2(b_last - b_G) * b_rk * b_beta)[:, None] * b_y
+    b_w = (tl.exp2(b_last - b_G) * b_beta)[:, None] * b_y
     return b_s * tl.exp2(b_last) + tl.dot(tl.trans(b_k), b_w.to(dtype), input_precision=PREC)
 
 
 @triton.jit
 def _scan(
-    b_s, q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms, o, h, y, start, length, v_length, first, i_hv, i_v,
+    b_s, q_desc, k_desc, v_desc, C_desc, A_desc, gates, o, h, y, start, length, v_length, first, i_hv, i_v,
     scale, HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-    BV: tl.constexpr, NORM: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+    BV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Scan one entry's chunks in order for one head and BV columns of the state; returns the state that leaves.
 
@@ -176,17 +153,17 @@ def _scan(
     """
     for i in tl.range(0, (length + BT - 1) // BT, num_stages=STAGES):
         b_s = _step(
-            b_s, i, q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms, o, h, y, start, length, v_length, first,
-            i_hv, i_v, scale, HV, R, K, V, BT, BV, NORM, PREC,
+            b_s, i, q_desc, k_desc, v_desc, C_desc, A_desc, gates, o, h, y, start, length, v_length, first,
+            i_hv, i_v, scale, HV, R, K, V, BT, BV, PREC,
         )  # fmt: skip
     return b_s
 
 
 @triton.jit
 def _reverse_step(
-    b_ds, i, q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms, dv, dh, start, length, first, i_hv, i_v, scale,
+    b_ds, i, q_desc, k_desc, do_desc, C_desc, A_desc, gates, dv, dh, start, length, first, i_hv, i_v, scale,
     HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-    BV: tl.constexpr, NORM: tl.constexpr, PREC: tl.constexpr,
+    BV: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """One chunk backward: from the gradient b_ds [K, BV] of the state that leaves to that of the state that enters."""
     dtype = C_desc.dtype
@@ -196,11 +173,11 @@ def _reverse_step(
     b_do = _fetch_rows(do_desc, start, length, i * BT, i_hv * V + i_v * BV)  # [BT, BV]
     b_c = _fetch_tile(C_desc, i_p, BT)  # [BT, BT]
     b_a = _fetch_tile(A_desc, i_p, BT)  # [BT, BT]
-    b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, first + i, i_hv, HV, R, BT, NORM)
+    b_G, b_beta, b_last = _load_gates(gates, first + i, i_hv, HV, BT)
     b_dsd = b_ds.to(dtype)
     if dh is not None:
         tl.store(dh + i_p * K * V + i_v * BV + (tl.arange(0, K)[:, None] * V + tl.arange(0, BV)[None, :]), b_dsd)
-    b_du = (tl.exp2(b_last - b_G) * b_rk)[:, None] * tl.dot(b_k, b_dsd, input_precision=PREC)
+    b_du = tl.exp2(b_last - b_G)[:, None] * tl.dot(b_k, b_dsd, input_precision=PREC)
     b_du += tl.dot(tl.trans(b_a), b_do, input_precision=PREC)  # [BT, BV]
     b_z = b_beta[:, None] * b_du
     b_dx = b_z - tl.dot(tl.trans(b_c), b_z.to(dtype), input_precision=PREC)
@@ -208,34 +185,34 @@ def _reverse_step(
         store_rows(dv, b_dx, start + i * BT, length - i * BT, HV * V, i_hv * V + i_v * BV, BT, BV)
     b_e = tl.exp2(b_G)
     b_ds *= tl.exp2(b_last)
-    b_ds += tl.dot(tl.trans(b_q), ((scale * b_e * b_rq)[:, None] * b_do).to(dtype), input_precision=PREC)
-    return b_ds + tl.dot(tl.trans(b_k), ((-b_e * b_rk)[:, None] * b_dx).to(dtype), input_precision=PREC)
+    b_ds += tl.dot(tl.trans(b_q), ((scale * b_e)[:, None] * b_do).to(dtype), input_precision=PREC)
+    return b_ds + tl.dot(tl.trans(b_k), (-b_e[:, None] * b_dx).to(dtype), input_precision=PREC)
 
 
 @triton.jit
 def _reverse_scan(
-    b_ds, q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms, dv, dh, start, length, first, i_hv, i_v, scale,
+    b_ds, q_desc, k_desc, do_desc, C_desc, A_desc, gates, dv, dh, start, length, first, i_hv, i_v, scale,
     HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-    BV: tl.constexpr, NORM: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+    BV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Scan one entry's chunks from the last to the first; returns the gradient of the state that enters."""
     chunks = (length + BT - 1) // BT
     for j in tl.range(0, chunks, num_stages=STAGES):
         b_ds = _reverse_step(
-            b_ds, chunks - 1 - j, q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms, dv, dh, start, length, first,
-            i_hv, i_v, scale, HV, R, K, V, BT, BV, NORM, PREC,
+            b_ds, chunks - 1 - j, q_desc, k_desc, do_desc, C_desc, A_desc, gates, dv, dh, start, length, first,
+            i_hv, i_v, scale, HV, R, K, V, BT, BV, PREC,
         )  # fmt: skip
     return b_ds
 
 
 @Kernel
 def scan_kernel(
-    q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms,
+    q_desc, k_desc, v_desc, C_desc, A_desc, gates,
     initial_state, state_index,
     o,  # [T, HV, V]
     final_state,
     cu_seqlens, chunk_offsets, scale, HV,
-    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
     STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """One (entry, head, slice of V): o, and the last states where they are asked for."""
@@ -248,8 +225,8 @@ def scan_kernel(
     if initial_state is not None:
         b_s += load_state(initial_state, state_index, i_n, HV * K * V, o_s)
     b_s = _scan(
-        b_s, q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms, o, None, None, start, length, length, first,
-        i_hv, i_v, scale, HV, R, K, V, BT, BV, NORM, STAGES, PREC,
+        b_s, q_desc, k_desc, v_desc, C_desc, A_desc, gates, o, None, None, start, length, length, first,
+        i_hv, i_v, scale, HV, R, K, V, BT, BV, STAGES, PREC,
     )  # fmt: skip
     if final_state is not None:
         store_state(final_state, None, i_n, HV * K * V, o_s, b_s)
@@ -257,13 +234,13 @@ def scan_kernel(
 
 @Kernel
 def boundary_kernel(
-    k_desc, v_desc, C_desc, gates, norms,
+    k_desc, v_desc, C_desc, gates,
     entries,  # [F]
     wanted,  # [F] what is written for an entry, 0: nothing, 1: S_ext, 2: M too; None: 2 for all
     S_ext,  # [F, HV, K, V] fp32
     M,  # [F, HV, K, K] fp32
     cu_seqlens, chunk_offsets, HV,
-    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
     STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """One (listed entry, head, slice of V for S_ext or of K for M). S_ext: the scan from a zero state. M: the scan with
@@ -279,8 +256,8 @@ def boundary_kernel(
     i_m = i_v - V // BV
     b_s = tl.where(is_m & (o_k == i_m * BV + o_v), 1.0, 0.0)
     b_s = _scan(
-        b_s, k_desc, k_desc, v_desc, C_desc, C_desc, gates, norms, None, None, None, start, length,
-        tl.where(is_m, 0, length), first, i_hv, tl.where(is_m, 0, i_v), 1.0, HV, R, K, V, BT, BV, NORM, STAGES, PREC,
+        b_s, k_desc, k_desc, v_desc, C_desc, C_desc, gates, None, None, None, start, length,
+        tl.where(is_m, 0, length), first, i_hv, tl.where(is_m, 0, i_v), 1.0, HV, R, K, V, BT, BV, STAGES, PREC,
     )  # fmt: skip
     if is_m:
         tl.store(M + i_fh * K * K + o_k * K + i_m * BV + o_v, b_s)
@@ -290,12 +267,12 @@ def boundary_kernel(
 
 @Kernel
 def boundary_bwd_kernel(
-    q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms,
+    q_desc, k_desc, do_desc, C_desc, A_desc, gates,
     entries,  # [F]
     wanted,  # [F] 0: nothing is written for an entry; None: all are
     dS_ext,  # [F, HV, K, V] fp32
     cu_seqlens, chunk_offsets, scale, HV,
-    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
     STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """One (listed entry, head, slice of V): the reverse scan from a zero gradient."""
@@ -306,8 +283,8 @@ def boundary_bwd_kernel(
         return
     start, length, first = locate_entry(cu_seqlens, chunk_offsets, tl.load(entries + i_f).to(tl.int64))
     b_ds = _reverse_scan(
-        tl.zeros([K, BV], tl.float32), q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms, None, None, start,
-        length, first, i_hv, i_v, scale, HV, R, K, V, BT, BV, NORM, STAGES, PREC,
+        tl.zeros([K, BV], tl.float32), q_desc, k_desc, do_desc, C_desc, A_desc, gates, None, None, start,
+        length, first, i_hv, i_v, scale, HV, R, K, V, BT, BV, STAGES, PREC,
     )  # fmt: skip
     o_s = tl.arange(0, K)[:, None] * V + i_v * BV + tl.arange(0, BV)[None, :]
     tl.store(dS_ext + i_fh * K * V + o_s, b_ds)
@@ -315,12 +292,12 @@ def boundary_bwd_kernel(
 
 @Kernel
 def states_kernel(
-    k_desc, v_desc, C_desc, gates, norms,
+    k_desc, v_desc, C_desc, gates,
     initial_state, state_index,
     h,  # [NT, HV, K, V] the state that enters each chunk
     y,  # [T, HV, V]
     cu_seqlens, chunk_offsets, HV,
-    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
     STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """The scan again, for h and y, which backward needs."""
@@ -333,20 +310,20 @@ def states_kernel(
         o_s = i_nh % HV * (K * V) + tl.arange(0, K)[:, None] * V + i_v * BV + tl.arange(0, BV)[None, :]
         b_s += load_state(initial_state, state_index, i_n, HV * K * V, o_s)
     _scan(
-        b_s, k_desc, k_desc, v_desc, C_desc, C_desc, gates, norms, None, h, y, start, length, length, first,
-        i_hv, i_v, 1.0, HV, R, K, V, BT, BV, NORM, STAGES, PREC,
+        b_s, k_desc, k_desc, v_desc, C_desc, C_desc, gates, None, h, y, start, length, length, first,
+        i_hv, i_v, 1.0, HV, R, K, V, BT, BV, STAGES, PREC,
     )  # fmt: skip
 
 
 @Kernel
 def reverse_kernel(
-    q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms,
+    q_desc, k_desc, do_desc, C_desc, A_desc, gates,
     d_final_state, final_index,
     dh,  # [NT, HV, K, V] the gradient of the state that leaves each chunk
     dv,  # [T, HV, V]
     d_initial_state, state_index,
     cu_seqlens, chunk_offsets, scale, HV,
-    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
     STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """One (entry, head, slice of V): dv, and the gradients of all states."""
@@ -359,20 +336,11 @@ def reverse_kernel(
     if d_final_state is not None:
         b_ds += load_state(d_final_state, final_index, i_n, HV * K * V, o_s)
     b_ds = _reverse_scan(
-        b_ds, q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms, dv, dh, start, length, first, i_hv, i_v, scale,
-        HV, R, K, V, BT, BV, NORM, STAGES, PREC,
+        b_ds, q_desc, k_desc, do_desc, C_desc, A_desc, gates, dv, dh, start, length, first, i_hv, i_v, scale,
+        HV, R, K, V, BT, BV, STAGES, PREC,
     )  # fmt: skip
     if d_initial_state is not None:
         store_state(d_initial_state, state_index, i_n, HV * K * V, o_s, b_ds)
-
-
-@triton.jit
-def _unit_gradient(b_dx, b_x, b_r, NORM: tl.constexpr):
-    """The gradient of x, given r = 1 / |x| and the gradient of r x."""
-    if NORM:
-        b_c = b_r * b_r * tl.sum(b_dx * b_x.to(tl.float32), 1)
-        b_dx = b_r[:, None] * (b_dx - b_c[:, None] * b_x.to(tl.float32))
-    return b_dx
 
 
 @triton.jit
@@ -396,7 +364,7 @@ def gradients_kernel(
     k_desc,  # [T, H·K]
     do_desc, y_desc, dv_desc,  # [T, HV·V]
     h_desc, dh_desc,  # [NT·HV·K, V]
-    gates, norms,
+    gates,
     g,  # [T, HV], read only with A_log
     A_log, dt_bias,
     initial_state, state_index, d_final_state, final_index,
@@ -406,7 +374,7 @@ def gradients_kernel(
     dbeta,  # [T, HV]
     d_gate,  # [2, NT, HV] fp32 partials of d A_log and d dt_bias, only with A_log
     cu_seqlens, chunk_index, scale, stride_q, stride_k, stride_g, HV, NT,
-    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr,
     BETA_RANGE: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dg, dbeta of one chunk and value head; queries come first, so that few tiles are live at a time."""
@@ -435,22 +403,21 @@ def gradients_kernel(
         b_dq = tl.dot(b_do, tl.trans(h_desc.load([i_s, i_v * BV])), b_dq, input_precision=PREC)
         b_p = tl.dot(b_do, tl.trans(b_y), b_p, input_precision=PREC)
         b_n = tl.dot(b_dx, tl.trans(b_y), b_n, input_precision=PREC)
-    b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, i_t, i_hv, HV, R, BT, NORM)
+    b_G, b_beta, b_last = _load_gates(gates, i_t, i_hv, HV, BT)
     b_e = tl.exp2(b_G)
     b_d = tl.exp2(tl.where(o_c[:, None] >= o_c[None, :], b_G[:, None] - b_G[None, :], -float("inf")))
     b_p *= scale * b_d
     b_n = tl.where(o_c[:, None] > o_c[None, :], -b_n * b_d, 0.0)
-    b_dgs = (scale * b_e * b_rq) * tl.sum(b_dq * b_q.to(tl.float32), 1)
-    b_w = b_rk * b_beta
-    b_dq = tl.dot((b_p * b_w[None, :]).to(dtype), b_k, (scale * b_e)[:, None] * b_dq, input_precision=PREC)
-    store_rows(dq, _unit_gradient(b_dq, b_q, b_rq, NORM), start, length, HV * K, i_hv * K, BT, K)
-    b_w = b_p * tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * b_rq[:, None] * b_rk[None, :]
-    b_w += b_n * tl.dot(b_k, tl.trans(b_k), input_precision=PREC) * b_rk[:, None] * b_rk[None, :]
+    b_dgs = (scale * b_e) * tl.sum(b_dq * b_q.to(tl.float32), 1)
+    b_dq = tl.dot((b_p * b_beta[None, :]).to(dtype), b_k, (scale * b_e)[:, None] * b_dq, input_precision=PREC)
+    store_rows(dq, b_dq, start, length, HV * K, i_hv * K, BT, K)
+    b_w = b_p * tl.dot(b_q, tl.trans(b_k), input_precision=PREC)
+    b_w += b_n * tl.dot(b_k, tl.trans(b_k), input_precision=PREC)
     b_dg, b_db = _pair_gradients(b_w, b_beta, BT)
     b_dg += b_dgs
-    b_pq = (b_p * b_beta[None, :] * b_rq[:, None]).to(dtype)
+    b_pq = (b_p * b_beta[None, :]).to(dtype)
     b_n *= b_beta[None, :]
-    b_nk = ((b_n + tl.trans(b_n)) * b_rk[None, :]).to(dtype)
+    b_nk = (b_n + tl.trans(b_n)).to(dtype)
 
     # q, k and gates are loaded again rather than held in registers across a loop
     b_q = load_rows(q, start, length, stride_q, i_hv // R * K, BT, K)
@@ -459,9 +426,9 @@ def gradients_kernel(
         b_dx = _fetch_rows(dv_desc, start, length, 0, i_hv * V + i_v * BV)
         b_dk = tl.dot(b_dx, tl.trans(h_desc.load([i_s, i_v * BV])), b_dk, input_precision=PREC)
     b_k = _fetch_rows(k_desc, start, length, 0, i_hv // R * K)
-    b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, i_t, i_hv, HV, R, BT, NORM)
+    b_G, b_beta, b_last = _load_gates(gates, i_t, i_hv, HV, BT)
     b_e = tl.exp2(b_G)
-    b_dg -= b_e * b_rk * tl.sum(b_dk * b_k.to(tl.float32), 1)
+    b_dg -= b_e * tl.sum(b_dk * b_k.to(tl.float32), 1)
     b_dk = tl.dot(b_nk, b_k, -b_e[:, None] * b_dk, input_precision=PREC)
     b_dk = tl.dot(tl.trans(b_pq), b_q, b_dk, input_precision=PREC)
 
@@ -474,13 +441,13 @@ def gradients_kernel(
         b_ydh = tl.dot(b_y, tl.trans(b_dh), b_ydh, input_precision=PREC)
         b_sds += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32))
     b_k = _fetch_rows(k_desc, start, length, 0, i_hv // R * K)
-    b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, i_t, i_hv, HV, R, BT, NORM)
+    b_G, b_beta, b_last = _load_gates(gates, i_t, i_hv, HV, BT)
     b_w = tl.exp2(b_last - b_G)
-    b_dbs = b_w * b_rk * tl.sum(b_ydh * b_k.to(tl.float32), 1)
+    b_dbs = b_w * tl.sum(b_ydh * b_k.to(tl.float32), 1)
     # what U_j adds to the state decays with the gates of the tokens after j: the last token has none
     b_later = tl.where(o_c < length - 1, b_beta * b_dbs, 0.0)
     b_dk += (b_w * b_beta)[:, None] * b_ydh
-    store_rows(dk, _unit_gradient(b_dk, b_k, b_rk, NORM), start, length, HV * K, i_hv * K, BT, K)
+    store_rows(dk, b_dk, start, length, HV * K, i_hv * K, BT, K)
 
     # for a document within one chunk the given fp32 states are read: <S, dS'> may be most of its dg
     if initial_state is not None and d_final_state is not None:

@@ -36,12 +36,10 @@ from titan_linear.ops.triton.kda_bwd import (
     boundary_bwd_kernel,
     gradient_kernel,
     matrix_kernel,
-    norm_gradient_kernel,
 )
 from titan_linear.ops.triton.kda_fwd import boundary_kernel, prepare_kernel, scan_kernel
 from titan_linear.ops.triton.solve import solve_kernel
 from titan_linear.ops.triton.tiles import (
-    blocks_of,
     chunk_tiles,
     dense_heads,
     empty_boundary_gradients,
@@ -90,7 +88,6 @@ def _launch_prepare(
     lower_bound: float,
     gate: int,
     safe_gate: bool,
-    l2norm: bool,
     beta_range: float | None,
 ) -> None:
     (_, H, K), HV, NT, matrices = x.q.shape, x.g.shape[1], chunks.chunk_index.shape[0], tiles.Aqk is not None
@@ -121,7 +118,6 @@ def _launch_prepare(
             CT=TRITON_DTYPE[tiles.qg.dtype],
             GATE=gate,
             SAFE=safe,
-            L2NORM=l2norm,
             BETA_RANGE=beta_range,
             MATRICES=matrices,
             **chosen,
@@ -136,12 +132,11 @@ def kda_prepare(
     lower_bound: float,
     gate: int,
     safe_gate: bool,
-    l2norm: bool,
     beta_range: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """-> `Tiles`."""
     x, tiles = Inputs(*inputs), _empty_tiles(inputs, chunks)
-    _launch_prepare(x, tiles, Chunks(*chunks), scale, lower_bound, gate, safe_gate, l2norm, beta_range)
+    _launch_prepare(x, tiles, Chunks(*chunks), scale, lower_bound, gate, safe_gate, beta_range)
     chosen = config("solve", x.q, x.q.shape[2])
     solve_kernel[tiles.b.shape[0] * tiles.b.shape[1],](tiles.b, tiles.Gn, STRIDE_B=CHUNK, SCALED=False, **chosen)
     return tiles
@@ -160,12 +155,11 @@ def kda_recompute(
     lower_bound: float,
     gate: int,
     safe_gate: bool,
-    l2norm: bool,
     beta_range: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """-> qg, kn, kg, decay, b."""
     x, tiles = Inputs(*inputs), _empty_tiles(inputs, chunks, matrices=False)
-    _launch_prepare(x, tiles, Chunks(*chunks), scale, lower_bound, gate, safe_gate, l2norm, beta_range)
+    _launch_prepare(x, tiles, Chunks(*chunks), scale, lower_bound, gate, safe_gate, beta_range)
     return tiles[:5]
 
 
@@ -280,16 +274,6 @@ def kda_boundary_bwd(
 register_fake(kda_boundary_bwd)(empty_boundary_gradients)
 
 
-def _norm_gradients(q: Tensor, k: Tensor, dqn: Tensor, dkn: Tensor) -> tuple[Tensor, Tensor]:
-    """dq and dk [T, H, K], from the gradients [T, HV, K] of the normalised q and k."""
-    (T, H, K), ROWS = q.shape, 4096 // q.shape[2]
-    dq, dk = q.new_empty(T, H, K), k.new_empty(T, H, K)
-    norm_gradient_kernel[blocks_of(T * H, ROWS), 2](
-        q, k, dqn, dkn, dq, dk, T, q.stride(0), k.stride(0), H=H, HV=dqn.shape[1], K=K, ROWS=ROWS
-    )
-    return dq, dk
-
-
 def _room_in_backward(inputs: Fields, **_: Any) -> int:
     """Bytes, for each chunk: states and their gradients, r and y, the gradients of two matrices."""
     x = Inputs(*inputs)
@@ -310,7 +294,6 @@ def kda_backward(
     lower_bound: float,
     gate: int,
     safe_gate: bool,
-    l2norm: bool,
     beta_range: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """-> the gradients of `Inputs` (each dense, in its input's dtype; those of A_log and dt_bias are empty if not
@@ -415,12 +398,9 @@ def kda_backward(
             CT=TRITON_DTYPE[CT],
             GATE=gate,
             SAFE=safe,
-            L2NORM=l2norm,
             **chosen,
         )
-    if l2norm:
-        dq, dk = _norm_gradients(q, k, dq, dk)
-    elif HV != H:
+    if HV != H:
         dq, dk = (x.unflatten(1, (H, HV // H)).sum(2).to(q.dtype) for x in (dq, dk))
     ddt_bias, dA_log = parts.sum(1)
     dA_log = q.new_empty(0) if A_log is None else dA_log.view(HV, K).sum(1).view(A_log.shape).to(A_log.dtype)

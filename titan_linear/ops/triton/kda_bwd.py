@@ -34,7 +34,6 @@ from titan_linear.ops.triton.kda_fwd import (
     level_mask,
     load_chunk,
     log2_gates,
-    normalised,
     scan,
     split_dot,
 )
@@ -241,10 +240,9 @@ def gradient_kernel(
     cu_seqlens, chunk_index, scale, lower_bound, stride_q, stride_k, stride_g,
     H: tl.constexpr, HV: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
-    CT: tl.constexpr, GATE: tl.constexpr, SAFE: tl.constexpr, L2NORM: tl.constexpr,
+    CT: tl.constexpr, GATE: tl.constexpr, SAFE: tl.constexpr,
 ):  # fmt: skip
-    """One (chunk, head, block of K): dq, dk and dg, each written once in its own dtype.
-    With L2NORM, dq and dk are those of the normalised q and k: norm_gradient_kernel does the rest."""
+    """One (chunk, head, block of K): dq, dk and dg, each written once in its own dtype."""
     i_k, i_h, i_t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, n = locate(chunk_index, cu_seqlens, i_t, 64)
     tile = i_t.to(tl.int64) * HV + i_h
@@ -272,8 +270,8 @@ def gradient_kernel(
     b_g, b_q, b_k = load_chunk(g + i_h * K, q, k, stride_g, stride_q, stride_k, start, n, i_k * BK, BK)
     p_b = b + tile * 64 + row  # loaded at use: held, it would take registers
     b_g = log2_gates(b_g, rate, bias, lower_bound, n, GATE)
-    b_q = normalised(b_q, q, start, n, stride_q, K, BK, L2NORM)
-    b_k = normalised(b_k, k, start, n, stride_k, K, BK, L2NORM)
+    b_q = tl.trans(b_q).to(tl.float32)
+    b_k = tl.trans(b_k).to(tl.float32)
     b_dA, b_dK = tl.load(dA + o_c), tl.load(dK + o_c)
     if SAFE:  # each gradient is relative to the references of half_decays until it is multiplied by E or W
         far = (row[:, None] >= 32) & (row[None, :] < 32)
@@ -355,31 +353,3 @@ def gradient_kernel(
         if dt_bias is not None:
             tl.store(dbias_part + tile * K + o_k, tl.sum(b_dg, 1))
     tl.store(dg + o_g, tl.trans(b_dg.to(dg.dtype.element_ty)), mask=inside)
-
-
-@triton.jit
-def _norm_gradient(x, dn, dx, tokens, stride_x, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr):
-    """x [tokens, H, K], dn [tokens, HV, K] the gradient of x / |x| (summed here over the heads that share x) → dx."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # of [tokens·H]
-    o_k = tl.arange(0, K)[None, :]
-    inside = row // H < tokens
-    b_x = tl.load(x + row // H * stride_x + row % H * K + o_k, mask=inside, other=0.0).to(tl.float32)
-    b_dn = tl.zeros([ROWS, K], tl.float32)
-    for i in tl.static_range(HV // H):
-        b_dn += tl.load(dn + (row * (HV // H) + i) * K + o_k, mask=inside, other=0.0).to(tl.float32)
-    norm = tl.rsqrt(tl.sum(b_x * b_x, 1) + 1e-6)[:, None]
-    b_n = b_x * norm
-    b_dx = norm * (b_dn - b_n * tl.sum(b_n * b_dn, 1)[:, None])
-    tl.store(dx + row * K + o_k, b_dx.to(dx.dtype.element_ty), mask=inside)
-
-
-@Kernel
-def norm_gradient_kernel(
-    q, k, dqn, dkn, dq, dk, tokens, stride_q, stride_k,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """dq and dk [tokens, H, K] of q and k, from the gradients [tokens, HV, K] of q / |q| and k / |k|."""
-    if tl.program_id(1) == 0:
-        _norm_gradient(q, dqn, dq, tokens, stride_q, H, HV, K, ROWS)
-    else:
-        _norm_gradient(k, dkn, dk, tokens, stride_k, H, HV, K, ROWS)

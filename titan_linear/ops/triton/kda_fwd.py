@@ -127,16 +127,6 @@ def level_mask(level):
 
 
 @triton.jit
-def inverse_norm(x, start, n, stride, K: tl.constexpr, BK: tl.constexpr):
-    """1 / sqrt(Σ_k x² + 1e-6) of each row of the head at x, [64]."""
-    square = tl.zeros([64], tl.float32)
-    for i_k in tl.static_range(K // BK):
-        b_x = load_rows(x, start, n, stride, i_k * BK, 64, BK).to(tl.float32)
-        square += tl.sum(b_x * b_x, 1)
-    return tl.rsqrt(square + 1e-6)
-
-
-@triton.jit
 def log2_gates(raw, rate, bias, lower_bound, n, GATE: tl.constexpr):
     """The log2 gates of a chunk from its rows [64, BK] of g: fp32 [BK, 64], 0 (no decay) beyond the entry's end."""
     raw = tl.trans(raw).to(tl.float32)
@@ -162,15 +152,6 @@ def load_chunk(g, q, k, stride_g, stride_q, stride_k, start, n, column, BK: tl.c
 
 
 @triton.jit
-def normalised(b_x, x, start, n, stride, K: tl.constexpr, BK: tl.constexpr, L2NORM: tl.constexpr):
-    """Rows b_x [64, BK] of the head at x → fp32 [BK, 64], divided by their norms if L2NORM."""
-    b_x = tl.trans(b_x).to(tl.float32)
-    if L2NORM:
-        b_x *= inverse_norm(x, start, n, stride, K, BK)[None, :]
-    return b_x
-
-
-@triton.jit
 def store_keys(p, x, tile, i_k, K: tl.constexpr, BK: tl.constexpr):
     """Store x [BK, 64], channels from i_k·BK on, in a chunk's tile of p [NT·HV, K, 64]."""
     o_k = tl.arange(0, BK)[:, None]
@@ -193,7 +174,7 @@ def prepare_kernel(
     cu_seqlens, chunk_index, scale, lower_bound, stride_q, stride_k, stride_g, stride_beta,
     H: tl.constexpr, HV: tl.constexpr,
     K: tl.constexpr, BK: tl.constexpr, CT: tl.constexpr, GATE: tl.constexpr,
-    SAFE: tl.constexpr, L2NORM: tl.constexpr, BETA_RANGE: tl.constexpr, MATRICES: tl.constexpr,
+    SAFE: tl.constexpr, BETA_RANGE: tl.constexpr, MATRICES: tl.constexpr,
 ):  # fmt: skip
     """One (chunk, head): all channels with MATRICES (Aqk, and Kk for solve_kernel), else one block of channels."""
     i_h, i_t = tl.program_id(1), tl.program_id(2)
@@ -217,8 +198,8 @@ def prepare_kernel(
         rate, bias = gate_rate(A_log, i_h), gate_bias(dt_bias, i_h, K, i_k, BK)
         b_g, b_q, b_k = load_chunk(g + i_h * K, q, k, stride_g, stride_q, stride_k, start, n, i_k * BK, BK)
         b_g = log2_gates(b_g, rate, bias, lower_bound, n, GATE)
-        b_q = normalised(b_q, q, start, n, stride_q, K, BK, L2NORM) * scale
-        b_k = normalised(b_k, k, start, n, stride_k, K, BK, L2NORM)
+        b_q = tl.trans(b_q).to(tl.float32) * scale
+        b_k = tl.trans(b_k).to(tl.float32)
         if SAFE:
             x, first, second, middle, gamma = half_decays(b_g, BK, CT)
             if fast is not None:
