@@ -26,7 +26,7 @@ from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import CHUNK as BT
 from titan_linear.ops.runtime.operators import operator, register_fake
-from titan_linear.ops.runtime.options import Inputs, States
+from titan_linear.ops.runtime.options import Fields, Inputs, States
 from titan_linear.ops.triton import gdn_kernels as kernels
 from titan_linear.ops.triton.chunks import Chunks
 from titan_linear.ops.triton.configs import Config, config, widest_slice
@@ -58,7 +58,7 @@ def _sliced(kernel: str, k: Tensor, V: int) -> Config:
     return config(kernel, k, max(K, S), BV=min(K, S))
 
 
-def _empty_tiles(inputs: list[Tensor | None], chunks: list[Tensor], system: bool = True) -> Tiles:
+def _empty_tiles(inputs: Fields, chunks: list[Tensor], system: bool = True) -> Tiles:
     """system: with C."""
     k, HV, NT = Inputs(*inputs).k, Inputs(*inputs).g.shape[1], Chunks(*chunks).chunk_index.shape[0]
     C, A = (k.new_empty(NT, HV, BT, BT) if wanted else None for wanted in (system, True))
@@ -101,7 +101,7 @@ def _launch_prepare(
 
 @operator(kind="delta rule", of_driver=True, prepares="forward")
 def gdn_prepare(
-    inputs: list[Tensor | None],
+    inputs: Fields,
     chunks: list[Tensor],
     scale: float,
     beta_range: float | None,
@@ -123,7 +123,7 @@ def _(inputs, chunks, *_):
 
 @operator(kind="delta rule", of_driver=True, prepares="backward")
 def gdn_recompute(
-    inputs: list[Tensor | None],
+    inputs: Fields,
     chunks: list[Tensor],
     scale: float,
     beta_range: float | None,
@@ -150,7 +150,7 @@ def gdn_scan(
     v: Tensor,
     tiles: list[Tensor],
     chunks: list[Tensor],
-    initial: list[Tensor | None],
+    initial: Fields,
     final_rows: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
@@ -188,7 +188,7 @@ def _(q, k, v, tiles, chunks, initial, final_rows, scale):
     return _scan_outputs(k, v, final_rows)
 
 
-def _boundary_outputs(k: Tensor, v: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
+def _boundary_outputs(k, v, tiles, chunks, entries, wanted) -> tuple[Tensor, Tensor]:
     F, HV, K = entries.shape[0], v.shape[1], k.shape[2]
     return empty_states(v, F, K), v.new_empty(F, HV, K, K, dtype=torch.float32)
 
@@ -201,7 +201,7 @@ def gdn_boundary(
     its transition; fp32. wanted [F] int32: what is written for each, 0 nothing, 1 S_ext, 2 both; None: both for all."""
     made, where = Tiles(*tiles), Chunks(*chunks)
     k, v = dense_heads(k), dense_heads(v)
-    S_ext, M = _boundary_outputs(k, v, entries)
+    S_ext, M = _boundary_outputs(k, v, tiles, chunks, entries, wanted)
     F, HV, K, V = S_ext.shape
     chosen = _sliced("gdn boundary", k, V)
     BV = chosen["BV"]
@@ -224,9 +224,7 @@ def gdn_boundary(
     return S_ext, M
 
 
-@register_fake(gdn_boundary)
-def _(k, v, tiles, chunks, entries, wanted):
-    return _boundary_outputs(k, v, entries)
+register_fake(gdn_boundary)(_boundary_outputs)
 
 
 @operator(kind="delta rule", of_driver=True)
@@ -274,7 +272,7 @@ def _(do, q, k, tiles, chunks, entries, wanted, scale):
     return empty_states(do, entries.shape[0], k.shape[2])
 
 
-def _room_in_backward(inputs: list[Tensor | None], **_: Any) -> int:
+def _room_in_backward(inputs: Fields, **_: Any) -> int:
     """Bytes, for each chunk: states and their gradients, y."""
     x = Inputs(*inputs)
     (T, HV, V), K = x.v.shape, x.k.shape[-1]
@@ -284,11 +282,11 @@ def _room_in_backward(inputs: list[Tensor | None], **_: Any) -> int:
 @operator(kind="delta rule", of_driver=True, temporary=_room_in_backward)
 def gdn_backward(
     do: Tensor,
-    inputs: list[Tensor | None],
+    inputs: Fields,
     tiles: list[Tensor],
     chunks: list[Tensor],
-    initial: list[Tensor | None],
-    d_final: list[Tensor | None],
+    initial: Fields,
+    d_final: Fields,
     need_d_initial: bool,
     scale: float,
     beta_range: float | None,
