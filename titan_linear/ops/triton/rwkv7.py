@@ -256,7 +256,7 @@ def rwkv7_backward(
         scale,
         *(t.stride(0) for t in x),
         **_constants(made),
-        **config("rwkv7 gradient", made.U, max(K, V)),
+        **config("rwkv7 gradient", made.U, K),
     )
     return *grads, d_initial
 
