@@ -46,7 +46,7 @@ def chunked_cross_entropy(
 def _triton() -> Any:
     from titan_linear.ops.triton import cross_entropy  # there is Triton only on Linux
 
-    return cross_entropy.row_logsumexp, cross_entropy.softmax_gradient
+    return cross_entropy.row_logsumexp, cross_entropy.softmax_gradient, cross_entropy.logsumexp_and_gradient
 
 
 def _row_logsumexp(logits: Tensor) -> Tensor:
@@ -60,8 +60,17 @@ def _softmax_gradient(logits: Tensor, lse: Tensor, target: Tensor, dtype: torch.
     return d.mul_((target != IGNORE).unsqueeze(-1)).to(dtype)
 
 
+def _logsumexp_and_gradient(logits: Tensor, target: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    lse = _row_logsumexp(logits)
+    return lse, _softmax_gradient(logits, lse, target, dtype)
+
+
+def _torch() -> Any:
+    return _row_logsumexp, _softmax_gradient, _logsumexp_and_gradient
+
+
 # The dtype of the choice is that of the hidden states; logits are wider.
-CROSS_ENTROPY = Op("cross_entropy", with_kernels(_triton, lambda: (_row_logsumexp, _softmax_gradient), slower="slower"))
+CROSS_ENTROPY = Op("cross_entropy", with_kernels(_triton, _torch, slower="slower"))
 
 
 def _logits(x: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
@@ -108,28 +117,32 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_enabled: bool,
     ) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
-        row_logsumexp, softmax_gradient = CROSS_ENTROPY.load(name)
-        total = x.new_zeros((), dtype=wide)
+        row_logsumexp, softmax_gradient, both = CROSS_ENTROPY.load(name)
+        target = _own_labels(labels, len(weight), ranks)
+        column, lses, of_targets = target.clamp(min=0).unsqueeze(1), [], []
         wants_grad = grad_enabled and any(ctx.needs_input_grad[:2])  # needs_input_grad ignores no_grad
         dx = torch.empty_like(x) if wants_grad else None
         dweight = torch.zeros_like(weight, dtype=wide) if wants_grad else None
         for start in range(0, len(x), chunk):
             rows = slice(start, start + chunk)
-            logits, target = _logits(x[rows], weight, wide), _own_labels(labels[rows], len(weight), ranks)
-            lse = _of_all(row_logsumexp(logits), ranks)
-            of_target = logits.gather(1, target.clamp(min=0).unsqueeze(1)).squeeze(1)
-            losses = (lse - of_target).masked_fill_(target < 0, 0)
-            total += losses.sum()
-            if token_losses is not None:
-                token_losses[rows] = losses
+            logits = _logits(x[rows], weight, wide)
+            of_targets.append(logits.gather(1, column[rows]).squeeze(1))
+            if wants_grad and ranks is None:
+                lse, d = both(logits, target[rows], x.dtype)  # [chunk], [chunk, vocab]
+            else:
+                lse = _of_all(row_logsumexp(logits), ranks)
+                d = softmax_gradient(logits, lse, target[rows], x.dtype) if wants_grad else None
+            lses.append(lse)
             if wants_grad:
-                d = softmax_gradient(logits, lse, target, x.dtype)  # [chunk, vocab]
                 torch.mm(d, weight, out=dx[rows])
                 _add_product(dweight, d.T, x[rows])
         ctx.save_for_backward(dx, dweight)
         ctx.weight_dtype = weight.dtype
-        # Not total itself: torch 2.11's compiler drops its gradient (ops/recurrence.py). No view: FSDP2 warns of one.
-        return total.clone()
+        losses = (torch.cat(lses) - torch.cat(of_targets)).masked_fill_(target < 0, 0)
+        if token_losses is not None:
+            token_losses.copy_(losses)
+        # Not the sum itself: torch 2.11's compiler drops its gradient (ops/recurrence.py). No view: FSDP2 warns of one.
+        return losses.sum().clone()
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:

@@ -317,6 +317,7 @@ def cross_entropy_case() -> None:
     logits, target = torch.empty(2048, 32000, device="meta"), torch.empty(2048, dtype=torch.int64, device="meta")
     lse = launch(cross_entropy.row_logsumexp, logits)
     launch(cross_entropy.softmax_gradient, logits, lse, target, torch.bfloat16)
+    launch(cross_entropy.logsumexp_and_gradient, logits, target, torch.bfloat16)
 
 
 def swiglu_case(dtype: str = "bfloat16") -> None:

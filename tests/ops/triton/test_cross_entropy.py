@@ -7,7 +7,7 @@ import torch
 
 from tests.ops.inputs import DEVICE
 from titan_linear.ops.cross_entropy import ELSEWHERE, IGNORE
-from titan_linear.ops.triton.cross_entropy import row_logsumexp, softmax_gradient
+from titan_linear.ops.triton.cross_entropy import logsumexp_and_gradient, row_logsumexp, softmax_gradient
 
 
 def logits_of(rows: int, vocab: int) -> torch.Tensor:
@@ -31,6 +31,8 @@ def test_values(vocab: int) -> None:
         d = softmax_gradient(x.to(DEVICE), got, target.to(DEVICE), dtype)
         torch.testing.assert_close(d.cpu().double(), want, rtol=bound, atol=1e-6)
         assert not d[3].any()
+        together = logsumexp_and_gradient(x.to(DEVICE), target.to(DEVICE), dtype)
+        assert torch.equal(together[0], got) and torch.equal(together[1], d)
 
 
 def test_what_is_not_finite_shows() -> None:
@@ -44,3 +46,4 @@ def test_operators_are_well_formed() -> None:
     x, target = logits_of(3, 40).to(DEVICE), torch.tensor([1, IGNORE, 39], device=DEVICE)
     torch.library.opcheck(row_logsumexp.overload, (x,))
     torch.library.opcheck(softmax_gradient.overload, (x, row_logsumexp(x), target, torch.bfloat16))
+    torch.library.opcheck(logsumexp_and_gradient.overload, (x, target, torch.bfloat16))
