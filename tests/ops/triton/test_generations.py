@@ -24,7 +24,7 @@ from tests.ops.triton.test_compile import (
 # GDN: none at sm_100, K and V up to 128 at sm_120 (ops/triton/configs.py says why).
 SHARED = {80: 166912, 86: 101376, 89: 101376, 100: 232448, 120: 101376}  # bytes a program may use on sm_<target>
 FEW = 64  # bytes a thread that may be spilled: it costs nothing that one would see
-MORE = {(86, "gdn"): 576}  # with Triton 3.6
+MORE = {(86, "kda"): 88, (86, "gdn"): 648}  # with Triton 3.6, as counted; none with 3.7
 KERNELS = {
     "kda": ("gradient_kernel",),
     "gdn": ("reverse_kernel",),
