@@ -9,14 +9,7 @@ from torch import Tensor
 
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.recurrence import Recurrence, check_queries, run
-from titan_linear.ops.runtime.options import (
-    DeltaRuleOptions,
-    Inputs,
-    beta_range,
-    check_chunk_size,
-    check_floats,
-    refuse,
-)
+from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs, beta_range, check_chunk_size, refuse
 from titan_linear.ops.runtime.support import Choice
 from titan_linear.ops.torch.delta_rule import TorchDeltaRule, l2norm, step
 from titan_linear.ops.triton.configs import delta_rule_needs, with_kernels
@@ -51,7 +44,6 @@ def check_inputs(given: Inputs, options: DeltaRuleOptions) -> None:
 
 def normed(given: Inputs) -> Inputs:
     """With q and k divided by their norms, before any kernel."""
-    check_floats(q=given.q, k=given.k)
     return given._replace(q=l2norm(given.q), k=l2norm(given.k))
 
 
