@@ -15,6 +15,7 @@ from titan_linear.config.derived import (
     on_cuda,
     sources,
 )
+from titan_linear.config.reading import flat_keys, toml_value
 from titan_linear.config.schema import (
     OTHER,
     SMALLEST_EPS,
@@ -28,6 +29,23 @@ from titan_linear.config.schema import (
     Training,
     Validation,
 )
+
+# Keys that have an effect only with this value of another.
+EFFECTIVE_WITH = {
+    ("activation_checkpoint.mode", "selective"): ("activation_checkpoint.selective_ac_option",),
+    ("checkpoint.enable", True): (
+        "checkpoint.load_step",
+        "checkpoint.initial_load_path",
+        "checkpoint.initial_load_in_hf",
+        "checkpoint.last_save_model_only",
+        "checkpoint.last_save_in_hf",
+        "checkpoint.export_interval",
+        "checkpoint.grace_seconds",
+    ),
+    ("float8.enable", True): ("float8.filter_fqns", "float8.emulate"),
+    ("optimizer.name", "muon"): ("optimizer.momentum",),
+    ("validation.enable", True): ("validation.sample_tokens",),
+}
 
 
 def check_config(config: Config, world_size: int) -> None:
@@ -53,6 +71,7 @@ def check_config(config: Config, world_size: int) -> None:
             f"whose gradients have all been 0 would become 0 / 0; use at least {SMALLEST_EPS}"
         )
     _check_activation_checkpoint(config.activation_checkpoint)
+    _check_effects(config)
     _check_float8(config)
     _check_data(config)
     _check_checkpoint(config.checkpoint)
@@ -72,21 +91,21 @@ def _check_activation_checkpoint(ac: ActivationCheckpoint) -> None:
             f"activation_checkpoint.selective_ac_option = {ac.selective_ac_option!r} must be 'op', or a number n above "
             "0, to compute every n-th layer again"
         )
-    if ac.selective_ac_option != "op" and ac.mode != "selective":
-        raise ValueError(
-            f"activation_checkpoint.selective_ac_option = {ac.selective_ac_option!r} has no effect with mode = "
-            f"{ac.mode!r}; set that to 'selective', or remove the option"
-        )
+
+
+def _check_effects(config: Config) -> None:
+    values, defaults = flat_keys(config), flat_keys(Config())
+    for (other, value), keys in EFFECTIVE_WITH.items():
+        for key in keys:
+            if values[other] != value and values[key] != defaults[key]:
+                raise ValueError(
+                    f"{key} = {toml_value(values[key])} has no effect with {other} = {toml_value(values[other])}; set "
+                    f"that to {toml_value(value)}, or remove {key}"
+                )
 
 
 def _check_float8(config: Config) -> None:
     float8, tp = config.float8, config.parallelism.tensor_parallel_degree
-    for key in ("filter_fqns", "emulate"):
-        if (value := getattr(float8, key)) and not float8.enable:
-            raise ValueError(
-                f"float8.{key} = {value!r} has no effect with float8.enable = false; set that to true, or remove "
-                f"float8.{key}"
-            )
     if float8.enable and tp > 1:
         raise ValueError(
             f"float8.enable = true scales whole rows, and parallelism.tensor_parallel_degree = {tp} leaves ranks parts "
@@ -194,11 +213,6 @@ def _check_data(config: Config) -> None:
             "validation.enable = true has nothing to validate on; set validation.holdout above 0, or "
             "validation.dataset_path"
         )
-    if v.sample_tokens and not v.enable:
-        raise ValueError(
-            f"validation.sample_tokens = {v.sample_tokens} has no effect with validation.enable = false; set "
-            "validation.enable = true, or remove it (sample.max_new_tokens gives a text when the run ends)"
-        )
     if v.steps == 0:
         raise ValueError("validation.steps = 0 validates nothing; use -1 for all, or validation.enable = false")
 
@@ -286,22 +300,6 @@ def _check_checkpoint(c: Checkpoint) -> None:
             f"checkpoint.export_interval = {c.export_interval} must be a multiple of checkpoint.interval = "
             f"{c.interval}: what is exported is a checkpoint; for example {fitting}"
         )
-    if c.enable:
-        return
-    for key, asked in (
-        ("load_step", c.load_step != -1),
-        ("initial_load_path", c.initial_load_path != ""),
-        ("initial_load_in_hf", c.initial_load_in_hf),
-        ("last_save_model_only", c.last_save_model_only),
-        ("last_save_in_hf", c.last_save_in_hf),
-        ("export_interval", c.export_interval != 0),
-        ("grace_seconds", c.grace_seconds != 0),
-    ):
-        if asked:
-            raise ValueError(
-                f"checkpoint.{key} = {getattr(c, key)!r} has no effect with checkpoint.enable = false; set "
-                f"checkpoint.enable = true, or remove checkpoint.{key}"
-            )
 
 
 def _check_hugging_face(config: Config) -> None:
