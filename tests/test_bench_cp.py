@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.refusals import is_refused
 from tests.worlds import World
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
@@ -97,9 +98,9 @@ def test_one_rank_of_many(capsys: pytest.CaptureFixture, monkeypatch: pytest.Mon
     known = [i for i in range(3, len(cells)) if title[i] not in ("MHz", "W", "GiB held") and i < len(cells) - 1]
     assert all(float(cells[i].split()[0].rstrip("%")) > 0 for i in known)
     assert bench_cp.main(["--as-rank", "-1", *argv[2:]]) == 0 and all(finite)  # it sends no state, but receives
-    capsys.readouterr()
-    assert bench_cp.main(["--as-rank", "64", "--of", "64"]) == 2
-    assert capsys.readouterr().err == "error: --as-rank 64 is no rank of 64; give a lower one\n"
+    assert is_refused(bench_cp.main, ["--as-rank", "64", "--of", "64"], capsys).startswith("--as-rank 64 is no rank of")
+    argv = ["--as-rank", "3", "--of", "8", "--model", "kda/none", "--tokens", "64"]
+    assert is_refused(bench_cp.main, argv, capsys).startswith("model.flavor = 'none' is unknown for 'kda'; use one of")
 
 
 def test_time_of_messages() -> None:

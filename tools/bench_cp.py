@@ -59,6 +59,7 @@ from torch import Tensor
 
 from titan_linear.commands import line, table
 from titan_linear.distributed.groups import process_group
+from titan_linear.distributed.one_process import RankFailed
 from titan_linear.distributed.process import refusing, run_command
 from titan_linear.models import mixers
 from titan_linear.models.config import MixerOptions, ModelConfig
@@ -316,8 +317,11 @@ def print_rank(args: argparse.Namespace, keys: list[str]) -> None:
     name, _, flavor = args.model.partition("/")
     keys = [f"--model.name={name}", f"--model.flavor={flavor or 'debug'}", *keys]
     print(header(), end="\n\n")
-    for row in one_rank.rows(keys, args.as_rank, args.of, args.tokens[0], "H200", args.node_size or 8):
-        print(row, flush=True)
+    try:
+        for row in one_rank.rows(keys, args.as_rank, args.of, args.tokens[0], "H200", args.node_size or 8):
+            print(row, flush=True)
+    except RankFailed as failed:
+        raise failed.__cause__ from None
 
 
 def print_estimate(args: argparse.Namespace) -> None:
