@@ -8,6 +8,7 @@ import math
 import os
 import re
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -27,7 +28,7 @@ from titan_linear.data import build_tokenizer
 from titan_linear.distributed.groups import set_timeout
 from titan_linear.distributed.process import be_deterministic
 from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig
-from titan_linear.models.mixers import Attention, Mamba2
+from titan_linear.models.mixers import RWKV7, Attention, Mamba2, ShortConv
 from titan_linear.models.presets import OWN, PUBLISHED
 from titan_linear.models.rope import RopeScaling
 from titan_linear.observe.spikes import NonFinite
@@ -84,11 +85,16 @@ EXPERTS = replace(
 
 
 def cut(model: ModelConfig) -> ModelConfig:
-    """Four of its layers, softmax among them, a 16th as wide: a quarter of the experts, and of Mamba-2's heads and
-    groups; as many heads of attention."""
+    """Four of its layers, softmax among them if it has some, a 16th as wide: a quarter of the experts, and of Mamba-2's
+    heads and groups; as many heads of other mixers."""
 
     def thin(part: MixerOptions | MoEConfig | str) -> MixerOptions | MoEConfig | str:
         match part:
+            case ShortConv():
+                return replace(part, channels=part.channels // 16)
+            case RWKV7():
+                ranks = {f"{x}_rank": getattr(part, f"{x}_rank") // 16 for x in "wavg"}
+                return replace(part, head_dim=part.head_dim // 16, **ranks)
             case Mamba2():
                 quarters = {name: getattr(part, name) // 4 for name in ("heads", "head_dim", "state_dim")}
                 return replace(part, **quarters, groups=max(part.groups // 4, 1))
@@ -100,7 +106,7 @@ def cut(model: ModelConfig) -> ModelConfig:
         return part
 
     sizes = {"vocab_size": 320, "dim": model.dim // 16, "hidden_dim": model.hidden_dim // 16, "num_layers": 4}
-    return replace(model, pattern=tuple(map(thin, model.pattern[4:8])), moe=thin(model.moe), **sizes)
+    return replace(model, pattern=tuple(map(thin, (model.pattern * 8)[4:8])), moe=thin(model.moe), **sizes)
 
 
 OWN_FLAVORS = {
@@ -110,6 +116,8 @@ OWN_FLAVORS = {
     "experts": EXPERTS,
     "nano-3": cut(PUBLISHED["nemotron-h"]["nano-3-30B-A3B"]),
     "granite-tiny": cut(PUBLISHED["granite-h"]["tiny"]),
+    "lfm2-350M": cut(PUBLISHED["lfm2"]["350M"]),
+    "rwkv7-0.1B": cut(PUBLISHED["rwkv7"]["0.1B"]),
 }
 
 # name: (processes, what differs from one process). local_batch_size 1 makes four micro-steps of a step.
@@ -260,6 +268,7 @@ def train_on_rank(
     """Losses and gradient norms of all steps, and the whole weights after them."""
     os.environ["XDG_CACHE_HOME"] = cache
     OWN["hybrid"] |= OWN_FLAVORS
+    warnings.filterwarnings("error", message="FSDP2-wrapped")
     trainer = Trainer(load_config(argv))
     numbers = [trainer.train_step() for _ in range(trainer.config.training.steps)]
     return [n["loss"] for n in numbers], [n["grad_norm"] for n in numbers], whole_weights(trainer)
@@ -387,8 +396,10 @@ MIXTURES = {
     "nemotron-h": ("tp 2 x cp 2 zig-zag", "ep 2, dp 2"),
     "granite-h": ("tp 2 x cp 2 zig-zag",),
     "minimax": ("tp 2 x cp 2 zig-zag",),
-    "nano-3": ("tp 2 x cp 2 zig-zag",),
+    "nano-3": ("tp 2 x cp 2 zig-zag", "ep 2, HSDP x cp 2 x tp 2"),
     "granite-tiny": ("ep 2, dp 2",),
+    "lfm2-350M": ("tp 2 x cp 2 zig-zag",),
+    "rwkv7-0.1B": ("tp 2 x cp 2 zig-zag", "HSDP x cp"),
 }
 
 

@@ -49,19 +49,19 @@ class Block(nn.Module):
         self, x: Tensor, plan: BatchPlan, cache: LayerCache | None = None, values: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """x [B, T, dim] -> [B, T, dim], the load-balance loss of the experts, if there is one, and the values that
-        later layers take: those given, or the mixer's."""
-        balance = None
+        later layers take, if this is the layer that gives them."""
+        balance = own = None
         if self.mixer is not None:
             given = self.mixer_input(x)
             y = self.mixer(given, plan, cache, values) if self.takes else self.mixer(given, plan, cache)
-            y, values = y if isinstance(y, tuple) else (y, values)
+            y, own = y if isinstance(y, tuple) else (y, None)
             x = self._added(x, given, y, self.mixer_norm)
         if self.mlp is not None:
             given = x if self.post_norm else self.mlp_norm(x)
             y = self.mlp(given, plan, cache)
             y, balance = y if isinstance(y, tuple) else (y, None)
             x = self._added(x, given, y, self.mlp_norm)
-        return x, balance, values
+        return x, balance, own
 
     def mixer_input(self, x: Tensor) -> Tensor:
         return x if self.post_norm else self.mixer_norm(x)
@@ -158,7 +158,8 @@ class Decoder(nn.Module):
         """
         x, balances, values = self._embedded(tokens), [], None
         for i, layer in enumerate(self.layers):
-            x, balance, values = layer(x, plan, None if caches is None else caches[i], values)
+            x, balance, own = layer(x, plan, None if caches is None else caches[i], values)
+            values = values if own is None else own
             balances += [] if balance is None else [balance]
         out = self.head(x if logits_to_keep is None else x[:, -logits_to_keep:], labels, loss_chunk)
         for balance in balances if labels is not None else []:

@@ -159,23 +159,23 @@ class RWKV7Mixer(RecurrentMixer):
     ) -> Tensor | tuple[Tensor, Tensor]:
         inputs, others = self._inputs(x, plan, cache, *taken)
         y = self._output(self._carried(inputs, plan, cache), others)
-        return y if taken else (y, inputs[3].flatten(-2))
+        return y if taken else (y, others[-1])
 
-    def _inputs(self, x: Tensor, plan: BatchPlan, cache: Cache, *taken: Tensor) -> tuple[Inputs, tuple[Tensor, Tensor]]:
-        """r, w, k, v, a, b [B, T, heads, K]; the bonus (r · (k̃ ⊙ r_k)) v and the gate, [B, T, heads·K]."""
+    def _inputs(self, x: Tensor, plan: BatchPlan, cache: Cache, *taken: Tensor) -> tuple[Inputs, tuple[Tensor, ...]]:
+        """r, w, k, v, a, b [B, T, heads, K]; the bonus (r · (k̃ ⊙ r_k)) v, the gate and v, [B, T, heads·K]."""
         shift = token_shift(x, plan.documents, cache, "shift", self.implementations)
         mixes = self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g
         x_r, x_w, x_k, x_v, x_a, x_g = (torch.addcmul(x, shift, mix) for mix in mixes)
-        r, k, v = self.r_proj(x_r), self.k_proj(x_k), self.v_proj(x_v)
+        r, k, values = self.r_proj(x_r), self.k_proj(x_k), self.v_proj(x_v)
         if taken:
-            v = torch.lerp(v, taken[0], self.v_lora(x_v).sigmoid())
+            values = torch.lerp(values, taken[0], self.v_lora(x_v).sigmoid())
         w = DECAY * widen(self.w_lora(x_w)).sigmoid()
         rate = self.a_lora(x_a).sigmoid()
         removed = F.normalize(self._by_head(widen(k * self.k_k)), dim=-1).to(x.dtype)
         k = torch.addcmul(k, k * (rate - 1), self.k_a)
-        r, w, k, v, rate, r_k = map(self._by_head, (r, w, k, v, rate, self.r_k))
+        r, w, k, v, rate, r_k = map(self._by_head, (r, w, k, values, rate, self.r_k))
         bonus = (r * k * r_k).sum(-1, keepdim=True) * v
-        return (r, w, k, v, -removed, removed * rate), (bonus.flatten(-2), self.g_lora(x_g))
+        return (r, w, k, v, -removed, removed * rate), (bonus.flatten(-2), self.g_lora(x_g), values)
 
     def _by_head(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))
@@ -183,8 +183,8 @@ class RWKV7Mixer(RecurrentMixer):
     def _rule(self, inputs: Inputs, **how: Any) -> tuple[Tensor, Tensor | None]:
         return chunk_rwkv7(*inputs, **how)
 
-    def _output(self, o: Tensor, gate: tuple[Tensor, Tensor]) -> Tensor:
-        bonus, gate = gate
+    def _output(self, o: Tensor, gate: tuple[Tensor, ...]) -> Tensor:
+        bonus, gate, _ = gate
         return self.o_proj((self.g_norm(o) + bonus) * gate)
 
     def _log_decay(self, inputs: Inputs) -> Tensor:
