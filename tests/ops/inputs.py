@@ -6,6 +6,7 @@ from functools import partial
 from itertools import accumulate
 
 import torch
+from torch.nn.functional import softplus
 
 from titan_linear.distributed.one_process import LocalGroup, run_ranks
 from titan_linear.ops import (
@@ -104,8 +105,8 @@ def decaying_inputs(
     bias: float = 0.0,
     seed: int = 0,
 ) -> dict[str, torch.Tensor]:
-    """Float64 inputs of chunk_ssd ("ssd"), raw time steps with `dt_bias` about `bias`, or of chunk_simple_gla ("gla");
-    decays differ from head to head."""
+    """Float64 inputs of chunk_ssd ("ssd"), raw time steps with `dt_bias` about `bias`, or of chunk_simple_gla ("gla")
+    with the decays of such time steps; they differ from head to head."""
     rng = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int) -> torch.Tensor:
@@ -114,7 +115,7 @@ def decaying_inputs(
     C, B_, x = randn(B, T, G, N), randn(B, T, G, N), randn(B, T, heads, P)
     rates = torch.linspace(0.2, 2.0, heads, dtype=torch.float64)
     if op == "gla":
-        return {"q": C, "k": B_, "v": x, "g": -rates * torch.rand(B, T, heads, generator=rng, dtype=torch.float64)}
+        return {"q": C, "k": B_, "v": x, "g": -rates * softplus(bias + randn(B, T, heads))}
     parameters = {"A": -rates, "D": randn(heads), "dt_bias": bias + randn(heads)}
     return {"x": x, "dt": randn(B, T, heads), "B": B_, "C": C, **parameters}
 

@@ -90,16 +90,22 @@ def test_dtypes(op: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("jumps", JUMPS, ids=str)
-@pytest.mark.parametrize("op", ["kda", "gdn", "gla", "dplr"])
+@OPS
 def test_slow_decay_after_fast(op: str, jumps: dict[int, float]) -> None:
     """In float32 a sum of log decays that spans a fast one does not take part in those that follow it."""
-    x = {name: t.float() for name, t in MAKERS[op](128, **SMALL[op]).items()}
-    g = x["gk" if op == "dplr" else "g"]
-    g[:] = -1e-3
-    for token, decay in jumps.items():
-        g[:, token] = decay
-    want = oracle(op, {name: t.double() for name, t in x.items()})[0]
-    assert (call(op, x)[0] - want).abs().max() < 1e-6 * want.abs().max()
+    x, options = {name: t.float() for name, t in MAKERS[op](128, **SMALL[op]).items()}, {}
+    decay = torch.full((1, 128, 1), -1e-3)
+    for token, jump in jumps.items():
+        decay[:, token] = jump
+    if op == "ssd":
+        x |= {"dt": -decay.expand(x["dt"].shape), "dt_bias": torch.zeros(2), "A": -torch.ones(2)}
+        options = {"dt_softplus": False}
+    elif op == "dplr":
+        x["gk"] = decay.unsqueeze(-1).expand(x["gk"].shape)
+    else:
+        x["g"][:] = decay.view(1, 128, *[1] * (x["g"].dim() - 2))
+    want = oracle(op, {name: t.double() for name, t in x.items()}, **options)[0]
+    assert (call(op, x, **options)[0] - want).abs().max() < 1e-6 * want.abs().max()
 
 
 @OPS

@@ -68,13 +68,15 @@ def on_rank(
     levels: by which states travel; (): directly."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kcp, "route", lambda *_: levels)
-        return results_of(cases)
+        return results_of(dist.group.WORLD, cases)
 
 
-def results_of(cases: list[tuple[str, list[int], str, int]]) -> list[list[torch.Tensor]]:
+def results_of(
+    group: dist.ProcessGroup | LocalGroup, cases: list[tuple[str, list[int], str, int]]
+) -> list[list[torch.Tensor]]:
     results = []
     for op, lengths, layout, streams in cases:
-        ctx = build_cp_context(boundaries(lengths * streams), dist.group.WORLD, layout=layout, num_streams=streams)
+        ctx = build_cp_context(boundaries(lengths * streams), group, layout=layout, num_streams=streams)
         mine = tokens_of(ctx)
         whole = inputs_of(op, lengths, streams)
         x = leaves({n: t if n in PARAMETERS else t[:, mine] for n, t in whole.items()})
@@ -85,7 +87,10 @@ def results_of(cases: list[tuple[str, list[int], str, int]]) -> list[list[torch.
 
 
 def check(world: World, cases: list[tuple[str, list[int], str, int]], levels: tuple[Level, ...] = ()) -> None:
-    ranks = world.run(on_rank, cases, levels)
+    compare(world.run(on_rank, cases, levels), cases)
+
+
+def compare(ranks: list[list[list[torch.Tensor]]], cases: list[tuple[str, list[int], str, int]]) -> None:
     for i, (op, lengths, layout, streams) in enumerate(cases):
         cu = boundaries(lengths * streams)
         where = {"layout": layout, "num_streams": streams, "world_size": len(ranks)}
@@ -113,6 +118,15 @@ def test_edges(worlds: Callable[[int], World], world_size: int) -> None:
     """Each op on four ranks; the exchange knows of them only whether M is a matrix or a number."""
     ops = ["kda", "gdn", "kda-raw", "ssd", "gla", "dplr", "conv"] if world_size == 4 else ["kda", "ssd", "conv"]
     check(worlds(world_size), [(op, d, layout, 1) for op in ops for d in EDGES.values() for layout in LAYOUTS])
+
+
+@pytest.mark.parametrize("op", ["kda", "gdn", "ssd", "gla", "dplr", "conv"])
+def test_other_degrees(op: str) -> None:
+    """Cuts inside chunks, documents of one token, and padding of more than a rank."""
+    lengths = [62, 1, 1, 700, 1, 2, 73, 1, 440, 399]  # 1680 tokens, a multiple of 2W
+    cases = [(op, lengths, layout, 1) for layout in LAYOUTS]
+    for world_size in (1, 3, 5, 6, 7):
+        compare(run_ranks(lambda group: results_of(group, cases), world_size), cases)
 
 
 @pytest.mark.parametrize("levels", [(Level(1, 2, True), Level(2, 2)), (Level(1, 2), Level(2, 2))])
