@@ -582,6 +582,14 @@ def test_generation_warns_of_a_tokenizer_that_the_weights_do_not_know(
     assert not warned(checkpoint, "other", their_own)
 
 
+def test_a_model_that_is_not_read_is_said_before_its_tokenizer_is_missed(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_text('{"d_model": 768, "ssm_cfg": {"layer": "Mamba2"}}')
+    assert generate.main([str(tmp_path), "--prompt", "x"]) == 2
+    assert "config.json: ssm_cfg = {'layer': 'Mamba2'}: mamba_ssm's own format is not" in capsys.readouterr().err
+
+
 def test_generation_names_the_tokenizer_that_it_was_given(tmp_path: Path) -> None:
     model, folder, other = Decoder(KDA), tmp_path / "folder", tmp_path / "other"
     initialise(model, seed=0)

@@ -118,7 +118,10 @@ def config_from_hf(config: Mapping[str, object]) -> tuple[str, ModelConfig]:
         if architecture in (name, *family.wrappers):
             return name, _read(family, config)
     if "ssm_cfg" in config:
-        raise ValueError("config.json: ssm_cfg: mamba_ssm's own format is not read; give a folder of transformers")
+        raise ValueError(
+            f"config.json: ssm_cfg = {config['ssm_cfg']!r}: mamba_ssm's own format is not read; give a folder of "
+            "transformers"
+        )
     raise ValueError(f"architectures = {given}: unknown; give a folder of one of {', '.join(FAMILIES)}")
 
 

@@ -87,6 +87,7 @@ def open_tokenizer(config: Config) -> Tokenizer:
     if folder and not m.tokenizer_path and not Path(folder).is_dir():
         key = "model.hf_assets_path" if m.hf_assets_path else "checkpoint.initial_load_path"
         raise ValueError(f"{key} = {folder!r} is no folder; give one with a Hugging Face model (nothing is downloaded)")
+    model_without_tokenizer(config)  # a model that we do not have is said before its tokenizer is missed
     return build_tokenizer(tokenizer_path(config))
 
 
