@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import inspect
 import json
 import os
 import re
@@ -273,19 +274,21 @@ class _Help(argparse.Action):
 
 
 def keys_page() -> str:
-    """docs/keys.md: every key with its type, default and description."""
+    """docs/keys.md: every key with its default, the other choices and its description."""
     lines = [
         "# Every key",
         "The keys of a run's TOML file. On the command line they are `--section.key value`, which takes precedence\n"
-        "over the file. `./run_train.sh --help SECTION` prints a section's, `--help markdown` this page;\n"
-        "`--print-config` prints what a run resolves to, and where each value comes from.",
+        "over the file; a list is written as in TOML, in quotes. `./run_train.sh --help SECTION` prints a section's,\n"
+        "`--help markdown` this page; `--print-config` what a run resolves to, and where each value comes from.",
     ]
     for section, keys in SECTIONS.items():
-        lines += [f"## [{section}]", keys.__doc__ or ""]
-        rows = ["| key | type | default | |", "|---|---|---|---|"]
+        lines += [f"## [{section}]", inspect.cleandoc(keys.__doc__ or "")]
+        rows = ["| key | default, other choices | |", "|---|---|---|"]
         for key, field in keys.model_fields.items():
-            kind = type_name(field.annotation).strip("{}").replace(",", ", ")
-            cells = f"`{key}`", kind, f"`{toml_value(field.default)}`", " ".join(field.description.split())
+            default = toml_value(field.default)
+            choices = [f'"{choice}"' for choice in get_args(field.annotation) if isinstance(choice, str)]
+            values = ", ".join(f"`{value}`" for value in dict.fromkeys([default, *choices]))
+            cells = f"`{key}`", values, " ".join(field.description.split())
             rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         lines.append("\n".join(rows))
     return "\n\n".join(lines)

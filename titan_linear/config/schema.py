@@ -46,8 +46,8 @@ class Job(Section):
     description: str = ""
     """Free text, kept with the run."""
     start_anew: bool = False
-    """Begin again, with any configuration, in a folder whose run left no checkpoint; what that run left is set aside.
-    If there is a checkpoint, the run resumes from it."""
+    """Begin again, with any configuration, in a folder whose run left no checkpoint to resume from; what that run left
+    is set aside."""
 
 
 class Model(Section):
@@ -89,11 +89,11 @@ class Model(Section):
     """Hugging Face folder whose config.json defines flavor hf and whose tokenizer is the default; empty: the folder
     that checkpoint.initial_load_in_hf loads."""
     vocab_size: int = Field(0, ge=0)
-    """Rows of the embedding and the head, at least the tokenizer's vocabulary; 0: the preset's number, or, if that is
-    too small and the weights are drawn, not loaded, the tokenizer's vocabulary rounded up to a multiple of 64."""
+    """Rows of the embedding and the head; 0: the preset's number, or, if that is too small and the weights are drawn,
+    the tokenizer's vocabulary rounded up to a multiple of 64."""
     tokenizer_path: Corpus = ""
-    """A Hugging Face tokenizer.json, or the folder that holds it; bytes: bytes are tokens; empty: that of the run's
-    Hugging Face folder, or bytes for a run without one."""
+    """A Hugging Face tokenizer.json, or its folder; bytes: bytes are tokens; empty: that of the run's Hugging Face
+    folder, or bytes for a run without one."""
     impl: Annotated[Literal["auto", "torch", "triton"], Rule.MAY_CHANGE] = "auto"
     """Implementation of the ops; auto takes the fastest that supports the device, and says which."""
 
@@ -124,32 +124,31 @@ class Training(Section):
     """Data, batch and numerical precision."""
 
     dataset: Dataset = "stdlib"
-    """Source of the documents: Python's own standard library, text files, JSON lines, parquet, a folder that Hugging
-    Face's datasets saved (arrow), or token files."""
+    """Source of the documents (docs/data.md): Python's own standard library, text files, JSON lines, parquet, a folder
+    that Hugging Face's datasets saved, or token files."""
     dataset_path: Corpus = ""
     """File, folder or globs (separated by commas) of the corpus; every dataset but stdlib needs it."""
     dataset_text_field: str = Field("text", min_length=1)
     """Field (jsonl) or column (parquet, arrow) that holds a document's text."""
     dataset_format: DatasetFormat = "text"
-    """What a record of jsonl, parquet or arrow is: a text; a conversation, its messages written by the tokenizer's chat
-    template; or a prompt and its completion. Of the last two only the answers are trained on."""
+    """What a record of jsonl, parquet or arrow is: a text; a conversation, written by the tokenizer's chat template; or
+    a prompt and its completion. Of the last two only the answers are trained on."""
     mixture: Annotated[list[Source], Rule.OF_A_NODE, Rule.MAY_MOVE] = []
     """Several sources instead of the one above, [{name = "web", weight = 0.7, dataset = "jsonl", dataset_path = "…"},
-    …], each with those of the keys above that it needs. Streams come from them in proportion to their weights."""
+    …], each with those of the keys above that it needs. Weights are shares of streams."""
     mixture_from_step: Annotated[int, Rule.MAY_CHANGE] = Field(-1, ge=-1)
     """Step at which training.mixture changes: the step that the run resumes from; -1: it does not change."""
     on_bad_document: Annotated[Literal["stop", "skip"], Rule.MAY_CHANGE] = "stop"
-    """What to do about a record that is no document (not JSON, no such field, not UTF-8 for a tokenizer that needs it,
-    a conversation without an answer): stop before the run starts, or skip and count them and name the first few."""
+    """What to do about a record that is no document (not JSON, no such field, a conversation without an answer): stop
+    before the run starts, or skip and count them and name the first few."""
     verify: Annotated[Literal["always", "changed"], Rule.MAY_CHANGE] = "changed"
     """Check every byte of the corpus against its checksums at every start (always), or only when a file's size, time or
-    inode differs from when the corpus was last found whole on this machine (changed): what a disk alters by itself then
-    goes unnoticed."""
+    inode differs from when it was last found whole on this machine (changed)."""
     seq_len: int = Field(2048, ge=1)
     """Tokens of one packed stream, over all context-parallel ranks."""
     seq_len_schedule: list[Shorter] = []
     """Shorter streams first, [{until_step = 1000, seq_len = 8192}, …]: streams have seq_len tokens up to and including
-    until_step, and training.seq_len after the last of these. Every step has training.global_batch_size streams."""
+    until_step, and training.seq_len after the last of these."""
     local_batch_size: Annotated[int, Rule.MAY_CHANGE] = Field(1, ge=1)
     """Streams of one micro-step on one data-parallel rank."""
     global_batch_size: int = Field(8, ge=1)
@@ -165,8 +164,8 @@ class Training(Section):
     mixed_precision_reduce: Literal["auto", "float32", "float64", "bfloat16"] = "auto"
     """Type of gradient reductions. auto: float64 with training.dtype float64, else float32."""
     enable_cpu_offload: Annotated[bool, Rule.MAY_CHANGE] = False
-    """Keep the parameters that FSDP manages, their gradients and the optimizer's states in the host's memory, and run
-    AdamW there: a GPU holds these only for the layers that it is computing. Works on one GPU too. Steps take longer."""
+    """Keep parameters, gradients and the optimizer's states in the host's memory, and run AdamW there: a GPU holds
+    those of the layers that it is computing. Works on one GPU too. Steps take longer."""
     loss_chunk_size: Annotated[int, Rule.MAY_CHANGE] = Field(2048, ge=1)
     """Number of tokens whose logits exist at once, in the head and the loss."""
     expert_balance_coefficient: float = Field(-1.0, ge=-1)
@@ -232,8 +231,8 @@ class Parallelism(Section):
     context_parallel_degree: int = Field(1, ge=1)
     """Ranks that share one stream."""
     context_parallel_layout: Literal["contiguous", "zigzag"] = "contiguous"
-    """One fragment of each stream per rank (contiguous), or two mirrored ones (zigzag), which balance causal ring
-    attention; all-to-all over heads and all-gather are balanced in both, and linear layers are faster in the first."""
+    """One fragment of each stream per rank (contiguous), or two mirrored ones (zigzag), which balance ring attention;
+    other methods are balanced in both, and linear layers are faster in the first."""
     context_parallel_method: Literal["auto", "ring", "allgather", "ulysses", "ulysses+ring"] = "auto"
     """Exchange in the softmax layers; "auto" is all-to-all over heads ("ulysses") where possible; "ulysses+ring" is
     that inside a node, and a ring between nodes."""
@@ -263,7 +262,7 @@ class Checkpoint(Section):
     """Checkpoints older than the latest k are removed; 0 keeps all."""
     verify: bool = True
     """Read each save back from the disk before older checkpoints are removed. What differs is written once more; if it
-    differs again, the save has failed. Asynchronous saves do this while training goes on."""
+    differs again, the save has failed."""
     grace_seconds: int = Field(0, ge=0)
     """Time that the machine stays up after SIGTERM (a spot instance: 30 to 120). If the rest of the step and a save
     would take longer, the step is given up and the state before it is saved; 0: no limit."""
@@ -274,7 +273,7 @@ class Checkpoint(Section):
     """Checkpoint whose weights start a run that has no checkpoint of its own."""
     initial_load_in_hf: bool = False
     """Start the run from the weights of a Hugging Face folder: checkpoint.initial_load_path or, if that is empty,
-    model.hf_assets_path. Each rank reads what it owns from the safetensors files; the folder is needed later, too."""
+    model.hf_assets_path. The folder is needed later, too."""
     last_save_model_only: bool = False
     """The last save holds the weights only: smaller, but the run cannot be continued from it."""
     last_save_in_hf: bool = False
@@ -293,8 +292,7 @@ class ActivationCheckpoint(Section):
 
     mode: Literal["none", "selective", "attention", "full"] = "none"
     """full: keep only the input of each layer and compute the layer again in backward. attention: also keep the results
-    of softmax attention, which for long documents are little memory and much of the time. selective: as the next key
-    says."""
+    of softmax attention. selective: as the next key says."""
     selective_ac_option: str = "op"
     """Of mode selective. op: keep also the results of attention, the delta rule, the convolution and exchanges between
     ranks. A number n: compute every n-th layer again, as full does, and keep all of the others."""
@@ -343,22 +341,21 @@ class Metrics(Section):
     enable_tensorboard: bool = True
     """Write TensorBoard events to tb/ in job.dump_folder."""
     enable_wandb: bool = False
-    """Report to Weights & Biases too, as one run however often it resumes. The package is not a dependency: pip install
-    wandb. Its environment variables decide the rest: WANDB_PROJECT, WANDB_MODE=offline."""
+    """Report to Weights & Biases too (pip install wandb), as one run however often it resumes. Its environment
+    variables decide the rest: WANDB_PROJECT, WANDB_MODE=offline."""
     telemetry_freq: int = Field(100, ge=0)
-    """Steps between looks inside a step: norms by layer, decay half-lives, attention's entropy, loss by position and
-    source, experts' loads (telemetry.jsonl; docs/telemetry.md says what each means); 0: none."""
+    """Steps between looks inside a step: norms by layer, decay half-lives, loss by position and source, …
+    (docs/telemetry.md); 0: none."""
     loss_by_source: Annotated[list[FileGroup], Rule.OF_A_NODE] = []
     """Groups of files whose losses telemetry shows separately, [{name = "code", files = "**/*.py"}, …]: globs
     (separated by commas) of paths or their ends. A document belongs to the first group that fits its file, else to
     "other"."""
     spike_sigmas: float = Field(6.0, ge=0)
-    """A loss more than this many standard deviations above the mean of the last 128 since the start is noted, with its
-    step's streams, in spikes.jsonl, once there are 16 to compare with; a non-finite loss always is; 0: only non-finite
-    ones."""
+    """A loss more than this many standard deviations above the mean of the last 128 is noted, with its step's streams,
+    in spikes.jsonl, as is every non-finite one; 0: only these."""
     peak_tflops: float = Field(0.0, ge=0)
-    """Peak TFLOP/s of a GPU in the type of compute, of which MFU is a share; 0: the peak known for a GPU of this name.
-    For a GPU that is not known there is no MFU."""
+    """Peak TFLOP/s of a GPU in the type of compute, of which MFU is a share; 0: the peak known for a GPU of this
+    name, if there is one."""
 
 
 class Profiling(Section):
@@ -379,9 +376,8 @@ class Profiling(Section):
     profile_count: int = Field(0, ge=0)
     """Number of traces per start of the run; 0: no limit."""
     enable_memory_snapshot: Annotated[bool, Rule.OF_A_NODE] = False
-    """Record where in the code the GPU's memory is allocated, for snapshots: one when memory runs out, and one after
-    the step in which SIGUSR1 reaches a worker, or the launcher, for all workers of its node. Without this key, a
-    snapshot after SIGUSR1 tells what is allocated, not where."""
+    """Record where in the code the GPU's memory is allocated, for snapshots: one when memory runs out, and those that
+    SIGUSR1 asks for (docs/telemetry.md), which without this key tell what is allocated, not where."""
     save_memory_snapshot_folder: Annotated[str, Rule.OF_A_NODE, Rule.HOME] = Field("memory_snapshots", min_length=1)
     """Folder of the snapshots, inside job.dump_folder."""
 
@@ -433,8 +429,8 @@ class Comm(Section):
     train_timeout_seconds: int = Field(100, ge=1, le=10**6)
     """Timeout after the first step. Validation, saves and exports have none: they wait for the slowest disk."""
     max_restarts: int = Field(0, ge=0)
-    """How many times torchrun starts all workers again, from the newest checkpoint, after a rank has failed; it does so
-    whatever the reason, also after an error that recurs each time."""
+    """How many times torchrun starts all workers again, from the newest checkpoint, after a rank has failed, whatever
+    the reason."""
 
 
 class Debug(Section):
@@ -453,7 +449,7 @@ class Doctor(Section):
 
     at_start: bool = False
     """Prove the run before it starts, as `titan-linear doctor` does, and do not start it if something does not
-    hold. It takes a minute or two, on the first GPU."""
+    hold. It takes a minute or two."""
 
 
 class Config(Section):
