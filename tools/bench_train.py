@@ -12,7 +12,7 @@ for run_train.sh, and hold for all rows (`--metrics.telemetry_freq 1`: the cost 
 training.local_batch_size streams on each data-parallel rank, unless keys say otherwise. Streams are random bytes, in a
 temporary folder that all ranks can read, or with `--documents run` those of the keys' corpus. Nothing is saved.
 
-    tokens/s/GPU, TFLOP/s, MFU   median of --steps steps after --warmup, of the slowest rank; FLOPs: docs/training.md
+    tokens/s/GPU, TFLOP/s, MFU   median of --steps steps after --warmup, of the slowest rank; FLOPs: docs/telemetry.md
     memory                       the most that PyTorch allocated in those steps, GiB, on the rank that had most
     MHz, W                       SM clock and power of the first rank's GPU, means over those steps (nvidia-ml-py)
     launches, idle               kernels and copies of one more step, under the profiler, and the share of the median
