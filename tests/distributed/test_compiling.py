@@ -160,10 +160,13 @@ def launches_and_gradients(rank: int, world_size: int, kind: type[DeltaOptions])
     return seen, [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("kind", [KDA, GDN])
-def test_chunks_are_prepared_once_in_each_pass(kind: type[DeltaOptions], worlds: Callable[..., World]) -> None:
+@pytest.mark.parametrize(("kind", "passes"), [(KDA, 2), (GDN, 1)])
+def test_chunks_are_prepared_once_in_each_pass(
+    kind: type[DeltaOptions], passes: int, worlds: Callable[..., World]
+) -> None:
+    """GDN's in forward alone, which keeps them."""
     seen, _ = worlds(1).run(launches_and_gradients, kind)[0]
-    assert seen["prepare_kernel"] == 2 * 3 and seen["solve_kernel"] == 3 and seen["graphs"] == 1
+    assert seen["prepare_kernel"] == passes * 3 and seen["solve_kernel"] == 3 and seen["graphs"] == 1
 
 
 def specialisation(x: object) -> object:
@@ -207,5 +210,5 @@ def test_kernels_are_compiled_before_their_first_launch(
 ) -> None:
     """All that a layer launches, forward and backward, but the fold of what came from other ranks."""
     for compiled, launched in worlds(ranks).run(compiled_and_launched, kind, segment):
-        assert len(launched) > 10 and compiled <= launched
+        assert len(launched) >= 10 and compiled <= launched
         assert {name for name, *_ in launched - compiled} <= {"fold_kernel"}

@@ -233,7 +233,6 @@ def gdn_case(dtype: str, K: int, V: int, R: int = 1, plain: bool = False, HV: in
     states, numbers = [state, rows], (0.5, None if plain else 2.0)
     inputs = [q, k, v, g, beta, *gate]
     tiles = list(launch(gdn.gdn_prepare, inputs, chunks, *numbers))
-    launch(gdn.gdn_recompute, inputs, chunks, *numbers)
     launch(gdn.gdn_scan, q, k, v, tiles, chunks, states, 0 if plain else N, 0.5)
     launch(gdn.gdn_backward, do, inputs, tiles, chunks, states, states, not plain, *numbers)
     launch(gdn.gdn_boundary, k, v, tiles, chunks, entries, None if plain else entries)

@@ -111,7 +111,6 @@ def test_operators_of_gdn_are_well_formed(indexed: bool) -> None:
     calls = {
         ops.chunk_table: (cu, 64, 3),
         ops.gdn_prepare: (inputs, chunks, *numbers),
-        ops.gdn_recompute: (inputs, chunks, *numbers),
         ops.gdn_scan: (q, k, v, tiles, chunks, states, int(indexed), 0.2),
         ops.gdn_boundary: (k, v, tiles, chunks, index, None),
         ops.gdn_boundary_bwd: (do, q, k, tiles, chunks, index, None, 0.2),

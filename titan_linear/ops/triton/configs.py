@@ -46,7 +46,6 @@ GENERAL: dict[str, dict[tuple[int, int], Config]] = {
     "kda gradient safe": {(2, 256): {"BK": 32, "BV": 64, "STAGES": 2, "num_warps": 8}},
     "kda gradient": {(2, 256): {"BK": 32, "BV": 64, "STAGES": 2, "num_warps": 8}},
     "gdn prepare": {(2, 256): {"num_warps": 8}},
-    "gdn recompute": {(2, 256): {"num_warps": 8}},
     **{kernel: {(2, 128): {"BV": 32, "STAGES": 2, "num_warps": 8}} for kernel in GDN_LOOPS},
 }
 
@@ -158,7 +157,6 @@ CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
             (2, 256): {"num_warps": 4},
             (4, 256): {"num_warps": 8},
         },
-        "gdn recompute": {(2, 256): {"num_warps": 8}, (4, 256): {"num_warps": 8}},
         "gdn scan": HOPPER_GDN_LOOP,
         "gdn boundary": HOPPER_GDN_LOOP,
         "gdn states": HOPPER_GDN_LOOP | {(2, 128): {"BV": 64, "STAGES": 4, "num_warps": 4}},

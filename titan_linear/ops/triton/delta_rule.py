@@ -156,15 +156,13 @@ class TritonKDA(TritonRule):
 
 
 class TritonGDN(TritonRule):
-    kept_tiles = ("C",)  # the first one
+    kept_tiles = gdn.Tiles._fields
     backward_operator = staticmethod(gdn.gdn_backward)
 
     def __init__(self, inputs: Inputs, options: DeltaRuleOptions, chunks: Chunks, kept: Sequence[Tensor]):
         self.inputs, self.chunks, self.scale = inputs, list(chunks), options.scale
         self.numbers = {"scale": options.scale, "beta_range": options.beta_range}
-        prepare = gdn.gdn_recompute if kept else gdn.gdn_prepare
-        made = prepare(list(inputs), self.chunks, **self.numbers)
-        self.tiles = gdn.Tiles(*kept, *made)
+        self.tiles = gdn.Tiles(*(kept or gdn.gdn_prepare(list(inputs), self.chunks, **self.numbers)))
 
     def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]:
         q, k, v, *_ = self.inputs

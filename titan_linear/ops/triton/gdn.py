@@ -1,13 +1,12 @@
 """The chunked gated delta rule (GDN) in Triton: the stages of a forward and backward pass, as operators.
 
     prepare        (q, k, g, beta) -> tiles                                     chunk-parallel
-    recompute      (q, k, g, beta) -> tiles but C                               prepare again, for backward
     scan           (q, k, v, tiles, initial_state) -> o, final_state            sequential in a head
     boundary       (k, v, tiles, some entries) -> S_ext, M                      for context parallelism
     boundary_bwd   (q, k, do, tiles, some entries) -> dS_ext
     backward       (all of these) -> gradients                                  two scans, then chunk-parallel
 
-A pass keeps its inputs and C (64 numbers per token and head) between forward and backward.
+A pass keeps its inputs and the tiles (2 × 64 numbers and two of fp32 per token and head) between forward and backward.
 
 q, k [T, H, K], v [T, HV, V], g, beta [T, HV] are flat packed streams (`tiles.py`: any stride between tokens), HV = R·H,
 of N entries. Operators take named tuples as lists: `Inputs`, `Chunks`, `Tiles`, `States`.
@@ -37,7 +36,7 @@ from titan_linear.ops.triton.tiles import chunk_tiles, dense_heads, empty_gradie
 class Tiles(NamedTuple):
     """Of NT chunks of BT = 64 tokens; the letters are those of gdn_kernels."""
 
-    C: Tensor | None  # [NT, HV, BT, BT]; None: not computed again
+    C: Tensor  # [NT, HV, BT, BT]
     A: Tensor  # [NT, HV, BT, BT]
     gates: Tensor  # [NT, HV, 2, BT] fp32: cumulative gate in base 2, β
 
@@ -58,21 +57,22 @@ def _sliced(kernel: str, k: Tensor, V: int) -> Config:
     return config(kernel, k, max(K, S), BV=min(K, S))
 
 
-def _empty_tiles(inputs: Fields, chunks: list[Tensor], system: bool = True) -> Tiles:
-    """system: with C."""
+def _empty_tiles(inputs: Fields, chunks: list[Tensor], *_: Any) -> Tiles:
     k, HV, NT = Inputs(*inputs).k, Inputs(*inputs).g.shape[1], Chunks(*chunks).chunk_index.shape[0]
-    C, A = (k.new_empty(NT, HV, BT, BT) if wanted else None for wanted in (system, True))
+    C, A = (k.new_empty(NT, HV, BT, BT) for _ in range(2))
     return Tiles(C, A, k.new_empty(NT, HV, 2, BT, dtype=torch.float32))
 
 
-def _launch_prepare(
-    x: Inputs,
-    tiles: Tiles,
-    chunks: Chunks,
+@operator(kind="delta rule", of_driver=True)
+def gdn_prepare(
+    inputs: Fields,
+    chunks: list[Tensor],
     scale: float,
     beta_range: float | None,
-) -> None:
-    (_, H, K), HV, NT = x.q.shape, x.g.shape[1], chunks.chunk_index.shape[0]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> `Tiles`."""
+    x, where, tiles = Inputs(*inputs), Chunks(*chunks), _empty_tiles(inputs, chunks)
+    (_, H, K), (NT, HV, _, _) = x.q.shape, tiles.C.shape
     q, k, g, beta = map(dense_heads, (x.q, x.k, x.g, x.beta))
     kernels.prepare_kernel[(NT * HV,)](
         q,
@@ -82,8 +82,8 @@ def _launch_prepare(
         x.A_log,
         x.dt_bias,
         *tiles,
-        chunks.cu_seqlens,
-        chunks.chunk_index,
+        where.cu_seqlens,
+        where.chunk_index,
         scale,
         q.stride(0),
         k.stride(0),
@@ -95,48 +95,15 @@ def _launch_prepare(
         BT=BT,
         BETA_RANGE=beta_range,
         PREC=_precision(k),
-        **config("gdn recompute" if tiles.C is None else "gdn prepare", k, K),
+        **config("gdn prepare", k, K),
     )
-
-
-@operator(kind="delta rule", of_driver=True, prepares="forward")
-def gdn_prepare(
-    inputs: Fields,
-    chunks: list[Tensor],
-    scale: float,
-    beta_range: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """-> `Tiles`."""
-    x, tiles = Inputs(*inputs), _empty_tiles(inputs, chunks)
-    _launch_prepare(x, tiles, Chunks(*chunks), scale, beta_range)
-    chosen = config("solve", x.k, x.k.shape[2])
-    solve_kernel[(tiles.C.shape[0] * tiles.C.shape[1],)](
-        tiles.gates[:, :, 1], tiles.C, STRIDE_B=2 * BT, SCALED=True, **chosen
+    solve_kernel[(NT * HV,)](
+        tiles.gates[:, :, 1], tiles.C, STRIDE_B=2 * BT, SCALED=True, **config("solve", k, K)
     )
     return tiles
 
 
-@register_fake(gdn_prepare)
-def _(inputs, chunks, *_):
-    return _empty_tiles(inputs, chunks)
-
-
-@operator(kind="delta rule", of_driver=True, prepares="backward")
-def gdn_recompute(
-    inputs: Fields,
-    chunks: list[Tensor],
-    scale: float,
-    beta_range: float | None,
-) -> tuple[Tensor, Tensor]:
-    """-> A, gates."""
-    tiles = _empty_tiles(inputs, chunks, system=False)
-    _launch_prepare(Inputs(*inputs), tiles, Chunks(*chunks), scale, beta_range)
-    return tiles[1:]
-
-
-@register_fake(gdn_recompute)
-def _(inputs, chunks, *_):
-    return _empty_tiles(inputs, chunks, system=False)[1:]
+register_fake(gdn_prepare)(_empty_tiles)
 
 
 def _scan_outputs(k: Tensor, v: Tensor, final_rows: int) -> tuple[Tensor, Tensor]:

@@ -56,7 +56,7 @@ def prepare_kernel(
     beta,  # [T, HV]
     A_log,  # [HV], or None: g is the log gate
     dt_bias,  # [HV] or None
-    C,  # [NT, HV, BT, BT], or None in backward, which has C from forward
+    C,  # [NT, HV, BT, BT]
     A,  # [NT, HV, BT, BT]
     gates,  # [NT, HV, 2, BT] fp32: G in base 2, beta; past a document's end, the last G and zero
     cu_seqlens,
@@ -84,9 +84,8 @@ def prepare_kernel(
     b_d = tl.exp2(tl.where(o_i >= o_j, b_G[:, None] - b_G[None, :], -float("inf")))
     b_a = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * scale * b_d
     tl.store(A + i_p * BT * BT + (o_i * BT + o_j), b_a.to(A.dtype.element_ty))
-    if C is not None:
-        b_n = tl.dot(b_k, tl.trans(b_k), input_precision=PREC) * b_d
-        tl.store(lower_triangle(C + i_p * BT * BT, o_i, o_j), b_n, mask=o_i > o_j)
+    b_n = tl.dot(b_k, tl.trans(b_k), input_precision=PREC) * b_d
+    tl.store(lower_triangle(C + i_p * BT * BT, o_i, o_j), b_n, mask=o_i > o_j)
 
 
 @triton.jit
