@@ -45,7 +45,7 @@ from titan_linear.ops.triton.tiles import (
     empty_boundary_gradients,
     empty_gradients,
     empty_states,
-    row_tiles,
+    ragged_tiles,
 )
 
 GATES = {"none": 0, "softplus": 1, "bounded": 2}
@@ -373,7 +373,7 @@ def kda_backward(
             A_log,
             dt_bias,
             made.b,
-            row_tiles(do, CHUNK, BV),
+            ragged_tiles(do, CHUNK, BV),
             *chunk_matrices,
             dA,
             dK,

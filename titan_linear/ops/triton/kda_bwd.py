@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.tools.ragged_tma import load_ragged
 
 from titan_linear.ops.triton.chunks import locate, locate_entry
 from titan_linear.ops.triton.gates import beta_gradient, sigmoid, softplus
@@ -204,15 +205,15 @@ def matrix_kernel(
 
 @triton.jit
 def read_state_gradients(
-    do, y, h, i_t, tile, i_o, i_k, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr,
+    do, y, h, start, n, tile, i_o, i_k, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """(do Sᵀ)ᵀ and (y Sᵀ)ᵀ [BK, 64]. Rows of do past an entry's end are the next one's; so are their columns here."""
+    """(do Sᵀ)ᵀ and (y Sᵀ)ᵀ [BK, 64], 0 past an entry's end."""
     dq = tl.zeros([BK, 64], tl.float32)
     dk = tl.zeros([BK, 64], tl.float32)
     for i_v in tl.range(V // BV, num_stages=STAGES):
         b_h = tl.trans(h.load([tile * V + i_v * BV, i_k * BK]))  # [BK, BV]
-        dq = dot(b_h, tl.trans(do.load([i_t, i_o + i_v * BV]).to(CT)), dq)
+        dq = dot(b_h, tl.trans(load_ragged(do, start, n, [0, i_o + i_v * BV]).to(CT)), dq)
         dk = dot(b_h, y.load([tile * V + i_v * BV, 0]), dk)
     return dq, dk
 
@@ -288,7 +289,7 @@ def gradient_kernel(
         E, W = tl.exp2(x), tl.exp2(-x)
         kE = (b_k * E).to(CT)
         kW = (b_k * W).to(CT)
-        b_dq, b_dk = read_state_gradients(do, y, h, i_s, i_tile, i_h * V, i_k, V, BK, BV, CT, STAGES)
+        b_dq, b_dk = read_state_gradients(do, y, h, i_s, n, i_tile, i_h * V, i_k, V, BK, BV, CT, STAGES)
         b_dq *= scale * to_start
         b_dq += dot(kW, tl.trans(far_dA)) * down1 * down2
         b_dq = dot(kW, tl.trans(near_dA), b_dq)
@@ -314,7 +315,7 @@ def gradient_kernel(
     else:
         b_b = tl.load(p_b)
         b_diagonal = tl.sum(tl.where(row[:, None] == row[None, :], b_dA.to(tl.float32), 0.0), 0)[None, :]
-        b_dq, b_dkp = read_state_gradients(do, y, h, i_s, i_tile, i_h * V, i_k, V, BK, BV, CT, STAGES)
+        b_dq, b_dkp = read_state_gradients(do, y, h, i_s, n, i_tile, i_h * V, i_k, V, BK, BV, CT, STAGES)
         b_dq *= scale
         b_dkm, ds = write_state_gradient(r, h, dh, i_tile, i_k, V, BK, BV, STAGES)
         E, W, gamma = full_decays(b_g, CT)
@@ -342,7 +343,6 @@ def gradient_kernel(
         tl.store(dq + o_g, tl.trans(b_dq.to(dq.dtype.element_ty)), mask=inside)
     tl.store(dk + o_g, tl.trans(b_dk.to(dk.dtype.element_ty)), mask=inside)
     raw = load_rows(g + i_h * K, start, n, stride_g, i_k * BK, 64, BK) if GATE > 0 else b_g  # before what waits
-    d_sum = tl.where((row < n)[None, :], d_sum, 0.0)  # past the end: the next entry's do times 0, NaN where do is Inf
     b_dg = split_dot(d_sum, row[:, None] >= row[None, :], CT) + dgamma[:, None]
     if GATE > 0:
         x = transposed(raw) + bias

@@ -33,14 +33,9 @@ def dense_heads(x: Tensor) -> Tensor:
     return x if dense and aligned else x.contiguous()
 
 
-def row_tiles(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """x [T, heads, dim] as the matrix [T, heads·dim], read in tiles of [rows, width] by the copy engine."""
-    T, heads, dim = x.shape
-    return TensorDescriptor(x, [T, heads * dim], [x.stride(0), 1], [rows, width])
-
-
 def ragged_tiles(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """As `row_tiles`, for tiles within one entry (`load_ragged`): past its end the copy engine reads zeros."""
+    """x [T, heads, dim] as the matrix [T, heads·dim], read in tiles of [rows, width] by the copy engine, which reads
+    zeros past an entry's end (`load_ragged`)."""
     return create_ragged_descriptor(x.flatten(1), [rows, width])
 
 
