@@ -121,6 +121,10 @@ def test_what_one_rank_alone_receives() -> None:
     group.all_gather_single(whole, part)
     group.reduce_scatter_single(part, whole)
     assert group.received == [(kind, {0: 16.0, 2: 16.0}) for kind in ("all_gather", "reduce_scatter")]
+    rows = torch.zeros(99, 8, dtype=torch.uint8)  # queries, as bytes
+    one_rank.noise(rows)
+    for dtype in (torch.bfloat16, torch.float32):
+        assert rows.view(dtype).isfinite().all() and 0.01 < rows.view(dtype).float().std() < 0.1
 
 
 def test_documents() -> None:

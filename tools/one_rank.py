@@ -80,8 +80,10 @@ class OneRank:
 
 
 def noise(message: Tensor) -> None:
-    """Fill a message, of which any matrix up to 256 × 256 is a contraction: a product of many does not overflow."""
-    message.detach().normal_(std=0.03)
+    """Fill a message, of which any matrix up to 256 × 256 is a contraction: a product of many does not overflow. Bytes
+    are rows of bfloat16 and float32 side by side: two of the former make one of the latter."""
+    numbers = message.detach()
+    (numbers.view(torch.bfloat16) if message.dtype == torch.uint8 else numbers).normal_(std=0.03)
 
 
 class Alone(LocalGroup):
