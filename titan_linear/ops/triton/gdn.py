@@ -97,9 +97,7 @@ def gdn_prepare(
         PREC=_precision(k),
         **config("gdn prepare", k, K),
     )
-    solve_kernel[(NT * HV,)](
-        tiles.gates[:, :, 1], tiles.C, STRIDE_B=2 * BT, SCALED=True, **config("solve", k, K)
-    )
+    solve_kernel[(NT * HV,)](tiles.gates[:, :, 1], tiles.C, STRIDE_B=2 * BT, SCALED=True, **config("solve", k, K))
     return tiles
 
 
