@@ -14,11 +14,11 @@ from titan_linear.config import changed, load_config
 from titan_linear.distributed.mesh import build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
 from titan_linear.models.decoder import Decoder
+from titan_linear.models.init import owned
 from titan_linear.models.mixers import MLA
 from titan_linear.models.presets import preset
 from titan_linear.planner import memory
 from titan_linear.step.optimizer import hidden_matrices
-from titan_linear.storage.hf_io import owned
 
 ROOT = Path(__file__).parents[1]
 LATENT = MLA(heads=4, kv_rank=16, nope_dim=16, shared_k_dim=8, v_dim=16)

@@ -35,12 +35,11 @@ from torch import nn
 from titan_linear.commands import table
 from titan_linear.config import Config, check_config, hf_weights, load_config
 from titan_linear.data import build_tokenizer
-from titan_linear.distributed.parallelize import materialise
 from titan_linear.distributed.process import own_device, refusing, run_command
 from titan_linear.models.init import initialise
 from titan_linear.observe.flops import peak_tflops, training_flops
 from titan_linear.observe.report import clock_and_power, peak_memory_gib
-from titan_linear.run.build import export, model_config, tokenizer_path, unallocated
+from titan_linear.run.build import allocated, export, model_config, tokenizer_path
 from titan_linear.step.update import rate_at
 from titan_linear.storage.hf_io import gather
 from titan_linear.storage.rundir import METRICS, cut_metrics
@@ -66,8 +65,7 @@ def initial_weights(config: Config, folder: Path) -> None:
     if folder.exists():
         return
     tokenizer = build_tokenizer(tokenizer_path(config))
-    model = unallocated(model_config(config, tokenizer), torch.float32)
-    materialise(model, torch.device("cpu"))
+    model = allocated(model_config(config, tokenizer), torch.float32, torch.device("cpu"))
     initialise(model, config.debug.seed)
     export(folder, config, model.config, tokenizer, gather(model), dtype="float32")
 

@@ -19,10 +19,9 @@ import torch
 from titan_linear.config import Config, changed
 from titan_linear.data import Tokenizer, build_tokenizer
 from titan_linear.data.corpus.tokenizer import TOKENIZER
-from titan_linear.distributed.parallelize import materialise
 from titan_linear.distributed.process import refusing
 from titan_linear.models.decoder import Decoder
-from titan_linear.run.build import DTYPES, model_config, open_tokenizer, other_tokenizer, unallocated
+from titan_linear.run.build import DTYPES, allocated, model_config, open_tokenizer, other_tokenizer
 from titan_linear.run.generate import Sampling, generate
 from titan_linear.storage.hf_io import CONFIG, check_folder
 from titan_linear.storage.hf_io import load_weights as load_hf_weights
@@ -87,8 +86,7 @@ def load(path: Path, tokenizer: str, dtype: torch.dtype, device: torch.device) -
     config = model_config(run, text)
     if in_hf:
         check_folder(path, config)
-    model = unallocated(config, dtype)
-    materialise(model, device)
+    model = allocated(config, dtype, device)
     (load_hf_weights if in_hf else load_weights)(path, model)
     return model, text
 

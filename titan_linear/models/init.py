@@ -35,11 +35,16 @@ def initialise(model: Decoder, seed: int, parameters: Mapping[str, Tensor] | Non
         for name, parameter in (parameters or dict(model.named_parameters())).items():
             owner, _, leaf = name.rpartition(".")
             draw = draw_of(model.get_submodule(owner), leaf, model.config.init_std)
-            if isinstance(parameter, DTensor):
-                (own,) = parameter.__create_chunk_list__()
-                fill(parameter.to_local(), tuple(parameter.shape), tuple(own.offsets), draw, stream(seed, name), pool)
-            else:
-                fill(parameter, tuple(parameter.shape), (0,) * parameter.dim(), draw, stream(seed, name), pool)
+            local, offsets = owned(parameter)
+            fill(local, tuple(parameter.shape), offsets, draw, stream(seed, name), pool)
+
+
+def owned(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """What this rank has of a tensor, and where that begins in each dimension."""
+    if not isinstance(tensor, DTensor):
+        return tensor, (0,) * tensor.dim()
+    (own,) = tensor.__create_chunk_list__()
+    return tensor.to_local(), tuple(own.offsets)
 
 
 def draw_of(module: nn.Module, leaf: str, std: float) -> Draw:

@@ -13,7 +13,7 @@ from titan_linear.distributed.groups import host_group, of_all_ranks
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.parts import local_tensor
 from titan_linear.ops.runtime.support import short
-from titan_linear.proof.findings import ROUNDINGS, UNIT, Finding, Findings, Note
+from titan_linear.proof.findings import Finding, Findings, Note, bound_of_model
 from titan_linear.proof.processes import passes_of
 from titan_linear.proof.subject import Subject
 from titan_linear.run.build import build_dims
@@ -39,7 +39,7 @@ def layers(subject: Subject) -> Findings:
     host = host_group()
     want, got = (_steps(subject, dims, enable) for enable in (False, True))
     check = f"compiled, {short(subject.dtype)}"
-    bound = 2 * UNIT[subject.dtype] * math.sqrt(ROUNDINGS * (subject.model.num_layers + 1))
+    bound = bound_of_model(subject.dtype, subject.model.num_layers)
     pairs = {"losses": ([got.losses], [want.losses]), "gradients": (got.gradients, want.gradients)}
     for name, (a, b) in pairs.items():
         squares = [sum((x.double() - y.double()).square().sum().item() for x, y in zip(a, b, strict=True))]

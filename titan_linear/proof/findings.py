@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -10,8 +11,6 @@ import torch
 # The relative error that a result may have. Storing in half precision rounds by up to half of the last bit. In float32
 # sums matter more: products are exact to 2^-21 in the kernels, and a chunk sums a few hundred of them.
 UNIT = {torch.float32: 2.0**-17, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-
-
 ROUNDINGS = 20  # of a token's activations, per layer
 
 
@@ -46,6 +45,11 @@ Findings = Iterator[Finding | Note]
 
 def _short(x: float) -> str:
     return f"{x:g}" if x == int(x if abs(x) < 1e15 else 0) else f"{x:.1e}"
+
+
+def bound_of_model(dtype: torch.dtype, num_layers: int) -> float:
+    """How far rounding takes the results of a whole model: errors of layers and the head add up at random."""
+    return 2 * UNIT[dtype] * math.sqrt(ROUNDINGS * (num_layers + 1))
 
 
 def off(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,9 +11,9 @@ import torch
 from titan_linear.config import hf_assets, hf_weights
 from titan_linear.models.init import count_parameters
 from titan_linear.models.plan import BatchPlan
-from titan_linear.proof.findings import ROUNDINGS, UNIT, Finding, Findings, Note, off
+from titan_linear.proof.findings import Finding, Findings, Note, bound_of_model, off
 from titan_linear.proof.subject import ROOM, Subject
-from titan_linear.run.build import unallocated
+from titan_linear.run.build import allocated
 from titan_linear.storage.hf_io import load_weights, read_config, read_model
 
 TOKENS = 100  # that are compared, as one document
@@ -34,9 +33,7 @@ def logits(subject: Subject) -> Findings:
 
     logging.disable_progress_bar()
     tokens = subject.batch.tokens[:, :TOKENS].to(subject.device) % config.vocab_size
-    ours = unallocated(config, torch.float32).to_empty(device=subject.device)
-    if config.tie_embeddings:
-        ours.head.weight = ours.embedding.weight
+    ours = allocated(config, torch.float32, subject.device)
     load_weights(Path(folder), ours)
     T = tokens.shape[1]
     ours.use("torch", subject.device, torch.float32)
@@ -44,7 +41,7 @@ def logits(subject: Subject) -> Findings:
     got = ours(tokens, BatchPlan(torch.arange(T, device=subject.device), cu_seqlens=bounds))
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(subject.device).eval()
     want = theirs(tokens, use_cache=False).logits
-    bound = 2 * UNIT[torch.float32] * math.sqrt(ROUNDINGS * (config.num_layers + 1))
+    bound = bound_of_model(torch.float32, config.num_layers)
     wrong = (got - want).abs().amax((0, 2))
     where = f"token {int(wrong.argmax())} of {T}"
     yield Finding("hugging face", f"logits of {family} against transformers', float32", off(got, want), bound, where)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from titan_linear.data import IGNORE
-from titan_linear.models.cases import DELTA
+from titan_linear.models.cases import DELTA, Tensors
 from titan_linear.models.decoder import Decoder
 from titan_linear.ops.runtime.support import short
 from titan_linear.proof.data import tokens_in
-from titan_linear.proof.findings import ROUNDINGS, UNIT, Finding, Findings, off, worst
+from titan_linear.proof.findings import UNIT, Finding, Findings, bound_of_model, off, worst
 from titan_linear.proof.ops import ALONE, SMALL, begins, may_differ, plan_of
 from titan_linear.proof.ranks import LocalDims, model_of, on_ranks, sharding_of, sum_as_fsdp, whole_gradients
 from titan_linear.proof.subject import STREAMS, Subject
@@ -24,8 +24,6 @@ from titan_linear.run.build import DTYPES
 from titan_linear.step.feed import Feed
 from titan_linear.step.passes import ComputeCopies, Passes
 from titan_linear.step.update import gradient_sums, sum_gradients
-
-Tensors = dict[str, Tensor]
 
 
 @dataclass
@@ -150,7 +148,7 @@ def split(subject: Subject) -> Findings:
     errors = {name: off(g, want.gradients[name]) for name, g in one.gradients.items()}
     total = math.sqrt(sum((errors[n] * want.gradients[n].norm().item()) ** 2 for n in errors))
     total /= math.sqrt(sum(want.gradients[n].norm().item() ** 2 for n in errors))
-    bound = 2 * UNIT[subject.dtype] * math.sqrt(ROUNDINGS * (subject.model.num_layers + 1))
+    bound = bound_of_model(subject.dtype, subject.model.num_layers)
     what = "gradient of one process against float64"
     yield Finding(f"one process, {short(subject.dtype)}", what, total, bound, max(errors, key=errors.get))
     yield from _compared(subject, on_all_ranks(subject, whole, subject.dtype, impl), want, subject.dtype, one)

@@ -12,7 +12,9 @@ from titan_linear.config import Config, changed
 from titan_linear.distributed.groups import host_group, of_all_ranks
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.parts import whole
+from titan_linear.models.cases import Tensors
 from titan_linear.models.decoder import Decoder
+from titan_linear.models.init import owned
 from titan_linear.ops.runtime.support import short
 from titan_linear.proof.findings import Finding, Findings, off, worst
 from titan_linear.proof.model import (
@@ -30,10 +32,7 @@ from titan_linear.proof.subject import STREAMS, Degrees, Subject
 from titan_linear.run.build import DTYPES, build_dims, build_model, build_passes
 from titan_linear.step.passes import Passes
 from titan_linear.step.update import gradient_sums, sum_gradients
-from titan_linear.storage.hf_io import owned
 from titan_linear.storage.tensors import named_parameters
-
-Tensors = dict[str, Tensor]
 
 
 def split(subject: Subject) -> Findings:

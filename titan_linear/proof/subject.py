@@ -22,6 +22,7 @@ from titan_linear.models.init import count_parameters, initialise
 from titan_linear.ops.layout.boundaries import CHUNK
 from titan_linear.run.build import (
     DTYPES,
+    allocated,
     build_streams,
     check_size,
     implementations,
@@ -29,7 +30,6 @@ from titan_linear.run.build import (
     open_corpora,
     open_tokenizer,
     tokens_of,
-    unallocated,
 )
 from titan_linear.run.preflight import check_float8, check_float8_device, check_splits
 
@@ -85,16 +85,14 @@ class Subject:
     @cached_property
     def weights(self) -> dict[str, torch.Tensor]:
         """float32, on the CPU: as a run draws them, except that no two heads or channels are alike."""
-        decoder = unallocated(self.model, torch.float32).to_empty(device="cpu")
+        decoder = allocated(self.model, torch.float32, torch.device("cpu"))
         initialise(decoder, self.config.debug.seed)
         vary(decoder, self.config.debug.seed)
         return {name: p.detach() for name, p in decoder.named_parameters()}
 
     def whole(self, dtype: torch.dtype) -> Decoder:
         """The model, its parameters in `dtype`."""
-        decoder = unallocated(self.model, dtype).to_empty(device=self.device)
-        if self.model.tie_embeddings:
-            decoder.head.weight = decoder.embedding.weight
+        decoder = allocated(self.model, dtype, self.device)
         with torch.no_grad():
             for name, p in decoder.named_parameters():
                 p.copy_(self.weights[name])

@@ -379,6 +379,13 @@ def unallocated(model: ModelConfig, dtype: torch.dtype) -> Decoder:
     return decoder
 
 
+def allocated(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """The same on one device; its weights are still to be set."""
+    decoder = unallocated(model, dtype)
+    materialise(decoder, device)
+    return decoder
+
+
 def build_dims(config: Config, device: torch.device) -> ParallelDims:
     """The mesh over all ranks."""
     replicate, shard = data_parallel_degrees(config, dist.get_world_size())

@@ -33,7 +33,7 @@ from titan_linear.models.adapters import Placement, Source, config_from_hf, conf
 from titan_linear.models.config import ModelConfig, differences
 from titan_linear.models.families import FAMILIES
 from titan_linear.models.families.remote import MODELING, ROPE
-from titan_linear.models.init import runs
+from titan_linear.models.init import owned, runs
 from titan_linear.ops.runtime.support import short
 from titan_linear.storage.checkpoint import SaveFailed
 from titan_linear.storage.files import alone, beside, finish_replacing, read_json, remove, replace, sync
@@ -256,14 +256,6 @@ def load_weights(path: Path, model: nn.Module) -> None:
         reader = RowReader(folder, files)
         for placement in locate(folder, family, model.config):
             reader.fill(placement, *owned(parameters[placement.name]))
-
-
-def owned(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """What this rank holds of a parameter: the local tensor, and where it begins in each dimension."""
-    if not isinstance(parameter, DTensor):
-        return parameter, (0,) * parameter.dim()
-    (own,) = parameter.__create_chunk_list__()
-    return parameter.to_local(), tuple(own.offsets)
 
 
 class RowReader:
