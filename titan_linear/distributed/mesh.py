@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titan_linear.ops.exchange.collectives import Ranks
@@ -125,7 +125,7 @@ class ParallelDims:
         return _mesh_of(self.mesh.device_type, ranks, **{name: self.expert_mesh.get_group(name) for name in names})
 
 
-def _mesh_of(device_type: str, ranks: torch.Tensor, **groups: dist.ProcessGroup) -> DeviceMesh:
+def _mesh_of(device_type: str, ranks: Tensor, **groups: dist.ProcessGroup) -> DeviceMesh:
     """A mesh of existing groups, one for each dimension."""
     return DeviceMesh.from_group(list(groups.values()), device_type, ranks.contiguous(), mesh_dim_names=tuple(groups))
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from titan_linear.config import changed
 from titan_linear.distributed.groups import host_group, of_all_ranks
@@ -25,8 +26,8 @@ BATCHES = 10
 class Measured(NamedTuple):
     """What a rank sees of some batches."""
 
-    losses: torch.Tensor  # [BATCHES] float64, this rank's parts
-    gradients: list[torch.Tensor]  # this rank's parts, summed over the batches
+    losses: Tensor  # [BATCHES] float64, this rank's parts
+    gradients: list[Tensor]  # this rank's parts, summed over the batches
     graphs: list[int]  # number of graphs after each batch
     breaks: int
 

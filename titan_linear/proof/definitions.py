@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from titan_linear.models.cases import DELTA
 from titan_linear.models.draws import generator
@@ -34,7 +35,7 @@ def loss(subject: Subject) -> Findings:
     labels[::7] = IGNORE
     chunk, pairs = TOKENS // 3, ((torch.float64, "torch"), (subject.dtype, subject.config.model.impl))
 
-    def results(dtype: torch.dtype, of: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
+    def results(dtype: torch.dtype, of: Callable[..., Tensor]) -> dict[str, Tensor]:
         leaves = [t.to(subject.dtype).to(dtype, copy=True).requires_grad_() for t in (x, weight * dim**-0.5)]
         value = of(*leaves)
         return dict(zip(("loss", "dx", "dW"), (value.detach(), *torch.autograd.grad(value, leaves)), strict=True))

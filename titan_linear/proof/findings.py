@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 # The relative error that a result may have. Storing in half precision rounds by up to half of the last bit. In float32
 # sums matter more: products are exact to 2^-21 in the kernels, and a chunk sums a few hundred of them.
@@ -52,7 +53,7 @@ def bound_of_model(dtype: torch.dtype, num_layers: int) -> float:
     return 2 * UNIT[dtype] * math.sqrt(ROUNDINGS * (num_layers + 1))
 
 
-def off(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> float:
+def off(a: Tensor, b: Tensor, least: float = 0.0) -> float:
     """‖a − b‖ / max(‖b‖, `least`); infinite if a is not finite."""
     a = a.detach().double()
     b = b.detach().double()

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from titan_linear.distributed.experts import apply_ep
 from titan_linear.distributed.one_process import LocalGroup, local_groups, take_turns
@@ -126,7 +126,7 @@ def sum_as_fsdp(model: Decoder, dims: LocalDims) -> None:
             dist.all_reduce(p.grad, group=dims.expert_group if name in model.parts.experts else dims.data_group)
 
 
-def whole_gradients(parts: Sequence[tuple[LocalDims, Decoder]]) -> list[tuple[int, dict[str, torch.Tensor]]]:
+def whole_gradients(parts: Sequence[tuple[LocalDims, Decoder]]) -> list[tuple[int, dict[str, Tensor]]]:
     """Join every parameter's gradient from the ranks that hold its parts: (first rank, gradients) for each set of ranks
     that together hold all of them."""
     degrees, sets = parts[0][0].degrees, {}
@@ -135,7 +135,7 @@ def whole_gradients(parts: Sequence[tuple[LocalDims, Decoder]]) -> list[tuple[in
     return [(ranks[0][0].rank, _joined(ranks)) for ranks in sets.values()]
 
 
-def _joined(ranks: list[tuple[LocalDims, Decoder]]) -> dict[str, torch.Tensor]:
+def _joined(ranks: list[tuple[LocalDims, Decoder]]) -> dict[str, Tensor]:
     tp, joined = ranks[0][0].tp, {}
     parts = ranks[0][1].parts
     grads = [{name: p.grad for name, p in model.named_parameters()} for _, model in ranks]

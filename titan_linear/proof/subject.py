@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from titan_linear.config import Config, changed, check_config
 from titan_linear.data import IGNORE, Batch, Stream, StreamLoader, Streams, Tokenizer
@@ -83,7 +84,7 @@ class Subject:
         return StreamLoader(streams, global_batch_size=step, local_batch_size=local, dp_rank=dp_rank, dp_degree=dp)
 
     @cached_property
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self) -> dict[str, Tensor]:
         """float32, on the CPU: as a run draws them, except that no two heads or channels are alike."""
         decoder = allocated(self.model, torch.float32, torch.device("cpu"))
         initialise(decoder, self.config.debug.seed)

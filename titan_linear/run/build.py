@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from titan_linear.config import (
     BYTES,
@@ -537,7 +538,7 @@ def export(
     config: Config,
     model: ModelConfig,
     tokenizer: Tokenizer,
-    get: Callable[[str], torch.Tensor],
+    get: Callable[[str], Tensor],
     *,
     dtype: str,
     like: str = "",

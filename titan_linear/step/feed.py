@@ -75,7 +75,7 @@ class BatchSharding:
             softmax=_softmax(model, dims.tp),
         )
 
-    def __call__(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, BatchPlan]:
+    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor, BatchPlan]:
         """This rank's tokens [1, T_local], labels [1, T_local] and their plan. Labels were shifted before the cut."""
         methods = self.methods(batch.tokens.shape[1])
         context = build_cp_context(

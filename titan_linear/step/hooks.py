@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from titan_linear.step.feed import FeedStats
 
@@ -25,7 +25,7 @@ class StepResult:
     finite: bool  # loss and norm; if not, the weights are those of the step before
     stops: bool  # the run ends with this step, for a signal
     fed: FeedStats
-    losses: torch.Tensor  # [micro-steps] float64, this rank's parts of the loss
+    losses: Tensor  # [micro-steps] float64, this rank's parts of the loss
     streams: list[tuple[int, ...]]  # of each micro-step
     seen: list[float]  # what telemetry asked for
 

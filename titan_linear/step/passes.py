@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titan_linear.distributed.parallelize import replicated_parameters
 from titan_linear.models.decoder import Decoder
@@ -45,7 +45,7 @@ class Forward:
             )
             self.inside = inside.pop_all()
 
-    def backward(self) -> torch.Tensor:
+    def backward(self) -> Tensor:
         """Return this rank's part of the loss; gradients accumulate, as sums over the step's tokens."""
         with self.inside, torch.autograd.set_multithreading_enabled(False):  # a separate thread doubles the host's time
             self.loss.backward()
@@ -96,7 +96,7 @@ class Passes:
             self.begun.first.drop()
             self.begun = None
 
-    def run(self, ask: Callable[[int], None] = lambda done: None) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
+    def run(self, ask: Callable[[int], None] = lambda done: None) -> tuple[Tensor, list[tuple[int, ...]]]:
         """Compute the next step's gradients; return for each micro-batch this rank's part of the loss, [micro-steps]
         float64, and its streams. `ask` is called before each micro-step with the number of those done, and may raise.
         """

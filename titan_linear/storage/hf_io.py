@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from titan_linear.models.adapters import Placement, Source, config_from_hf, config_to_hf, ignored, placements
@@ -54,7 +54,7 @@ SHARD = 5 * 10**9  # bytes per file
 
 
 @dataclass(frozen=True)
-class Tensor:
+class OnDisk:
     """A tensor in a safetensors file."""
 
     name: str
@@ -81,7 +81,7 @@ class Planned(NamedTuple):
 class Folder:
     path: Path
     config: dict[str, Any]  # config.json
-    tensors: dict[str, Tensor]
+    tensors: dict[str, OnDisk]
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -189,7 +189,7 @@ def _with_file(problem: str, folder: Folder) -> str:
     return problem if tensor is None else f"{problem} (in {tensor.file.name})"
 
 
-def read_header(file: Path) -> dict[str, Tensor]:
+def read_header(file: Path) -> dict[str, OnDisk]:
     """The tensors of a safetensors file (8 bytes of length, a JSON header, the tensors' bytes without gaps).
 
     Raises:
@@ -208,7 +208,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
     tensors = {}
     for name, described in header.items():
         begin, end = (8 + length + offset for offset in described["data_offsets"])
-        tensors[name] = Tensor(name, file, described["dtype"], tuple(described["shape"]), begin, end)
+        tensors[name] = OnDisk(name, file, described["dtype"], tuple(described["shape"]), begin, end)
     return tensors
 
 
@@ -264,7 +264,7 @@ class RowReader:
     def __init__(self, folder: Folder, files: ExitStack):
         self.folder, self.files, self.open = folder, files, {}
 
-    def fill(self, placement: Placement, local: torch.Tensor, offsets: tuple[int, ...]) -> None:
+    def fill(self, placement: Placement, local: Tensor, offsets: tuple[int, ...]) -> None:
         """Fill `local`, the part of the placement's parameter that begins at `offsets`."""
         if local.numel() == 0:
             return
@@ -279,13 +279,13 @@ class RowReader:
                     rows[row : row + len(values)].copy_(values[:, columns])
                     row += len(values)
 
-    def whole(self, placement: Placement, dtype: torch.dtype) -> torch.Tensor:
+    def whole(self, placement: Placement, dtype: torch.dtype) -> Tensor:
         """The whole of the placement's parameter."""
         out = torch.empty(placement.shape, dtype=dtype)
         self.fill(placement, out, (0,) * out.dim())
         return out
 
-    def rows(self, tensor: Tensor, start: int, stop: int, width: int) -> Iterator[torch.Tensor]:
+    def rows(self, tensor: OnDisk, start: int, stop: int, width: int) -> Iterator[Tensor]:
         """Rows [start, stop) of a tensor viewed as [-1, width], a block at a time."""
         if tensor.file not in self.open:
             self.open[tensor.file] = self.files.enter_context(safe_open(tensor.file, "pt"))
@@ -342,12 +342,12 @@ def check_tokenizer(family: str, config: Mapping[str, Any], tokenizer: Files) ->
 
 
 @torch.no_grad()
-def gather(model: nn.Module) -> Callable[[str], torch.Tensor]:
+def gather(model: nn.Module) -> Callable[[str], Tensor]:
     """A function name -> the whole parameter, on every rank; ranks must ask for the same names in the same order."""
     # Not the model's own parameters, which after a forward may be whole and in the dtype of compute.
     parameters = named_parameters(model)
 
-    def get(name: str) -> torch.Tensor:
+    def get(name: str) -> Tensor:
         p = parameters[name]
         if not isinstance(p, DTensor):
             return p
@@ -362,7 +362,7 @@ def write_folder(
     path: Path,
     model: ModelConfig,
     family: str,
-    get: Callable[[str], torch.Tensor],
+    get: Callable[[str], Tensor],
     *,
     dtype: torch.dtype | None,
     like: Path | None = None,
@@ -430,7 +430,7 @@ def _raise_everywhere(path: Path, failure: OSError | RuntimeError | None) -> Non
 
 
 def _plan(
-    found: list[Placement], dtype: torch.dtype | None, source: Folder | None, copied: list[Tensor]
+    found: list[Placement], dtype: torch.dtype | None, source: Folder | None, copied: list[OnDisk]
 ) -> dict[str, Planned]:
     """Everything to write, in order."""
     plan = {}
@@ -495,7 +495,7 @@ class _Writer:
         files = [f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
         self.path, self.plan = path, plan
         self.groups = dict(zip(files if len(groups) > 1 else [SINGLE], groups))
-        self.tensors: dict[str, Tensor] = {}
+        self.tensors: dict[str, OnDisk] = {}
 
     def begin(self) -> None:
         """Create the files in their full size, and the index."""
@@ -510,7 +510,7 @@ class _Writer:
             index = {"metadata": {"total_size": total}, "weight_map": where}
             (self.path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
-    def write(self, placement: Placement, parameter: torch.Tensor) -> None:
+    def write(self, placement: Placement, parameter: Tensor) -> None:
         """Write the rows of one of our parameters into the tensors that they belong to."""
         rows = parameter.detach().reshape(-1, placement.width).cpu()
         for source, start, stop, row in placement.pieces():
@@ -523,7 +523,7 @@ class _Writer:
                 file.seek(tensor.begin + start * placement.width * values.element_size())
                 file.write(values.view(torch.uint8).numpy())
 
-    def finish(self, copied: list[Tensor], config: Mapping[str, Any], files: Files) -> None:
+    def finish(self, copied: list[OnDisk], config: Mapping[str, Any], files: Files) -> None:
         """Write everything but the weights, then sync all files to disk."""
         for tensor in copied:
             _copy_bytes(tensor, self.tensors[tensor.name])
@@ -548,7 +548,7 @@ def _write_header(file: Path, plan: Mapping[str, Planned]) -> None:
         stream.truncate(8 + len(text) + end)
 
 
-def _copy_bytes(source: Tensor, target: Tensor) -> None:
+def _copy_bytes(source: OnDisk, target: OnDisk) -> None:
     with open(source.file, "rb") as read, open(target.file, "r+b") as write:
         read.seek(source.begin)
         write.seek(target.begin)

@@ -179,13 +179,13 @@ def operator(fn: Callable[..., Any] | None = None, *, mutates: Sequence[str] = (
     return call
 
 
-def _watched(x: torch.Tensor) -> bool:
+def _watched(x: Tensor) -> bool:
     """Whether a call must go through the dispatcher: for the compiler, autograd, a dispatch mode or the profiler, or
     because x is a tensor without numbers."""
     return (
         torch.compiler.is_compiling()
         or torch.is_grad_enabled()
-        or type(x) is not torch.Tensor
+        or type(x) is not Tensor
         or x.is_meta
         or _get_current_dispatch_mode() is not None
         or torch.autograd._profiler_enabled()

@@ -20,6 +20,7 @@ from operator import index
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 IMPLS = ("auto", "torch", "triton")
 HALF = (torch.bfloat16, torch.float16)
@@ -202,7 +203,7 @@ def _warn(message: str) -> None:
 # --- For implementations ---------------------------------------------------------------------------------------------
 
 
-def one_dtype(*tensors: torch.Tensor) -> torch.dtype | None:
+def one_dtype(*tensors: Tensor) -> torch.dtype | None:
     """The dtype of all tensors, or None if they differ."""
     dtypes = {x.dtype for x in tensors}
     return dtypes.pop() if len(dtypes) == 1 else None
