@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 from tests.worlds import World
 from titan_linear.config import load_config
-from titan_linear.run.build import check_alike, implementations, model_config, uncompiled, vocabulary
+from titan_linear.run.build import implementations, model_config
+from titan_linear.run.console import uncompiled, vocabulary
+from titan_linear.run.data import check_alike
 from titan_linear.storage.step_folders import Content
 
 

@@ -15,7 +15,7 @@ from tests.test_train import FLOAT64, arguments
 from tests.worlds import World
 from titan_linear.config import check_config, load_config, seq_len_at, tokens_at
 from titan_linear.data import MixedStreams, PackedStreams, Phase, build_tokenizer
-from titan_linear.run.build import build_streams
+from titan_linear.run.data import build_streams
 from titan_linear.train import Trainer
 
 SCHEDULE = "[{until_step = 2, seq_len = 16}, {until_step = 3, seq_len = 24}, {until_step = 4, seq_len = 32}]"

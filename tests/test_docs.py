@@ -32,7 +32,8 @@ from titan_linear.models.presets import preset, resized
 from titan_linear.ops.reference.linear_attention import recurrent_simple_gla
 from titan_linear.planner.memory import parameters
 from titan_linear.proof import doctor
-from titan_linear.run.build import finished, model_without_tokenizer
+from titan_linear.run.build import model_without_tokenizer
+from titan_linear.run.console import finished
 from titan_linear.run.generate import decode, prefill
 from titan_linear.run.preflight import preflight
 

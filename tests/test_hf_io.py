@@ -48,7 +48,8 @@ from titan_linear.models.adapters import config_to_hf, placements
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.presets import MODELS, preset
-from titan_linear.run.build import first_weights, model_name, tokenizer_path
+from titan_linear.run.build import tokenizer_path
+from titan_linear.run.console import first_weights, model_name
 from titan_linear.run.generate import Sampling, generate_tokens
 from titan_linear.run.preflight import preflight
 from titan_linear.storage import hf_io

@@ -13,7 +13,7 @@ from tests.data.conftest import random_documents
 from tests.worlds import World
 from titan_linear.config import check_config, difference, load_config
 from titan_linear.data import ByteTokenizer, Phase, write_corpus
-from titan_linear.run.build import mixture_phases
+from titan_linear.run.data import mixture_phases
 from titan_linear.run.preflight import preflight
 from titan_linear.storage.rundir import check_resume, write_config
 from titan_linear.storage.step_folders import Content, Progress

@@ -17,7 +17,7 @@ from tests.refusals import exit_of, own_handlers
 from tests.worlds import World
 from titan_linear import launch
 from titan_linear.config import Config, changed, check_config, load_config
-from titan_linear.run.build import finished
+from titan_linear.run.console import finished
 from titan_linear.storage.rundir import (
     check_resume,
     copied_configuration,

@@ -23,7 +23,7 @@ from titan_linear.ops.layout.levels import H200
 from titan_linear.ops.runtime.options import boundaries_of
 from titan_linear.planner.memory import Batch, boundaries, checkpointings, layers, memory
 from titan_linear.planner.timing import Clock, Machine, Offload, attended, read_rates, shipped, step
-from titan_linear.run.build import open_corpora
+from titan_linear.run.data import open_corpora
 from tools import bench_rates, check_plan
 
 ROOT = Path(__file__).parents[1]

@@ -15,7 +15,7 @@ from titan_linear.data import build_tokenizer
 from titan_linear.models.config import ModelConfig, fingerprint
 from titan_linear.models.presets import preset
 from titan_linear.run import preflight as preflight_module
-from titan_linear.run.build import check_content
+from titan_linear.run.data import check_content
 from titan_linear.run.preflight import (
     check_checkpointing,
     check_expert_parallel,

@@ -32,7 +32,8 @@ from titan_linear.models.mixers import RWKV7, Attention, Mamba2, ShortConv
 from titan_linear.models.presets import OWN, PUBLISHED
 from titan_linear.models.rope import RopeScaling
 from titan_linear.observe.spikes import NonFinite
-from titan_linear.run.build import model_config, unbalanced
+from titan_linear.run.build import model_config
+from titan_linear.run.console import unbalanced
 from titan_linear.run.preflight import preflight
 from titan_linear.storage import checkpoint, hf_io
 from titan_linear.storage.checkpoint import Checkpointer

@@ -20,8 +20,10 @@ from titan_linear.distributed.hangs import Watch
 from titan_linear.distributed.process import StopSignal, own_device
 from titan_linear.observe.spikes import Spikes
 from titan_linear.observe.telemetry import Telemetry
-from titan_linear.run.build import build_dims, build_model, build_passes, ended, file_groups
+from titan_linear.run.build import build_dims, build_model, build_passes
 from titan_linear.run.compilation import Compilation
+from titan_linear.run.console import ended
+from titan_linear.run.data import file_groups
 from titan_linear.run.evaluation import Evaluation
 from titan_linear.run.exports import Exports, export_last
 from titan_linear.run.grace import Grace, StepAbandoned

@@ -22,7 +22,8 @@ import numpy as np
 from titan_linear.config import Config, load_config
 from titan_linear.data import IGNORE, MixedStreams, Stream, Streams, Tokenizer, build_tokenizer
 from titan_linear.distributed.process import refusing, run_command
-from titan_linear.run.build import build_streams, tokenizer_path
+from titan_linear.run.build import tokenizer_path
+from titan_linear.run.data import build_streams
 from titan_linear.storage.rundir import SPIKES
 from titan_linear.storage.step_folders import known_progress
 

@@ -21,7 +21,8 @@ from titan_linear.data import Tokenizer, build_tokenizer
 from titan_linear.data.corpus.tokenizer import TOKENIZER
 from titan_linear.distributed.process import refusing
 from titan_linear.models.decoder import Decoder
-from titan_linear.run.build import DTYPES, allocated, model_config, open_tokenizer, other_tokenizer
+from titan_linear.run.build import DTYPES, allocated, model_config, open_tokenizer
+from titan_linear.run.data import other_tokenizer
 from titan_linear.run.generate import Sampling, generate
 from titan_linear.storage.hf_io import CONFIG, check_folder
 from titan_linear.storage.hf_io import load_weights as load_hf_weights

@@ -16,30 +16,29 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from titan_linear.config import Config, hf_weights
+from titan_linear.config import Config, hf_assets, hf_weights
 from titan_linear.data import Tokenizer
 from titan_linear.distributed.process import StopSignal, refusing
+from titan_linear.models.adapters import config_to_hf
+from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
-from titan_linear.run.build import (
-    export,
-    export_folder,
-    lacks_export,
-    model_config,
-    not_exported,
-    open_tokenizer,
-    unallocated,
-)
+from titan_linear.run.build import DTYPES, model_config, open_tokenizer, tokenizer_path, unallocated
 from titan_linear.step.hooks import Hook, StepResult
-from titan_linear.storage.hf_io import gather
+from titan_linear.storage.hf_io import check_tokenizer, find_family, gather, read_config, read_model, write_folder
 from titan_linear.storage.rundir import checkpoint_folder, config_of
 from titan_linear.storage.step_folders import describe, verify, weights_path, whole_steps
 from titan_linear.storage.tensors import check_weights, stored_weights
+
+EXPORT_DTYPES = {**DTYPES, "float16": torch.float16, "source": None}
+FAMILY_OF = {"qwen3-next": "Qwen3NextForCausalLM"}  # by model.name, if several architectures can hold the model
 
 # The program of an export's process; its arguments are the parent's process id and those of `main`. It attends to the
 # parent first, because this module takes seconds to import, in which the parent may die.
@@ -50,6 +49,64 @@ die_with_parent(int(sys.argv[1]))
 from titan_linear.run.exports import main
 sys.exit(main(sys.argv[2:]))
 """
+
+
+def export_folder(config: Config, step: int = 0) -> Path:
+    """The Hugging Face folder of a step; by default that of the run's last step."""
+    return checkpoint_folder(config) / f"step-{step or config.training.steps}-hf"
+
+
+def lacks_export(config: Config, step: int) -> bool:
+    """Whether checkpoint.export_interval asks for an export of step-N that is not there."""
+    c = config.checkpoint
+    last = c.last_save_in_hf and step == config.training.steps  # the run exports that one itself
+    wanted = c.export_interval and step % c.export_interval == 0 and not last
+    return bool(wanted) and not export_folder(config, step).exists()
+
+
+def not_exported(steps: Sequence[int]) -> str:
+    """A line that tells the user which steps were not exported."""
+    return f"not exported: {', '.join(f'step-{step}' for step in steps)}; titan-linear convert to-hf does it"
+
+
+def export_family(config: Config, model: ModelConfig, tokenizer: Tokenizer, like: str = "") -> str:
+    """The architecture under which a run's model and tokenizer are saved. ValueError: none can hold them."""
+    files, like = tokenizer.hugging_face_files(), like or hf_weights(config)
+    if not (like or hf_assets(config)):
+        return FAMILY_OF.get(config.model.name) or find_family(model, files)
+    family, _ = read_model(Path(like or hf_assets(config)))
+    check_tokenizer(family, read_config(Path(like)) if like else config_to_hf(family, model), files)
+    return family
+
+
+def export(
+    path: Path,
+    config: Config,
+    model: ModelConfig,
+    tokenizer: Tokenizer,
+    get: Callable[[str], Tensor],
+    *,
+    dtype: str,
+    like: str = "",
+) -> None:
+    """Write the weights of a run as a Hugging Face folder. Every rank calls it; see `write_folder`.
+
+    Args:
+        dtype: a key of EXPORT_DTYPES.
+        like: a Hugging Face folder of the same model; by default the one that the run began from, if it did.
+    """
+    like = like or hf_weights(config)
+    kept = like and tokenizer_path(config) == str(Path(like) / "tokenizer.json")  # its tokenizer, so also its end token
+    write_folder(
+        path,
+        model,
+        export_family(config, model, tokenizer, like),
+        get,
+        dtype=EXPORT_DTYPES[dtype],
+        like=Path(like) if like else None,
+        tokenizer=tokenizer.hugging_face_files(),
+        extra={} if kept else {"bos_token_id": None, "eos_token_id": tokenizer.eos_id, "pad_token_id": None},
+    )
 
 
 def export_checkpoint(checkpoint: Path, folder: Path, dtype: str, like: str = "") -> None:

@@ -19,27 +19,19 @@ from titan_linear.models.float8 import SMALLEST, use_float8
 from titan_linear.ops.float8 import CAPABILITY
 from titan_linear.ops.layout.context import shared_by_nodes
 from titan_linear.ops.runtime.support import capability, dotted
-from titan_linear.run.build import (
+from titan_linear.run.build import implementations, model_config, open_tokenizer, unallocated, under_key
+from titan_linear.run.console import finished, vocabulary
+from titan_linear.run.data import (
     build_streams,
     check_content,
     check_size,
     content_of,
-    export_family,
-    export_folder,
     file_groups,
-    finished,
-    implementations,
-    lacks_export,
-    model_config,
-    not_exported,
     open_corpora,
-    open_tokenizer,
     other_tokenizer,
     tokens_of,
-    unallocated,
-    under_key,
-    vocabulary,
 )
+from titan_linear.run.exports import export_family, export_folder, lacks_export, not_exported
 from titan_linear.step.optimizer import learning_rate
 from titan_linear.storage.hf_io import CONFIG as HF_CONFIG
 from titan_linear.storage.hf_io import POSITIONS, check_folder

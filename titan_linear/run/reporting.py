@@ -14,8 +14,8 @@ from titan_linear.observe.profiling import MemorySnapshots, Profiler
 from titan_linear.observe.report import Report
 from titan_linear.observe.telemetry import Telemetry
 from titan_linear.ops.registry import start_lines
-from titan_linear.run.build import first_weights, model_name, unbalanced, uncompiled
 from titan_linear.run.compilation import Compilation
+from titan_linear.run.console import first_weights, model_name, unbalanced, uncompiled
 from titan_linear.step.feed import BatchSharding, Feed
 from titan_linear.step.hooks import Hook
 from titan_linear.storage.rundir import set_run_aside, starts_anew, write_config, write_manifest

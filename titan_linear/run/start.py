@@ -15,14 +15,8 @@ from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
-from titan_linear.run.build import (
-    build_streams,
-    check_alike,
-    check_content,
-    content_of,
-    model_config,
-    open_tokenizer,
-)
+from titan_linear.run.build import model_config, open_tokenizer
+from titan_linear.run.data import build_streams, check_alike, check_content, content_of
 from titan_linear.storage.checkpoint import Checkpointer
 from titan_linear.storage.hf_io import load_weights
 from titan_linear.storage.rundir import checkpoint_folder

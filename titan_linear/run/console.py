@@ -1,0 +1,89 @@
+"""Lines for people: what a run is made of, and what it leaves."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import torch
+
+from titan_linear.config import Config, Model, hf_assets, hf_weights, toml_value
+from titan_linear.data import Tokenizer
+from titan_linear.models.config import ModelConfig
+from titan_linear.run.build import VOCAB_MULTIPLE, follows_tokenizer, model_without_tokenizer
+from titan_linear.run.exports import export_folder
+from titan_linear.storage.hf_io import read_model
+from titan_linear.storage.rundir import BOARD, checkpoint_folder
+
+
+def model_name(config: Config) -> str:
+    """The model's name and flavor, or architecture and folder, and the keys that change its sizes, for people to
+    read."""
+    m, default = config.model, Model()
+    name = f"{m.name}/{m.flavor}"
+    if m.flavor == "hf":
+        architecture, _ = read_model(Path(hf_assets(config)))
+        name = f"{architecture} of '{hf_assets(config)}'"
+    sizes = ("dim", "num_layers", "hidden_dim", "pattern", "moe")
+    changed_keys = {key: getattr(m, key) for key in sizes if getattr(m, key) != getattr(default, key)}
+    changes = [f"{key} = {toml_value(value)}" for key, value in (changed_keys | m.mixers).items()]
+    return name + (f" with {', '.join(changes)}" if changes else "")
+
+
+def first_weights(config: Config) -> str:
+    """A console line: where the weights of a new run are from."""
+    path = hf_weights(config) or (config.checkpoint.enable and config.checkpoint.initial_load_path)
+    return f"weights of '{path}'" if path else f"weights drawn from debug.seed = {config.debug.seed}"
+
+
+def vocabulary(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> str:
+    """A console line if the vocabulary is not the preset's, or far larger than the tokenizer's; else ""."""
+    rows, used = model.vocab_size, tokenizer.vocab_size
+    if not follows_tokenizer(config):
+        return ""
+    if rows != (own := model_without_tokenizer(config).vocab_size):
+        return f"model.vocab_size = {rows}: the tokenizer's {used}, rounded up; {config.model.flavor!r} alone has {own}"
+    if rows > 2 * max(used, VOCAB_MULTIPLE) and rows - used > 1024:
+        return f"model.vocab_size = {rows} is the preset's; the tokenizer uses {used}: a new run can set fewer"
+    return ""
+
+
+def unbalanced(model: ModelConfig) -> str:
+    """A console line if nothing balances the loads of the model's experts; else ""."""
+    moe = model.moe
+    if moe is None or moe.balance_coefficient or moe.bias_update_rate:
+        return ""
+    by_bias = " or training.expert_bias_update_rate = 0.001" if moe.selection_bias else ""
+    return f"nothing balances the experts' loads; training.expert_balance_coefficient = 0.01{by_bias} does"
+
+
+def uncompiled(config: Config, device: torch.device) -> str:
+    """A console line if layers run on a GPU without being compiled; else ""."""
+    if config.compile.enable or device.type != "cuda":
+        return ""
+    return (
+        "layers are not compiled: norms, gates, activations and casts are kernels of their own, which take longer and "
+        "keep more for backward; compile.enable = true fuses them (the first step then takes up to a minute)"
+    )
+
+
+def finished(config: Config, step: int) -> str:
+    """Lines that tell the user where a finished run lies, and what to do with it."""
+    folder, prompt = shlex.quote(config.job.dump_folder), shlex.quote(config.sample.prompt)
+    lines = [f"the run in {config.job.dump_folder!r} is finished: {step} of training.steps = {config.training.steps}"]
+    if config.metrics.enable_tensorboard:
+        lines.append(f"see its curves:  tensorboard --logdir {folder}/{BOARD}")
+    if config.checkpoint.enable:
+        lines.append(f"let it write:    titan-linear generate {folder} --prompt {prompt}")
+    if config.checkpoint.enable and not export_folder(config, step).exists():
+        lines.append(f"export it:       titan-linear convert to-hf {folder} FOLDER")
+    return "\n".join(lines)
+
+
+def ended(config: Config, step: int, stopped: bool) -> str:
+    """Lines that tell the user what a run leaves, `stopped` by a signal or not, and what to do with it."""
+    if not stopped:
+        return finished(config, step)
+    if not (config.checkpoint.enable and step):
+        return "nothing was saved"
+    return f"saved step {step} in '{checkpoint_folder(config)}'; the same command resumes"

@@ -1,0 +1,229 @@
+"""What a configuration names to train on: tokenizer, corpora, streams; and what identifies them in a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from titan_linear.config import (
+    OTHER,
+    Config,
+    Rule,
+    Source,
+    Training,
+    difference,
+    flat_keys,
+    key_of,
+    keys_with,
+    sources,
+)
+from titan_linear.data import (
+    Corpus,
+    FileGroups,
+    Length,
+    MixedStreams,
+    PackedStreams,
+    Phase,
+    Side,
+    Streams,
+    Texts,
+    Tokenizer,
+    cached_corpus,
+    open_corpus,
+    split_corpus,
+)
+from titan_linear.distributed.groups import of_all_ranks
+from titan_linear.models.config import ModelConfig, fingerprint
+from titan_linear.run.build import under_key
+from titan_linear.storage.step_folders import Content, Progress
+
+
+def open_corpora(config: Config, tokenizer: Tokenizer, show_progress: bool = False) -> list[Corpus]:
+    """Open the training corpus, or each of the mixture's sources, and validation's own corpus if it has one."""
+    v, groups = config.validation, bool(config.metrics.loss_by_source)
+    wanted = [(texts_of(source, config, tokenizer), groups) for source in sources(config)]
+    if v.enable and v.dataset_path:
+        own = texts_of(config.training, config, tokenizer)
+        wanted.append((replace(own, path=v.dataset_path, path_key="validation.dataset_path"), False))
+    return [
+        open_corpus(replace(texts, show_progress=show_progress), with_paths=with_paths) for texts, with_paths in wanted
+    ]
+
+
+def texts_of(source: Training | Source, config: Config, tokenizer: Tokenizer) -> Texts:
+    return Texts(
+        source.dataset,
+        source.dataset_path or None,
+        tokenizer,
+        text_field=source.dataset_text_field,
+        dataset_format=source.dataset_format,
+        on_bad_document=config.training.on_bad_document,
+        path_key=key_of(source, "dataset_path"),
+    )
+
+
+def cached_corpora(config: Config, tokenizer: Tokenizer) -> list[Corpus | None]:
+    """The corpora to train on; None in place of one that is not here or has not been tokenised yet."""
+    return [cached_corpus(texts_of(source, config, tokenizer)) for source in sources(config)]
+
+
+def check_size(tokens: int, config: Config) -> None:
+    """Raise ValueError if a corpus of this many tokens is smaller than a step."""
+    t = config.training
+    step = t.global_batch_size * t.seq_len
+    if tokens < step:
+        raise ValueError(
+            f"training.{'mixture' if t.mixture else 'dataset_path'}: the corpus has {tokens:,} tokens, and a step takes"
+            f" training.global_batch_size × training.seq_len = {t.global_batch_size} × {t.seq_len} = {step:,}, so that "
+            "a batch would hold documents twice; take more texts, or smaller batches"
+        )
+
+
+def tokens_of(streams: Streams) -> int:
+    """Number of tokens in an epoch of all sources."""
+    return sum(s.num_tokens for s in (streams.sources.values() if isinstance(streams, MixedStreams) else [streams]))
+
+
+def build_streams(config: Config, tokenizer: Tokenizer, progress: Progress | None) -> tuple[Streams, Streams | None]:
+    """Endless streams to train on, and one pass over those to validate on.
+
+    progress: what is saved in the checkpoint that the run resumes from; None: a new run.
+    """
+    t, v, seed = config.training, config.validation, config.debug.seed
+    given = sources(config)
+    corpora = open_corpora(config, tokenizer)
+    trained, own = corpora[: len(given)], corpora[len(given) :]
+    holdout = v.holdout if v.enable and not own else 0.0
+
+    def sides(split: str) -> list[Side]:
+        return [_side(source, corpus, holdout, split) for source, corpus in zip(given, trained, strict=True)]
+
+    packed = [PackedStreams(side, seq_len=t.seq_len, seed=seed) for side in sides("train")]
+    streams = _mixed(config, packed, progress) if t.mixture else packed[0].of_lengths(lengths(config))
+    if not v.enable:
+        return streams, None
+    held_out = [split_corpus(corpus, 0.0, "train") for corpus in own] or sides("validation")
+    passes = [PackedStreams(side, seq_len=t.seq_len, seed=seed, repeat=False) for side in held_out]
+    if not t.mixture:
+        return streams, passes[0]
+    return streams, MixedStreams(dict(zip(streams.sources, passes, strict=True)), seed=seed, repeat=False)
+
+
+def _side(source: Training | Source, corpus: Corpus, holdout: float, split: str) -> Side:
+    if isinstance(source, Source):
+        return under_key(f"training.mixture, source {source.name!r}", split_corpus, corpus, holdout, split)
+    return split_corpus(corpus, holdout, split)
+
+
+def _mixed(config: Config, packed: list[PackedStreams], progress: Progress | None) -> MixedStreams:
+    """The mixture of these sources, in the order of training.mixture."""
+    named = {source.name: streams for source, streams in zip(config.training.mixture, packed, strict=True)}
+    known = progress.content.corpora if progress else None
+    phases = mixture_phases(config, progress)
+    return MixedStreams(named, phases, seed=config.debug.seed, known=known, lengths=lengths(config))
+
+
+def file_groups(config: Config, streams: Streams) -> FileGroups | None:
+    """The groups of metrics.loss_by_source, if any; streams: those to train on. ValueError: a group fits no file."""
+    patterns = {group.name: group.files for group in config.metrics.loss_by_source}
+    return FileGroups(streams, patterns, OTHER) if patterns else None
+
+
+def lengths(config: Config) -> list[Length]:
+    """The streams' lengths by training.seq_len_schedule; they change where a step begins."""
+    t = config.training
+    starts = [0, *(part.until_step * t.global_batch_size for part in t.seq_len_schedule)]
+    return list(map(Length, starts, [*(part.seq_len for part in t.seq_len_schedule), t.seq_len]))
+
+
+def mixture_phases(config: Config, progress: Progress | None) -> list[Phase]:
+    """The phases of the run's mixture so far, and the one from this step on.
+
+    ValueError: training.mixture differs from the run's, and training.mixture_from_step does not say that it changes
+    here.
+    """
+    t = config.training
+    weights = {source.name: source.weight for source in t.mixture}
+    if progress is None:
+        return [Phase(0, weights)]
+    phases = [Phase(*phase) for phase in progress.content.mixture]
+    if phases[-1].weights == weights:
+        return phases
+    if t.mixture_from_step != progress.step:
+        of_run, given = ([{"name": n, "weight": w} for n, w in x.items()] for x in (phases[-1].weights, weights))
+        raise ValueError(
+            f"training.mixture is another than that of the run in {config.job.dump_folder!r} at step {progress.step} "
+            f"({difference(of_run, given)}); restore it, or say that it changes here: "
+            f"training.mixture_from_step = {progress.step}"
+        )
+    start = progress.step * t.global_batch_size
+    return [*(phase for phase in phases if phase.start < start), Phase(start, weights)]
+
+
+# --- What identifies it -----------------------------------------------------------------------------------------------
+
+
+def content_of(
+    config: Config, tokenizer: Tokenizer, model: ModelConfig, streams: Streams, held_out: Streams | None
+) -> Content:
+    """What a checkpoint records to identify data and model by their content."""
+    own = config.validation.enable and config.validation.dataset_path
+    return Content(
+        tokenizer=tokenizer.fingerprint,
+        model=fingerprint(model),
+        corpora=streams.fingerprints,
+        mixture=streams.phases if isinstance(streams, MixedStreams) else [],
+        validation=held_out.corpus.fingerprint if own else "",
+    )
+
+
+def check_content(config: Config, known: Content, given: Content) -> None:
+    """Raise ValueError if the run so far has had another model or other data."""
+    run = config.job.dump_folder
+    for name, corpus in known.corpora.items():
+        other = given.corpora.get(name, corpus)
+        if name and other != corpus:
+            raise ValueError(
+                f"training.mixture, source {name!r} is another corpus than the run in {run!r} has (fingerprints "
+                f"{other} and {corpus}); restore it, or give a new source a name of its own"
+            )
+    for key, what, before, now in (
+        ("training.dataset_path", "corpus", known.corpora.get(""), given.corpora.get("")),
+        ("validation.dataset_path", "validation corpus", known.validation, given.validation),
+        ("model.tokenizer_path", "tokenizer", known.tokenizer, given.tokenizer),
+        ("model.name, flavor, sizes or hf_assets_path", "model", known.model, given.model),
+    ):
+        if before and now and before != now:
+            raise ValueError(
+                f"{key} gives another {what} than the run in {run!r} has (fingerprints {now} and {before}); restore "
+                "it, or start a new run in another job.dump_folder"
+            )
+
+
+def check_alike(config: Config, content: Content, host: dist.ProcessGroup) -> None:
+    """Raise ValueError on every rank if one, on another node say, has other data or keys than rank 0. Paths may
+    differ."""
+    own = keys_with(Rule.OF_A_NODE)
+    keys = {key: value for key, value in flat_keys(config).items() if key not in own}
+    ranks = of_all_ranks(keys | {f"the content of {name}": value for name, value in content.model_dump().items()}, host)
+    for rank, of_rank in enumerate(ranks):
+        for name, value in of_rank.items():
+            if value != ranks[0].get(name):
+                raise ValueError(
+                    f"{name} is {value!r} on rank {rank} and {ranks[0].get(name)!r} on rank 0; start every node with "
+                    "the same keys, on the same texts"
+                )
+
+
+def other_tokenizer(known: str | None, tokenizer: Tokenizer, weights: str, key: str = "model.tokenizer_path") -> str:
+    """A warning if the weights were trained with another tokenizer than that of `key`, which may be meant; else "".
+
+    known: the fingerprint of the weights' tokenizer; None: they do not know it.
+    """
+    if known in (None, tokenizer.fingerprint):
+        return ""
+    return (
+        f"warning: the weights of {weights} were trained with another tokenizer than {key} gives (fingerprints {known} "
+        f"and {tokenizer.fingerprint})"
+    )
