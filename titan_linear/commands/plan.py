@@ -57,7 +57,7 @@ from titan_linear.planner.timing import Machine, Step, read_rates, shipped, step
 from titan_linear.run.build import model_config, model_without_tokenizer, tokenizer_path
 from titan_linear.run.console import model_name
 from titan_linear.run.data import cached_corpora, check_size
-from titan_linear.run.preflight import check_checkpointing, check_float8, check_splits
+from titan_linear.run.model_checks import check_checkpointing, check_float8, check_splits
 
 BEST = 5  # number of splits to print
 LOCAL = 4  # the largest local batch to try
