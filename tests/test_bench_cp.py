@@ -17,8 +17,9 @@ from titan_linear.models.mixers import Attention
 from titan_linear.models.presets import preset
 from titan_linear.ops.exchange import kcp
 from titan_linear.ops.layout.levels import FARTHER, Level, Sizes, messages, route
+from titan_linear.planner.machine import Machine, read_rates, shipped
 from titan_linear.planner.memory import Batch, layers
-from titan_linear.planner.timing import Clock, Machine, read_rates, shipped
+from titan_linear.planner.timing import Clock
 from tools import bench_cp, bench_ops, one_rank, traces
 from tools.bench_ops import Case
 

@@ -30,7 +30,7 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.float8 import emulated_linear, float8_linear, scaled_rows
-from titan_linear.planner import memory, timing
+from titan_linear.planner import machine, memory, timing
 from titan_linear.proof import definitions
 from titan_linear.run.build import unallocated
 from titan_linear.run.model_checks import check_float8, check_float8_device
@@ -326,7 +326,7 @@ def test_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products take less time, rounding some, and memory stays; without measured rates there is no plan of time."""
     model = preset("hybrid", "1.3B").first_layers(4)
     keys = {"compile__enable": "true", "training__seq_len": 8192, "training__global_batch_size": 1}
-    h200 = timing.read_rates(timing.SHIPPED / "h200.json")
+    h200 = machine.read_rates(machine.SHIPPED / "h200.json")
     fast = replace(h200, float8=[(2048, 2 * h200.products[-1][1])])
     plans = {}
     for name, float8_keys in {
@@ -335,14 +335,14 @@ def test_plans(monkeypatch: pytest.MonkeyPatch) -> None:
         "without the second layer": {"float8__filter_fqns": '["layers.1."]'},
     }.items():
         config = config_of(**keys, **float8_keys)
-        machine = timing.Machine(fast, 8, 5e10, "flash4")
-        plans[name] = timing.step(config, model, 1, machine), memory.memory(config, model, 1)
+        of_gpus = machine.Machine(fast, 8, 5e10, "flash4")
+        plans[name] = timing.step(config, model, 1, of_gpus), memory.memory(config, model, 1)
     steps = {name: step.parts for name, (step, _) in plans.items()}
     assert steps["float8"]["products"] < steps["without the second layer"]["products"] < steps["bfloat16"]["products"]
     assert steps["float8"]["elementwise"] > steps["bfloat16"]["elementwise"]
     assert plans["float8"][1]["activations"] == plans["bfloat16"][1]["activations"]
     with pytest.raises(ValueError, match=r"rates of NVIDIA H200 do not say how fast products in float8 are"):
-        timing.step(config_of(**keys), model, 1, replace(machine, rates=replace(h200, float8=None)))
+        timing.step(config_of(**keys), model, 1, replace(of_gpus, rates=replace(h200, float8=None)))
 
 
 # --- On a GPU --------------------------------------------------------------------------------------------------------

@@ -21,8 +21,10 @@ from titan_linear.models.presets import preset
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.layout.levels import H200
 from titan_linear.ops.runtime.options import boundaries_of
+from titan_linear.planner import splits
+from titan_linear.planner.machine import Machine, Offload, read_rates, shipped
 from titan_linear.planner.memory import Batch, boundaries, checkpointings, layers, memory
-from titan_linear.planner.timing import Clock, Machine, Offload, attended, read_rates, shipped, step
+from titan_linear.planner.timing import Clock, attended, step
 from titan_linear.run.data import open_corpora
 from tools import bench_rates, check_plan
 
@@ -89,10 +91,10 @@ def test_a_corpus_of_less_than_a_step_is_refused(
 def test_the_longest_stream_is_at_least_the_run_s(beyond: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody looks further, and where a split fits as it is and not as longer ones are tried."""
     config, model = load_config([*RUN, "--training.global_batch_size=1"], cuda=True), preset("kda", "debug")
-    monkeypatch.setattr(plan, "LONGEST", 2048 if beyond else 8192)
-    monkeypatch.setattr(plan, "memory", lambda *_: {"activations": 2.0})
-    split = plan.Split(config, 0.5, step(config, model, 1, machine()))
-    said = plan.longest([split], plan.Setting(model, 1, machine(), None, 1.0))
+    monkeypatch.setattr(splits, "LONGEST", 2048 if beyond else 8192)
+    monkeypatch.setattr(splits, "memory", lambda *_: {"activations": 2.0})
+    split = splits.Split(config, 0.5, step(config, model, 1, machine()))
+    said = splits.longest([split], splits.Setting(model, 1, machine(), None, 1.0))
     assert said == "longest stream that fits: 4,096 tokens, with one GPU, checkpointing none"
 
 
@@ -137,9 +139,9 @@ def test_the_shipped_configurations_as_they_are(config: Path, capsys: pytest.Cap
     absent += ["--training.dataset_path", "none.jsonl"]
     run, gpus = load_config(["--job.config_file", str(config), *absent], cuda=True), GPUS.get(config.stem, 8)
     model = plan.planned_model(run)
-    plan.check(run, model, gpus)
+    splits.check(run, model, gpus)
     assert "compute bfloat16" in plan.describe(run, model)
-    assert "\nfits in NVIDIA H200" in plan.memory_table(run, plan.Setting(model, gpus, machine(), None, 0.0))
+    assert "\nfits in NVIDIA H200" in plan.memory_table(run, splits.Setting(model, gpus, machine(), None, 0.0))
     assert "'none/tokenizer.json' is not here: a vocabulary of" in capsys.readouterr().out
 
 
@@ -179,9 +181,9 @@ def test_both_layouts_are_tried_where_there_is_softmax_attention() -> None:
 
     def layouts(name: str) -> set[tuple[int, str]]:
         keys = [*RUN, "--model.name", name, "--training.global_batch_size", "2"]
-        setting = plan.Setting(preset(name, "debug"), 2, machine(), None, 0.0)
-        splits = plan.candidates(load_config(keys, cuda=True), setting, 1)
-        found = [split.parallelism for split in splits]
+        setting = splits.Setting(preset(name, "debug"), 2, machine(), None, 0.0)
+        tried = splits.candidates(load_config(keys, cuda=True), setting, 1)
+        found = [split.parallelism for split in tried]
         return {(p.context_parallel_degree, p.context_parallel_layout) for p in found}
 
     assert layouts("hybrid") == {(1, "contiguous"), (2, "contiguous"), (2, "zigzag")}
@@ -228,8 +230,8 @@ def test_the_number_of_layers_recomputed_follows_from_the_room() -> None:
     model = preset("kda", "340M")
     config = load_config([*RUN, "--training.seq_len=32768", "--model.name=kda", "--model.flavor=340M"], cuda=True)
 
-    def chosen(room: float) -> plan.Split | None:
-        return plan.with_checkpointing(config, plan.Setting(model, 1, machine(), None, room))
+    def chosen(room: float) -> splits.Split | None:
+        return splits.with_checkpointing(config, splits.Setting(model, 1, machine(), None, room))
 
     (none, *nth, full), _ = checkpointings(model)
     assert [ac.selective_ac_option for ac in nth] == ["13", "9", "7", "5", "4", "3", "2"]

@@ -68,8 +68,9 @@ from titan_linear.ops import attention, build_cp_context
 from titan_linear.ops.exchange import kcp
 from titan_linear.ops.layout.context import SOFTMAX_METHODS
 from titan_linear.ops.layout.levels import fastest
+from titan_linear.planner.machine import Machine, read_rates, shipped
 from titan_linear.planner.memory import Batch, layers
-from titan_linear.planner.timing import Clock, Machine, read_rates, shipped
+from titan_linear.planner.timing import Clock
 from tools import one_rank, traces
 from tools.bench_ops import OPS, PACKED, TAPS, Case, Inputs, head_counts, head_dims, randn, shapes, timed
 from tools.bench_train import header

@@ -15,8 +15,9 @@ from titan_linear.commands import table
 from titan_linear.commands.plan import mean_length
 from titan_linear.config import load_config
 from titan_linear.distributed.process import refusing, run_command
+from titan_linear.planner.machine import Machine, Rates, read_rates, shipped
 from titan_linear.planner.memory import GIB, memory
-from titan_linear.planner.timing import Machine, Rates, read_rates, shipped, step
+from titan_linear.planner.timing import step
 from titan_linear.run.build import model_without_tokenizer
 
 MEASURED = Path(__file__).with_name("measured_steps.json")

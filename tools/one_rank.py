@@ -29,9 +29,10 @@ from titan_linear.models.init import initialise
 from titan_linear.observe.report import clock_and_power
 from titan_linear.ops.layout.levels import FARTHER, H200
 from titan_linear.ops.torch import flash4
+from titan_linear.planner.machine import Group, Machine, read_rates, shipped
 from titan_linear.planner.memory import GIB, moments
 from titan_linear.planner.memory import Batch as Planned
-from titan_linear.planner.timing import Clock, Group, Machine, passes_of, read_rates, shipped, step
+from titan_linear.planner.timing import Clock, passes_of, step
 from titan_linear.run.build import build_model, build_sharding, mixed_precision, model_without_tokenizer
 from titan_linear.step.feed import MicroBatch, StepTokens
 from titan_linear.step.passes import Forward

@@ -29,70 +29,45 @@ import argparse
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
-from itertools import product
 from pathlib import Path
-from typing import NamedTuple
 
 from titan_linear.commands import table
-from titan_linear.config import Config, changed, check_config, data_parallel_degrees, fsdp_degrees, load_config
+from titan_linear.config import Config, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.distributed.process import refusing
 from titan_linear.models.config import ModelConfig
 from titan_linear.ops.layout.levels import H200
+from titan_linear.planner.machine import Machine, read_rates, shipped
 from titan_linear.planner.memory import (
     GIB,
     PARTS,
     SPARE,
     Batch,
-    checkpointings,
     host_memory,
     layers,
-    memory,
     moments,
     parameters,
     saved,
 )
-from titan_linear.planner.timing import Machine, Step, read_rates, shipped, step
+from titan_linear.planner.splits import (
+    Setting,
+    Split,
+    check,
+    checkpointing_of,
+    degrees_of,
+    fitting,
+    longest,
+    one_stream,
+    refuse,
+)
+from titan_linear.planner.timing import Step
 from titan_linear.run.build import model_config, model_without_tokenizer, tokenizer_path
 from titan_linear.run.console import model_name
 from titan_linear.run.data import cached_corpora, check_size
-from titan_linear.run.model_checks import check_checkpointing, check_float8, check_splits
 
 BEST = 5  # number of splits to print
-LOCAL = 4  # the largest local batch to try
-LONGEST = 1 << 24  # tokens; longer streams are not tried
 SCALES, LENGTHS = [1 << i for i in range(11)], {"1M": 1 << 20, "4M": 4 << 20, "10M": 10 << 20}
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-
-
-class Setting(NamedTuple):
-    """What a configuration is planned for."""
-
-    model: ModelConfig
-    gpus: int
-    machine: Machine
-    mean: int | None  # tokens of a document; None: one document per stream
-    room: float  # bytes of a GPU
-
-    def needs(self, config: Config) -> float:
-        """Bytes of the GPU that holds most."""
-        return sum(memory(config, self.model, self.gpus, self.mean).values())
-
-    def step(self, config: Config) -> Step:
-        return step(config, self.model, self.gpus, self.machine, self.mean)
-
-
-class Split(NamedTuple):
-    """A configuration, what it takes and how fast it is."""
-
-    config: Config
-    bytes: float
-    step: Step
-
-    def rank(self) -> tuple[float, float]:
-        """Sort key: the fastest first; among those equal to three digits, the one that takes least memory."""
-        return float(f"{self.step.seconds:.3g}"), self.bytes
 
 
 @refusing
@@ -177,14 +152,6 @@ def planned_model(config: Config) -> ModelConfig:
     return model_config(config, build_tokenizer(path))
 
 
-def check(config: Config, model: ModelConfig, gpus: int) -> None:
-    """ValueError: the run cannot run on this number of GPUs."""
-    check_config(config, gpus)
-    check_splits(model, config)
-    check_checkpointing(model, config)
-    check_float8(model, config)
-
-
 def check_corpus(config: Config) -> None:
     """ValueError: the run's tokens are at hand, and are fewer than a step takes."""
     path = tokenizer_path(config)
@@ -229,152 +196,6 @@ def _tokens(text: str) -> float | None:
     return tokens or None
 
 
-# --- Splits ----------------------------------------------------------------------------------------------------------
-
-
-def fitting(config: Config, setting: Setting) -> Iterator[Split]:
-    """The splits that fit, each with the cheapest activation checkpointing. Tensor parallelism keeps the run's own
-    degree, and takes a higher one only if nothing fits, because every layer waits for it."""
-    own, found = config.parallelism.tensor_parallel_degree, False
-    for tp in (n for n in _divisors(setting.gpus, setting.machine.node_size) if n >= own):
-        for degrees in candidates(config, setting, tp):
-            split = with_checkpointing(degrees, setting)
-            if split is not None:
-                found = True
-                yield split
-        if found:
-            return
-
-
-def with_checkpointing(degrees: Config, setting: Setting) -> Split | None:
-    """The split with the cheapest activation checkpointing with which it fits; None: it does not."""
-    found = []
-    for group in checkpointings(setting.model):
-        for ac in group:
-            config = degrees.model_copy(update={"activation_checkpoint": ac})
-            needed = setting.needs(config)
-            if needed <= setting.room:
-                found.append(Split(config, needed, setting.step(config)))
-                break
-        if found and found[0].config.activation_checkpoint.mode == "none":
-            break
-    return min(found, key=Split.rank, default=None)
-
-
-def candidates(config: Config, setting: Setting, tp: int) -> Iterator[Config]:
-    """Every split of the same step that can run: ep within a node, parameters sharded over all ranks or a node's, and,
-    if there is softmax attention, both layouts: zig-zag shares out its pairs evenly, and costs the other layers
-    exchanges."""
-    model, gpus, node = setting.model, setting.gpus, setting.machine.node_size
-    ep = _divisors(gpus, node) if model.moe else [1]
-    local = _divisors(config.training.global_batch_size, LOCAL)
-    for cp, experts, size in product(_divisors(gpus, gpus), ep, local):
-        layouts = ("contiguous", "zigzag") if cp > 1 and model.softmax else ("contiguous",)
-        for shards, layout in product(shardings(gpus, node, tp), layouts):
-            split = changed(
-                config,
-                {
-                    "parallelism.tensor_parallel_degree": tp,
-                    "parallelism.context_parallel_degree": cp,
-                    "parallelism.expert_parallel_degree": experts,
-                    "parallelism.data_parallel_shard_degree": -1,
-                    "parallelism.data_parallel_replicate_degree": 1,
-                    "parallelism.fsdp_shard_degree": shards,
-                    "parallelism.context_parallel_layout": layout,
-                    "training.local_batch_size": size,
-                },
-            )
-            try:
-                check(split, model, gpus)
-            except ValueError:
-                continue
-            yield split
-
-
-def shardings(gpus: int, node: int, tp: int) -> tuple[int, ...]:
-    """Values of fsdp_shard_degree: over all ranks, and over those of a node, if there are several nodes."""
-    return (-1, node // tp) if gpus > node and gpus % node == node % tp == 0 else (-1,)
-
-
-def _divisors(n: int, most: int) -> list[int]:
-    return [divisor for divisor in range(1, min(n, most) + 1) if n % divisor == 0]
-
-
-def refuse(config: Config, setting: Setting) -> None:
-    """Raise the ValueError that nothing fits, which says how much the split that takes least would take."""
-    model, gpus = setting.model, setting.gpus
-    full = [
-        changed(split, {"activation_checkpoint.mode": "full"})
-        for tp in _divisors(gpus, setting.machine.node_size)
-        for split in candidates(config, setting, tp)
-    ]
-    split = min(full, key=setting.needs)
-    parts = memory(split, model, gpus, setting.mean)
-    part = max(parts, key=parts.get)
-    raise ValueError(
-        f"nothing fits: {model.num_layers} layers on {gpus} GPUs, each with {setting.room / GIB:.1f} GiB for them, "
-        f"take {sum(parts.values()) / GIB:.1f} at least ({_degrees(split, gpus)}, full checkpointing), "
-        f"{parts[part] / GIB:.1f} of it {part}; take more GPUs, a shorter training.seq_len or a smaller model"
-    )
-
-
-def longest(splits: list[Split], setting: Setting) -> str:
-    """The longest stream, found by doubling it until no split fits; at least the length of `splits`, which fit."""
-    length = splits[0].config.training.seq_len
-    best = splits[0].config, length
-    while length <= LONGEST:
-        fits = next(_of_length(splits, setting, length), None)
-        if fits is None:
-            break
-        best, length = (fits, length), 2 * length
-    config, tokens = best
-    way = _checkpointing(config)
-    return f"longest stream that fits: {tokens:,} tokens, with {_degrees(config, setting.gpus)}, checkpointing {way}"
-
-
-def _of_length(splits: list[Split], setting: Setting, length: int) -> Iterator[Config]:
-    """Configurations with which a stream of this length fits, the largest cp first."""
-    for split in sorted(splits, key=lambda split: -split.config.parallelism.context_parallel_degree):
-        config = changed(
-            split.config,
-            {
-                "training.seq_len": length,
-                "activation_checkpoint.mode": "full",
-                "training.local_batch_size": 1,
-            },
-        )
-        if setting.needs(config) <= setting.room:
-            yield config
-
-
-def one_stream(config: Config, setting: Setting, length: int) -> Split | None:
-    """The fastest split of one stream of this length over all GPUs that fits; None: none does."""
-    model, gpus, p, found = setting.model, setting.gpus, config.parallelism, []
-    layouts = ("contiguous", "zigzag") if model.softmax and gpus > 1 else ("contiguous",)
-    tp = p.tensor_parallel_degree
-    for layout, shards in product(layouts, shardings(gpus, setting.machine.node_size, tp)):
-        split = changed(
-            config,
-            {
-                "parallelism.context_parallel_degree": max(gpus // tp, 1),
-                "parallelism.data_parallel_shard_degree": 1,
-                "parallelism.data_parallel_replicate_degree": 1,
-                "parallelism.fsdp_shard_degree": shards,
-                "parallelism.expert_parallel_degree": min(p.expert_parallel_degree, gpus),
-                "parallelism.context_parallel_layout": layout,
-                "training.seq_len": length,
-                "training.local_batch_size": 1,
-                "training.global_batch_size": 1,
-            },
-        )
-        try:
-            check(split, model, gpus)
-        except ValueError:
-            continue
-        found.append(with_checkpointing(split, setting))
-    return min(filter(None, found), key=Split.rank, default=None)
-
-
 # --- What is printed -------------------------------------------------------------------------------------------------
 
 
@@ -385,7 +206,7 @@ def describe(config: Config, model: ModelConfig) -> str:
         f"{model_name(config)}: {parameters(model):,} parameters, {model.num_layers} layers\n"
         f"{t.local_batch_size} x {t.seq_len} tokens in a micro-step on {sharers} GPU{'s' if sharers > 1 else ''}; "
         f"parameters {t.dtype}, compute {t.mixed_precision_param}, reductions {t.mixed_precision_reduce}; activation "
-        f"checkpointing {_checkpointing(config)}; layers {'' if config.compile.enable else 'not '}compiled"
+        f"checkpointing {checkpointing_of(config)}; layers {'' if config.compile.enable else 'not '}compiled"
     )
 
 
@@ -431,8 +252,8 @@ def splits_table(splits: list[Split], gpus: int, budget: float | None) -> str:
     for config, needed, planned in splits:
         rows.append(
             [
-                _degrees(config, gpus),
-                _checkpointing(config),
+                degrees_of(config, gpus),
+                checkpointing_of(config),
                 config.training.local_batch_size,
                 f"{needed / GIB:.1f}",
                 f"{1e3 * planned.seconds:.0f}",
@@ -462,27 +283,5 @@ def _speed(split: Split | None) -> str:
     return f"{planned.tokens_per_second / planned.gpus:,.0f} ({exposed:.0%})"
 
 
-def _checkpointing(config: Config) -> str:
-    ac = config.activation_checkpoint
-    return f"{ac.mode} ({ac.selective_ac_option})" if ac.mode == "selective" else ac.mode
-
-
 def _days(planned: Step, budget: float) -> float:
     return budget / planned.tokens_per_second / 86400
-
-
-def _degrees(config: Config, gpus: int) -> str:
-    p = config.parallelism
-    replicas, shards = data_parallel_degrees(config, gpus)
-    copies, fsdp = fsdp_degrees(config, gpus)
-    degrees = {
-        "dp_replicate": replicas,
-        "dp_shard": shards,
-        "cp": p.context_parallel_degree,
-        "tp": p.tensor_parallel_degree,
-        "ep": p.expert_parallel_degree,
-        "fsdp": fsdp if copies > replicas else 1,
-    }
-    layout = f" ({p.context_parallel_layout})" if p.context_parallel_degree > 1 else ""
-    shown = [f"{name} {degree}{layout if name == 'cp' else ''}" for name, degree in degrees.items() if degree > 1]
-    return ", ".join(shown) or "one GPU"
