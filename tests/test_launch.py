@@ -22,7 +22,7 @@ from titan_linear import launch
 from titan_linear.config import Config, load_config
 from titan_linear.distributed.process import AGREED, LAUNCHER, LOST
 from titan_linear.launch import Node
-from titan_linear.storage.rundir import claimed, lock_folder
+from titan_linear.storage.run_lock import claimed, lock_folder
 
 ROOT = Path(__file__).parents[1]
 ALONE = Node(2)

@@ -18,7 +18,8 @@ from titan_linear.distributed.hangs import Watch
 from titan_linear.observe.metrics import MetricsLogger
 from titan_linear.observe.spikes import MicroLoss, write_spike
 from titan_linear.storage.files import alone, write_whole
-from titan_linear.storage.rundir import check_folders, claimed, lock_folder
+from titan_linear.storage.run_lock import claimed, lock_folder
+from titan_linear.storage.rundir import check_folders
 
 DOCUMENT = np.array([72, 105])
 CACHE = f"text-{'0' * 24}"

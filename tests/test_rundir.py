@@ -11,16 +11,15 @@ import pytest
 
 from tests.processes import elsewhere
 from titan_linear.config import Config, load_config
-from titan_linear.storage import files, rundir
+from titan_linear.storage import files, run_manifest
+from titan_linear.storage.run_lock import claimed, lock_folder
+from titan_linear.storage.run_manifest import write_manifest
 from titan_linear.storage.rundir import (
     check_folders,
     check_resume,
-    claimed,
     cut_metrics,
     finished_without_checkpoint,
-    lock_folder,
     write_config,
-    write_manifest,
 )
 
 
@@ -259,16 +258,16 @@ def test_git_commit_of_the_sources_only(tmp_path, monkeypatch):
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").touch()
-    monkeypatch.setattr(rundir, "__file__", str(package / "storage" / "rundir.py"))
-    assert rundir._git_commit() is None
+    monkeypatch.setattr(run_manifest, "__file__", str(package / "storage" / "run_manifest.py"))
+    assert run_manifest._git_commit() is None
     git("init")
     git("commit", "--allow-empty", "-m", "other work")
-    assert rundir._git_commit() is None  # a package installed inside another repository
+    assert run_manifest._git_commit() is None  # a package installed inside another repository
     git("add", ".")
     git("commit", "-m", "package")
-    assert rundir._git_commit() == {"commit": git("rev-parse", "HEAD"), "dirty": False}
+    assert run_manifest._git_commit() == {"commit": git("rev-parse", "HEAD"), "dirty": False}
     (package / "__init__.py").write_text("x = 1")
-    assert rundir._git_commit()["dirty"] is True
+    assert run_manifest._git_commit()["dirty"] is True
 
 
 @pytest.mark.parametrize("torn", ["", '{"step": 5, "los', '{"step": 4, "loss": 1}'])

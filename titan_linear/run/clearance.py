@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 from titan_linear.config import Config
-from titan_linear.storage.rundir import check_resume, claimed, copied_configuration
+from titan_linear.storage.run_lock import claimed
+from titan_linear.storage.rundir import check_resume, copied_configuration
 
 
 @contextmanager

@@ -18,7 +18,8 @@ from titan_linear.run.compilation import Compilation
 from titan_linear.run.console import first_weights, model_name, unbalanced, uncompiled
 from titan_linear.step.feed import BatchSharding, Feed
 from titan_linear.step.hooks import Hook
-from titan_linear.storage.rundir import set_run_aside, starts_anew, write_config, write_manifest
+from titan_linear.storage.run_manifest import write_manifest
+from titan_linear.storage.rundir import set_run_aside, starts_anew, write_config
 from titan_linear.storage.tensors import named_parameters
 
 

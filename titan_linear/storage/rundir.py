@@ -1,12 +1,13 @@
-"""The folder of a run, `job.dump_folder`: its lock, its configuration, its manifest, its metrics.
+"""The folder of a run, `job.dump_folder`: its configuration, how a start resumes it, and its metrics.
 
     config.toml      the resolved configuration; starts the same run again
-    manifest.json    what the run was made with: versions, commit, hardware, world, implementations
+    manifest.json    what the run was made with: versions, commit, hardware, ... (run_manifest.py)
     metrics.jsonl    a line per logged step
     telemetry.jsonl  what telemetry saw inside every metrics.telemetry_freq-th step
     spikes.jsonl     steps whose loss was an outlier or not finite, with their streams
     tb/              metrics and telemetry for TensorBoard
     checkpoint/      step-N/
+    .lock            held by the run that writes here (run_lock.py)
 
 Until everything has been checked, only the lock is written, and a start that is refused removes it. Only rank 0 writes.
 """
@@ -16,20 +17,14 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
-import socket
-import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from importlib import metadata
 from itertools import count
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from pydantic import BaseModel
 
-from titan_linear import __version__
 from titan_linear.config import (
     BYTES,
     Config,
@@ -41,96 +36,13 @@ from titan_linear.config import (
     keys_with,
     load_config,
 )
-from titan_linear.storage.files import lock, open_own, parse_json, write_whole
+from titan_linear.storage.files import parse_json, write_whole
 
 CONFIG, RUN_MANIFEST, METRICS, LOCK, BOARD = "config.toml", "manifest.json", "metrics.jsonl", ".lock", "tb"
 STEP_MANIFEST = "manifest.json"  # of a checkpoint
 RECORDERS = "flight_recorder"
 TELEMETRY, SPIKES, WANDB = "telemetry.jsonl", "spikes.jsonl", "wandb_id"
 MARK = "# The configuration of the run in"  # how a config.toml begins
-
-
-class Unlockable(ValueError):
-    """The file system has no locks."""
-
-
-@contextmanager
-def claimed(config: Config) -> Iterator[None]:
-    """Lock the run's folder inside `with`, and that of its checkpoints if it lies elsewhere: another run with the same
-    checkpoint.folder would mix its checkpoints with these. A disk for checkpoints alone may have no locks. A start that
-    is refused inside leaves nothing new behind.
-
-    Raises:
-        ValueError: another run holds a folder, or it cannot be written or locked.
-    """
-    with ExitStack() as held:
-        held.enter_context(lock_folder(config.job.dump_folder))
-        if config.checkpoint.enable and not _saves_inside(config):
-            with suppress(Unlockable):
-                held.enter_context(lock_folder(str(checkpoint_folder(config).resolve()), "checkpoint.folder"))
-        yield
-
-
-@contextmanager
-def lock_folder(folder: str, key: str = "job.dump_folder") -> Iterator[None]:
-    """Make the folder and lock it inside `with`, or until this process ends (`files.lock`).
-
-    Raises:
-        ValueError: another run holds the folder, or it cannot be written or locked.
-    """
-    path = Path(folder) / LOCK
-    new = [made for made in (path, *path.parents) if not os.path.lexists(made)]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = open_own(path, "a+")
-    except OSError as error:
-        raise _unwritable(folder, key, error) from None
-    with file:
-        if not _locks(file, folder, key, new):
-            file.seek(0)
-            raise ValueError(
-                f"{key} = {folder!r} is in use by another run ({file.read().strip()}); wait for it, stop it, or use "
-                "another folder"
-            )
-        try:
-            _sign(file, folder, key)
-            yield
-        except (ValueError, SystemExit):  # a start that is refused
-            _take_back(new)
-            raise
-
-
-def _locks(file: TextIO, folder: str, key: str, new: list[Path]) -> bool:
-    try:
-        return lock(file)
-    except OSError as error:
-        _take_back(new)
-        raise Unlockable(
-            f"{key} = {folder!r} cannot be locked: {error.strerror}; use a folder on another file system, or "
-            "have this one mounted with POSIX locks"
-        ) from None
-
-
-def _sign(file: TextIO, folder: str, key: str) -> None:
-    """Write into the lock who holds it."""
-    try:
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
-    except OSError as error:
-        raise _unwritable(folder, key, error) from None
-
-
-def _take_back(new: list[Path]) -> None:
-    """Remove the new lock, and those of its new folders that are empty, innermost first."""
-    for path in new:
-        with suppress(OSError):
-            path.rmdir() if path.is_dir() else path.unlink()
-
-
-def _unwritable(folder: str, key: str, error: OSError) -> ValueError:
-    where = f"{error.filename!r}: " if error.filename else ""
-    return ValueError(f"{key} = {folder!r} cannot be written: {where}{error.strerror}; use another folder")
 
 
 def check_folders(config: Config) -> None:
@@ -170,7 +82,7 @@ def check_resume(config: Config) -> list[str]:
     if not _has_trained(config) or starts_anew(config):
         return []
     if not (folder / CONFIG).exists():
-        if not _has_reported(config) and not _saves_inside(config):
+        if not _has_reported(config) and not saves_inside(config):
             raise ValueError(
                 f"checkpoint.folder = {config.checkpoint.folder!r} holds checkpoints of another run than that of "
                 f"job.dump_folder = '{folder}'; use another folder (checkpoint.initial_load_path begins a run from "
@@ -330,10 +242,10 @@ def _has_checkpoint(config: Config) -> bool:
 def _saved(config: Config, pattern: str) -> Iterator[Path]:
     """Paths among the run's checkpoints that match. With checkpoint.enable = false, those outside the run's folder are
     another run's."""
-    return checkpoint_folder(config).glob(pattern) if config.checkpoint.enable or _saves_inside(config) else iter(())
+    return checkpoint_folder(config).glob(pattern) if config.checkpoint.enable or saves_inside(config) else iter(())
 
 
-def _saves_inside(config: Config) -> bool:
+def saves_inside(config: Config) -> bool:
     return checkpoint_folder(config).resolve().is_relative_to(Path(config.job.dump_folder).resolve())
 
 
@@ -356,76 +268,6 @@ def _with_absolute_paths(config: Config) -> Config:
     if config.model.tokenizer_path == BYTES:
         del paths["model.tokenizer_path"]
     return changed(config, paths | {"training.mixture": mixture})
-
-
-def write_manifest(
-    config: Config, *, world_size: int, degrees: Mapping[str, int], implementations: Mapping[str, str]
-) -> None:
-    """Write manifest.json: what this start of the run is made with.
-
-    Args:
-        degrees: sizes of the mesh's dimensions, {"dp_replicate": 1, "dp_shard": 2, ...}.
-        implementations: the implementation chosen for each op, {"chunk_kda": "triton", ...}.
-    """
-    manifest = {
-        "versions": _versions(),
-        "git": _git_commit(),
-        "hardware": _hardware(),
-        "world_size": world_size,
-        "degrees": dict(degrees),
-        "implementations": dict(implementations),
-    }
-    write_whole(Path(config.job.dump_folder) / RUN_MANIFEST, json.dumps(manifest, indent=2) + "\n")
-
-
-def _versions() -> dict[str, str | None]:
-    import torch
-
-    return {
-        "titan_linear": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": _version_of("triton"),
-        "cuda": torch.version.cuda,
-    }
-
-
-def _version_of(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _hardware() -> dict[str, Any]:
-    import torch
-
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"host": socket.gethostname(), "cpu": _cpu_name(), "cores": os.cpu_count(), "gpus": gpus}
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _git_commit() -> dict[str, Any] | None:
-    """The commit of this source tree, and whether it has changes; None for an installed package or without git."""
-    package = Path(__file__).parents[1]
-    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
-        return None
-    commit = _git(package, "rev-parse", "HEAD")
-    return commit and {"commit": commit, "dirty": bool(_git(package, "status", "--porcelain"))}
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):  # no git here, or no repository
-        return None
-    return done.stdout.strip()
 
 
 def cut_metrics(folder: str, step: int) -> None:

@@ -1,0 +1,97 @@
+"""The lock of a run's folder: one run at a time writes there."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import TextIO
+
+from titan_linear.config import Config
+from titan_linear.storage.files import lock, open_own
+from titan_linear.storage.rundir import LOCK, checkpoint_folder, saves_inside
+
+
+class Unlockable(ValueError):
+    """The file system has no locks."""
+
+
+@contextmanager
+def claimed(config: Config) -> Iterator[None]:
+    """Lock the run's folder inside `with`, and that of its checkpoints if it lies elsewhere: another run with the same
+    checkpoint.folder would mix its checkpoints with these. A disk for checkpoints alone may have no locks. A start that
+    is refused inside leaves nothing new behind.
+
+    Raises:
+        ValueError: another run holds a folder, or it cannot be written or locked.
+    """
+    with ExitStack() as held:
+        held.enter_context(lock_folder(config.job.dump_folder))
+        if config.checkpoint.enable and not saves_inside(config):
+            with suppress(Unlockable):
+                held.enter_context(lock_folder(str(checkpoint_folder(config).resolve()), "checkpoint.folder"))
+        yield
+
+
+@contextmanager
+def lock_folder(folder: str, key: str = "job.dump_folder") -> Iterator[None]:
+    """Make the folder and lock it inside `with`, or until this process ends (`files.lock`).
+
+    Raises:
+        ValueError: another run holds the folder, or it cannot be written or locked.
+    """
+    path = Path(folder) / LOCK
+    new = [made for made in (path, *path.parents) if not os.path.lexists(made)]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open_own(path, "a+")
+    except OSError as error:
+        raise _unwritable(folder, key, error) from None
+    with file:
+        if not _locks(file, folder, key, new):
+            file.seek(0)
+            raise ValueError(
+                f"{key} = {folder!r} is in use by another run ({file.read().strip()}); wait for it, stop it, or use "
+                "another folder"
+            )
+        try:
+            _sign(file, folder, key)
+            yield
+        except (ValueError, SystemExit):  # a start that is refused
+            _take_back(new)
+            raise
+
+
+def _locks(file: TextIO, folder: str, key: str, new: list[Path]) -> bool:
+    try:
+        return lock(file)
+    except OSError as error:
+        _take_back(new)
+        raise Unlockable(
+            f"{key} = {folder!r} cannot be locked: {error.strerror}; use a folder on another file system, or "
+            "have this one mounted with POSIX locks"
+        ) from None
+
+
+def _sign(file: TextIO, folder: str, key: str) -> None:
+    """Write into the lock who holds it."""
+    try:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+    except OSError as error:
+        raise _unwritable(folder, key, error) from None
+
+
+def _take_back(new: list[Path]) -> None:
+    """Remove the new lock, and those of its new folders that are empty, innermost first."""
+    for path in new:
+        with suppress(OSError):
+            path.rmdir() if path.is_dir() else path.unlink()
+
+
+def _unwritable(folder: str, key: str, error: OSError) -> ValueError:
+    where = f"{error.filename!r}: " if error.filename else ""
+    return ValueError(f"{key} = {folder!r} cannot be written: {where}{error.strerror}; use another folder")

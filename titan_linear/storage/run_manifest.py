@@ -1,0 +1,86 @@
+"""manifest.json of a run: what this start of it is made with."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import subprocess
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan_linear import __version__
+from titan_linear.config import Config
+from titan_linear.storage.files import write_whole
+from titan_linear.storage.rundir import RUN_MANIFEST
+
+
+def write_manifest(
+    config: Config, *, world_size: int, degrees: Mapping[str, int], implementations: Mapping[str, str]
+) -> None:
+    """Write manifest.json: what this start of the run is made with.
+
+    Args:
+        degrees: sizes of the mesh's dimensions, {"dp_replicate": 1, "dp_shard": 2, ...}.
+        implementations: the implementation chosen for each op, {"chunk_kda": "triton", ...}.
+    """
+    manifest = {
+        "versions": _versions(),
+        "git": _git_commit(),
+        "hardware": _hardware(),
+        "world_size": world_size,
+        "degrees": dict(degrees),
+        "implementations": dict(implementations),
+    }
+    write_whole(Path(config.job.dump_folder) / RUN_MANIFEST, json.dumps(manifest, indent=2) + "\n")
+
+
+def _versions() -> dict[str, str | None]:
+    return {
+        "titan_linear": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version_of("triton"),
+        "cuda": torch.version.cuda,
+    }
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _hardware() -> dict[str, Any]:
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {"host": socket.gethostname(), "cpu": _cpu_name(), "cores": os.cpu_count(), "gpus": gpus}
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _git_commit() -> dict[str, Any] | None:
+    """The commit of this source tree, and whether it has changes; None for an installed package or without git."""
+    package = Path(__file__).parents[1]
+    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    commit = _git(package, "rev-parse", "HEAD")
+    return commit and {"commit": commit, "dirty": bool(_git(package, "status", "--porcelain"))}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):  # no git here, or no repository
+        return None
+    return done.stdout.strip()
