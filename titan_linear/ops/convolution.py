@@ -75,22 +75,12 @@ def causal_conv1d(
     refuse("add it to y", residual=residual)
     refuse("impl chooses", backend=backend)
     refuse("leave it out, chunks are found from cu_seqlens on the device", chunk_indices=chunk_indices)
-    if x.dim() != 3 or 0 in x.shape:
-        raise ValueError(f"x {tuple(x.shape)} must be [B, T, D], none of them 0")
-    B, T, D = x.shape
-    W = weight.shape[-1] if weight.dim() else 0
-    if weight.shape != (D, W) or not W:
-        raise ValueError(f"weight {tuple(weight.shape)} must be [D, W] with D = {D}, and W not 0")
+    B, T, D, W = _check_tensors(x, weight, bias)
     check_floats(x=x, weight=weight, bias=bias, initial_state=initial_state)
-    if bias is not None and bias.shape != (D,):
-        raise ValueError(f"bias {tuple(bias.shape)} must be [D] = [{D}]")
     if activation not in (None, "silu", "swish"):
         raise ValueError(f"activation = {activation!r} is unknown; use None, 'silu' or 'swish'")
     parts = [D] if widths is None else list(widths)
-    if not 1 <= len(parts) <= 3 or min(parts) < 1 or sum(parts) != D:
-        raise ValueError(f"widths = {parts} must be those of one to three parts whose sum is D = {D}")
-    if norm_dim is not None and (len(parts) != 3 or norm_dim < 1 or any(width % norm_dim for width in parts[:2])):
-        raise ValueError(f"norm_dim = {norm_dim} needs widths of q, k and v, multiples of it for q and k, not {parts}")
+    _check_parts(parts, D, norm_dim)
     if cp_context is not None:
         check_cp("x", x, initial_state, output_final_state, cu_seqlens, cp_context)
         if cp_context.conv1d_kernel_size not in (None, W):
@@ -114,6 +104,26 @@ def causal_conv1d(
     ys, final = convolve(flat, weight, bias, initial, boundaries, activation, output_final_state, parts, norm_dim)
     ys = tuple(y.unflatten(0, (B, T)) for y in ys)
     return ys if widths is not None else ys[0], final
+
+
+def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[int, int, int, int]:
+    """(B, T, D, W). Raise ValueError unless x is [B, T, D], weight [D, W] and bias [D]."""
+    if x.dim() != 3 or 0 in x.shape:
+        raise ValueError(f"x {tuple(x.shape)} must be [B, T, D], none of them 0")
+    B, T, D = x.shape
+    W = weight.shape[-1] if weight.dim() else 0
+    if weight.shape != (D, W) or not W:
+        raise ValueError(f"weight {tuple(weight.shape)} must be [D, W] with D = {D}, and W not 0")
+    if bias is not None and bias.shape != (D,):
+        raise ValueError(f"bias {tuple(bias.shape)} must be [D] = [{D}]")
+    return B, T, D, W
+
+
+def _check_parts(parts: list[int], D: int, norm_dim: int | None) -> None:
+    if not 1 <= len(parts) <= 3 or min(parts) < 1 or sum(parts) != D:
+        raise ValueError(f"widths = {parts} must be those of one to three parts whose sum is D = {D}")
+    if norm_dim is not None and (len(parts) != 3 or norm_dim < 1 or any(width % norm_dim for width in parts[:2])):
+        raise ValueError(f"norm_dim = {norm_dim} needs widths of q, k and v, multiples of it for q and k, not {parts}")
 
 
 # --- In plain PyTorch, differentiable by autograd --------------------------------------------------------------------

@@ -153,29 +153,21 @@ def subject_of(config: Config, *, show_progress: bool = False) -> Subject:
     check_float8_device(config)
     implementations(config, full, device)
     open_corpora(config, tokenizer, show_progress)
-    said = []
     degrees = _degrees(config, processes)
-    if (dp := processes // (p.context_parallel_degree * p.tensor_parallel_degree)) != degrees.dp:
-        said.append(f"dp {dp} → {degrees.dp}")
-    if degrees.ep != p.expert_parallel_degree:
-        said.append(f"ep {p.expert_parallel_degree} → {degrees.ep}")
-    model = _one_period(full)
-    if model.num_layers != full.num_layers:
-        said.append(f"layers {full.num_layers} → {model.num_layers}, one period of their pattern")
-    model, factor = fitting(model, config, degrees, device)
-    if factor > 1:
-        said.append(f"widths / {factor}: dim {full.dim} → {model.dim}")
+    model, factor = fitting(_one_period(full), config, degrees, device)
     seq_len = _length(config, device)
-    if seq_len != t.seq_len:
-        said.append(f"training.seq_len {t.seq_len} → {seq_len}")
-    if t.seq_len_schedule:
-        said.append("training.seq_len_schedule left out")
-    if config.compile.enable:
-        compiled = degrees.ranks == 1 or "WORLD_SIZE" in os.environ
-        but = ", but in the run's own type" if compiled else ""
-        said.append(f"compile.enable true → false{but}")
-    if config.float8.enable:
-        said.append("float8.enable true → false, but for its products by themselves")
+    dp, layers = processes // (p.context_parallel_degree * p.tensor_parallel_degree), full.num_layers
+    compiled = ", but in the run's own type" if degrees.ranks == 1 or "WORLD_SIZE" in os.environ else ""
+    said = {
+        f"dp {dp} → {degrees.dp}": dp != degrees.dp,
+        f"ep {p.expert_parallel_degree} → {degrees.ep}": degrees.ep != p.expert_parallel_degree,
+        f"layers {layers} → {model.num_layers}, one period of their pattern": layers > model.num_layers,
+        f"widths / {factor}: dim {full.dim} → {model.dim}": factor > 1,
+        f"training.seq_len {t.seq_len} → {seq_len}": seq_len != t.seq_len,
+        "training.seq_len_schedule left out": t.seq_len_schedule,
+        f"compile.enable true → false{compiled}": config.compile.enable,
+        "float8.enable true → false, but for its products by themselves": config.float8.enable,
+    }
     cut = changed(
         config,
         {
@@ -187,19 +179,18 @@ def subject_of(config: Config, *, show_progress: bool = False) -> Subject:
     )
     streams, _ = build_streams(cut, tokenizer, None)
     check_size(tokens_of(streams), config)
-    return Subject(cut, config, model, degrees, tokenizer, streams, device, tuple(said))
+    applies = tuple(line for line, holds in said.items() if holds)
+    return Subject(cut, config, model, degrees, tokenizer, streams, device, applies)
 
 
 def _processes(config: Config) -> int:
     """The number of processes: torchrun's, else NGPU, else the fewest that the degrees allow."""
-    p = config.parallelism
-    least = p.data_parallel_replicate_degree * max(p.data_parallel_shard_degree, 1)
     asked = os.environ.get("WORLD_SIZE", os.environ.get("NGPU", ""))
-    return (
-        int(asked)
-        if asked.isdecimal() and int(asked)
-        else least * (p.context_parallel_degree * p.tensor_parallel_degree)
-    )
+    if asked.isdecimal() and int(asked):
+        return int(asked)
+    p = config.parallelism
+    dp = p.data_parallel_replicate_degree * max(p.data_parallel_shard_degree, 1)
+    return dp * p.context_parallel_degree * p.tensor_parallel_degree
 
 
 def _degrees(config: Config, processes: int) -> Degrees:

@@ -132,23 +132,9 @@ def write_into(
         if dataset:
             write_whole(temporary / PATHS, as_json(list(map(str, texts))))
             names.append(PATHS)
+        source = _source(dataset, len(texts), journal) if dataset else None
         files = {name: described(temporary / name) for name in names}
-        of_tokenizer = {
-            "fingerprint": tokenizer.fingerprint,
-            "vocab_size": tokenizer.vocab_size,
-            "eos": tokenizer.eos_id,
-        }
-        info = {
-            "format": ANSWERS_FORMAT if journal.answers else FORMAT,
-            **content,
-            "tokenizer": of_tokenizer,
-            "source": _source(dataset, len(texts), journal) if dataset else None,
-            "files": files,
-        }
-        if journal.texts:
-            info["texts"] = journal.texts
-        info["checksum"] = info_checksum(info)
-        write_whole(temporary / INFO, as_json(info))
+        write_whole(temporary / INFO, as_json(_info(content, tokenizer, source, files, journal)))
         (temporary / JOURNAL).unlink(missing_ok=True)
         sync(temporary)
         os.rename(temporary, folder)
@@ -159,6 +145,31 @@ def write_into(
         else:  # a full disk, say: leave no half corpus to fill it
             shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _info(
+    content: dict[str, Any],
+    tokenizer: Tokenizer,
+    source: dict[str, Any] | None,
+    files: dict[str, dict[str, Any]],
+    journal: Journal,
+) -> dict[str, Any]:
+    """corpus.json."""
+    of_tokenizer = {
+        "fingerprint": tokenizer.fingerprint,
+        "vocab_size": tokenizer.vocab_size,
+        "eos": tokenizer.eos_id,
+    }
+    info = {
+        "format": ANSWERS_FORMAT if journal.answers else FORMAT,
+        **content,
+        "tokenizer": of_tokenizer,
+        "source": source,
+        "files": files,
+    }
+    if journal.texts:
+        info["texts"] = journal.texts
+    return {**info, "checksum": info_checksum(info)}
 
 
 def _source(dataset: str, files: int, journal: Journal) -> dict[str, Any]:

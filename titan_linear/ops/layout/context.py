@@ -228,23 +228,8 @@ def build_cp_context(
             layout or method; neither a group nor a rank below world_size; num_streams or conv1d_kernel_size below 1;
             a stream length that W (2W for zigzag) does not divide; streams whose edges are not document boundaries.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout = {layout!r} is unknown; use one of {', '.join(map(repr, LAYOUTS))}")
-    if group is not None:
-        rank, world_size = group.rank(), group.size()
-    if rank is None or world_size is None or not 0 <= rank < world_size:
-        raise ValueError(f"rank = {rank}, world_size = {world_size}; give a group, or both with 0 <= rank < world_size")
-    if num_streams < 1:
-        raise ValueError(f"num_streams = {num_streams}; give the number of streams in cu_seqlens, 1 or more")
-    if conv1d_kernel_size is not None and conv1d_kernel_size < 1:
-        raise ValueError(f"conv1d_kernel_size = {conv1d_kernel_size}; give the convolutions' width, or leave it out")
-    node_size = ranks_per_node(group, world_size) if node_size is None else node_size
-    if node_size < 1 or world_size % node_size:
-        raise ValueError(
-            f"node_size = {node_size}; give a divisor of the number of ranks, {world_size}, or leave it out"
-        )
-    if unknown := [method for method in attention if method not in SOFTMAX_METHODS]:
-        raise ValueError(f"attention has {unknown}; give methods of {', '.join(map(repr, SOFTMAX_METHODS))}, or none")
+    rank, world_size, node_size = _place(group, rank, world_size, node_size)
+    _check_options(layout, num_streams, conv1d_kernel_size, attention)
     if cu_seqlens_cpu is not None:
         check_copy(cu_seqlens, cu_seqlens_cpu)
     documents = _documents(cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu)
@@ -308,6 +293,33 @@ def build_cp_context(
         for_allgather=gathered(moved) if allgather else None,
         for_nodes=for_nodes,
     )
+
+
+def _place(
+    group: dist.ProcessGroup | None, rank: int | None, world_size: int | None, node_size: int | None
+) -> tuple[int, int, int]:
+    """This rank's number, the number of ranks, and that of a node. ValueError: they are not given, or do not fit."""
+    if group is not None:
+        rank, world_size = group.rank(), group.size()
+    if rank is None or world_size is None or not 0 <= rank < world_size:
+        raise ValueError(f"rank = {rank}, world_size = {world_size}; give a group, or both with 0 <= rank < world_size")
+    node_size = ranks_per_node(group, world_size) if node_size is None else node_size
+    if node_size < 1 or world_size % node_size:
+        raise ValueError(
+            f"node_size = {node_size}; give a divisor of the number of ranks, {world_size}, or leave it out"
+        )
+    return rank, world_size, node_size
+
+
+def _check_options(layout: str, num_streams: int, conv1d_kernel_size: int | None, attention: Collection[str]) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout = {layout!r} is unknown; use one of {', '.join(map(repr, LAYOUTS))}")
+    if num_streams < 1:
+        raise ValueError(f"num_streams = {num_streams}; give the number of streams in cu_seqlens, 1 or more")
+    if conv1d_kernel_size is not None and conv1d_kernel_size < 1:
+        raise ValueError(f"conv1d_kernel_size = {conv1d_kernel_size}; give the convolutions' width, or leave it out")
+    if unknown := [method for method in attention if method not in SOFTMAX_METHODS]:
+        raise ValueError(f"attention has {unknown}; give methods of {', '.join(map(repr, SOFTMAX_METHODS))}, or none")
 
 
 Planned = TypeVar("Planned", Rectangles, GatheredSpans, CPContext)
