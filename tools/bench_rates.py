@@ -55,7 +55,7 @@ from titan_linear.ops import (
 )
 from titan_linear.ops.float8 import CAPABILITY, scaled_product, scaled_rows
 from titan_linear.ops.layout.boundaries import PROGRAMS
-from titan_linear.ops.torch.attention import attention_kernel
+from titan_linear.ops.torch.attention_kernels import attention_kernel
 from titan_linear.planner.timing import DIM, share_of
 
 GIB = 2**30

@@ -15,7 +15,7 @@ from titan_linear.ops.runtime.support import Choice
 from titan_linear.ops.simple_gla import SIMPLE_GLA
 from titan_linear.ops.ssd import SSD
 from titan_linear.ops.swiglu import SWIGLU
-from titan_linear.ops.torch.attention import ATTENTION, whole_streams
+from titan_linear.ops.torch.attention_kernels import ATTENTION, whole_streams
 
 RECURRENCES = (KDA, GDN, SSD, SIMPLE_GLA, DPLR, RWKV7)
 OPS = {op.name: op for op in (*RECURRENCES, CONVOLUTION, ATTENTION, SWIGLU, GROUPED_LINEAR, CROSS_ENTROPY)}

@@ -24,13 +24,12 @@ from titan_linear.ops.layout.spans import ALL, NOTHING, KeyRoutes, QueryRoutes, 
 from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.torch.attention import (
     Attention,
-    Triple,
-    accumulator_dtype,
     attend_spans,
     attend_spans_backward,
     empty_gradients,
     empty_output,
 )
+from titan_linear.ops.torch.attention_kernels import Triple, accumulator_dtype
 
 SLICES = 4  # at most, unless memory requires more
 GATHER_LIMIT = 4 * 2**30  # bytes, for `slice_bytes`

@@ -22,7 +22,6 @@ from titan_linear.ops.layout.spans import Spans, document_spans
 from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.torch.attention import (
     Attention,
-    accumulator_dtype,
     attend,
     attend_backward,
     attend_spans,
@@ -31,6 +30,7 @@ from titan_linear.ops.torch.attention import (
     empty_output,
     merge_,
 )
+from titan_linear.ops.torch.attention_kernels import accumulator_dtype
 
 
 def ring_attention(

@@ -152,7 +152,7 @@ def _tile(longest: int, mean: float) -> int:
 # Keys are gathered where an exchange of only those needed would make some rank send or receive more than this share of
 # what a gather does: a byte takes no longer in a gather than in an exchange, and a gather's one message goes to many.
 GATHER_FROM = 0.5
-CUDNN_MULTIPLE = 128  # cuDNN's plans are for lengths that are multiples of this (ops/torch/attention.py)
+CUDNN_MULTIPLE = 128  # cuDNN's plans are for lengths that are multiples of this (ops/torch/attention_kernels.py)
 FEW = 4  # and for at most this many spans
 
 

@@ -2,8 +2,8 @@
 
 Each op states its own implementations (`Op`); ops/registry.py is the table of all. `parallelize` decides for a run:
 modules hold the answers and hand them to their ops as `impl`, and the run prints and saves them. Softmax attention
-alone takes its kernel at each call, by lengths (`block_kernel`, torch/attention.py). An op that is called by itself,
-with a name, decides at every call. "auto" takes the fastest implementation that is supported, and never fails; an
+alone takes its kernel at each call, by lengths (`block_kernel`). An op that is called by itself, with a name, decides
+at every call. "auto" takes the fastest implementation that is supported, and never fails; an
 implementation that is named but not supported is a ValueError that says why.
 """
 

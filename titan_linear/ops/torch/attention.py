@@ -11,47 +11,29 @@ output and its log-sum-exp (LSE) over its own keys, and blocks over the same que
 In backward every block takes the *merged* o and lse, so that p = exp(scores − lse) and δ = rowsum(o · do) are
 those of the whole row, and dq, dk, dv of the blocks simply add.
 
-`block_kernel` alone decides which kernel computes a block. Shapes here: q [B, Tq, Hq, D],
+`block_kernel` alone decides which kernel computes a block (attention_kernels.py). Shapes here: q [B, Tq, Hq, D],
 k [B, Tk, Hkv, D], v [B, Tk, Hkv, Dv], o like q with Dv, lse [B, Hq, Tq] in fp32 (fp64 for fp64).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import Boundaries
-from titan_linear.ops.layout.spans import CUDNN_MULTIPLE, TILE, Spans, Varlen, document_spans
+from titan_linear.ops.layout.spans import CUDNN_MULTIPLE, Spans, document_spans
 from titan_linear.ops.runtime.operators import check_first_derivative, operator, register_fake
-from titan_linear.ops.runtime.support import (
-    HALF,
-    Choice,
-    Implementation,
-    Op,
-    Target,
-    at_least,
-    capability_in,
-    dims_up_to,
-    dtype_in,
-    instead_of,
-    on_cpu,
-    on_gpu,
-    without_autocast,
+from titan_linear.ops.torch.attention_kernels import (
+    ATTENTION,
+    TO_THE_END,
+    Operator,
+    Pair,
+    Triple,
+    accumulator_dtype,
+    block_kernel,
 )
-from titan_linear.ops.torch import flash4
-
-aten = torch.ops.aten
-
-Pair = tuple[Tensor, Tensor]
-Triple = tuple[Tensor, Tensor, Tensor]
-Operator = Callable[..., tuple[Tensor, ...]]
-
-LSE_ROWS = 32  # the efficient kernel's LSE has a multiple of so many rows
-TO_THE_END = ("flash4", "flash")  # kernels whose causal mask is aligned to the end, and that take all spans in one call
 
 
 class Attention(torch.autograd.Function):
@@ -86,30 +68,6 @@ def empty_output(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Pair:
 def empty_gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> Triple:
     """dq, dk, dv"""
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which blocks merge and their gradients add up: fp32, or fp64 for fp64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def block_kernel(device: torch.device, dtype: torch.dtype, D: int, Dv: int, Tq: int, Tk: int) -> str:
-    """The name of the kernel that computes a block of these shapes (`ATTENTION` has the conditions).
-
-    "flash4" FlashAttention-4 where it is installed (bf16, fp16; ops/torch/flash4.py): the fastest, for any lengths.
-    "cpu"    PyTorch's flash attention for the CPU.
-    "cudnn"  cuDNN's, PyTorch's fastest on Hopper (bf16, fp16; D, Dv <= 128): 54 ms for 32768 causal tokens of 32 heads
-             of 128, forward and backward, where flash takes 97 (H100). But it compiles a plan for every new pair of
-             lengths (0.15 s), so it is used for lengths that recur in every batch, multiples of 128 (whole
-             fragments, whole streams), and not for the lengths of documents. Its dq is not bitwise repeatable, so
-             it is not used under torch.use_deterministic_algorithms.
-    "flash"  FlashAttention-2, through its function for packed sequences (bf16, fp16; D, Dv <= 256).
-    "efficient" PyTorch's memory-efficient attention (fp32; D, Dv <= 256), whose products are as exact as fp32's: three
-             products of parts in tf32.
-    "tiled"  matrix products in tiles of 128 queries: fp64 on CUDA, and wider heads.
-    """
-    recurring = Tq % CUDNN_MULTIPLE == 0 and Tk % CUDNN_MULTIPLE == 0
-    return attention_kernel(device, dtype, D, Dv, recurring).implementation
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Pair:
@@ -202,283 +160,6 @@ def _packed_kernel(q: Tensor, v: Tensor, spans: Spans) -> str:
     """The kernel for these spans: cuDNN's only if their lengths recur."""
     length = CUDNN_MULTIPLE if spans.recur() else 1
     return block_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], length, length)
-
-
-# --- flash4: FlashAttention-4 ---------------------------------------------------------------------------------
-
-
-def _flash4_forward(q, k, v, scale: float, causal: bool, varlen: Varlen | None = None) -> Pair:
-    Dv, (q, k, v) = v.shape[-1], _flash4_widths(q, k, v)
-    o, lse = flash4.forward(q, k, v, scale, causal, varlen)
-    return o[..., :Dv], lse
-
-
-def _flash4_backward(do, q, k, v, o, lse, scale: float, causal: bool, varlen: Varlen | None = None) -> Triple:
-    D, Dv = q.shape[-1], v.shape[-1]
-    q, k, v, do, o = _flash4_widths(q, k, v, do, o)
-    dq, dk, dv = flash4.backward(do, q, k, v, o, lse.contiguous(), scale, causal, varlen)
-    return dq[..., :D], dk[..., :D], dv[..., :Dv]
-
-
-def _flash4_widths(q: Tensor, k: Tensor, *as_v: Tensor) -> list[Tensor]:
-    D, Dv = flash4.widths(q.shape[-1], as_v[0].shape[-1], grouped=q.shape[2] != k.shape[2])
-    return [*_equal_width(q, k, at_least=D, multiple=8), *_equal_width(*as_v, at_least=Dv, multiple=8)]
-
-
-# --- cpu: aten's flash attention ------------------------------------------------------------------------------
-
-
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Pair:
-    Dv, (q, k, v) = v.shape[-1], _heads_first(*_equal_width(q, k, v))
-    o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-    return o.transpose(1, 2)[..., :Dv], lse
-
-
-def _cpu_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
-    D, Dv = q.shape[-1], v.shape[-1]
-    do, q, k, v, o = _heads_first(*_equal_width(do, q, k, v, o))
-    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(do, q, k, v, o, lse, 0.0, causal, scale=scale)
-    dq, dk, dv = (g.transpose(1, 2) for g in grads)
-    return dq[..., :D], dk[..., :D], dv[..., :Dv]
-
-
-# --- cudnn: the same interface; grouped heads natively ----------------------------------------------------------
-
-
-def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Pair:
-    Dv, (q, k, v) = v.shape[-1], _heads_first(*_equal_width(q, k, v, multiple=8))
-    o, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)[:2]
-    return o.transpose(1, 2)[..., :Dv], lse.reshape(q.shape[:3])
-
-
-def _cudnn_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
-    D, Dv, Tq, Tk = q.shape[-1], v.shape[-1], q.shape[1], k.shape[1]
-    do, q, k, v, o = _heads_first(*_equal_width(do, q, k, v, o, multiple=8))
-    lse = lse.contiguous().unsqueeze(-1)  # [B, Hq, Tq, 1]
-    unused = torch.empty(2, dtype=torch.int64, device=q.device)[0]  # no dropout: neither seed nor offset is read
-    grads = aten._scaled_dot_product_cudnn_attention_backward(
-        do, q, k, v, o, lse, unused, unused, None, None, None, Tq, Tk, 0.0, causal, scale=scale
-    )
-    dq, dk, dv = (g.transpose(1, 2) for g in grads)
-    return dq[..., :D], dk[..., :D], dv[..., :Dv]
-
-
-# --- flash: always by its packed function; a batch is B documents of one length ---------------------------------
-
-
-def _flash_forward(q, k, v, scale: float, causal: bool, varlen: Varlen | None = None) -> Pair:
-    B, Tq, Hq, Dv = *q.shape[:3], v.shape[-1]
-    varlen = varlen or _batch_varlen(q, k)
-    q, k, v = (x.flatten(0, 1) for x in _equal_width(q, k, v, multiple=8))  # [B·T, H, D]
-    o, lse = aten._flash_attention_forward(q, k, v, *varlen, 0.0, causal, False, scale=scale)[:2]
-    return o.view(B, Tq, Hq, -1)[..., :Dv], lse.view(Hq, B, Tq).transpose(0, 1)
-
-
-def _flash_backward(do, q, k, v, o, lse, scale: float, causal: bool, varlen: Varlen | None = None) -> Triple:
-    B, Tk, D, Dv = q.shape[0], k.shape[1], q.shape[-1], v.shape[-1]
-    varlen = varlen or _batch_varlen(q, k)
-    do, q, k, v, o = (x.flatten(0, 1) for x in _equal_width(do, q, k, v, o, multiple=8))
-    lse = lse.transpose(0, 1).flatten(1).contiguous()  # [Hq, B·Tq]
-    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # no dropout: the random state is not read
-    grads = aten._flash_attention_backward(do, q, k, v, o, lse, *varlen, 0.0, causal, unused, unused, scale=scale)
-    dq, dk, dv = (g.unflatten(0, (B, -1)) for g in grads)
-    assert dk.shape[1] == Tk
-    return dq[..., :D], dk[..., :D], dv[..., :Dv]
-
-
-def _batch_varlen(q: Tensor, k: Tensor) -> Varlen:
-    """A batch as B documents of Tq queries and Tk keys; boundaries are made on the device, not copied to it."""
-    (B, Tq), Tk = q.shape[:2], k.shape[1]
-    cu_q, cu_k = (torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q.device) for T in (Tq, Tk))
-    return cu_q, cu_k, Tq, Tk
-
-
-# --- efficient: the interface of cudnn; a key head for each query head ------------------------------------------
-
-
-def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Pair:
-    Tq, Dv, groups = q.shape[1], v.shape[-1], q.shape[2] // k.shape[2]
-    k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
-    q, k, v = _heads_first(*_equal_width(q, k, v, multiple=4))
-    o, lse = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
-    return o.transpose(1, 2)[..., :Dv], lse[..., :Tq]
-
-
-def _efficient_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
-    (_, Tq, Hq, D), Hkv, Dv = q.shape, k.shape[2], v.shape[-1]
-    k, v = (x.repeat_interleave(Hq // Hkv, dim=2) for x in (k, v))
-    do, q, k, v, o = _heads_first(*_equal_width(do, q, k, v, o, multiple=4))
-    lse = F.pad(lse, (0, -Tq % LSE_ROWS), value=torch.inf).contiguous()
-    unused = torch.empty((), dtype=torch.int64, device=q.device)  # no dropout: neither seed nor offset is read
-    wanted = [True, True, True, False]
-    grads = aten._scaled_dot_product_efficient_attention_backward(
-        do, q, k, v, None, o, lse, unused, unused, 0.0, wanted, causal, scale=scale
-    )
-    dq, dk, dv = (g.transpose(1, 2) for g in grads[:3])
-    dk, dv = (x.unflatten(2, (Hkv, -1)).sum(3) for x in (dk, dv))
-    return dq[..., :D], dk[..., :D], dv[..., :Dv]
-
-
-# --- tiled: any dtype, any width, any device; memory is TILE rows of scores --------------------------------------
-
-
-@without_autocast
-def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Pair:
-    acc = accumulator_dtype(q.dtype)
-    k, v = (x.transpose(1, 2).to(acc) for x in (k, v))  # [B, Hkv, Tk, D]
-    outputs, lses = [], []
-    for i in range(0, q.shape[1], TILE):
-        rows = q[:, i : i + TILE]
-        scores = _tile_scores(rows, k, scale, i if causal else None)  # [B, Hkv, G·t, keys]
-        lse = scores.logsumexp(-1, keepdim=True)
-        o = (scores - lse).exp_() @ v[:, :, : scores.shape[-1]]
-        outputs.append(_unfold_groups(o, rows).to(q.dtype))
-        lses.append(_unfold_groups(lse, rows).squeeze(-1).transpose(1, 2))
-    return torch.cat(outputs, dim=1), torch.cat(lses, dim=2)
-
-
-@without_autocast
-def _tiled_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
-    acc, Hkv = accumulator_dtype(q.dtype), k.shape[2]
-    k, v = (x.transpose(1, 2).to(acc) for x in (k, v))
-    dk, dv, dqs = torch.zeros_like(k), torch.zeros_like(v), []
-    for i in range(0, q.shape[1], TILE):
-        rows, do_t, o_t = (x[:, i : i + TILE] for x in (q, do, o))
-        lse_t = _fold_groups(lse[:, :, i : i + TILE].transpose(1, 2).unsqueeze(-1), Hkv)
-        p = (_tile_scores(rows, k, scale, i if causal else None) - lse_t).exp_()  # [B, Hkv, G·t, keys]
-        keys, do_t, o_t = p.shape[-1], _fold_groups(do_t.to(acc), Hkv), _fold_groups(o_t.to(acc), Hkv)
-        delta = (do_t * o_t).sum(-1, keepdim=True)
-        ds = p * (do_t @ v[:, :, :keys].mT - delta) * scale
-        dv[:, :, :keys] += p.mT @ do_t
-        dk[:, :, :keys] += ds.mT @ _fold_groups(rows.to(acc), Hkv)
-        dqs.append(_unfold_groups(ds @ k[:, :, :keys], rows))
-    return torch.cat(dqs, dim=1), dk.transpose(1, 2), dv.transpose(1, 2)
-
-
-def _tile_scores(q: Tensor, k: Tensor, scale: float, first: int | None) -> Tensor:
-    """Scores of a tile q [B, t, Hq, D] against k [B, Hkv, Tk, D]; `first` is the tile's row in a causal square."""
-    t, Hkv = q.shape[1], k.shape[1]
-    if first is None:
-        return _fold_groups(q.to(k.dtype), Hkv) @ k.mT * scale
-    scores = _fold_groups(q.to(k.dtype), Hkv) @ k[:, :, : first + t].mT * scale
-    later = torch.ones(t, t, dtype=torch.bool, device=q.device).triu(1)
-    scores.unflatten(2, (-1, t))[..., first:].masked_fill_(later, -torch.inf)
-    return scores
-
-
-def _fold_groups(x: Tensor, Hkv: int) -> Tensor:
-    """[B, t, Hq, D] → [B, Hkv, G·t, D]: the queries that share a key head are rows of one matrix."""
-    return x.unflatten(2, (Hkv, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-
-
-def _unfold_groups(x: Tensor, like: Tensor) -> Tensor:
-    """[B, Hkv, G·t, D] → [B, t, Hq, D] with the t of `like`."""
-    return x.unflatten(2, (-1, like.shape[1])).permute(0, 3, 1, 2, 4).flatten(2, 3)
-
-
-def _equal_width(*tensors: Tensor, at_least: int = 0, multiple: int = 1) -> list[Tensor]:
-    """Pad the last dims with zeros to one width, which changes no score and no output.
-
-    With a `multiple`, the width and every stride are multiples of it: the alignment that CUDA kernels ask for.
-    """
-    width = max(at_least, *(x.shape[-1] for x in tensors))
-    width = -(-width // multiple) * multiple
-    return [x if _is_aligned(x, width, multiple) else _padded(x, width) for x in tensors]
-
-
-def _is_aligned(x: Tensor, width: int, multiple: int) -> bool:
-    if x.shape[-1] != width or x.stride(-1) != 1:  # aten's kernels, called by name, do not check that stride
-        return False
-    rows = x.stride()[:-1]  # 0 where a gradient was expanded
-    return multiple == 1 or (x.storage_offset() % multiple == 0 and all(s and s % multiple == 0 for s in rows))
-
-
-def _padded(x: Tensor, width: int) -> Tensor:
-    padded = x.new_zeros(*x.shape[:-1], width)
-    padded[..., : x.shape[-1]] = x
-    return padded
-
-
-def _heads_first(*tensors: Tensor) -> list[Tensor]:
-    return [x.transpose(1, 2) for x in tensors]
-
-
-# --- The table -------------------------------------------------------------------------------------------------------
-
-CUDNN = ((9, 0), (10, 0), (10, 3))  # compute capabilities on which cuDNN's attention is faster than PyTorch's flash
-FLASH4 = CUDNN  # those for which FlashAttention-4 has specific kernels
-WITHOUT_FLASH4 = "packed documents take nearly twice as long without it (docs/performance.md)"
-
-
-class Kernel(NamedTuple):
-    """What computes a block: (q, k, v, scale, causal) -> o, lse and (do, q, k, v, o, lse, scale, causal) -> gradients;
-    those in TO_THE_END also take packed spans."""
-
-    forward: Operator
-    backward: Operator
-
-
-def lengths_recur(t: Target) -> str | None:
-    return None if t.dims.get("recurring") else "it compiles a plan for every new pair of lengths"
-
-
-def may_vary(t: Target) -> str | None:
-    """For a kernel that is not bitwise repeatable."""
-    return "torch.use_deterministic_algorithms is on" if t.dims.get("deterministic") else None
-
-
-def flash4_installed(_: Target) -> str | None:
-    return flash4.installed()
-
-
-def flash4_is_right(t: Target) -> str | None:
-    return flash4.problem(t.dtype, t.dims["D"], t.dims["Dv"])
-
-
-IN_HALF = (on_gpu, dtype_in(*HALF))
-WIDE, NARROW = dims_up_to(256, "D", "Dv"), dims_up_to(128, "D", "Dv")
-ATTENTION = Op(
-    "attention",
-    {
-        "flash4": Implementation(
-            lambda: Kernel(_flash4_forward, _flash4_backward),
-            (*IN_HALF, capability_in(FLASH4), WIDE, flash4_installed, flash4_is_right),
-        ),
-        "cpu": Implementation(lambda: Kernel(_cpu_forward, _cpu_backward), (on_cpu,)),
-        "cudnn": Implementation(
-            lambda: Kernel(_cudnn_forward, _cudnn_backward),
-            (*IN_HALF, capability_in(CUDNN), NARROW, lengths_recur, may_vary),
-        ),
-        "flash": Implementation(
-            lambda: Kernel(_flash_forward, _flash_backward),
-            (*IN_HALF, at_least((8, 0)), WIDE),
-            instead_of("flash4", WITHOUT_FLASH4, on=FLASH4),
-        ),
-        "efficient": Implementation(
-            lambda: Kernel(_efficient_forward, _efficient_backward),
-            (on_gpu, dtype_in(torch.float32), at_least((8, 0)), WIDE, may_vary),
-        ),
-        "tiled": Implementation(
-            lambda: Kernel(_tiled_forward, _tiled_backward),
-            remark=instead_of("flash", "expect it to be several times slower"),
-        ),
-    },
-)
-
-
-def attention_kernel(device: torch.device, dtype: torch.dtype, D: int, Dv: int, recurring: bool) -> Choice:
-    """The kernel of a block of attention; `recurring`: its lengths recur in every batch."""
-    facts = {"recurring": int(recurring), "deterministic": int(torch.are_deterministic_algorithms_enabled())}
-    return ATTENTION.choose("auto", device, dtype, D=D, Dv=Dv, **facts)
-
-
-def whole_streams(packed: Choice, device: torch.device, dtype: torch.dtype, dims: Mapping[str, int]) -> Choice:
-    """The choice for documents of any length, with a remark if lengths that recur take another kernel."""
-    recurring = attention_kernel(device, dtype, dims["D"], dims["Dv"], recurring=True).implementation
-    if recurring == packed.implementation:
-        return packed
-    where = f"and {recurring} for whole streams and fragments of them"
-    return packed._replace(why="; ".join(filter(None, (where, packed.why))))
 
 
 # --- On one device ---------------------------------------------------------------------------------------------------
