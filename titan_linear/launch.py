@@ -74,10 +74,12 @@ def this_node() -> Node:
     Raises:
         ValueError: a variable is missing or wrong.
     """
-    processes, nodes = process_count(), _number("NNODES", "1", 1)
+    processes = process_count()
+    nodes = _number("NNODES", "1", 1)
     if nodes == 1:
         return Node(processes)
-    rank, port = _number("NODE_RANK", "", 0), _number("MASTER_PORT", "29500", 1)
+    rank = _number("NODE_RANK", "", 0)
+    port = _number("MASTER_PORT", "29500", 1)
     if rank >= nodes:
         raise ValueError(f"NODE_RANK = {rank} must be less than NNODES = {nodes}; nodes are numbered from 0")
     address = os.environ.get("MASTER_ADDR", "")
@@ -129,7 +131,8 @@ def run_workers(config: Config, node: Node, module: str = "titan_linear.train") 
     if node.count > 1:
         print(f"node {node.rank} of {node.count} meets the others at {node.address}:{node.port}", flush=True)
     with TemporaryDirectory(prefix="titan_linear_") as folder:
-        checked, agreed = Path(folder, CONFIG), Path(folder, "agreed")
+        checked = Path(folder, CONFIG)
+        agreed = Path(folder, "agreed")
         checked.write_text(config_to_toml(config), encoding="utf-8")
         os.environ.update(_environment(node.processes) | {LAUNCHER: str(os.getpid()), AGREED: str(agreed)})
         workers = Workers(node, config, folder, [module, "--job.config_file", str(checked)])
@@ -183,7 +186,8 @@ class Workers(threading.Thread):
     def __init__(self, node: Node, config: Config, folder: str, command: list[str]):
         """folder: for torchrun's files. command: the module and its arguments."""
         super().__init__(daemon=True)
-        self.max_restarts, self.saves = config.comm.max_restarts, config.checkpoint.enable
+        self.max_restarts = config.comm.max_restarts
+        self.saves = config.checkpoint.enable
         self.place = f"{node.address}:{node.port}"
         options = {
             "nproc-per-node": node.processes,
@@ -223,7 +227,8 @@ class Workers(threading.Thread):
         from torch.distributed.run import get_args_parser, run
 
         log = logging.getLogger("torch.distributed.elastic")
-        log.propagate, log.handlers = False, [logging.NullHandler()]  # what happens is said here
+        log.propagate = False
+        log.handlers = [logging.NullHandler()]  # what happens is said here
         if self.max_restarts:  # but for the worker because of which others start again
             said = logging.StreamHandler()
             said.setLevel(logging.ERROR)

@@ -57,7 +57,8 @@ class Trainer:
         # What is trained, where, and from which weights.
         known = saved_progress(config, self.host)
         subject = open_subject(config, known, self.host)
-        self.content, self.tokenizer = subject.content, subject.tokenizer
+        self.content = subject.content
+        self.tokenizer = subject.tokenizer
         self.dims = build_dims(config, self.device)
         self.model = build_model(config, subject.model, self.dims, self.device)
         self.optimizer = build_optimizer(self.model, config.optimizer)
@@ -177,7 +178,8 @@ class Trainer:
 
     def _due(self) -> tuple[bool, bool]:
         """Whether a save and a validation follow this step, if no signal comes."""
-        v, interval = self.config.validation, self.config.checkpoint.interval
+        v = self.config.validation
+        interval = self.config.checkpoint.interval
         return self.step % interval == 0 or self._ended, v.enable and (self.step % v.freq == 0 or self._ended)
 
     # --- The loop ----------------------------------------------------------------------------------------------------
@@ -297,7 +299,8 @@ def main(argv: list[str]) -> int:
 
 def train(config: Config, watch: Watch, ending: Ending) -> None:
     trainer = Trainer(config)
-    watch.step, watch.signal = lambda: trainer.begun, trainer.stop.arrived
+    watch.step = lambda: trainer.begun
+    watch.signal = trainer.stop.arrived
     if trainer.checkpointer:
         ending.finish = trainer.checkpointer.finish
     with trainer.stop:

@@ -98,7 +98,8 @@ def boundaries(documents: str, T: int) -> Tensor:
 
 def random_documents(kind: str, T: int, seed: int) -> np.ndarray:
     """[N+1] int64 boundaries; the last document is cut where the stream ends."""
-    rng, (middle, deviation) = np.random.default_rng(seed), LENGTHS[kind]
+    rng = np.random.default_rng(seed)
+    middle, deviation = LENGTHS[kind]
     lengths = np.maximum(rng.lognormal(np.log(middle), deviation, 100 + 4 * T // middle), 1).astype(np.int64)
     ends = np.cumsum(lengths)
     return np.concatenate([[0], ends[ends < T], [T]])
@@ -187,7 +188,8 @@ def ours(
 ) -> Callable[..., Tensor]:
     """Our op, on all ranks in this layout, `node` of them to a node, or on each rank alone."""
     if layout == "heads":
-        fn, layout = partial(fn, cp_method="ulysses"), "contiguous"
+        fn = partial(fn, cp_method="ulysses")
+        layout = "contiguous"
     if layout in LAYOUTS and dist.get_world_size() > 1:
         context = build_cp_context(cu.cuda(), dist.group.WORLD, layout=layout, cu_seqlens_cpu=cu, node_size=node)
     else:
@@ -278,7 +280,8 @@ def planned(H: int, Hkv: int) -> Iterator[tuple[str, MixerOptions, tuple[str, st
 def planned_share(machine: Machine, mixer: MixerOptions, batch: Batch) -> float:
     """Seconds of a layer's exposed communication, divided by those of its attention or delta rule."""
     model = ModelConfig(vocab_size=1024, dim=2048, pattern=(mixer,), num_layers=1, hidden_dim=2048)
-    (layer,), clock = layers(model, batch), Clock(machine, batch, compiled=True)
+    (layer,) = layers(model, batch)
+    clock = Clock(machine, batch, compiled=True)
     passes = [clock.of(mixer, work, work.calls) for work in (layer.forward, layer.backward)]
     own = sum(p.parts[part] for p in passes for part in ("attention", "delta rule"))
     return sum(p.parts["communication"] for p in passes) / own

@@ -292,14 +292,19 @@ def operators(bench: Bench) -> dict[str, tuple[float, float]]:
 
 def delta_rule(bench: Bench, rule: str, options: dict[str, float], heads: int, *, may_split: bool) -> dict[str, float]:
     """Seconds by operator for one document, with the rule called as mixers call it."""
-    context, (op, dim) = one_document(bench, may_split), RULES[rule]
+    context = one_document(bench, may_split)
+    op, dim = RULES[rule]
     gates = (heads, dim) if rule == "kda" else (heads,)
-    weights, in_kernel = {"A_log": heads, "dt_bias": math.prod(gates)}, IN_KERNEL
+    weights = {"A_log": heads, "dt_bias": math.prod(gates)}
+    in_kernel = IN_KERNEL
     if rule == "ssd":
-        shapes, weights = {"x": (heads, dim), "dt": gates, "B": (1, dim), "C": (1, dim)}, {"A": heads}
+        shapes = {"x": (heads, dim), "dt": gates, "B": (1, dim), "C": (1, dim)}
+        weights = {"A": heads}
         in_kernel = {"dt_softplus": True}
     elif rule == "rwkv7":
-        shapes, weights, in_kernel = dict.fromkeys("rwkvab", (heads, dim)), {}, {}
+        shapes = dict.fromkeys("rwkvab", (heads, dim))
+        weights = {}
+        in_kernel = {}
     else:
         shapes = dict.fromkeys("qkv", (heads, dim)) | {"g": gates, "beta": (heads,)}
     x = {name: bench.randn(1, bench.tokens, *shape) for name, shape in shapes.items()}
@@ -367,7 +372,9 @@ def offload(bench: Bench) -> dict[str, float]:
     there = torch.zeros(number, device=bench.device)
     here = torch.zeros(number, pin_memory=bench.gpu)
     p = torch.nn.Parameter(torch.zeros(number))
-    p.grad, optimizer, times = torch.ones_like(p), torch.optim.AdamW([p], fused=True), []
+    p.grad = torch.ones_like(p)
+    optimizer = torch.optim.AdamW([p], fused=True)
+    times = []
     for _ in range(ROUNDS + 1):
         begin = time.perf_counter()
         optimizer.step()

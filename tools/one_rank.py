@@ -118,19 +118,23 @@ class Rank:
 
     def __init__(self, config: Config, device: torch.device, group: Alone):
         self.config, self.device, self.group = config, device, group
-        model, dims, tokens = model_without_tokenizer(config), OneRank(group.size(), group), config.training.seq_len
+        model = model_without_tokenizer(config)
+        dims = OneRank(group.size(), group)
+        tokens = config.training.seq_len
         self.decoder = build_model(config, model, dims, device)
         initialise(self.decoder, 0)
         self.sharding = build_sharding(config, model, dims, device)
         self.precision = mixed_precision(config, self.decoder, dims)
         x = torch.randint(model.vocab_size, (1, tokens + 1), generator=torch.Generator().manual_seed(0))
-        cu, positions = torch.tensor([0, tokens], dtype=torch.int32), torch.arange(tokens).unsqueeze(0)
+        cu = torch.tensor([0, tokens], dtype=torch.int32)
+        positions = torch.arange(tokens).unsqueeze(0)
         self.batch = Batch(x[:, :-1], x[:, 1:], cu, positions, num_streams=1, streams=(0,))
 
     def step(self) -> dict[str, float]:
         """Seconds of forward and backward, of the host to queue them, and of it to plan the batch; clock and power; the
         most bytes that the passes allocate."""
-        cuda, tokens = self.device.type == "cuda", self.config.training.seq_len
+        cuda = self.device.type == "cuda"
+        tokens = self.config.training.seq_len
         begin = time.perf_counter()
         micro = MicroBatch(*self.sharding(self.batch), self.batch.streams)
         found = {"plan": time.perf_counter() - begin}
@@ -139,7 +143,8 @@ class Rank:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        begin, loss_chunk = time.perf_counter(), self.config.training.loss_chunk_size
+        begin = time.perf_counter()
+        loss_chunk = self.config.training.loss_chunk_size
         Forward(self.decoder, micro, StepTokens(tokens, tokens), self.precision, loss_chunk).backward()
         found |= {"host": time.perf_counter() - begin} | clock_and_power(self.device)
         if cuda:
@@ -160,7 +165,9 @@ def measure(config: Config, device: torch.device, alone: Rank | None, group: Alo
 def seconds_of(received: Sequence[Exchange], rank: int, machine: Machine, gathers: Group) -> float:
     """Seconds that exchanges take if nothing hides them: a message's latency, and its bytes, those of other nodes by
     the network; `gathers` are those of all ranks."""
-    moved, link, node = 0.0, machine.rates.node, machine.node_size
+    moved = 0.0
+    link = machine.rates.node
+    node = machine.node_size
     for kind, by_sender in received:
         here = sum(n for sender, n in by_sender.items() if sender // node == rank // node)
         away = sum(by_sender.values()) - here
@@ -181,10 +188,8 @@ def machine_here(gpu: str, node: int) -> Machine:
 
 def planned(config: Config, model: ModelConfig, machine: Machine) -> tuple[float, float, float]:
     """Seconds of a rank's forward and backward without exchanges, those of exchanges, and bytes held."""
-    cp, clock = (
-        config.parallelism.context_parallel_degree,
-        Clock(machine, Planned.of(config, node=machine.node_size), config.compile.enable),
-    )
+    cp = config.parallelism.context_parallel_degree
+    clock = Clock(machine, Planned.of(config, node=machine.node_size), config.compile.enable)
     exchanges = sum(p.parts["communication"] for layer in passes_of(clock, config, model) for p in layer)
     parts = step(config, model, cp, machine).parts
     own = sum(seconds for part, seconds in parts.items() if part not in ("optimizer", "communication"))
@@ -198,7 +203,9 @@ def rows(keys: Sequence[str], rank: int, ranks: Sequence[int], tokens: int, gpu:
     node."""
     cuda = torch.cuda.is_available()
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # torch's, about its own code
-    device, machine, alone = torch.device("cuda", 0) if cuda else torch.device("cpu"), machine_here(gpu, node), None
+    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    machine = machine_here(gpu, node)
+    alone = None
     yield MEASURED.format(gpu=machine.rates.gpu, network=machine.network / 1e9, node=node)
     yield table(TITLES, [])
     for W in (1, *ranks):
@@ -208,7 +215,8 @@ def rows(keys: Sequence[str], rank: int, ranks: Sequence[int], tokens: int, gpu:
         with registered([group := Alone(R, W, min(node, W))]):
             ((found, (mine, *others)),) = take_turns([partial(measure, config, device, alone, group)])
         received = [exchange for exchange in found.group.received if exchange[1]]
-        moved, model = seconds_of(received, R, machine, machine.group(W, 1)), model_without_tokenizer(config)
+        moved = seconds_of(received, R, machine, machine.group(W, 1))
+        model = model_without_tokenizer(config)
         own, exchanges, held = planned(config, model, machine)
         if W == 1:
             alone, planned_alone = found, own

@@ -66,7 +66,8 @@ from titan_linear.run.console import model_name
 from titan_linear.run.data import cached_corpora, check_size
 
 BEST = 5  # number of splits to print
-SCALES, LENGTHS = [1 << i for i in range(11)], {"1M": 1 << 20, "4M": 4 << 20, "10M": 10 << 20}
+SCALES = [1 << i for i in range(11)]
+LENGTHS = {"1M": 1 << 20, "4M": 4 << 20, "10M": 10 << 20}
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -106,7 +107,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def plan(args: argparse.Namespace, keys: list[str]) -> None:
     """Print the whole plan. ValueError: the run cannot be planned, or does not fit."""
-    mean, budget, machine = mean_length(args.documents), _tokens(" ".join(args.tokens)), machine_of(args)
+    mean = mean_length(args.documents)
+    budget = _tokens(" ".join(args.tokens))
+    machine = machine_of(args)
     config = load_config(keys, cuda=True)
     model = planned_model(config)
     room = (1 - SPARE) * machine.rates.memory_gib * GIB
@@ -212,17 +215,20 @@ def describe(config: Config, model: ModelConfig) -> str:
 
 def memory_table(config: Config, setting: Setting) -> str:
     model, gpus, machine, mean, _ = setting
-    at, size = moments(config, model, gpus, mean), machine.rates.memory_gib
+    at = moments(config, model, gpus, mean)
+    size = machine.rates.memory_gib
     sums = {name: sum(parts.values()) for name, parts in at.items()}
     fullest = max(sums, key=sums.get)
-    at, total = {fullest: at[fullest], **at}, sums[fullest] / GIB  # the moment that holds most comes first
+    at = {fullest: at[fullest], **at}
+    total = sums[fullest] / GIB  # the moment that holds most comes first
     rows = [(part, *(f"{parts[part] / GIB:.2f}" for parts in at.values())) for part in PARTS]
     rows.append(("sum", *(f"{sums[name] / GIB:.2f}" for name in at)))
     verdict = "fits" if total <= (1 - SPARE) * size else "does not fit"
     counted = layers(model, Batch.of(config, mean))
     each = Counter(zip((of.name for of in model.layers), saved(config, counted), strict=True))
     kept = ", ".join(f"{number} {name} {number * value / GIB:.2f}" for (name, value), number in each.items())
-    host, ranks = host_memory(config, model, gpus) / GIB, min(gpus, machine.node_size)
+    host = host_memory(config, model, gpus) / GIB
+    ranks = min(gpus, machine.node_size)
     offloaded = f"\nin the host's memory: {host:.2f} GiB for each GPU, {ranks * host:.2f} on a node of {ranks}"
     return (
         table((f"memory of {'the GPU' if gpus == 1 else f'one of {gpus} GPUs'}, GiB, at", *at), rows)

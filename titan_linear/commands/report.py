@@ -56,8 +56,10 @@ def standing(run: Path) -> list[str]:
         raise ValueError(f"'{run}' holds no {METRICS}; give the folder of a run (job.dump_folder)")
     lines = read_lines(run / METRICS)
     steps = [line for line in lines if "loss" in line.model_fields_set]
-    rates, mfu = numbers(steps[1:] or steps, "tokens_per_second"), numbers(steps[1:] or steps, "mfu")
-    validations, memory = numbers(lines, "validation_loss"), numbers(steps, "memory_gib")
+    rates = numbers(steps[1:] or steps, "tokens_per_second")
+    mfu = numbers(steps[1:] or steps, "mfu")
+    validations = numbers(lines, "validation_loss")
+    memory = numbers(steps, "memory_gib")
     last = steps[-1] if steps else Line(step=0)
     return [
         str(run),

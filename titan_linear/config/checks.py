@@ -105,7 +105,8 @@ def _check_effects(config: Config) -> None:
 
 
 def _check_float8(config: Config) -> None:
-    float8, tp = config.float8, config.parallelism.tensor_parallel_degree
+    float8 = config.float8
+    tp = config.parallelism.tensor_parallel_degree
     if float8.enable and tp > 1:
         raise ValueError(
             f"float8.enable = true scales whole rows, and parallelism.tensor_parallel_degree = {tp} leaves ranks parts "
@@ -250,7 +251,8 @@ def _check_mixture(t: Training, v: Validation) -> None:
     names = [s.name for s in t.mixture]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"training.mixture has two sources with name = {twice!r}; give each a name of its own")
-    least, total = min(t.mixture, key=lambda s: s.weight), sum(s.weight for s in t.mixture)
+    least = min(t.mixture, key=lambda s: s.weight)
+    total = sum(s.weight for s in t.mixture)
     if least.weight * SMALLEST_SHARE < total:
         raise ValueError(
             f"training.mixture, source {least.name!r}: weight = {least.weight} is less than 1/{SMALLEST_SHARE} of all, "

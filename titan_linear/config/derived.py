@@ -30,7 +30,8 @@ def data_parallel_degrees(config: Config, world_size: int) -> tuple[int, int]:
         ValueError: degrees that do not multiply to `world_size`.
     """
     p = config.parallelism
-    replicate, shard = p.data_parallel_replicate_degree, p.data_parallel_shard_degree
+    replicate = p.data_parallel_replicate_degree
+    shard = p.data_parallel_shard_degree
     copies = p.context_parallel_degree * p.tensor_parallel_degree
     if shard == 0:
         raise ValueError(
@@ -56,7 +57,8 @@ def fsdp_degrees(config: Config, world_size: int) -> tuple[int, int]:
     Raises:
         ValueError: degrees that do not fit each other.
     """
-    p, (replicate, shard) = config.parallelism, data_parallel_degrees(config, world_size)
+    p = config.parallelism
+    replicate, shard = data_parallel_degrees(config, world_size)
     sharers = shard * p.context_parallel_degree
     shards = sharers if p.fsdp_shard_degree == -1 else p.fsdp_shard_degree
     if shards < 1 or sharers % shards:
@@ -105,7 +107,8 @@ def tokens_at(t: Training, step: int) -> int:
     done = streams_of_one = 0
     for part in t.seq_len_schedule:
         steps = max(0, min(part.until_step, step) - done)
-        done, streams_of_one = done + steps, streams_of_one + steps * part.seq_len
+        done += steps
+        streams_of_one += steps * part.seq_len
     return (streams_of_one + (step - done) * t.seq_len) * t.global_batch_size
 
 

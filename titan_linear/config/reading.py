@@ -315,7 +315,9 @@ def _validate(tables: dict[str, Any], source: str) -> Config:
 
 def _explain(error: Any) -> str:
     """One pydantic error in our words: the key, the value, what would be right."""
-    key, value, kind = ".".join(map(str, error["loc"])), error["input"], error["type"]
+    key = ".".join(map(str, error["loc"]))
+    value = error["input"]
+    kind = error["type"]
     list_key = ".".join(map(str, error["loc"][:2]))
     table = _table_of(list_key)
     if kind == "extra_forbidden" and table:
@@ -356,7 +358,9 @@ def _nearest(key: str) -> str:
     for name in key.split("."):
         if name in ABSENT:
             return f": {ABSENT[name]}"
-    name, words, known = key.rpartition(".")[2], set(re.split("[._]", key)), [*KEYS, *SECTIONS]
+    name = key.rpartition(".")[2]
+    words = set(re.split("[._]", key))
+    known = [*KEYS, *SECTIONS]
     if meant := MEANT.get(key) or MEANT.get(name):
         return f"; did you mean {meant}?"
     alike = [

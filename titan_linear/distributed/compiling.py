@@ -40,7 +40,8 @@ def apply_compile(model: Decoder, backend: str) -> None:
     compiler = _compiler(backend)
     codes = {}
     for i, layer in enumerate(model.layers):
-        kind, experts = layer.options.name, model.config.has_experts(i)
+        kind = layer.options.name
+        experts = model.config.has_experts(i)
         name = f"forward_{len(codes)}_{kind}{'_experts' if experts else ''}"
         code = codes.setdefault(layer.options, Block.forward.__code__.replace(co_name=name))
         forward = FunctionType(code, Block.forward.__globals__, name, Block.forward.__defaults__)

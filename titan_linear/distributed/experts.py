@@ -19,7 +19,8 @@ from titan_linear.ops.runtime.operators import MODES, check_first_derivative, ke
 def apply_ep(model: Decoder, ranks: Ranks) -> frozenset[str]:
     """Leave each of `ranks` an equal share of the experts of every layer, to which the others send rows. In place.
     Returns the names of the parameters that are shared out."""
-    shared, dispatch = set(), partial(AllToAllDispatch, ranks)  # one for all layers: their compiled code refers to it
+    shared = set()
+    dispatch = partial(AllToAllDispatch, ranks)  # one for all layers: their compiled code refers to it
     for i, layer in enumerate(model.layers):
         if isinstance(layer.mlp, MoE):
             for name in dict(layer.mlp.experts.named_parameters()):

@@ -39,13 +39,18 @@ class Watch(threading.Thread):
         """timeout: that of training, in seconds. store: one of all ranks."""
         super().__init__(daemon=True)
         # A connection of its own: the main thread may hold the other one while it waits for a key.
-        self.folder, self.store, self.period = folder, store.clone(), min(timeout / 20, 5.0)
-        self.rank, self.ranks = dist.get_rank(), range(dist.get_world_size())
+        self.folder = folder
+        self.store = store.clone()
+        self.period = min(timeout / 20, 5.0)
+        self.rank = dist.get_rank()
+        self.ranks = range(dist.get_world_size())
         self.step: Callable[[], int] = lambda: 0  # the step that is being computed; 0: none yet
         self.signal: Callable[[], int] = lambda: 0  # the signal that this rank has received; 0: none
         self.ended = threading.Event()
         self.asked, self.named = 0.0, False  # when this rank answered; whether others are named that did not
-        self.looked, self.before, self.reported = time.monotonic(), None, False
+        self.looked = time.monotonic()
+        self.before = None
+        self.reported = False
 
     def run(self) -> None:
         with suppress(dist.DistError):  # the store is gone, and all ranks end

@@ -61,8 +61,10 @@ class WholeMatrices:
         Raises:
             ValueError: a parameter whose matrices no rank can get whole.
         """
-        self.shapes, self.device = [stack.shape[-2:] for stack in stacks.values()], device
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.shapes = [stack.shape[-2:] for stack in stacks.values()]
+        self.device = device
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
         parts = [parts_of(name, stack, self.size) for name, stack in stacks.items()]
         self.cut = [m for i, ranks in enumerate(parts) for m in _cut(i, self.shapes[i], ranks)]
         self.first = [ranks[self.rank].matrices.start for ranks in parts]
@@ -152,7 +154,8 @@ def parts_of(name: str, stack: Tensor, ranks: int) -> dict[int, Part]:
         return {
             rank: Part(rank, matrices, slice(0, stack.shape[-2]), slice(0, stack.shape[-1])) for rank in range(ranks)
         }
-    mesh, each = stack.device_mesh.mesh, stack.shape[1:-2].numel()
+    mesh = stack.device_mesh.mesh
+    each = stack.shape[1:-2].numel()
     found = {}
     for where in product(*map(range, mesh.shape)):
         bounds, copy = [(0, size) for size in stack.shape], 0

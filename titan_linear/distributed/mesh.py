@@ -150,7 +150,9 @@ def build_mesh(
     mesh = init_device_mesh(device_type, (dp_replicate, dp_shard, cp, tp), mesh_dim_names=names)
     data = mesh[names[:-1]]._flatten("data")  # no public function flattens dimensions
     shards = dp_shard * cp if fsdp_shard == -1 else fsdp_shard
-    replicas, fsdp_mesh, expert_mesh = data.size() // shards, data, None
+    replicas = data.size() // shards
+    fsdp_mesh = data
+    expert_mesh = None
     if replicas > 1:
         names = ("replicate", "fsdp", "tp")
         fsdp_mesh = init_device_mesh(device_type, (replicas, shards, tp), mesh_dim_names=names)["replicate", "fsdp"]

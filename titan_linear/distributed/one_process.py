@@ -133,7 +133,8 @@ class Turns:
         able = left if self.failed is not None else [r for r in left if self.ready[r]()]
         if left and not able:
             said = "; ".join(f"rank {r} {what}" for r, what in enumerate(self.awaits) if what)
-            self.failed, able = (left[0], RuntimeError(f"no rank can go on: {said}")), left
+            self.failed = (left[0], RuntimeError(f"no rank can go on: {said}"))
+            able = left
         if able:
             self.wakes[able[0]].release()
 

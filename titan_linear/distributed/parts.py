@@ -27,7 +27,9 @@ class Parts:
         mesh, dims = self.mesh, [self.splits.get(name)]
         if name in self.experts:
             mesh, dims = self.expert_mesh, [*dims, 0]
-        shape, local, sharding = list(tensor.shape), tensor.detach(), [Replicate()] * (mesh.ndim - len(dims))
+        shape = list(tensor.shape)
+        local = tensor.detach()
+        sharding = [Replicate()] * (mesh.ndim - len(dims))
         for i, dim in enumerate(dims):
             if dim is not None:
                 shape[dim] *= mesh.size(i)

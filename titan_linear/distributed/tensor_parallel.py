@@ -71,7 +71,8 @@ def apply_tp(model: Decoder, ranks: Ranks) -> dict[str, int]:
 
 def _share(module: nn.Module, ranks: Ranks, forward: Callable[..., Any]) -> None:
     """Give another forward to a module of which each of `ranks` has a part."""
-    module.__class__, module.ranks = _shared(type(module), forward), ranks
+    module.__class__ = _shared(type(module), forward)
+    module.ranks = ranks
 
 
 @cache
@@ -132,6 +133,8 @@ def _head(head: Head, x: Tensor, labels: Tensor | None = None, loss_chunk: int =
 
 def _norm_over_ranks(norm: RMSNorm, x: Tensor) -> Tensor:
     """An RMSNorm over a width of which each rank has a part."""
-    wide, weight, ranks = widen(x), widen(norm.weight), norm.ranks
+    wide = widen(x)
+    weight = widen(norm.weight)
+    ranks = norm.ranks
     mean = sum_over_ranks(wide.square().sum(-1, keepdim=True), ranks) / (x.shape[-1] * ranks.size)
     return (wide * torch.rsqrt(mean + norm.eps) * (1 + weight if norm.zero_centred else weight)).to(x.dtype)

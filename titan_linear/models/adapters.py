@@ -62,7 +62,8 @@ class Placement:
         ends = list(accumulate(_rows(s.shape, self.width) for s in self.sources))
         ours = 0
         for start, stop in self.rows or ((0, ends[-1]),):  # ours: the row where this run goes
-            a, b = start + max(first - ours, 0), stop - max(ours + stop - start - last, 0)
+            a = start + max(first - ours, 0)
+            b = stop - max(ours + stop - start - last, 0)
             for source, end in zip(self.sources, ends):
                 begin = end - _rows(source.shape, self.width)
                 low, high = max(a, begin), min(b, end)
@@ -182,7 +183,8 @@ def _layouts(config: ModelConfig, family: str, ours: Shapes, on_disk: Shapes | N
             yield [_resolve(layout, "", prefix, ours) for layout in spellings]
     for i, (mixer, mlp) in enumerate(config.layers):
         mine, theirs = f"layers.{i}.", f"{prefix}layers.{i}."
-        of_mixer, of_mlp = has.layers[type(mixer)], has.experts if isinstance(mlp, MoEConfig) else has.mlp
+        of_mixer = has.layers[type(mixer)]
+        of_mlp = has.experts if isinstance(mlp, MoEConfig) else has.mlp
         for spellings in of_mixer + of_mlp:
             fitting = [s for s in spellings if all(mine + name in ours for name in s.ours)]
             if fitting:

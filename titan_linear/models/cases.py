@@ -58,7 +58,8 @@ def convolution_case(
     norm_dim: int | None = None,
 ) -> OpCase:
     """norm_dim: with the `widths` of q, k and v, the channels of a normalised head."""
-    D, options = sum(widths), {"activation": activation, "widths": widths, "norm_dim": norm_dim}
+    D = sum(widths)
+    options = {"activation": activation, "widths": widths, "norm_dim": norm_dim}
 
     def run(x: Tensors, plan: BatchPlan, impl: str, cp_method: str) -> Tensor:
         return torch.cat(causal_conv1d(**x, **options, impl=impl, **plan.documents)[0], -1)

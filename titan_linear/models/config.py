@@ -207,7 +207,8 @@ def mistake(model: ModelConfig) -> str | None:
     nested = [x for mixer in mixers for x in vars(mixer).values() if is_dataclass(x)]
     parts = (*([] if model.moe is None else [model.moe]), *mixers, *nested)
     for part in (model, *parts):
-        hints, owner = get_type_hints(type(part)), getattr(part, "name", "the model's")
+        hints = get_type_hints(type(part))
+        owner = getattr(part, "name", "the model's")
         for name, value in vars(part).items():
             if not isinstance(value, tuple) and not _fits(value, hints[name]):
                 return f"{owner} {name} = {value!r}, which must be {_words(hints[name])}"

@@ -34,8 +34,10 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         self.options = options = config.layers[layer]
-        self.post_norm, self.normed_residual = options.name in config.post_norm, config.normed_residual
-        self.factor, self.kept_factor = config.residual_factor, config.kept_factor
+        self.post_norm = options.name in config.post_norm
+        self.normed_residual = config.normed_residual
+        self.factor = config.residual_factor
+        self.kept_factor = config.kept_factor
         self.takes = options.mixer is not None and options.mixer.takes > 0
         self.mixer = self.mlp = None
         if options.mixer is not None:
@@ -136,7 +138,8 @@ class Decoder(nn.Module):
         return self
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        x, factor = self.embedding(tokens), self.config.embedding_factor
+        x = self.embedding(tokens)
+        factor = self.config.embedding_factor
         return self.embedding_norm(x if factor == 1 else x * factor)
 
     def forward(

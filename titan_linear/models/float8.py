@@ -16,11 +16,13 @@ SMALLEST = 2048  # K and N: rounding to float8 takes longer than smaller product
 def use_float8(model: Decoder, filter_fqns: Sequence[str], emulate: bool = False, first: int = 0) -> list[list[str]]:
     """Have projections compute in float8 that modules name in `float8`, by products that join them: those that are
     large enough, and whose names have no part in `filter_fqns`. Returns the names. first: number of the first layer."""
-    product, found = emulated_linear if emulate else float8_linear, []
+    product = emulated_linear if emulate else float8_linear
+    found = []
     for i, layer in enumerate(model.layers, first):
         for owner, module in layer.named_modules(prefix=f"layers.{i}"):
             for joined in getattr(module, "float8", ()):
-                projections, names = [getattr(module, name) for name in joined], [f"{owner}.{name}" for name in joined]
+                projections = [getattr(module, name) for name in joined]
+                names = [f"{owner}.{name}" for name in joined]
                 if _pays(projections) and not any(part in name for part in filter_fqns for name in names):
                     found.append(names)
                     for projection in projections:
@@ -29,7 +31,8 @@ def use_float8(model: Decoder, filter_fqns: Sequence[str], emulate: bool = False
 
 
 def _pays(projections: list[nn.Linear]) -> bool:
-    K, N = projections[0].in_features, sum(projection.out_features for projection in projections)
+    K = projections[0].in_features
+    N = sum(projection.out_features for projection in projections)
     return min(K, N) >= SMALLEST and K % MULTIPLE == N % MULTIPLE == 0
 
 

@@ -63,7 +63,8 @@ def fill(
     pool: Executor,
 ) -> None:
     """Fill `local`, the part of a parameter [shape] that begins at `offsets`; draws are rounded to float32."""
-    flat, (length, shift) = local.view(-1), runs(tuple(local.shape), shape, offsets)
+    flat = local.view(-1)
+    length, shift = runs(tuple(local.shape), shape, offsets)
     for begin in range(0, len(flat), BUFFER):
         drawn = torch.empty(min(BUFFER, len(flat) - begin))
 

@@ -73,7 +73,8 @@ class GatedRMSNorm(RMSNorm):
 
 def project(x: Tensor, *projections: nn.Linear) -> Tensor:
     """Apply several projections without biases to x [.., dim] as one product; their outputs are concatenated."""
-    weights, product = [projection.weight for projection in projections], product_of(projections[0])
+    weights = [projection.weight for projection in projections]
+    product = product_of(projections[0])
     # Without gradients, compiled code takes a call with as many arguments as `forward` has for one without ctx.
     if not torch.is_grad_enabled():
         return product(x, torch.cat(weights))

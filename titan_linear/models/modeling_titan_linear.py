@@ -45,7 +45,9 @@ class TitanLinearConfig(PretrainedConfig):
         **kwargs,
     ):
         self.vocab_size, self.hidden_size, self.num_hidden_layers = vocab_size, hidden_size, num_hidden_layers
-        self.intermediate_size, self.pattern, self.post_norm = intermediate_size, list(pattern), list(post_norm)
+        self.intermediate_size = intermediate_size
+        self.pattern = list(pattern)
+        self.post_norm = list(post_norm)
         self.norm_eps, self.zero_centred_norm = norm_eps, zero_centred_norm
         self.initializer_range = initializer_range
         super().__init__(tie_word_embeddings=tie_word_embeddings, **kwargs)
@@ -105,10 +107,15 @@ class DeltaLayer(nn.Module):
 
     def __init__(self, config, options, activation):
         super().__init__()
-        self.heads, self.v_heads = options["heads"], options["v_heads"]
-        self.head_dim, self.v_head_dim = options["head_dim"], options["v_head_dim"]
-        self.conv_size, self.beta_range = options["conv_size"], options["beta_range"]
-        dim, key_dim, value_dim = config.hidden_size, self.heads * self.head_dim, self.v_heads * self.v_head_dim
+        self.heads = options["heads"]
+        self.v_heads = options["v_heads"]
+        self.head_dim = options["head_dim"]
+        self.v_head_dim = options["v_head_dim"]
+        self.conv_size = options["conv_size"]
+        self.beta_range = options["beta_range"]
+        dim = config.hidden_size
+        key_dim = self.heads * self.head_dim
+        value_dim = self.v_heads * self.v_head_dim
         self.widths = (key_dim, key_dim, value_dim)
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(dim, w, bias=False) for w in self.widths)
         self.q_conv1d, self.k_conv1d, self.v_conv1d = (
@@ -127,7 +134,8 @@ class DeltaLayer(nn.Module):
         q, k, v = (widen(y) for y in self.convolved(x, cache))
         q, k = (y * (y.square().sum(-1, keepdim=True) + L2_EPS).rsqrt() for y in (q, k))
         q, k = (y.repeat_interleave(self.v_heads // self.heads, 2) for y in (q * self.head_dim**-0.5, k))
-        g, beta = self.gate(x), widen(self.b_proj(x)).sigmoid() * self.beta_range
+        g = self.gate(x)
+        beta = widen(self.b_proj(x)).sigmoid() * self.beta_range
         state = q.new_zeros(len(x), self.v_heads, self.head_dim, self.v_head_dim)
         if cache is not None:
             state = cache.get("state", state)
@@ -161,7 +169,9 @@ class KDA(DeltaLayer):
 
     def __init__(self, config, options):
         super().__init__(config, options, torch.sigmoid)
-        self.lower_bound, dim, rank = options["lower_bound"], config.hidden_size, self.v_head_dim
+        self.lower_bound = options["lower_bound"]
+        dim = config.hidden_size
+        rank = self.v_head_dim
         gate_dim = self.v_heads * self.head_dim
         self.f_proj = nn.Sequential(nn.Linear(dim, rank, bias=False), nn.Linear(rank, gate_dim, bias=False))
         self.g_proj = nn.Sequential(
@@ -198,11 +208,15 @@ class Attention(nn.Module):
 
     def __init__(self, config, options):
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = options["heads"], options["kv_heads"], options["head_dim"]
+        self.heads = options["heads"]
+        self.kv_heads = options["kv_heads"]
+        self.head_dim = options["head_dim"]
         scaling = options.get("rope_scaling") or {}
         rotated = int(self.head_dim * options["rotary_fraction"])
         self.rotary = options["rope_theta"], rotated, tuple(scaling.items())
-        self.qk_norm, self.scale, dim = options["qk_norm"], options.get("scale"), config.hidden_size
+        self.qk_norm = options["qk_norm"]
+        self.scale = options.get("scale")
+        dim = config.hidden_size
         self.q_proj = nn.Linear(dim, self.heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(dim, self.kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(dim, self.kv_heads * self.head_dim, bias=False)
@@ -265,7 +279,8 @@ class Tokens:
         """[B or 1, 1, T, keys], True where a query sees a key; None: as many keys as queries, causal."""
         if self.is_text is None and keys == self.length:
             return None
-        key, query = torch.arange(keys, device=self.device), torch.arange(keys - self.length, keys, device=self.device)
+        key = torch.arange(keys, device=self.device)
+        query = torch.arange(keys - self.length, keys, device=self.device)
         seen = (key <= query[:, None])[None, None]
         if self.is_text is not None:
             seen = seen & self.is_text[:, None, None] | (key == query[:, None])  # a row of padding sees itself
@@ -311,7 +326,8 @@ class LayerCaches:
     """What the layers keep of the tokens read so far."""
 
     def __init__(self, num_layers):
-        self.layers, self.length = [{} for _ in range(num_layers)], 0
+        self.layers = [{} for _ in range(num_layers)]
+        self.length = 0
 
     def get_seq_length(self, layer_idx=0):
         return self.length

@@ -79,7 +79,8 @@ class Window:
         longest = int(np.diff(edges).argmax())
         start, end = edges[longest : longest + 2].tolist()
         arrays = {"whole": edges, "halves": np.insert(edges, longest + 1, (start + end + 1) // 2)}
-        moved, positions = to_device(arrays, plan.position_ids.device), plan.position_ids[:tokens]
+        moved = to_device(arrays, plan.position_ids.device)
+        positions = plan.position_ids[:tokens]
         whole, halves = (BatchPlan(positions, moved[name]) for name in arrays)
         apart = BatchPlan(plan.position_ids, plan.cp_context.cu_seqlens)
         fragments = (plan, apart) if plan.cp_context.world_size > 1 else None

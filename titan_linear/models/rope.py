@@ -66,7 +66,8 @@ class RopeScaling:
 
     def kept(self, frequencies: Tensor, theta: float) -> Tensor:
         """The share of each frequency [half] that is not divided by the factor."""
-        half, context = len(frequencies), self.original_max_position_embeddings
+        half = len(frequencies)
+        context = self.original_max_position_embeddings
         if self.rope_type == "linear":
             return torch.zeros_like(frequencies)
         if self.rope_type == "llama3":

@@ -115,7 +115,8 @@ class MetricsLogger:
     ):
         self.folder = Path(config.job.dump_folder)
         cut_metrics(config.job.dump_folder, start_step)
-        self.steps, self.out = config.training.steps, out or sys.stdout
+        self.steps = config.training.steps
+        self.out = out or sys.stdout
         self.gpus, self.peak_tflops = gpus, peak_tflops
         self.colour = self.out.isatty() and "NO_COLOR" not in os.environ
         self.file = open_own(self.folder / METRICS, "a")  # closed by close
@@ -250,7 +251,8 @@ def _tensorboard(config: Config, start_step: int, with_mfu: bool) -> Any:
 
     folder = Path(config.job.dump_folder).absolute()
     board = SummaryWriter(str(folder / BOARD / folder.name), purge_step=start_step + 1)
-    telemetry, groups = config.metrics.telemetry_freq, config.metrics.loss_by_source
+    telemetry = config.metrics.telemetry_freq
+    groups = config.metrics.loss_by_source
     drawn = {
         "MFU": with_mfu,
         "by position in the document": telemetry,

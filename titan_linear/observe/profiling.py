@@ -33,9 +33,11 @@ class Profiler(Hook):
     def __init__(self, config: Config, done: int, settle: Callable[[], None]):
         self.config, self.done, self.settle = config, done, settle
         p = config.profiling
-        self.folder, self.rank = Path(config.job.dump_folder) / p.save_traces_folder, os.environ["RANK"]
+        self.folder = Path(config.job.dump_folder) / p.save_traces_folder
+        self.rank = os.environ["RANK"]
         self.folder.mkdir(parents=True, exist_ok=True)
-        active, warmup = p.profiler_active, min(p.profiler_warmup, p.profile_freq - p.profiler_active)
+        active = p.profiler_active
+        warmup = min(p.profiler_warmup, p.profile_freq - p.profiler_active)
         schedule = torch.profiler.schedule(
             wait=p.profile_freq - warmup - active, warmup=warmup, active=active, repeat=p.profile_count
         )

@@ -106,7 +106,8 @@ def reserved_memory() -> dict[str, float]:
     if not torch.cuda.is_available():
         return {}
     stats = torch.cuda.memory_stats()
-    held, idle = stats.get("reserved_bytes.all.current", 0), stats.get("inactive_split_bytes.all.current", 0)
+    held = stats.get("reserved_bytes.all.current", 0)
+    idle = stats.get("inactive_split_bytes.all.current", 0)
     return {
         "memory_reserved_gib": torch.cuda.max_memory_reserved() / GIB,
         "memory_fragmentation": idle / max(held, 1),

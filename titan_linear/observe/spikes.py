@@ -31,7 +31,9 @@ class Spikes(Hook):
     """Writes down steps whose loss is an outlier or not finite, and ends the run after the latter, if asked to."""
 
     def __init__(self, config: Config, streams: Streams):
-        self.config, self.streams, self.outliers = config, streams, Outliers(config.metrics.spike_sigmas)
+        self.config = config
+        self.streams = streams
+        self.outliers = Outliers(config.metrics.spike_sigmas)
 
     def after_step(self, done: StepResult) -> None:
         if (done.has_labels or not done.finite) and (spike := self.outliers.judge(done.loss, done.grad_norm)):
@@ -77,7 +79,8 @@ class Outliers:
     """
 
     def __init__(self, sigmas: float):
-        self.sigmas, self.last = sigmas, deque[float](maxlen=LAST)
+        self.sigmas = sigmas
+        self.last = deque[float](maxlen=LAST)
 
     def judge(self, loss: float, grad_norm: float) -> dict[str, Any] | None:
         """What to write about a step, or None. Ranks with the same numbers agree."""

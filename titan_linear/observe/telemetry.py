@@ -71,9 +71,14 @@ class Telemetry(Hook):
         groups: FileGroups | None,
     ):
         """streams: those that batches come from, if losses by source are wanted; groups: groups of their files."""
-        self.freq, self.model, self.dims, self.device = config.metrics.telemetry_freq, model, dims, device
-        self.streams, mixed = streams, isinstance(streams, MixedStreams)
-        self.sources, self.groups = list(streams.sources) if mixed else [], groups
+        self.freq = config.metrics.telemetry_freq
+        self.model = model
+        self.dims = dims
+        self.device = device
+        self.streams = streams
+        mixed = isinstance(streams, MixedStreams)
+        self.sources = list(streams.sources) if mixed else []
+        self.groups = groups
         self.buckets = config.training.seq_len.bit_length()
         self.units = list(dict.fromkeys(_unit(name) for name, _ in model.named_parameters()))
         self.experts = {f"layers.{i}": m.mlp for i, m in enumerate(model.layers) if isinstance(m.mlp, MoE)}
@@ -111,8 +116,10 @@ class Telemetry(Hook):
         """Hook the layers, in the step's first micro-batch only."""
         if self._windowed:
             return
-        self._windowed, window = True, Window.of(plan, _window_tokens(len(plan.position_ids)))
-        inside, layers = replace(window, fragments=None), self.model.layers
+        self._windowed = True
+        window = Window.of(plan, _window_tokens(len(plan.position_ids)))
+        inside = replace(window, fragments=None)
+        layers = self.model.layers
         for i, layer in enumerate(layers):
             across = (i - self._turn * ACROSS) % len(layers) < ACROSS
             handle = layer.register_forward_pre_hook(
@@ -204,7 +211,9 @@ class Telemetry(Hook):
 
     def named(self, numbers: list[float]) -> Observed:
         """What was seen, from `sums` on the host. Means of nothing are left out."""
-        rows, seen, start = torch.tensor(numbers, dtype=torch.float64).view(self.dims.tp, -1), {}, 0
+        rows = torch.tensor(numbers, dtype=torch.float64).view(self.dims.tp, -1)
+        seen = {}
+        start = 0
         for (quantity, where), part in self._parts.items():
             size = part.values.numel()
             found = part.finish(rows[:, start : start + size].unflatten(1, part.values.shape))

@@ -78,7 +78,8 @@ def attention(
     if cp_context.world_size == 1:
         return local_attention(q, k, v, scale, causal, cp_context.stream)
     if method == "auto":
-        ranks, width = (cp_context.world_size, cp_context.node_size), k.shape[-1] + v.shape[-1]
+        ranks = (cp_context.world_size, cp_context.node_size)
+        width = k.shape[-1] + v.shape[-1]
         method = choose_method(*ranks, cp_context.stream_tokens, q.shape[2], k.shape[2], width, k.dtype)
     return METHODS[method](q, k, v, scale, causal, cp_context)
 

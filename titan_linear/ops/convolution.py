@@ -93,7 +93,8 @@ def causal_conv1d(
             f"initial_state {tuple(initial_state.shape)} must be [N, D, W−1] = [{N}, {D}, {W - 1}]"
             f"{fla if initial_state.shape == (N, D, W) else ''}"
         )
-    flat, initial = x.flatten(0, 1), None if initial_state is None else States(initial_state)
+    flat = x.flatten(0, 1)
+    initial = None if initial_state is None else States(initial_state)
     if cp_context is not None and cp_context.world_size > 1 and W > 1:
         routes = cp_context.halo_of(W - 1)
         flat, halo = with_halo(flat, routes, cp_context.slots, W - 1, cp_context.group_name)
@@ -138,7 +139,8 @@ class Rows(NamedTuple):
 
 
 def lay_out(boundaries: Boundaries, W: int) -> Rows:
-    edges, device = torch.tensor(boundaries.on_host()), boundaries.cu_seqlens.device
+    edges = torch.tensor(boundaries.on_host())
+    device = boundaries.cu_seqlens.device
     N, lengths = len(edges) - 1, edges.diff()
     past = torch.arange(N)[:, None] * (W - 1) + edges[:-1, None] + torch.arange(W - 1)  # [N, W−1]
     own = torch.arange(int(edges[-1])) + torch.repeat_interleave(torch.arange(1, N + 1), lengths) * (W - 1)

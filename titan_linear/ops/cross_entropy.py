@@ -115,7 +115,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         dweight = torch.zeros_like(weight, dtype=wide) if wants_grad else None
         for start in range(0, len(x), chunk):
             rows = slice(start, start + chunk)
-            logits, target = _logits(x[rows], weight, wide), _own_labels(labels[rows], len(weight), ranks)
+            logits = _logits(x[rows], weight, wide)
+            target = _own_labels(labels[rows], len(weight), ranks)
             lse = _of_all(row_logsumexp(logits), ranks)
             of_target = logits.gather(1, target.clamp(min=0).unsqueeze(1)).squeeze(1)
             losses = (lse - of_target).masked_fill_(target < 0, 0)

@@ -53,7 +53,8 @@ def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype
 
 def float8_linear(x: Tensor, weight: Tensor, emulate: bool = False) -> Tensor:
     """x [.., K], weight [N, K] -> x weightᵀ [.., N], without a gradient."""
-    (a, scale_a), (b, scale_b) = scaled_rows(x.flatten(0, -2)), scaled_rows(weight)
+    a, scale_a = scaled_rows(x.flatten(0, -2))
+    b, scale_b = scaled_rows(weight)
     return scaled_product(a, b, scale_a, scale_b, x.dtype, emulate).unflatten(0, x.shape[:-1])
 
 

@@ -264,7 +264,9 @@ def _decode(
     recurrence: Recurrence, inputs: AnyInputs, options: AnyOptions, initial_state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """One token of every sequence: a step of the recurrence itself, since a chunk would be padding but for one row."""
-    dtype, (N, HV, V), K = state_dtype(inputs), inputs.v.shape, inputs.q.shape[2]
+    dtype = state_dtype(inputs)
+    N, HV, V = inputs.v.shape
+    K = inputs.q.shape[2]
     S = inputs.q.new_zeros(N, HV, K, V, dtype=dtype) if initial_state is None else initial_state.to(dtype)
     with torch.autocast(inputs.q.device.type, enabled=False):
         o, S = recurrence.step(inputs, options, S)

@@ -159,7 +159,8 @@ class _Seen(TorchDispatchMode):
             self._anchor(given, gave, call.temporary)
         elif function.overloadpacket in PRODUCTS:
             a, b = given[-2:]
-            size, times = (a.shape[-2], b.shape[-1], a.shape[-1]), a.shape[0] if a.dim() == 3 else 1
+            size = (a.shape[-2], b.shape[-1], a.shape[-1])
+            times = a.shape[0] if a.dim() == 3 else 1
             self.work.products[size] += times
             self.work.wide_products[size] += times if a.dtype.itemsize > 2 else 0
             self.work.multiplications += 1
@@ -172,7 +173,9 @@ class _Seen(TorchDispatchMode):
         """Forward has returned y; backward begins."""
         self.take(y)
         self.place += 1
-        self.work, self.of_forward, self.turned = self.backward, set(self.made_of), self.place
+        self.work = self.backward
+        self.of_forward = set(self.made_of)
+        self.turned = self.place
 
     def take(self, x: Tensor) -> None:
         """A product, an operator or code outside the layer reads x. Compiled, an elementwise x is written here."""

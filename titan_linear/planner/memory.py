@@ -89,7 +89,9 @@ def units(config: Config, model: ModelConfig, gpus: int) -> Units:
     t, p = config.training, config.parallelism
     replicas, shards = fsdp_degrees(config, gpus)
     types = Types(*(DTYPES[d].itemsize for d in (t.dtype, t.mixed_precision_param, t.mixed_precision_reduce)))
-    tp, ep, offloaded = p.tensor_parallel_degree, p.expert_parallel_degree, t.enable_cpu_offload
+    tp = p.tensor_parallel_degree
+    ep = p.expert_parallel_degree
+    offloaded = t.enable_cpu_offload
     decoder, _ = _parts(model, tp, ep)
     return Units(
         own=sum(_own(model, shards, tp, ep).values()),
@@ -239,7 +241,8 @@ def layers(model: ModelConfig, batch: Batch) -> list[Layer]:
     With equal loads, the number of rows for experts on a rank does not depend on ep.
     """
     for name, dims in (pair for mixer in model.mixers for pair in mixer.ops.items()):
-        op, target = OPS[name], Target("meta", None, batch.dtype, dims)
+        op = OPS[name]
+        target = Target("meta", None, batch.dtype, dims)
         kernels = op.implementations.get("triton")
         if kernels and (reason := op.reason_against("triton", target)):
             raise ValueError(f"{name} is planned as the GPU's kernels compute it: {reason}; use a model that they take")
@@ -286,14 +289,16 @@ def memory(config: Config, model: ModelConfig, gpus: int, mean: int | None = Non
 
 def moments(config: Config, model: ModelConfig, gpus: int, mean: int | None = None) -> dict[str, dict[str, float]]:
     """Bytes by PARTS at each moment that may be the peak. mean: mean tokens per document; None: a stream is one."""
-    u, batch = units(config, model, gpus), Batch.of(config, mean)
+    u = units(config, model, gpus)
+    batch = Batch.of(config, mean)
     counted = layers(model, batch)
     here = 0 if u.offloaded else u.own * u.types.stored
     stored = here + u.whole * widened(DTYPES[config.training.dtype]).itemsize
     accumulates = micro_steps(config, gpus) > 1
     accumulated = stored if accumulates else 0
     kept, copies = saved(config, counted), _copies(config, u)
-    again, working = _again(config, counted), _working(config, model, u, batch, counted)
+    again = _again(config, counted)
+    working = _working(config, model, u, batch, counted)
     optimizer = 2 * stored - (0 if u.offloaded else u.muon * u.types.stored)
     begins = {"gradients": accumulated, "copies": copies, "activations": sum(kept)}
     ends = {"gradients": stored, "copies": copies, "activations": kept[0] + again, "working": working}
@@ -330,7 +335,8 @@ def saved(config: Config, counted: list[Layer]) -> list[int]:
 
 
 def _saved(config: Config, i: int, layer: Layer) -> int:
-    of, mode = _memory_of(config, layer), layer_checkpointing(config.activation_checkpoint, i)
+    of = _memory_of(config, layer)
+    mode = layer_checkpointing(config.activation_checkpoint, i)
     kept = {"selective": of.selective, "attention": of.attention, "full": 0}
     return of.kept if mode == "none" else layer.given + kept[mode]
 
@@ -372,7 +378,8 @@ def _copies(config: Config, u: Units) -> int:
 def _head(config: Config, model: ModelConfig, u: Units, batch: Batch) -> dict[str, int]:
     """The final norm's input in float32; its output and that output's gradient, for the tokens of all tp ranks; the
     head weight's gradient in float32, and the weight itself, if FSDP gathers it; float32 logits, and their gradient."""
-    compute, tokens = u.types.compute, batch.tokens * batch.tp
+    compute = u.types.compute
+    tokens = batch.tokens * batch.tp
     stream = model.dim * (4 * batch.tokens + 2 * compute * tokens)
     logits = min(config.training.loss_chunk_size, tokens) * u.vocabulary // model.dim * (4 + compute)
     weight = u.vocabulary * (4 + compute if u.sharded else 4)

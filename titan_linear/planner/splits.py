@@ -65,7 +65,8 @@ def can_run(config: Config, setting: Setting) -> bool:
 def fitting(config: Config, setting: Setting) -> Iterator[Split]:
     """The splits that fit, each with the cheapest activation checkpointing. Tensor parallelism keeps the run's own
     degree, and takes a higher one only if nothing fits, because every layer waits for it."""
-    own, found = config.parallelism.tensor_parallel_degree, False
+    own = config.parallelism.tensor_parallel_degree
+    found = False
     for tp in (n for n in _divisors(setting.gpus, setting.machine.node_size) if n >= own):
         for degrees in candidates(config, setting, tp):
             split = with_checkpointing(degrees, setting)
@@ -95,7 +96,9 @@ def candidates(config: Config, setting: Setting, tp: int) -> Iterator[Config]:
     """Every split of the same step that can run: ep within a node, parameters sharded over all ranks or a node's, and,
     if there is softmax attention, both layouts: zig-zag shares out its pairs evenly, and costs the other layers
     exchanges."""
-    model, gpus, node = setting.model, setting.gpus, setting.machine.node_size
+    model = setting.model
+    gpus = setting.gpus
+    node = setting.machine.node_size
     ep = _divisors(gpus, node) if model.moe else [1]
     local = _divisors(config.training.global_batch_size, LOCAL)
     for cp, experts, size in product(_divisors(gpus, gpus), ep, local):
@@ -176,7 +179,10 @@ def _of_length(splits: list[Split], setting: Setting, length: int) -> Iterator[C
 
 def one_stream(config: Config, setting: Setting, length: int) -> Split | None:
     """The fastest split of one stream of this length over all GPUs that fits; None: none does."""
-    model, gpus, p, found = setting.model, setting.gpus, config.parallelism, []
+    model = setting.model
+    gpus = setting.gpus
+    p = config.parallelism
+    found = []
     layouts = ("contiguous", "zigzag") if model.softmax and gpus > 1 else ("contiguous",)
     tp = p.tensor_parallel_degree
     for layout, shards in product(layouts, shardings(gpus, setting.machine.node_size, tp)):

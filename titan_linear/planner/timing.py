@@ -84,8 +84,12 @@ class Clock:
     """Times the layers of one micro-step on a rank."""
 
     def __init__(self, machine: Machine, batch: Batch, compiled: bool):
-        self.machine, self.rates, self.batch, self.compiled = machine, machine.rates, batch, compiled
-        self.cp, self.tp = machine.group(batch.cp, batch.tp), machine.group(batch.tp, 1)
+        self.machine = machine
+        self.rates = machine.rates
+        self.batch = batch
+        self.compiled = compiled
+        self.cp = machine.group(batch.cp, batch.tp)
+        self.tp = machine.group(batch.tp, 1)
         _, self.longest = attended(batch)
         self.gathered = context(batch).gathered
 
@@ -122,7 +126,9 @@ class Clock:
         return Pass(parts, work.multiplications + operations + LAUNCHES * len(calls))
 
     def _attention(self, call: Call) -> float:
-        q, v, backward = call.arguments["q"], call.arguments["v"], "do" in call.arguments
+        q = call.arguments["q"]
+        v = call.arguments["v"]
+        backward = "do" in call.arguments
         own, computed = self.gathered.pairs.tolist()
         if not _keys_travel(call):
             pairs = sum(own)  # all tokens, but fewer heads
@@ -149,18 +155,22 @@ class Clock:
             others = self.gathered.keys.coming.sum().item() / k.shape[1]  # times this rank's own
             seconds = slices * (1 + backward) * self.cp.ring + own * others / self.cp.all_gather
         else:
-            slices, hops = SLICES, self.batch.cp // call.arguments["stride"] - 1
+            slices = SLICES
+            hops = self.batch.cp // call.arguments["stride"] - 1
             seconds = hops * (self.cp.message + own / self.cp.neighbour)
         return max(seconds - compute, seconds / slices)
 
     def _delta_rule(self, name: str, mixer: MixerOptions, segments: int) -> float:
         """Seconds for all heads, plus the time by which one head's scan outlasts what the GPU needs for all of them."""
-        operators, delta = self.rates.operators, mixer if isinstance(mixer, DeltaOptions) else None
+        operators = self.rates.operators
+        delta = mixer if isinstance(mixer, DeltaOptions) else None
         each, of_chain = operators.get(f"{name} any", operators[name]) if delta and delta.any_gate else operators[name]
         of_mixer = delta.v_heads if delta else mixer.head_counts["heads"]
-        tokens, heads = self.batch.tokens * self.batch.tp, of_mixer // self.batch.tp
+        tokens = self.batch.tokens * self.batch.tp
+        heads = of_mixer // self.batch.tp
         if self.batch.linear_method == "ulysses":
-            tokens, heads = tokens * self.batch.cp, heads / self.batch.cp
+            tokens *= self.batch.cp
+            heads /= self.batch.cp
         dims = next(dims for dims in mixer.ops.values() if "V" in dims)
         K, V = kernel_dims(dims["K"], dims["V"])
         chain = tokens / segments if segments else self.longest
@@ -168,7 +178,10 @@ class Clock:
         return (each * tokens * heads * share_of(K, V) + of_chain * alone * K / DIM) * 1e-9
 
     def _exchange(self, call: Call) -> float:
-        kind, arguments, cp, tp = call.spec.kind, call.arguments, self.cp, self.tp
+        kind = call.spec.kind
+        arguments = call.arguments
+        cp = self.cp
+        tp = self.tp
         if kind == "states":
             return self._states(**arguments)
         if kind == "halo":
@@ -188,7 +201,9 @@ class Clock:
 
     def _states(self, S_ext: Tensor, M: Tensor, tables: list[Tensor], **_: Any) -> float:
         """Seconds to bring the states that enter a rank's fragments there, and to fold them."""
-        c, W, sizes = Chains(*tables), self.batch.cp, sizes_of(S_ext, M)
+        c = Chains(*tables)
+        W = self.batch.cp
+        sizes = sizes_of(S_ext, M)
         node = math.gcd(W, max(self.machine.node_size // self.batch.tp, 1))
         levels = route(int(c.most), W, node, sizes)
         exchange = messages(levels, node, sizes) if levels else direct_messages(int(c.most), W, node, sizes)
@@ -235,8 +250,11 @@ class Step:
 
 
 def step(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: int | None = None) -> Step:
-    batch, t, u = Batch.of(config, mean, machine.node_size), config.training, units(config, model, gpus)
-    clock, times = Clock(machine, batch, config.compile.enable), micro_steps(config, gpus)
+    batch = Batch.of(config, mean, machine.node_size)
+    t = config.training
+    u = units(config, model, gpus)
+    clock = Clock(machine, batch, config.compile.enable)
+    times = micro_steps(config, gpus)
     passes = passes_of(clock, config, model)
     everything = [p for pair in passes for p in pair]
     parts = {part: times * sum(p.parts[part] for p in everything) for part in PARTS}
@@ -321,7 +339,9 @@ def _shared(config: Config, u: Units, machine: Machine, passes: list[tuple[Pass,
     n, stride = u.shards, p.tensor_parallel_degree
     exposed = 0.0
     if n > 1 or u.offloaded:
-        link, part, sizes = machine.group(n, stride), (n - 1) / n, (*u.layers, u.vocabulary)
+        link = machine.group(n, stride)
+        part = (n - 1) / n
+        sizes = (*u.layers, u.vocabulary)
         comes = u.types.stored / n / machine.offload.to_device if u.offloaded else 0.0  # seconds per element
         goes = u.types.stored / n / machine.offload.to_host if u.offloaded else 0.0
         gather = [link.ring + size * (u.types.compute * part / link.all_gather + comes) for size in sizes]
@@ -353,7 +373,8 @@ def _experts(config: Config, model: ModelConfig, batch: Batch, machine: Machine)
     again where the layer is recomputed. In forward ranks first tell each other how many rows come."""
     if model.moe is None or batch.ep == 1:
         return 0.0
-    link, part = machine.group(batch.ep, batch.tp), (batch.ep - 1) / batch.ep
+    link = machine.group(batch.ep, batch.tp)
+    part = (batch.ep - 1) / batch.ep
     rows = batch.tokens * batch.tp * model.moe.top_k * model.moe.width(model.dim) * batch.dtype.itemsize
     exchange = link.message + rows * part / link.all_to_all
     modes = [layer_checkpointing(config.activation_checkpoint, i) for i in range(model.num_layers)]

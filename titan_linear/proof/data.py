@@ -97,7 +97,8 @@ def tokens_of(subject: Subject, dp_rank: int, cp_rank: int) -> Tensor:
 
 def tokens_in(subject: Subject, streams: Iterable[int], cp_rank: int) -> Tensor:
     """[T_local] int64: indices in the batch of a rank's tokens of these streams, in its order."""
-    T, W = subject.config.training.seq_len, subject.degrees.cp
+    T = subject.config.training.seq_len
+    W = subject.degrees.cp
     blocks = torch.arange(T).view(-1, _fragment(subject))
     own = blocks[[cp_rank, 2 * W - 1 - cp_rank] if len(blocks) > W else [cp_rank]].flatten()
     return torch.cat([own + s * T for s in streams])

@@ -28,12 +28,15 @@ PER_ADDITION, ADDITION = 32, 2.0**-13  # terms that Hopper adds at a time, and w
 
 def loss(subject: Subject) -> Findings:
     """The loss and its gradients, chunk by chunk, equal PyTorch's cross-entropy in float64."""
-    vocab, dim, device = min(subject.model.vocab_size, VOCAB), subject.model.dim, subject.device
+    vocab = min(subject.model.vocab_size, VOCAB)
+    dim = subject.model.dim
+    device = subject.device
     rng = generator(subject.config.debug.seed, "proof", "loss")
     x, weight = (torch.randn(n, dim, generator=rng).double().to(device) for n in (TOKENS, vocab))
     labels = torch.randint(vocab, (TOKENS,), generator=rng).to(device)
     labels[::7] = IGNORE
-    chunk, pairs = TOKENS // 3, ((torch.float64, "torch"), (subject.dtype, subject.config.model.impl))
+    chunk = TOKENS // 3
+    pairs = ((torch.float64, "torch"), (subject.dtype, subject.config.model.impl))
 
     def results(dtype: torch.dtype, of: Callable[..., Tensor]) -> dict[str, Tensor]:
         leaves = [t.to(subject.dtype).to(dtype, copy=True).requires_grad_() for t in (x, weight * dim**-0.5)]

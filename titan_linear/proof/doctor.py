@@ -71,7 +71,8 @@ def main(argv: list[str]) -> int:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms require it
     try:
         own_device()
-        subject, first = subject_of(load_config(argv), show_progress=True), os.environ.get("RANK", "0") == "0"
+        subject = subject_of(load_config(argv), show_progress=True)
+        first = os.environ.get("RANK", "0") == "0"
         if first:
             print(_introduction(subject), flush=True)
         found = list(_of_processes(subject)) if "WORLD_SIZE" in os.environ else []
@@ -98,7 +99,8 @@ def _at_most(patience: timedelta) -> Iterator[None]:
     """End this process, with a line, if what is inside takes longer: a device that waits for ever raises nothing."""
 
     def end() -> None:
-        rank, seconds = os.environ["RANK"], patience.total_seconds()
+        rank = os.environ["RANK"]
+        seconds = patience.total_seconds()
         print(f"error: rank {rank}: the proofs of processes hang, {seconds:.0f} s so far", file=sys.stderr, flush=True)
         os._exit(FAILED)
 

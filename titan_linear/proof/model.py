@@ -69,9 +69,12 @@ class Trace:
 def in_one_process(subject: Subject, whole: Decoder, dtype: torch.dtype, impl: str) -> Step:
     """A step of the model alone, on all streams at once: documents given by boundaries, labels counted here."""
     batch = subject.batch
-    bounds, valid = batch.cu_seqlens, max(int((batch.labels != IGNORE).sum()), 1)
-    device, plan = subject.device, plan_of(subject, bounds, batch.num_streams)
-    tokens, labels = batch.tokens.to(device), batch.labels.to(device)
+    bounds = batch.cu_seqlens
+    valid = max(int((batch.labels != IGNORE).sum()), 1)
+    device = subject.device
+    plan = plan_of(subject, bounds, batch.num_streams)
+    tokens = batch.tokens.to(device)
+    labels = batch.labels.to(device)
     chunk = subject.config.training.loss_chunk_size
     whole.use(impl, device, dtype).zero_grad(set_to_none=True)
     with torch.autograd.set_multithreading_enabled(False), Trace(whole) as trace, ComputeCopies(whole, dtype):
@@ -157,7 +160,8 @@ def split(subject: Subject) -> Findings:
 def _compared(subject: Subject, got: Split, want: Step, dtype: torch.dtype, one: Step | None) -> Findings:
     """Compare with float64. In the run's dtype, which rounds, a split may be off twice as far as one process."""
 
-    check, split = f"split, {short(dtype)}", f"{subject.degrees} against one process"
+    check = f"split, {short(dtype)}"
+    split = f"{subject.degrees} against one process"
     wrong = first_wrong(subject, got.passed, stations(subject, want, dtype, one))
     where = wrong.where if wrong else ""
     limit = gradient_bound(dtype, None if one is None else off(one.loss, want.loss))
@@ -216,7 +220,8 @@ def first_wrong(subject: Subject, got: Iterable[Tensor], stations: list[Station]
 
 def _place(subject: Subject, x: Tensor, y: Tensor, backward: bool) -> str:
     token = begins((x - y).abs().nan_to_num(torch.inf, torch.inf).amax((0, 2)), backward)
-    stream, degrees = token // subject.config.training.seq_len, subject.degrees
+    stream = token // subject.config.training.seq_len
+    degrees = subject.degrees
     cp_rank = next(r for r in range(degrees.cp) if token in tokens_in(subject, [stream], r))
     rank = (stream % degrees.dp * degrees.cp + cp_rank) * degrees.tp
     return f"rank {rank}, {subject.document(token)}"
@@ -250,7 +255,8 @@ def _forward(subject: Subject, whole: Decoder, tokens: Tensor, bounds: Tensor) -
 
 def repeated(subject: Subject) -> Findings:
     """A step that is taken twice gives the same bits."""
-    whole, impl = subject.whole(DTYPES[subject.config.training.dtype]), subject.config.model.impl
+    whole = subject.whole(DTYPES[subject.config.training.dtype])
+    impl = subject.config.model.impl
     first, again = (on_all_ranks(subject, whole, subject.dtype, impl) for _ in range(2))
     differ = [] if torch.equal(first.loss, again.loss) else ["loss"]
     differ += [name for name, x in first.copies[0][1].items() if not torch.equal(x, again.copies[0][1][name])]

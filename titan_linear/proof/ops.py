@@ -71,8 +71,11 @@ class _Draws:
     """Draws normal numbers by name, for the tokens of one data-parallel rank's streams."""
 
     def __init__(self, subject: Subject, kind: MixerOptions):
-        self.T, self.seed = STREAMS * subject.config.training.seq_len, subject.config.debug.seed
-        self.kind, self.device, self.dim = kind.name, subject.device, subject.model.dim
+        self.T = STREAMS * subject.config.training.seq_len
+        self.seed = subject.config.debug.seed
+        self.kind = kind.name
+        self.device = subject.device
+        self.dim = subject.model.dim
         self.cp_method = cp_method(kind, subject.config.parallelism)
 
     def __call__(self, name: str, *shape: int) -> Tensor:
@@ -119,7 +122,8 @@ def _mixer(kind: MixerOptions, layers: tuple[int, ...], draw: _Draws, mixer: nn.
     given = {"x": draw.tokens("x", draw.dim)}
     if kind.takes:
         given["values"] = draw.tokens("values", kind.takes)
-    dy, wide = draw.tokens("dy of mixer", draw.dim), getattr(mixer, "kept_whole", ())
+    dy = draw.tokens("dy of mixer", draw.dim)
+    wide = getattr(mixer, "kept_whole", ())
     return Case(f"mixer {kind.name}", layers, given, dy, parameters, run, DELTA, OF_MIXER, wide)
 
 
@@ -245,13 +249,15 @@ def split(subject: Subject, case: Case) -> Findings:
     for dtype in dict.fromkeys((torch.float64, subject.dtype)):
         given = rounded(case, dtype)
         impl = "torch" if dtype == torch.float64 else subject.config.model.impl
-        got, want = split_among_ranks(subject, given, dtype, impl), on_one(subject, given, torch.float64)
+        got = split_among_ranks(subject, given, dtype, impl)
+        want = on_one(subject, given, torch.float64)
         yield Finding(f"split, {short(dtype)}", what, *_compared(subject, case, got, want, dtype))
 
 
 def implementations(subject: Subject, case: Case) -> Findings:
     """On these document lengths the run's implementation equals float64, and float64 equals the definition."""
-    dtype, given = subject.dtype, rounded(case, subject.dtype)
+    dtype = subject.dtype
+    given = rounded(case, subject.dtype)
     got = on_one(subject, given, dtype, subject.config.model.impl)
     compared = _compared(subject, case, got, on_one(subject, given, torch.float64), dtype)
     yield Finding(f"implementation, {short(dtype)}", f"{case}, against float64", *compared)
@@ -278,8 +284,10 @@ def _few(subject: Subject, case: Case) -> tuple[Case, Tensor]:
 def documents(subject: Subject, case: Case) -> Findings:
     """A document gives the same packed and alone, and changing another document changes nothing of it."""
     bounds = _bounds(subject)
-    lengths, order = bounds.diff(), bounds.diff().argsort(descending=True).tolist()
-    packed, worst_of = on_one(subject, case, torch.float64), (0.0, "")
+    lengths = bounds.diff()
+    order = bounds.diff().argsort(descending=True).tolist()
+    packed = on_one(subject, case, torch.float64)
+    worst_of = (0.0, "")
     for n in [*order[: ALONE // 2], *order[::-1][: ALONE // 2]]:
         own = slice(int(bounds[n]), int(bounds[n + 1]))
         tokens = {name: x[:, own] for name, x in case.tokens.items()}
@@ -299,8 +307,12 @@ def documents(subject: Subject, case: Case) -> Findings:
 
 
 def _perturbed(subject: Subject, case: Case, changed: list[int]) -> Finding:
-    dtype, impl, bounds = subject.dtype, subject.config.model.impl, _bounds(subject)
-    before, most, where = split_among_ranks(subject, case, dtype, impl).tokens, 0.0, ""
+    dtype = subject.dtype
+    impl = subject.config.model.impl
+    bounds = _bounds(subject)
+    before = split_among_ranks(subject, case, dtype, impl).tokens
+    most = 0.0
+    where = ""
     for n in dict.fromkeys(changed):
         own = slice(int(bounds[n]), int(bounds[n + 1]))
         other = {name: x.clone() for name, x in (case.tokens | {"dy": case.dy}).items()}
@@ -313,7 +325,8 @@ def _perturbed(subject: Subject, case: Case, changed: list[int]) -> Finding:
             change[:, own] = 0
             if not change.max() <= most:
                 token = int(change[0].flatten(1).amax(1).argmax())
-                most, where = change.max().item(), f"{name}, {_place(subject, token)}, by {subject.document(own.start)}"
+                most = change.max().item()
+                where = f"{name}, {_place(subject, token)}, by {subject.document(own.start)}"
     what = f"{case}, cp {subject.degrees.cp}: what changing one document changes of others, {short(dtype)}"
     return Finding("documents", what, most, 0.0, where)
 

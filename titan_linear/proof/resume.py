@@ -122,7 +122,8 @@ def _resumed(check: str, subject: Subject, dims: ParallelDims, host: dist.Proces
         progress = checkpointer.load(run.step - 1, other.model, other.optimizer, other.loader)
         yield _compared(check, "what is loaded", saved, other)
         yield Finding(check, "the step it resumes from", abs(progress.step - BEFORE), 0)
-        other.step, next_stream = progress.step, other.loader.next_stream
+        other.step = progress.step
+        next_stream = other.loader.next_stream
         other.begin()
         loss_again, streams_again = other.next_step()
         wrong = len(set(streams) ^ set(streams_again))

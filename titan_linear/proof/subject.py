@@ -92,7 +92,8 @@ class Subject:
 
     def document(self, token: int) -> str:
         """Say where a token of `batch` is."""
-        bounds, seq_len = self.batch.cu_seqlens.tolist(), self.config.training.seq_len
+        bounds = self.batch.cu_seqlens.tolist()
+        seq_len = self.config.training.seq_len
         stream = token // seq_len
         n = int(np.searchsorted(bounds, token, side="right")) - 1
         first = int(np.searchsorted(bounds, stream * seq_len, side="right")) - 1
@@ -126,7 +127,8 @@ class MoreDocuments:
         T = len(s.tokens)
         more = [5, 5 * T // 8 + 1, 5 * T // 8 + 2, 5 * T // 8 + 4]
         edges = np.unique([*s.cu_seqlens, *(edge for edge in more if edge < T)])
-        labels, positions = s.labels.copy(), np.concatenate([np.arange(b - a) for a, b in pairwise(edges)])
+        labels = s.labels.copy()
+        positions = np.concatenate([np.arange(b - a) for a, b in pairwise(edges)])
         labels[edges[1:-1] - 1] = IGNORE
         return Stream(s.tokens, labels, edges.astype(np.int32), positions)
 
@@ -156,7 +158,8 @@ def subject_of(config: Config, *, show_progress: bool = False) -> Subject:
     degrees = _degrees(config, processes)
     model, factor = fitting(_one_period(full), config, degrees, device)
     seq_len = _length(config, device)
-    dp, layers = processes // (p.context_parallel_degree * p.tensor_parallel_degree), full.num_layers
+    dp = processes // (p.context_parallel_degree * p.tensor_parallel_degree)
+    layers = full.num_layers
     compiled = ", but in the run's own type" if degrees.ranks == 1 or "WORLD_SIZE" in os.environ else ""
     said = {
         f"dp {dp} → {degrees.dp}": dp != degrees.dp,
@@ -196,7 +199,8 @@ def _processes(config: Config) -> int:
 def _degrees(config: Config, processes: int) -> Degrees:
     """The run's degrees, with at most two data-parallel ranks, since these all do the same."""
     p = config.parallelism
-    cp, tp = p.context_parallel_degree, p.tensor_parallel_degree
+    cp = p.context_parallel_degree
+    tp = p.tensor_parallel_degree
     dp = processes // (cp * tp)
     if dp == 1 and p.data_parallel_shard_degree == -1 and not {"NGPU", "WORLD_SIZE"} & os.environ.keys():
         dp = 2  # -1 is the rest of the GPUs, whose number is not known
@@ -239,7 +243,8 @@ def narrowed(model: ModelConfig, config: Config, most: float) -> tuple[ModelConf
 
 def _thinner(model: ModelConfig, factor: int, config: Config) -> ModelConfig:
     p = config.parallelism
-    tp, ep = p.tensor_parallel_degree, p.expert_parallel_degree
+    tp = p.tensor_parallel_degree
+    ep = p.expert_parallel_degree
     if factor == 1:
         return model
     moe = model.moe and _fewer_experts(model.moe, factor, tp, ep)

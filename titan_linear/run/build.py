@@ -64,7 +64,8 @@ def model_config(config: Config, tokenizer: Tokenizer) -> ModelConfig:
     if model.vocab_size < tokenizer.vocab_size and follows_tokenizer(config):
         model = replace(model, vocab_size=-(-tokenizer.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE)
     if model.vocab_size < tokenizer.vocab_size:
-        what, remedy = f"model.vocab_size = {model.vocab_size}", f"model.vocab_size to at least {tokenizer.vocab_size}"
+        what = f"model.vocab_size = {model.vocab_size}"
+        remedy = f"model.vocab_size to at least {tokenizer.vocab_size}"
         if config.model.flavor == "hf":
             what = f"the vocabulary of '{hf_assets(config)}/config.json', {model.vocab_size},"
             remedy = "model.tokenizer_path (titan-linear generate: --tokenizer) to the tokenizer of this model"
@@ -152,7 +153,8 @@ def build_sharding(config: Config, model: ModelConfig, dims: ParallelDims, devic
 
 def implementations(config: Config, model: ModelConfig, device: torch.device) -> dict[str, Choice]:
     """op -> the implementation that this run uses. ValueError: that of model.impl cannot run the model here."""
-    ops, dtype = model.ops(config.parallelism.tensor_parallel_degree), DTYPES[config.training.mixed_precision_param]
+    ops = model.ops(config.parallelism.tensor_parallel_degree)
+    dtype = DTYPES[config.training.mixed_precision_param]
     return choose_implementations(ops, config.model.impl, device, dtype)
 
 

@@ -69,7 +69,8 @@ def uncompiled(config: Config, device: torch.device) -> str:
 
 def finished(config: Config, step: int) -> str:
     """Lines that tell the user where a finished run lies, and what to do with it."""
-    folder, prompt = shlex.quote(config.job.dump_folder), shlex.quote(config.sample.prompt)
+    folder = shlex.quote(config.job.dump_folder)
+    prompt = shlex.quote(config.sample.prompt)
     lines = [f"the run in {config.job.dump_folder!r} is finished: {step} of training.steps = {config.training.steps}"]
     if config.metrics.enable_tensorboard:
         lines.append(f"see its curves:  tensorboard --logdir {folder}/{BOARD}")

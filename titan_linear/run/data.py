@@ -41,7 +41,8 @@ from titan_linear.storage.step_folders import Content, Progress
 
 def open_corpora(config: Config, tokenizer: Tokenizer, show_progress: bool = False) -> list[Corpus]:
     """Open the training corpus, or each of the mixture's sources, and validation's own corpus if it has one."""
-    v, groups = config.validation, bool(config.metrics.loss_by_source)
+    v = config.validation
+    groups = bool(config.metrics.loss_by_source)
     wanted = [(texts_of(source, config, tokenizer), groups) for source in sources(config)]
     if v.enable and v.dataset_path:
         own = texts_of(config.training, config, tokenizer)
@@ -90,10 +91,13 @@ def build_streams(config: Config, tokenizer: Tokenizer, progress: Progress | Non
 
     progress: what is saved in the checkpoint that the run resumes from; None: a new run.
     """
-    t, v, seed = config.training, config.validation, config.debug.seed
+    t = config.training
+    v = config.validation
+    seed = config.debug.seed
     given = sources(config)
     corpora = open_corpora(config, tokenizer)
-    trained, own = corpora[: len(given)], corpora[len(given) :]
+    trained = corpora[: len(given)]
+    own = corpora[len(given) :]
     holdout = v.holdout if v.enable and not own else 0.0
 
     def sides(split: str) -> list[Side]:

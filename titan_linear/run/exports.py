@@ -71,7 +71,8 @@ def not_exported(steps: Sequence[int]) -> str:
 
 def export_family(config: Config, model: ModelConfig, tokenizer: Tokenizer, like: str = "") -> str:
     """The architecture under which a run's model and tokenizer are saved. ValueError: none can hold them."""
-    files, like = tokenizer.hugging_face_files(), like or hf_weights(config)
+    files = tokenizer.hugging_face_files()
+    like = like or hf_weights(config)
     if not (like or hf_assets(config)):
         return FAMILY_OF.get(config.model.name) or find_family(model, files)
     family, _ = read_model(Path(like or hf_assets(config)))
@@ -134,7 +135,8 @@ def export_checkpoint(checkpoint: Path, folder: Path, dtype: str, like: str = ""
 
 def export_last(config: Config, model: Decoder, tokenizer: Tokenizer) -> None:
     """Write the run's last weights as a Hugging Face folder, step-N-hf. Every rank calls it."""
-    path, dtype = export_folder(config), config.checkpoint.export_dtype
+    path = export_folder(config)
+    dtype = config.checkpoint.export_dtype
     export(path, config, model.config, tokenizer, gather(model), dtype=dtype)
     if dist.get_rank() == 0:
         print(f"exported '{path}'", flush=True)
@@ -149,7 +151,9 @@ class Exports(Hook):
     """
 
     def __init__(self, config: Config, step: int, in_use: set[int]):
-        self.config, self.folder, self.in_use = config, checkpoint_folder(config), in_use
+        self.config = config
+        self.folder = checkpoint_folder(config)
+        self.in_use = in_use
         self.waiting: list[int] = []
         self.process: subprocess.Popen | None = None  # exports step-`exporting`
         self.exporting: int | None = None
@@ -206,7 +210,8 @@ class Exports(Hook):
     def _begin(self, step: int) -> None:
         self.waiting.remove(step)
         self.exporting = step
-        checkpoint, dtype = self.folder / f"step-{step}", self.config.checkpoint.export_dtype
+        checkpoint = self.folder / f"step-{step}"
+        dtype = self.config.checkpoint.export_dtype
         try:
             # Whatever bytes the process writes are shown.
             self.output = tempfile.TemporaryFile("w+", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115

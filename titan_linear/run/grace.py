@@ -111,7 +111,8 @@ class Grace(Hook):
         """A warning, once, if a signal may come too late for a save; else ""."""
         if not self.seconds or self.warned or math.isinf(self.step_seconds):
             return ""
-        longest, save = self.step_seconds / self.micro_steps, self._save()
+        longest = self.step_seconds / self.micro_steps
+        save = self._save()
         if self.seconds >= longest + save:
             return ""
         self.warned = True

@@ -35,7 +35,8 @@ def check_splits(model: ModelConfig, config: Config) -> None:
 
 def check_tensor_parallel(model: ModelConfig, config: Config) -> None:
     """Raise ValueError if the degree does not divide the heads, the hidden channels or the vocabulary."""
-    degree, counts = config.parallelism.tensor_parallel_degree, model.split_counts
+    degree = config.parallelism.tensor_parallel_degree
+    counts = model.split_counts
     if left := [f"{count} {what}" for what, count in counts if count % degree]:
         common = math.gcd(*(count for _, count in counts))
         fitting = " or ".join(str(n) for n in range(1, common + 1) if common % n == 0)
@@ -47,7 +48,8 @@ def check_tensor_parallel(model: ModelConfig, config: Config) -> None:
 
 def check_expert_parallel(model: ModelConfig, config: Config) -> None:
     """Raise ValueError if the degree does not divide the experts."""
-    degree, flavor = config.parallelism.expert_parallel_degree, config.model.flavor
+    degree = config.parallelism.expert_parallel_degree
+    flavor = config.model.flavor
     if degree == 1:
         return
     if model.moe is None:

@@ -47,7 +47,8 @@ def _join(config: Config, train: Train) -> None:
     with process_group(timedelta(seconds=config.comm.init_timeout_seconds)) as ending, ExitStack() as held:
         watch = held.enter_context(watched(folder / RECORDERS, ending.store, config.comm.train_timeout_seconds))
         if not under_launcher():  # torchrun: once joined, the others can wait while rank 0 checks and tokenises
-            world_size, node_size = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
+            world_size = dist.get_world_size()
+            node_size = int(os.environ["LOCAL_WORLD_SIZE"])
             clearance = cleared(config, sys.argv[1:], world_size, node_size)
             on_rank_0(lambda: held.enter_context(clearance), host_group())
         try:

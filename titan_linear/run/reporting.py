@@ -38,7 +38,8 @@ def reporting_hooks(
 
     step: steps of the run before this start.
     """
-    first, hooks = dist.get_rank() == 0, [MemorySnapshots(config)]
+    first = dist.get_rank() == 0
+    hooks = [MemorySnapshots(config)]
     if first:
         write_down(config, model, dims, feed.cut, device, step)
     if config.profiling.enable_profiling:

@@ -247,7 +247,9 @@ def update_squares(optimizer: torch.optim.AdamW, parameters: list[nn.Parameter],
     """[n] float64: for each parameter, the sum of squares of what the last step added to this rank's part of it,
     computed from the moments after the step: Δ = −lr (u + wd p) / (1 − lr wd) with u = m̂ / (√v̂ + ε), or Muon's scaled
     orthogonal matrix, and p as it is now. All ranks call it."""
-    place, squares, places = {p: i for i, p in enumerate(parameters)}, [], []
+    place = {p: i for i, p in enumerate(parameters)}
+    squares = []
+    places = []
     for group in optimizer.param_groups:
         own = [p for p in group["params"] if p in place and optimizer.state.get(p)]
         directions = optimizer.scaled_directions(group) if "momentum" in group else None
@@ -281,7 +283,8 @@ def _adamw_directions(
 ) -> list[Tensor]:
     """m̂ / (√v̂ + ε) of parameters of one group."""
     moments = [[local_tensor(state[p][name]) for p in own] for name in ("exp_avg", "exp_avg_sq")]
-    step, dtype = state[own[0]]["step"].double(), moments[0][0].dtype
+    step = state[own[0]]["step"].double()
+    dtype = moments[0][0].dtype
     bias1, bias2 = (1 - beta**step for beta in group["betas"])
     root = torch._foreach_sqrt(moments[1])
     torch._foreach_div_(root, bias2.sqrt().to(dtype))

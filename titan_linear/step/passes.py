@@ -107,7 +107,8 @@ class Passes:
             if self.replicas_once:
                 self.model.set_requires_all_reduce(done == self.feed.micro_steps - 1)
             with self.watching(batch):
-                forward, self.begun = self.begun.first if self.begun else self.forward(batch, tokens), None
+                forward = self.begun.first if self.begun else self.forward(batch, tokens)
+                self.begun = None
                 losses.append(forward.backward())
             streams.append(batch.streams)
         return torch.stack(losses).double(), streams

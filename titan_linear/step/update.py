@@ -40,7 +40,8 @@ class Update:
         self, config: Config, model: Decoder, dims: ParallelDims, optimizer: AdamW, telemetry: Watcher | None = None
     ):
         self.config, self.model, self.optimizer, self.telemetry = config, model, optimizer, telemetry
-        self.sums, self.counted = gradient_sums(model, dims), counted_parameters(model, dims)
+        self.sums = gradient_sums(model, dims)
+        self.counted = counted_parameters(model, dims)
 
     def run(self, losses: Tensor, step: int, signal: int = 0) -> HostCopy:
         """Sum gradients, clip and update (`update`, optimizer.py), move the experts' biases, and free the gradients.
@@ -97,7 +98,8 @@ def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
 def counted_parameters(model: nn.Module, dims: ParallelDims) -> list[nn.Parameter]:
     """The parameters of whose shard this rank has the first copy: all ranks together count each parameter once."""
     splits = model.parts.splits if dims.tp > 1 else {}
-    whole, of_tp = dims.data_group.rank(), dims.mesh.get_local_rank("tp")
+    whole = dims.data_group.rank()
+    of_tp = dims.mesh.get_local_rank("tp")
 
     def counts(name: str, p: nn.Parameter) -> bool:
         copy = dims.replica if isinstance(p, DTensor) else whole
@@ -120,7 +122,8 @@ def move_selection_biases(model: nn.Module, numbers: Tensor) -> None:
     counted = [m for m in model.modules() if isinstance(m, MoE)]
     layers = [m for m in counted if m.config.bias_update_rate]
     if layers:
-        loads, finite = torch.cat([m.loads for m in layers]), numbers[:2].isfinite().all()
+        loads = torch.cat([m.loads for m in layers])
+        finite = numbers[:2].isfinite().all()
         dist.all_reduce(loads)
         for m, load in zip(layers, loads.split([m.config.num_experts for m in layers]), strict=True):
             load = load.to(m.router.selection_bias.dtype)

@@ -103,7 +103,9 @@ class Checkpointer:
         verify: bool = True,
         group: dist.ProcessGroup | None = None,
     ):
-        self.folder, self.keep_latest_k, self.verify = Path(folder), keep_latest_k, verify
+        self.folder = Path(folder)
+        self.keep_latest_k = keep_latest_k
+        self.verify = verify
         self.group = group or dist.new_group(backend="gloo")
         self.rank = dist.get_rank(self.group)
         self._saved: tuple[int, bool] | None = None  # the step last saved or loaded; with its optimizer?
@@ -130,7 +132,8 @@ class Checkpointer:
         at_once = not self.is_saved() or self._thread is None
         if self._saved in ((step, True), (step, optimizer is not None)):
             return
-        begun, state = time.monotonic(), {"model": named_parameters(model)}
+        begun = time.monotonic()
+        state = {"model": named_parameters(model)}
         if optimizer is not None:
             state["optimizer"] = of_whole(optimizer_state(model, optimizer)[0], model)
             if dataloader:

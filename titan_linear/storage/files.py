@@ -121,7 +121,8 @@ def alone(path: Path) -> Iterator[None]:
         OSError: another process writes it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary, lock_file = beside(path, "tmp"), beside(path, "lock")
+    temporary = beside(path, "tmp")
+    lock_file = beside(path, "lock")
     with open_own(lock_file, "a") as file:
         if not _locks(file):
             raise OSError("another process is writing it")

@@ -172,7 +172,8 @@ def locate(folder: Folder, family: str, model: ModelConfig) -> list[Placement]:
 
 def _check_tied(folder: Folder, embedding: str) -> None:
     """Refuse a head on disk that differs from the embedding to which config.json ties it: it would be lost."""
-    head, other = folder.tensors[HEAD], folder.tensors[embedding]
+    head = folder.tensors[HEAD]
+    other = folder.tensors[embedding]
     if head.shape == other.shape:
         with ExitStack() as files:
             reader = RowReader(folder, files)
@@ -318,7 +319,8 @@ def find_family(model: ModelConfig, tokenizer: Files | None = None) -> str:
     Raises:
         ValueError: none does.
     """
-    reasons, kinds = [], {type(layer.mixer) for layer in model.layers}
+    reasons = []
+    kinds = {type(layer.mixer) for layer in model.layers}
     for family, has in FAMILIES.items():
         if kinds <= set(has.layers) and (has.experts if model.moe else has.mlp):
             try:
@@ -333,7 +335,8 @@ def find_family(model: ModelConfig, tokenizer: Files | None = None) -> str:
 
 def check_tokenizer(family: str, config: Mapping[str, Any], tokenizer: Files) -> None:
     """Refuse a tokenizer that `transformers` would not read as it is from a folder with this config.json."""
-    own, kind = FAMILIES[family].own_tokenizer, config.get("model_type")
+    own = FAMILIES[family].own_tokenizer
+    kind = config.get("model_type")
     if TOKENIZER in tokenizer and own and kind in own.model_types and not own.fits(json.loads(tokenizer[TOKENIZER])):
         raise ValueError(
             f"{family}: transformers reads every tokenizer of model_type = {kind!r} as if it were the family's "

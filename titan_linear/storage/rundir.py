@@ -130,7 +130,8 @@ def starts_anew(config: Config) -> bool:
 
 def set_run_aside(config: Config) -> None:
     """Move what a run without checkpoints left into abandoned-DATE/ in its folder; for `starts_anew`."""
-    folder, p = Path(config.job.dump_folder), config.profiling
+    folder = Path(config.job.dump_folder)
+    p = config.profiling
     files = (CONFIG, RUN_MANIFEST, METRICS, TELEMETRY, SPIKES, WANDB, BOARD, RECORDERS)
     traces = [name for name in (p.save_traces_folder, p.save_memory_snapshot_folder) if not Path(name).is_absolute()]
     left = dict.fromkeys(Path(os.path.normpath(name)) for name in (*files, *traces))
@@ -141,7 +142,8 @@ def set_run_aside(config: Config) -> None:
 def set_aside(folder: Path, paths: Sequence[Path], why: str, what: str = "") -> None:
     """Move these paths of a folder, if any, into its abandoned-DATE/, and say so."""
     if paths:
-        aside, names = unused(folder / time.strftime("abandoned-%Y%m%d-%H%M%S")), []
+        aside = unused(folder / time.strftime("abandoned-%Y%m%d-%H%M%S"))
+        names = []
         for path in paths:
             name = path.relative_to(folder)
             (aside / name.parent).mkdir(parents=True, exist_ok=True)
@@ -169,7 +171,8 @@ def copied_configuration(config: Config) -> str:
     path = Path(os.path.expanduser(config.job.config_file))
     if not path.is_file() or not _is_of_a_run(path):  # what comes through a pipe is read once
         return ""
-    own, folder = load_config(["--job.config_file", str(path)]).job.dump_folder, Path(config.job.dump_folder)
+    own = load_config(["--job.config_file", str(path)]).job.dump_folder
+    folder = Path(config.job.dump_folder)
     if absolute(own) != absolute(str(folder)) or path.absolute().parent == folder.absolute():
         return ""  # another folder was given, or it is this run's
     here = path.absolute().parent

@@ -116,7 +116,8 @@ def _compare(path: Path, reader: Reader, state: dict[str, dict[str, Any]]) -> No
         wanted = {f"{part}.{name}": tuple(x.shape) for name, x in values.items()}
         there = {name: tuple(x.size) for name, x in saved.items() if name.startswith(f"{part}.")}
         if wanted.keys() != there.keys():
-            lacks, extra = sorted(wanted.keys() - there.keys()), sorted(there.keys() - wanted.keys())
+            lacks = sorted(wanted.keys() - there.keys())
+            extra = sorted(there.keys() - wanted.keys())
             raise ValueError(
                 f"'{path}' is of another model: it lacks {len(lacks)} of this model's tensors {lacks[:3]} and has "
                 f"{len(extra)} others {extra[:3]}; use the configuration that it was saved with"

@@ -302,7 +302,8 @@ def _tokenised(texts: Texts, journal: Journal) -> Iterator[Tokens]:
             while ends and ends[0] <= journal.read:
                 ends.popleft()
                 journal.files_read += 1
-            journal.read, journal.size = journal.read + 1, journal.size + document.size
+            journal.read += 1
+            journal.size += document.size
             if isinstance(tokens, str):  # what is wrong with it
                 _meet_bad_document(f"{document.origin}: {tokens}", texts, journal)
             elif journal.answers:

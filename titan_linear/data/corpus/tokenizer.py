@@ -269,7 +269,8 @@ def _instead(folder: Path) -> str:
     """What to do about a folder without tokenizer.json."""
     others = sorted(file.name for file in folder.glob("*") if _OTHER_KIND.search(file.name))
     give = "give a Hugging Face tokenizer.json, or a folder that holds one (model.tokenizer_path = 'bytes' needs none)"
-    path, how = json.dumps(str(folder)), "docs/hugging_face.md says how"
+    path = json.dumps(str(folder))
+    how = "docs/hugging_face.md says how"
     if not any("tiktoken" in name or "tekken" in name for name in others):
         code = f"from transformers import AutoTokenizer as A; A.from_pretrained({path}).save_pretrained({path})"
         how = f"python -c {shlex.quote(code)}"

@@ -88,8 +88,10 @@ def _mamba2_from_hf(key: Keys) -> Mamba2:
 
 
 def _attention_from_hf(key: Keys) -> Attention:
-    heads, positions = key("num_attention_heads"), key("position_embedding_type", None) == "rope"
-    head_dim, scale = key("hidden_size") // heads, float(key("attention_multiplier", 1.0))
+    heads = key("num_attention_heads")
+    positions = key("position_embedding_type", None) == "rope"
+    head_dim = key("hidden_size") // heads
+    scale = float(key("attention_multiplier", 1.0))
     return Attention(
         heads=heads,
         kv_heads=key("num_key_value_heads", None) or heads,

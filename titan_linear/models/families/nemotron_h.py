@@ -105,7 +105,8 @@ def _from_hf(config: Json) -> ModelConfig:
 def _kinds(key: Keys) -> list[str]:
     """What each layer is."""
     name = "layers_block_type" if key("layers_block_type", None) else "hybrid_override_pattern"
-    known, given = (WORDS if name == "layers_block_type" else LETTERS), key(name)
+    known = WORDS if name == "layers_block_type" else LETTERS
+    given = key(name)
     if unknown := sorted(set(given) - set(known)):
         raise ValueError(f"config.json: {name} has {unknown}; known are {list(known)}")
     if len(given) != key("num_hidden_layers", len(given)):

@@ -74,7 +74,8 @@ def _gdn_from_hf(key: Keys) -> GDN:
 
 
 def _attention_from_hf(key: Keys) -> Attention:
-    heads, rope = key("num_attention_heads"), key.rope(math.nan)
+    heads = key("num_attention_heads")
+    rope = key.rope(math.nan)
     if rope["rope_theta"] is not None and math.isnan(rope["rope_theta"]):  # transformers and vLLM read this differently
         raise ValueError("config.json: rope_parameters has no 'rope_theta'; set it: null for a model without positions")
     return Attention(

@@ -75,7 +75,8 @@ def _from_hf(config: Json) -> ModelConfig:
     key.only("norm_first", True)
     key.only("norm_bias", True)
     key.only("attn", None)
-    dim, layers = key("hidden_size"), key("num_hidden_layers")
+    dim = key("hidden_size")
+    layers = key("num_hidden_layers")
     if key("value_dim", None) not in (None, dim, [dim] * layers):
         raise ValueError(f"config.json: value_dim = {key('value_dim')}; only hidden_size = {dim} is known")
     head_dim = key("head_dim", 64) or dim // key("num_heads")

@@ -80,9 +80,12 @@ class AttentionMixer(nn.Module):
 
     def __init__(self, options: Attention, config: ModelConfig):
         super().__init__()
-        self.head_dim, self.rotary, self.qk_norm = options.head_dim, options.rotary, options.qk_norm
+        self.head_dim = options.head_dim
+        self.rotary = options.rotary
+        self.qk_norm = options.qk_norm
         self.scale = options.scale
-        q_dim, k_dim = options.heads * self.head_dim, options.kv_heads * self.head_dim
+        q_dim = options.heads * self.head_dim
+        k_dim = options.kv_heads * self.head_dim
         self.cp_method = "auto"  # "auto" or one of SOFTMAX_METHODS, under context parallelism
         self.q_proj = nn.Linear(config.dim, q_dim, bias=False)
         self.k_proj = nn.Linear(config.dim, k_dim, bias=False)
@@ -122,5 +125,6 @@ class AttentionMixer(nn.Module):
         """q [B, T, H·D], k [B, T, Hkv·D] -> split by heads; "width" is normed before the split, "head" after it."""
         if self.qk_norm == "width":
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim))
+        q = q.unflatten(-1, (-1, self.head_dim))
+        k = k.unflatten(-1, (-1, self.head_dim))
         return (self.q_norm(q), self.k_norm(k)) if self.qk_norm == "head" else (q, k)

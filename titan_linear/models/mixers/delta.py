@@ -83,7 +83,10 @@ class DeltaOptions(RecurrentOptions):
         **options: float | None,
     ) -> Iterator[OpCase]:
         """gate: the definition of log decays, from gates [1, T, *of_gate]; options: of gate and op."""
-        H, HV, K, V = self.heads, self.v_heads, self.head_dim, self.v_head_dim
+        H = self.heads
+        HV = self.v_heads
+        K = self.head_dim
+        V = self.v_head_dim
         # Decays that last for hundreds of tokens and differ by head, so that a leak does not fade and exchanged heads
         # show. They amplify rounding: below float64, kernels are held to what they promise for usual decays.
         dt_bias = draw("dt_bias", math.prod(of_gate))
@@ -128,8 +131,10 @@ class DeltaMixer(RecurrentMixer):
 
     def __init__(self, options: DeltaOptions, config: ModelConfig, activation: str, A_log: Draw):
         super().__init__(options)
-        self.head_dim, self.v_head_dim = options.head_dim, options.v_head_dim
-        key_dim, value_dim = options.heads * self.head_dim, options.v_heads * self.v_head_dim
+        self.head_dim = options.head_dim
+        self.v_head_dim = options.v_head_dim
+        key_dim = options.heads * self.head_dim
+        value_dim = options.v_heads * self.v_head_dim
         widths = (key_dim, key_dim, value_dim)
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(config.dim, w, bias=False) for w in widths)
         self.q_conv1d, self.k_conv1d, self.v_conv1d = (ConvWeight(w, options.conv_size) for w in widths)
@@ -189,7 +194,8 @@ class KDA(DeltaOptions):
 
     def gate_flops(self, dim: int) -> int:
         """Each gate is a projection to `v_head_dim` channels, followed by one from them."""
-        rank, widths = self.v_head_dim, self.v_heads * (self.head_dim + self.v_head_dim)
+        rank = self.v_head_dim
+        widths = self.v_heads * (self.head_dim + self.v_head_dim)
         return 2 * rank * (2 * dim + widths)
 
     def cases(self, draw: Draws) -> Iterator[OpCase]:
@@ -214,7 +220,9 @@ class KDAMixer(DeltaMixer):
         A_log = uniform_decay(1.0) if options.lower_bound is None else zeros
         super().__init__(options, config, "sigmoid", A_log)
         self.lower_bound = options.lower_bound
-        rank, gate_dim, value_dim = self.v_head_dim, options.v_heads * self.head_dim, options.v_heads * self.v_head_dim
+        rank = self.v_head_dim
+        gate_dim = options.v_heads * self.head_dim
+        value_dim = options.v_heads * self.v_head_dim
         self.f_proj = nn.Sequential(nn.Linear(config.dim, rank, bias=False), nn.Linear(rank, gate_dim, bias=False))
         self.g_proj = nn.Sequential(
             nn.Linear(config.dim, rank, bias=False), nn.Linear(rank, value_dim, bias=options.gate_bias)
@@ -229,7 +237,8 @@ class KDAMixer(DeltaMixer):
 
     def _log_decay(self, inputs: Inputs) -> Tensor:
         _, _, _, gate, _ = inputs
-        rate, gate = self.A_log.exp()[:, None], widen(gate) + self.dt_bias.view(-1, self.head_dim)
+        rate = self.A_log.exp()[:, None]
+        gate = widen(gate) + self.dt_bias.view(-1, self.head_dim)
         return -rate * F.softplus(gate) if self.lower_bound is None else self.lower_bound * (rate * gate).sigmoid()
 
     def _rule(self, inputs: Inputs, **how: Any) -> tuple[Tensor, Tensor | None]:

@@ -62,7 +62,8 @@ class LightningMixer(RecurrentMixer):
 
     def __init__(self, options: Lightning, config: ModelConfig, layer: int):
         super().__init__(options)
-        self.heads, self.head_dim = options.heads, options.head_dim
+        self.heads = options.heads
+        self.head_dim = options.head_dim
         slope = layer / (config.num_layers - 1 + 1e-5) - 1 - 1e-5  # from −1 in the first layer to 0 in the last
         self.slope = torch.tensor(slope, dtype=torch.float64, device="cpu")  # a number would be compiled for each layer
         width = options.heads * options.head_dim

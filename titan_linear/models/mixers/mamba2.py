@@ -65,7 +65,10 @@ class Mamba2(RecurrentOptions):
         return per_token * documents.tokens + pairs
 
     def cases(self, draw: Draws) -> Iterator[OpCase]:
-        heads, P, G, N = self.heads, self.head_dim, self.groups, self.state_dim
+        heads = self.heads
+        P = self.head_dim
+        G = self.groups
+        N = self.state_dim
         limits = {"dt_softplus": True, "dt_limit": (self.dt_min, self.dt_max)}
         # Decays that last for hundreds of tokens and differ by head: see `DeltaOptions.delta_cases`.
         dt_bias = draw("dt_bias", heads)
@@ -135,7 +138,8 @@ class Mamba2Mixer(RecurrentMixer):
 
     def __init__(self, options: Mamba2, config: ModelConfig):
         super().__init__(options)
-        self.head_dim, self.state_dim = options.head_dim, options.state_dim
+        self.head_dim = options.head_dim
+        self.state_dim = options.state_dim
         self.dt_limit = (options.dt_min, options.dt_max)
         inner, *_ = widths = options.widths
         self.x_proj, self.b_proj, self.c_proj = (nn.Linear(config.dim, w, bias=False) for w in widths)

@@ -102,7 +102,8 @@ class RecurrentMixer(nn.Module):
         if window.fragments is not None:
             plan, apart = window.fragments
             inputs, _ = self._inputs(x, plan, None, *taken)
-            (o, _), (alone, _) = self._recurrence(inputs, plan), self._recurrence(inputs, apart)
+            o, _ = self._recurrence(inputs, plan)
+            alone, _ = self._recurrence(inputs, apart)
             seen["fragment_share"] = _share(o[0], alone[0])
         return seen
 
@@ -118,7 +119,8 @@ class RecurrentMixer(nn.Module):
         """x [B, T, D], the inputs of these convolutions side by side -> the output of each, [B, T, ., dim], after a
         silu. They are one convolution: one halo under context parallelism. norm_dim: they give q, k and v, and heads of
         q and k have this many channels and length 1."""
-        weights, biases = [c.weight for c in convolutions], [c.bias for c in convolutions]
+        weights = [c.weight for c in convolutions]
+        biases = [c.bias for c in convolutions]
         bias = None if biases[0] is None else torch.cat(biases)
         options = {"bias": bias, "activation": "silu", "widths": [*map(len, weights)], "norm_dim": norm_dim}
         parts = convolve(x, torch.cat(weights), cache, "conv", self.implementations, **options, **plan.documents)

@@ -96,8 +96,10 @@ class LowRank(nn.Module):
         self, dim: int, rank: int, width: int, activation: Callable[[Tensor], Tensor] | None, bias: Draw | None
     ):
         super().__init__()
-        self.down, self.up = nn.Linear(dim, rank, bias=False), nn.Linear(rank, width, bias=False)
-        self.activation, self.initial = activation, {"bias": bias}
+        self.down = nn.Linear(dim, rank, bias=False)
+        self.up = nn.Linear(rank, width, bias=False)
+        self.activation = activation
+        self.initial = {"bias": bias}
         self.bias = None if bias is None else nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -134,8 +136,11 @@ class RWKV7Mixer(RecurrentMixer):
 
     def __init__(self, options: RWKV7, config: ModelConfig, layer: int):
         super().__init__(options)
-        dim, K, width = config.dim, options.head_dim, options.heads * options.head_dim
-        depth, decay = layer / config.num_layers, 1 + (layer / max(config.num_layers - 1, 1)) ** 0.3
+        dim = config.dim
+        K = options.head_dim
+        width = options.heads * options.head_dim
+        depth = layer / config.num_layers
+        decay = 1 + (layer / max(config.num_layers - 1, 1)) ** 0.3
         channels = partial(_channels, width, K)
         self.head_dim = K
         self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g = (nn.Parameter(torch.empty(dim)) for _ in range(6))
@@ -166,7 +171,9 @@ class RWKV7Mixer(RecurrentMixer):
         shift = token_shift(x, plan.documents, cache, "shift", self.implementations)
         mixes = self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g
         x_r, x_w, x_k, x_v, x_a, x_g = (torch.addcmul(x, shift, mix) for mix in mixes)
-        r, k, values = self.r_proj(x_r), self.k_proj(x_k), self.v_proj(x_v)
+        r = self.r_proj(x_r)
+        k = self.k_proj(x_k)
+        values = self.v_proj(x_v)
         if taken:
             values = torch.lerp(values, taken[0], self.v_lora(x_v).sigmoid())
         w = DECAY * widen(self.w_lora(x_w)).sigmoid()

@@ -82,7 +82,8 @@ class MoEConfig(MLPOptions):
     def flops(self, dim: int) -> int:
         """The router, `top_k` experts and the sum of their outputs, projections to and from the latent, the shared
         expert and its gate."""
-        width, products = self.width(dim), matrices(self.activation)
+        width = self.width(dim)
+        products = matrices(self.activation)
         routed = 2 * dim * self.num_experts + self.top_k * (2 * products * width * self.hidden_dim + 2 * width)
         return routed + 4 * dim * self.latent_dim + 2 * dim * (products * self.shared_hidden_dim + self.shared_gate)
 

@@ -67,7 +67,8 @@ def heads_at_once(tokens: int, Hkv: int, width: int, dtype: torch.dtype, slices:
 
 def heads_of_slice(pairs: Tensor, q: Tensor, k: Tensor, v: Tensor) -> int:
     """`heads_at_once` for this rank's q, k, v [1, T_local, ...]; the same on all ranks. pairs: of `GatheredSpans`."""
-    tokens, width = pairs.shape[1] * k.shape[1], k.shape[3] + v.shape[3]
+    tokens = pairs.shape[1] * k.shape[1]
+    width = k.shape[3] + v.shape[3]
     return heads_at_once(tokens, k.shape[2], width, k.dtype, worthwhile(pairs, q, v))
 
 
@@ -93,7 +94,9 @@ def allgather_forward(
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """o like q with Dv, lse [1, Hq, T_local]; spans, queries, keys, pairs: `GatheredSpans`."""
-    moved, needed, results = _Queries(QueryRoutes(*queries), group), _Keys(KeyRoutes(*keys), group), _Arrivals()
+    moved = _Queries(QueryRoutes(*queries), group)
+    needed = _Keys(KeyRoutes(*keys), group)
+    results = _Arrivals()
 
     def compute(came: Came) -> tuple[Tensor, Tensor]:
         k_slice, v_slice, (rows,) = came
@@ -109,7 +112,9 @@ def allgather_forward(
 def _room_in_backward(q: Tensor, k: Tensor, v: Tensor, keys: list[Tensor], pairs: Tensor, **_: Any) -> int:
     """Bytes of dq's accumulator, slices of keys and their gradients, and the gradients of this rank's own keys, held
     until all ranks' have come."""
-    needed, acc, Hkv = KeyRoutes(*keys), accumulator_dtype(k.dtype).itemsize, k.shape[2]
+    needed = KeyRoutes(*keys)
+    acc = accumulator_dtype(k.dtype).itemsize
+    Hkv = k.shape[2]
     heads = Hkv if needed.travel == NOTHING else heads_of_slice(pairs, q, k, v)
     tokens = k.shape[1] + int(needed.coming.sum())
     slices = slice_bytes(tokens, heads, Hkv, k.shape[3] + v.shape[3], k.dtype)
@@ -132,7 +137,8 @@ def allgather_backward(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    moved, needed = _Queries(QueryRoutes(*queries), group), _Keys(KeyRoutes(*keys), group)
+    moved = _Queries(QueryRoutes(*queries), group)
+    needed = _Keys(KeyRoutes(*keys), group)
     gradients, gradients_of_keys = _Arrivals(), _Arrivals()
 
     def compute(came: Came) -> Triple:
@@ -150,14 +156,16 @@ def allgather_backward(
             Spans(*spans),
         )
 
-    rows_of, heads = [lse[0].T, do[0], q[0], o[0]], heads_of_slice(pairs, q, k, v)
+    rows_of = [lse[0].T, do[0], q[0], o[0]]
+    heads = heads_of_slice(pairs, q, k, v)
     for dq, dk, dv in map(compute, _slices(rows_of, k[0], v[0], moved, needed, heads)):
         gradients.take()
         gradients.pending = moved.send_back(dq[0].to(q.dtype))
         gradients_of_keys.take()
         gradients_of_keys.pending = needed.send_home(dk[0], dv[0], k.shape[1])
         del dk, dv  # before the next slice has its own
-    (dq,), (dkv,) = gradients.joined(), gradients_of_keys.joined()
+    (dq,) = gradients.joined()
+    (dkv,) = gradients_of_keys.joined()
     dk, dv = dkv.split([k.shape[-1], v.shape[-1]], dim=-1)
     return dq[None], dk[None].to(k.dtype).contiguous(), dv[None].to(v.dtype).contiguous()
 
@@ -171,11 +179,13 @@ def _slices(
 ) -> Iterator[Came]:
     """All heads in slices of `heads` key heads, each on its way while the one before is computed: for this rank's spans
     k [keys, h, D], v [keys, h, Dv], and rows of `tokens`, each [T_local, Hq, ...] here. Only the caller holds one."""
-    Hkv, groups = k.shape[1], tokens[0].shape[1] // k.shape[1]
+    Hkv = k.shape[1]
+    groups = tokens[0].shape[1] // k.shape[1]
     step = Hkv if keys.travel == NOTHING else heads
 
     def start(first: int) -> tuple[Arriving, Arriving]:
-        of_k, of_q = slice(first, first + step), slice(first * groups, (first + step) * groups)
+        of_k = slice(first, first + step)
+        of_q = slice(first * groups, (first + step) * groups)
         return keys.fetch(k[:, of_k], v[:, of_k]), queries.send(*(x[:, of_q] for x in tokens))
 
     under_way = deque([start(0)])
@@ -214,7 +224,9 @@ class _Queries:
     """Query rows on their way to the rank that computes them, and back. Rows that stay are copied once, meanwhile."""
 
     def __init__(self, routes: QueryRoutes, group: str):
-        self.leaving, self.coming, self.moves = routes.leaving.tolist(), routes.coming.tolist(), bool(routes.moves)
+        self.leaving = routes.leaving.tolist()
+        self.coming = routes.coming.tolist()
+        self.moves = bool(routes.moves)
         self.here, self.away = routes.rows.tensor_split([len(routes.rows) - sum(self.leaving)])  # by where computed
         self.group = group
 
@@ -223,7 +235,8 @@ class _Queries:
         if not self.moves:
             return lambda: tensors
         arrive = self._travel([x.index_select(0, self.away) for x in tensors], self.leaving, self.coming)
-        stay, rows = len(self.here), len(self.here) + sum(self.coming)
+        stay = len(self.here)
+        rows = len(self.here) + sum(self.coming)
         of_spans = [x.new_empty(rows, *x.shape[1:]) for x in tensors]
         for x, into in zip(tensors, of_spans, strict=True):
             torch.index_select(x, 0, self.here, out=into[:stay])
@@ -239,7 +252,8 @@ class _Queries:
         """The inverse of `send`: from each [rows of the spans, ...], the rows of this rank's tokens."""
         if not self.moves:
             return lambda: tensors
-        stay, tokens = len(self.here), len(self.here) + len(self.away)
+        stay = len(self.here)
+        tokens = len(self.here) + len(self.away)
         arrive = self._travel([x[stay:] for x in tensors], self.coming, self.leaving)
         own = [x.new_empty(tokens, *x.shape[1:]) for x in tensors]
         for x, into in zip(tensors, own, strict=True):
@@ -278,7 +292,8 @@ class _Keys:
 
     def __init__(self, routes: KeyRoutes, group: str):
         self.pieces, self.sent = ([(a, b) for a, b in x.tolist() if a < b] for x in (routes.pieces, routes.sent))
-        self.leaving, self.coming = routes.leaving.tolist(), routes.coming.tolist()
+        self.leaving = routes.leaving.tolist()
+        self.coming = routes.coming.tolist()
         self.travel, self.group = int(routes.travel), group
 
     def fetch(self, k: Tensor, v: Tensor) -> Arriving:
@@ -299,7 +314,8 @@ class _Keys:
         if self.travel == NOTHING:
             return lambda: [torch.cat([dk, dv], dim=-1)]
         rows = sum(self.coming) + tokens * (self.travel == ALL)  # a gather brought this rank's own, too
-        sizes, dtype = [b - a for a, b in self.pieces], accumulator_dtype(dk.dtype)
+        sizes = [b - a for a, b in self.pieces]
+        dtype = accumulator_dtype(dk.dtype)
         here, there = (dk.new_zeros(n, dk.shape[1], D + Dv, dtype=dtype) for n in (tokens, rows))
         for piece, *of_piece in zip(self._pieces_of(here, there), dk.split(sizes), dv.split(sizes), strict=True):
             for part, gradient in zip(piece.split([D, Dv], dim=-1), of_piece, strict=True):

@@ -60,7 +60,8 @@ def fold_runs(runs: Runs, start: Tensor | None, reverse: bool) -> Tensor:
     if by_kernels(S_ext):
         from titan_linear.ops.triton.fold import fold_segments
 
-        rows, firsts = (S_ext.flatten(0, 1), M.flatten(0, 1)), _firsts(runs)
+        rows = (S_ext.flatten(0, 1), M.flatten(0, 1))
+        firsts = _firsts(runs)
         return fold_segments(*rows, start, None, firsts, wanted.flatten(), reverse).view_as(S_ext)
     states = S_ext.new_zeros(S_ext.shape, dtype=torch.float64)
     walk = range(n)[::-1] if reverse else range(n)

@@ -44,7 +44,8 @@ def fetch_halo(x: Tensor, tables: list[Tensor], slots: int, width: int, group: s
     routes = HaloRoutes(*tables)
     out = x.new_zeros(slots * width, x.shape[1])
     if routes.crosses.item():
-        sent, received = routes.send_counts.tolist(), routes.receive_counts.tolist()
+        sent = routes.send_counts.tolist()
+        received = routes.receive_counts.tolist()
         came = all_to_all(x.index_select(0, routes.rows[: sum(sent)]), sent, received, group)
         out.index_copy_(0, routes.places[: sum(received)], came)
     return out.view(slots, width, x.shape[1])
@@ -61,7 +62,8 @@ def return_halo(dx: Tensor, d_halo: Tensor, tables: list[Tensor], group: str) ->
     routes = HaloRoutes(*tables)
     if not routes.crosses.item():
         return
-    sent, received = routes.receive_counts.tolist(), routes.send_counts.tolist()
+    sent = routes.receive_counts.tolist()
+    received = routes.send_counts.tolist()
     flat = d_halo.reshape(-1, d_halo.shape[-1])
     came = all_to_all(flat.index_select(0, routes.places[: sum(sent)]), sent, received, group)
     # Fragments shorter than the halo share tokens. Gradients of one token are then added one by one: on GPUs

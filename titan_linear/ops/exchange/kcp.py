@@ -69,7 +69,8 @@ def exchange(S_ext: Tensor, M: Tensor, c: Chains, group: str) -> tuple[Tensor, T
     came = all_to_all(message, _elements(c.send_counts.tolist(), sizes), _elements(counts, sizes), group)
     edges = accumulate((n * size for row in counts for n, size in zip(row, sizes)), initial=0)
     blocks = [slice(*edge) for edge in pairwise(edges)]
-    S_rows, M_rows = _joined(_parts(came, blocks[0::2]), S_ext), _joined(_parts(came, blocks[1::2]), M)
+    S_rows = _joined(_parts(came, blocks[0::2]), S_ext)
+    M_rows = _joined(_parts(came, blocks[1::2]), M)
     return S_rows.view(-1, *S_ext.shape[1:]), M_rows.view(-1, *M.shape[1:])
 
 

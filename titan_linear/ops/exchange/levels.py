@@ -35,7 +35,8 @@ def incoming_by_levels(
 def _members(S_ext: Tensor, M: Tensor, c: Chains, level: Level, group: str) -> Runs:
     """S_ext and M of this rank's block [slots, HV, ...] → those of the level's members [slots, members, h, ...], in
     global order; h is HV, or this rank's share of it."""
-    (slots, HV, K, V), (W, first) = S_ext.shape, _place(level, group)
+    slots, HV, K, V = S_ext.shape
+    W, first = _place(level, group)
     pairs = torch.cat([S_ext.flatten(2), M.flatten(2)], 2)
     if level.shares_heads:
         came = _exchanged(pairs.transpose(0, 1).contiguous(), level, group)

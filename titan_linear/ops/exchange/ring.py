@@ -73,7 +73,9 @@ def ring_forward(
 def _room_in_backward(q: Tensor, k: Tensor, v: Tensor, hops: Tensor, **_: Any) -> int:
     """Bytes of the accumulators of dq and dK|dV, one block's dq and dK|dV, and the buffers in which K|V (two) and dK|dV
     (two or three) travel."""
-    acc, keys, buffers = accumulator_dtype(k.dtype).itemsize, k.numel() + v.numel(), min(int(hops) + 1, 3)
+    acc = accumulator_dtype(k.dtype).itemsize
+    keys = k.numel() + v.numel()
+    buffers = min(int(hops) + 1, 3)
     travelling = keys * (2 * k.element_size() + acc * buffers) if hops else 0
     return (acc + k.element_size()) * (q.numel() + keys) + travelling
 
@@ -97,7 +99,8 @@ def ring_backward(
     acc, D = accumulator_dtype(q.dtype), k.shape[-1]
     kv = _Travelling(k, v, group, stride, int(hops))
     grads = attend_spans_backward(do, q, k, v, o, lse, scale, causal, Spans(*squares))
-    dq, home = grads[0].to(acc), torch.cat(grads[1:], dim=-1).to(acc)  # home: dK|dV of this rank's keys
+    dq = grads[0].to(acc)
+    home = torch.cat(grads[1:], dim=-1).to(acc)  # home: dK|dV of this rank's keys
     gradient = _FollowingGradient(home, group, stride, kv.hops)
     for hop, blocks in enumerate(_by_hop(by_hop, kv.hops)):
         k_hop, v_hop = kv.arrive(hop)
@@ -135,7 +138,11 @@ class _Travelling:
     """K|V on their way around the ring, double-buffered: the next hop is in flight during this one's blocks."""
 
     def __init__(self, k: Tensor, v: Tensor, group: str, stride: int, hops: int):
-        self.own, self.group, self.stride, self.hops, self.works = (k, v), group, stride, hops, []
+        self.own = (k, v)
+        self.group = group
+        self.stride = stride
+        self.hops = hops
+        self.works = []
         if hops:
             packed = torch.cat([k, v], dim=-1)  # [1, T, Hkv, D + Dv]
             self.buffers = [packed, torch.empty_like(packed)]
@@ -159,7 +166,11 @@ class _FollowingGradient:
     """dK|dV of the keys in hand: computed while the other ranks' sum arrives, added to it, and sent on."""
 
     def __init__(self, home: Tensor, group: str, stride: int, hops: int):
-        self.home, self.group, self.stride, self.hops, self.works = home, group, stride, hops, []
+        self.home = home
+        self.group = group
+        self.stride = stride
+        self.hops = hops
+        self.works = []
         self.buffers = [torch.empty_like(home) for _ in range(min(hops, 2) + 1)] if hops else []
 
     def blank(self, hop: int) -> Tensor:
@@ -170,7 +181,8 @@ class _FollowingGradient:
     def depart(self, hop: int) -> None:
         """Add what arrived to this rank's part; pass it on, or home after the last hop."""
         _wait(self.works)
-        here, next_ = self.buffers[(hop - 1) % 2], self.buffers[hop % 2]
+        here = self.buffers[(hop - 1) % 2]
+        next_ = self.buffers[hop % 2]
         if hop > 1:
             here += self.mine
         step = 1 if hop < self.hops else -self.hops

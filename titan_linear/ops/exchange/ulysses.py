@@ -82,7 +82,8 @@ class _ExchangeHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, cp: CPContext, in_node: bool, to_heads: bool) -> Tensor:
         order, ranks = (cp.order_in_node, cp.node_size) if in_node else (cp.order, cp.world_size)
-        ctx.where, ctx.to_heads = (list(order), ranks, cp.group_name), to_heads
+        ctx.where = (list(order), ranks, cp.group_name)
+        ctx.to_heads = to_heads
         return exchange_heads(x, *ctx.where, to_heads)
 
     @staticmethod
@@ -112,7 +113,8 @@ def _all_to_all(parts: Tensor, group: str) -> Tensor:
     """parts[r] goes to rank r; the result's [r] came from rank r. Of fewer parts than ranks: of this rank's node."""
     ranks, parts = group_named(group), parts.contiguous()
     if len(parts) < ranks.size():
-        sizes, first = [0] * ranks.size(), ranks.rank() // len(parts) * len(parts)
+        sizes = [0] * ranks.size()
+        first = ranks.rank() // len(parts) * len(parts)
         sizes[first : first + len(parts)] = [1] * len(parts)
         return all_to_all(parts, sizes, sizes, group)
     received = torch.empty_like(parts)

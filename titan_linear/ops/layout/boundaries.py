@@ -151,7 +151,8 @@ def segment_length(tokens: int, entries: int, programs: int, joined: bool = Fals
 
     programs: of a scan over one entry, HV · V / 64.
     """
-    segments, least = PROGRAMS // max(entries * programs, 1), 2 if joined else 3
+    segments = PROGRAMS // max(entries * programs, 1)
+    least = 2 if joined else 3
     if segments < least or tokens < least * SHORTEST * entries:
         return None
     share = -(-tokens // (entries * segments))

@@ -236,7 +236,8 @@ def build_cp_context(
     fragments = cut(documents, num_streams, world_size, layout)
     mine = owned(fragments, rank)
     local, positions, entries = _local_layout(documents, mine)
-    ring, allgather = "ring" in attention, "allgather" in attention
+    ring = "ring" in attention
+    allgather = "allgather" in attention
     slots = _slots_of_entries(mine, entries, len(local) - 1)
     crossing = ((slots["enters_slot"] >= 0) | (slots["leaves_slot"] >= 0))[:-1]
     of_all = {"node_size": np.array([node_size]), "zigzag": np.array([layout == "zigzag"])}
@@ -250,7 +251,8 @@ def build_cp_context(
     whole = documents.astype(np.int32)
     alone = world_size == 1 and layout == "contiguous"  # then the entries are the documents
     if not alone:
-        sizes, apart = () if stream_programs is None else (CHUNK,), np.zeros(len(whole) - 1, dtype=bool)
+        sizes = () if stream_programs is None else (CHUNK,)
+        apart = np.zeros(len(whole) - 1, dtype=bool)
         tables |= _boundary_tables("stream", whole, sizes, stream_programs or (), apart)
     if conv1d_kernel_size is not None:
         tables["halo"] = HaloRoutes, halo_routes(fragments, rank, world_size, conv1d_kernel_size - 1)
@@ -437,7 +439,8 @@ def _local_layout(documents: np.ndarray, fragments: Fragments) -> tuple[np.ndarr
         firsts.append(edges[:-1] - documents[low : high + 1])  # the position of an entry's first token
         entries.append((count, count + high - low))
         count += high - low + 1
-    length, first = np.concatenate(lengths), np.concatenate(firsts)
+    length = np.concatenate(lengths)
+    first = np.concatenate(firsts)
     local = np.concatenate([[0], np.cumsum(length)])
     positions = np.arange(local[-1]) + np.repeat(first - local[:-1], length)
     return local.astype(np.int32), positions, np.array(entries)
@@ -446,7 +449,8 @@ def _local_layout(documents: np.ndarray, fragments: Fragments) -> tuple[np.ndarr
 def _slots_of_entries(fragments: Fragments, entries: np.ndarray, count: int) -> dict[str, np.ndarray]:
     """For each entry, the slot if its document comes in from another fragment, or goes on into one, else −1; one row
     more than there are entries, so that a table never has a single row."""
-    enters, leaves = np.full(count + 1, -1, dtype=np.int32), np.full(count + 1, -1, dtype=np.int32)
+    enters = np.full(count + 1, -1, dtype=np.int32)
+    leaves = np.full(count + 1, -1, dtype=np.int32)
     for slot, (f, (first, last)) in enumerate(zip(fragments, entries, strict=True)):
         if f.enters:
             enters[first] = slot

@@ -54,7 +54,8 @@ def cut(documents: np.ndarray, num_streams: int, world_size: int, layout: str) -
         ValueError: streams that cannot be cut into equal blocks, or that do not begin with a document.
     """
     total = int(documents[-1])
-    length, blocks = total // num_streams, world_size * (2 if layout == "zigzag" else 1)
+    length = total // num_streams
+    blocks = world_size * (2 if layout == "zigzag" else 1)
     if total % num_streams or length % blocks:
         raise ValueError(
             f"cu_seqlens ends at {total}: these tokens cannot be cut into num_streams = {num_streams} streams of "

@@ -74,7 +74,8 @@ def balanced(runs: Runs, world_size: int, causal: bool) -> Runs:
     loads = pairs_by_rank(runs, world_size, causal)
     by_owner = np.argsort(runs.owner, kind="stable")
     begins = np.searchsorted(runs.owner[by_owner], np.arange(world_size + 1))
-    mean, keys_of_last = loads.mean(), (runs.end if causal else runs.last) - runs.first
+    mean = loads.mean()
+    keys_of_last = (runs.end if causal else runs.last) - runs.first
     tile, moves = _tile(int(keys_of_last.max()), mean), []
     for rank in np.argsort(-loads, kind="stable"):
         if loads[rank] > GIVES * mean:
@@ -186,7 +187,9 @@ Varlen = tuple[Tensor, Tensor, int, int]  # boundaries of q and of k, longest of
 
 def document_spans(documents: Boundaries) -> Spans:
     """One span per document, whose queries and keys are its tokens."""
-    device, host, longest = documents.cu_seqlens, documents.cu_seqlens_cpu, documents.longest
+    device = documents.cu_seqlens
+    host = documents.cu_seqlens_cpu
+    longest = documents.longest
     assert host is not None and longest is not None
     return Spans(device, device, host, host, longest, longest)
 
@@ -235,11 +238,13 @@ def span_tables(fragments: Fragments, documents: np.ndarray, rank: int, world_si
     """fragments: every rank's. documents: [N+1] int64 global boundaries."""
     own = entries(fragments, documents)
     runs = balanced(own, world_size, causal)
-    first, after = runs.first, (runs.end if causal else runs.last)  # of each run's keys
+    first = runs.first
+    after = runs.end if causal else runs.last  # of each run's keys
     here = np.flatnonzero(runs.rank == rank)
     here = here[np.lexsort((runs.start[here], runs.owner[here], runs.owner[here] != rank))]
     needed = _Needed(*_union(runs.rank, first, after))
-    q_lengths, k_lengths = (runs.end - runs.start)[here], (after - first)[here]
+    q_lengths = (runs.end - runs.start)[here]
+    k_lengths = (after - first)[here]
     q, k = (_bounds(lengths).astype(np.int32) for lengths in (q_lengths, k_lengths))
     longest = {"longest_q": q_lengths.max(keepdims=True), "longest_k": k_lengths.max(keepdims=True)}
     pairs = np.stack([pairs_by_rank(of, world_size, causal) for of in (own, runs)])
@@ -258,7 +263,8 @@ def _query_routes(fragments: Fragments, runs: Runs, rank: int, world_size: int) 
     local = mine.start + _offsets(fragments)[mine.start // size]
     rows = np.repeat(local - _bounds(lengths)[:-1], lengths) + np.arange(lengths.sum())
     moved = runs.rank != runs.owner
-    leaving, coming = mine.rank != rank, moved & (runs.rank == rank)
+    leaving = mine.rank != rank
+    coming = moved & (runs.rank == rank)
     return {
         "rows": rows,
         "leaving": np.bincount(mine.rank[leaving], lengths[leaving], world_size).astype(np.int64),
@@ -299,7 +305,8 @@ def _key_routes(
     fragments: Fragments, needed: _Needed, start: np.ndarray, end: np.ndarray, rank: int, world_size: int
 ) -> dict[str, np.ndarray]:
     """start, end: [.] key ranges of the rank's spans, in order."""
-    size, tokens = fragments[0].end, len(fragments) // world_size * fragments[0].end
+    size = fragments[0].end
+    tokens = len(fragments) // world_size * fragments[0].end
     owners = np.array([f.rank for f in fragments])
     blocks = np.argsort(owners, kind="stable").reshape(world_size, -1, 1) * size + [0, size]  # [W, slots, 2]
     received, sent = needed.traffic(blocks)
@@ -375,7 +382,9 @@ def _union(group: np.ndarray, start: np.ndarray, end: np.ndarray) -> tuple[np.nd
     """The union of each group's ranges, as disjoint ranges: group, start, end, sorted in this order."""
     apart = group * (int(end.max()) + 1)  # so that no range reaches those of the next group
     order = np.argsort(start + apart, kind="stable")
-    group, a, reach = group[order], start[order], np.maximum.accumulate((end + apart)[order])
+    group = group[order]
+    a = start[order]
+    reach = np.maximum.accumulate((end + apart)[order])
     new = np.flatnonzero(np.concatenate([[True], (a + apart[order])[1:] > reach[:-1]]))
     last = np.append(new[1:], len(a)) - 1
     return group[new], a[new], reach[last] - apart[order][last]

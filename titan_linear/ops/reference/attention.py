@@ -31,7 +31,8 @@ def attention(
 
 def _visible(Tq: int, Tk: int, causal: bool, cu_seqlens: Tensor | None) -> Tensor:
     """[Tq, Tk] bool: which keys a query sees. Queries are the last Tq of the Tk positions."""
-    i, j = torch.arange(Tk - Tq, Tk)[:, None], torch.arange(Tk)[None, :]
+    i = torch.arange(Tk - Tq, Tk)[:, None]
+    j = torch.arange(Tk)[None, :]
     visible = (j <= i) if causal else torch.ones(Tq, Tk, dtype=torch.bool)
     if cu_seqlens is not None:
         document = torch.bucketize(torch.arange(Tk), cu_seqlens[1:].cpu(), right=True)

@@ -60,7 +60,8 @@ def recurrent_ssd(
     x [b,T,heads,P]; dt [b,T,heads]; A, dt_bias [heads]; D [heads] or [heads,P]; B, C [b,T,G,N]; initial_states
     [n,heads,P,N]. Returns y [b,T,heads,P] and the final states [n,heads,P,N], both float64.
     """
-    x, dt = x.double(), dt.double() if dt_bias is None else dt.double() + dt_bias.double()
+    x = x.double()
+    dt = dt.double() if dt_bias is None else dt.double() + dt_bias.double()
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     start = None if initial_states is None else initial_states.mT
     y, h = recurrent_simple_gla(

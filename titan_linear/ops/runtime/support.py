@@ -184,7 +184,8 @@ def _choose(op: Op, impl: str, device: torch.device, dtype: torch.dtype | None, 
         against = {name: op.reason_against(name, target) for name in op.implementations}
         name = next(name for name, reason in against.items() if reason is None)
     else:
-        name, against = impl, {impl: op.reason_against(impl, target)}
+        name = impl
+        against = {impl: op.reason_against(impl, target)}
         if against[impl]:
             raise ValueError(f"impl = {impl!r} cannot run {op.name}: {against[impl]}; use 'auto' or 'torch'")
     remark = op.implementations[name].remark

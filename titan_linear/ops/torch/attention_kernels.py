@@ -70,7 +70,8 @@ def _flash4_widths(q: Tensor, k: Tensor, *as_v: Tensor) -> list[Tensor]:
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Pair:
-    Dv, (q, k, v) = v.shape[-1], _heads_first(*_equal_width(q, k, v))
+    Dv = v.shape[-1]
+    q, k, v = _heads_first(*_equal_width(q, k, v))
     o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     return o.transpose(1, 2)[..., :Dv], lse
 
@@ -87,13 +88,17 @@ def _cpu_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Pair:
-    Dv, (q, k, v) = v.shape[-1], _heads_first(*_equal_width(q, k, v, multiple=8))
+    Dv = v.shape[-1]
+    q, k, v = _heads_first(*_equal_width(q, k, v, multiple=8))
     o, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)[:2]
     return o.transpose(1, 2)[..., :Dv], lse.reshape(q.shape[:3])
 
 
 def _cudnn_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
-    D, Dv, Tq, Tk = q.shape[-1], v.shape[-1], q.shape[1], k.shape[1]
+    D = q.shape[-1]
+    Dv = v.shape[-1]
+    Tq = q.shape[1]
+    Tk = k.shape[1]
     do, q, k, v, o = _heads_first(*_equal_width(do, q, k, v, o, multiple=8))
     lse = lse.contiguous().unsqueeze(-1)  # [B, Hq, Tq, 1]
     unused = torch.empty(2, dtype=torch.int64, device=q.device)[0]  # no dropout: neither seed nor offset is read
@@ -116,7 +121,10 @@ def _flash_forward(q, k, v, scale: float, causal: bool, varlen: Varlen | None = 
 
 
 def _flash_backward(do, q, k, v, o, lse, scale: float, causal: bool, varlen: Varlen | None = None) -> Triple:
-    B, Tk, D, Dv = q.shape[0], k.shape[1], q.shape[-1], v.shape[-1]
+    B = q.shape[0]
+    Tk = k.shape[1]
+    D = q.shape[-1]
+    Dv = v.shape[-1]
     varlen = varlen or _batch_varlen(q, k)
     do, q, k, v, o = (x.flatten(0, 1) for x in _equal_width(do, q, k, v, o, multiple=8))
     lse = lse.transpose(0, 1).flatten(1).contiguous()  # [Hq, B·Tq]
@@ -138,7 +146,9 @@ def _batch_varlen(q: Tensor, k: Tensor) -> Varlen:
 
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Pair:
-    Tq, Dv, groups = q.shape[1], v.shape[-1], q.shape[2] // k.shape[2]
+    Tq = q.shape[1]
+    Dv = v.shape[-1]
+    groups = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
     q, k, v = _heads_first(*_equal_width(q, k, v, multiple=4))
     o, lse = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
@@ -146,7 +156,9 @@ def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bo
 
 
 def _efficient_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
-    (_, Tq, Hq, D), Hkv, Dv = q.shape, k.shape[2], v.shape[-1]
+    _, Tq, Hq, D = q.shape
+    Hkv = k.shape[2]
+    Dv = v.shape[-1]
     k, v = (x.repeat_interleave(Hq // Hkv, dim=2) for x in (k, v))
     do, q, k, v, o = _heads_first(*_equal_width(do, q, k, v, o, multiple=4))
     lse = F.pad(lse, (0, -Tq % LSE_ROWS), value=torch.inf).contiguous()
@@ -182,12 +194,16 @@ def _tiled_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) 
 def _tiled_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
     acc, Hkv = accumulator_dtype(q.dtype), k.shape[2]
     k, v = (x.transpose(1, 2).to(acc) for x in (k, v))
-    dk, dv, dqs = torch.zeros_like(k), torch.zeros_like(v), []
+    dk = torch.zeros_like(k)
+    dv = torch.zeros_like(v)
+    dqs = []
     for i in range(0, q.shape[1], TILE):
         rows, do_t, o_t = (x[:, i : i + TILE] for x in (q, do, o))
         lse_t = _fold_groups(lse[:, :, i : i + TILE].transpose(1, 2).unsqueeze(-1), Hkv)
         p = (_tile_scores(rows, k, scale, i if causal else None) - lse_t).exp_()  # [B, Hkv, G·t, keys]
-        keys, do_t, o_t = p.shape[-1], _fold_groups(do_t.to(acc), Hkv), _fold_groups(o_t.to(acc), Hkv)
+        keys = p.shape[-1]
+        do_t = _fold_groups(do_t.to(acc), Hkv)
+        o_t = _fold_groups(o_t.to(acc), Hkv)
         delta = (do_t * o_t).sum(-1, keepdim=True)
         ds = p * (do_t @ v[:, :, :keys].mT - delta) * scale
         dv[:, :, :keys] += p.mT @ do_t
@@ -277,7 +293,8 @@ def flash4_is_right(t: Target) -> str | None:
 
 
 IN_HALF = (on_gpu, dtype_in(*HALF))
-WIDE, NARROW = dims_up_to(256, "D", "Dv"), dims_up_to(128, "D", "Dv")
+WIDE = dims_up_to(256, "D", "Dv")
+NARROW = dims_up_to(128, "D", "Dv")
 ATTENTION = Op(
     "attention",
     {

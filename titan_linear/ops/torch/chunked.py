@@ -61,7 +61,8 @@ class Chunks:
 
 def make_chunks(boundaries: Boundaries) -> Chunks:
     """Chunks of the entries; an entry without tokens has no chunk."""
-    device, bounds = boundaries.cu_seqlens.device, torch.tensor(boundaries.on_host())
+    device = boundaries.cu_seqlens.device
+    bounds = torch.tensor(boundaries.on_host())
     lengths = bounds.diff()
     counts = (lengths + CHUNK - 1) // CHUNK
     first = counts.cumsum(0) - counts
@@ -69,7 +70,8 @@ def make_chunks(boundaries: Boundaries) -> Chunks:
     rows = torch.arange(int(bounds[-1])) + shift if (lengths % CHUNK).any() else None
     order = counts.argsort(descending=True, stable=True)
     rank = order.argsort()
-    entry, filled = torch.arange(len(counts)).repeat_interleave(counts), counts.nonzero().flatten()
+    entry = torch.arange(len(counts)).repeat_interleave(counts)
+    filled = counts.nonzero().flatten()
     before = torch.arange(len(entry)) - first[entry]
     return Chunks(
         int(counts.sum()),
@@ -94,7 +96,8 @@ def make_chunks(boundaries: Boundaries) -> Chunks:
 def sums_between(g: Tensor) -> Tensor:
     """g [.., C, D], log gates -> [.., C i, C j, D], the sum over tokens after j up to i; −∞ for j > i."""
     C, device = g.shape[-2], g.device
-    i, j = torch.arange(C, device=device).unsqueeze(1), torch.arange(C, device=device)
+    i = torch.arange(C, device=device).unsqueeze(1)
+    j = torch.arange(C, device=device)
     after = (j < i).unsqueeze(-1)  # [C, C, 1]
     sums = torch.where(after, g.unsqueeze(-2), 0.0).cumsum(-3)
     return sums.masked_fill((j > i).unsqueeze(-1), float("-inf"))
@@ -136,7 +139,8 @@ def scan(p: Prepared, chunks: Chunks, initial_state: Tensor) -> Scanned:
     if p.w is None:
         return Scanned(*carry(p.kg.mT @ p.u, p.decay, initial_state, chunks), p.u)
     S = initial_state[chunks.order]
-    states, v_new = p.u.new_empty(len(p.u), *p.state_shape), p.u.clone()
+    states = p.u.new_empty(len(p.u), *p.state_shape)
+    v_new = p.u.clone()
     for ids in chunks.steps:
         n = len(ids)
         states[ids] = S[:n]
@@ -150,7 +154,9 @@ def carry(
 ) -> tuple[Tensor, Tensor]:
     """S ← decay ⊙ S + added, chunk by chunk from [N, HV, K, V]: the states before each chunk [NC, HV, K, V], and those
     after the last. Nothing else acts on S, so a step doubles the number of chunks behind it that a chunk has seen."""
-    earlier, entry, decay = chunks.before, chunks.entry, decay.unsqueeze(-1)
+    earlier = chunks.before
+    entry = chunks.entry
+    decay = decay.unsqueeze(-1)
     filled, _, ends = chunks.ends
     if reverse:
         ends = len(entry) - 1 - chunks.ends[1]
@@ -226,7 +232,8 @@ def backward(p: Prepared, s: Scanned, do: Tensor, d_final: Tensor, chunks: Chunk
         d_out, d_initial = carry(dS_direct, p.decay, d_final, chunks, reverse=True)
         dv = dv + p.kg @ d_out
     else:
-        dS, d_out = d_final[chunks.order], torch.empty_like(s.states)
+        dS = d_final[chunks.order]
+        d_out = torch.empty_like(s.states)
         for ids in reversed(chunks.steps):
             n = len(ids)
             d_out[ids] = dS[:n]
@@ -292,14 +299,16 @@ class TorchRule(ABC):
     @without_autocast
     def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]:
         self.scanned = scan(self.prepared, self.chunks, self._of_entries(initial))
-        o, final = self.chunks.join(output(self.prepared, self.scanned)), self.scanned.final
+        o = self.chunks.join(output(self.prepared, self.scanned))
+        final = self.scanned.final
         # Contiguous however many entries were joined: compiled code asks for the same strides in every batch.
         return o.contiguous(), final if need_final else final.new_empty(0)
 
     @without_autocast
     def boundary_backward(self, do: Tensor, chains: Chains) -> Tensor:
         p, slots = self.prepared, chains.slots.tolist()
-        do, dS_ext = self.chunks.split(do.to(p.u)), p.u.new_zeros(len(slots), *p.state_shape)
+        do = self.chunks.split(do.to(p.u))
+        dS_ext = p.u.new_zeros(len(slots), *p.state_shape)
         for slot, (entry, wanted) in enumerate(slots):
             if wanted >= STATE:
                 dS_ext[slot] = boundary_backward(p, do, self.chunks, entry)
@@ -311,7 +320,8 @@ class TorchRule(ABC):
     ) -> tuple[Any, Tensor]:
         if self.scanned is None:
             self.scanned = scan(self.prepared, self.chunks, self._of_entries(initial))
-        do, d_final = self.chunks.split(do.to(self.prepared.u)), self._of_entries(d_final)
+        do = self.chunks.split(do.to(self.prepared.u))
+        d_final = self._of_entries(d_final)
         d_prepared, d_initial = backward(self.prepared, self.scanned, do, d_final, self.chunks)
         pairs = [(x, dx) for x, dx in zip(self.graph, d_prepared, strict=True) if x is not None]
         given = [x for x in self.inputs if x is not None]

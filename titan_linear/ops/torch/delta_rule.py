@@ -35,7 +35,9 @@ def prepare(
     """Compute all that is local to a chunk from q, k [T,H,K]; v [T,HV,V]; g [T,HV,K or 1], log gates; beta [T,HV]."""
     groups = v.shape[1] // q.shape[1]
     q, k = (chunks.split(x).repeat_interleave(groups, dim=1) for x in (q * scale, k))  # [NC, HV, C, K]
-    v, g, beta = chunks.split(v), chunks.split(g), chunks.split(beta.unsqueeze(-1))
+    v = chunks.split(v)
+    g = chunks.split(g)
+    beta = chunks.split(beta.unsqueeze(-1))
     aqk, akk = pair_products(torch.cat([q, k], 1), k, g, safe_gate).chunk(2, dim=1)
     G = g.cumsum(-2)  # [NC, HV, C, K or 1]
     gamma = G.exp()

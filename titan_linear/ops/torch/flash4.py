@@ -104,8 +104,11 @@ def problem(dtype: torch.dtype, D: int, Dv: int) -> str | None:
 
 def _errors(dtype: torch.dtype, D: int, Dv: int) -> dict[str, float]:
     """Relative RMS errors on two spans, the first with more keys than queries; heads are grouped where D = Dv."""
-    generator, on = torch.Generator().manual_seed(0), {"device": "cuda", "dtype": dtype}
-    rows, keys, heads = [0, 40, 100], [0, 72, 132], (4, 2 if Dv == D else 4)
+    generator = torch.Generator().manual_seed(0)
+    on = {"device": "cuda", "dtype": dtype}
+    rows = [0, 40, 100]
+    keys = [0, 72, 132]
+    heads = (4, 2 if Dv == D else 4)
     shapes = (rows[-1], heads[0], D), (keys[-1], heads[1], D), (keys[-1], heads[1], Dv), (rows[-1], heads[0], Dv)
     q, k, v, do = (torch.randn(1, *s, generator=generator).to(**on) for s in shapes)
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (rows, keys))
