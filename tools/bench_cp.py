@@ -57,7 +57,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_linear.commands import line, table
+from titan_linear.commands import command_parser, line, table
 from titan_linear.distributed.groups import process_group
 from titan_linear.distributed.one_process import RankFailed
 from titan_linear.distributed.process import refusing, run_command
@@ -289,9 +289,7 @@ def planned_share(machine: Machine, mixer: MixerOptions, batch: Batch) -> float:
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """This tool's own options, and the run's keys."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench_cp", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("python -m tools.bench_cp", __doc__)
     ops = [*OPS, *METHODS]
     parser.add_argument("--ops", nargs="+", default=ops, choices=ops)
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768])

@@ -42,7 +42,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, softplus
 from triton.testing import do_bench
 
-from titan_linear.commands import line, table
+from titan_linear.commands import command_parser, line, table
 from titan_linear.distributed.process import refusing, run_command
 from titan_linear.ops import causal_conv1d, chunk_gated_delta_rule, chunk_kda, chunk_rwkv7, chunk_ssd
 
@@ -405,9 +405,7 @@ def head_counts(text: str) -> tuple[int, int]:
 
 @refusing
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench_ops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("python -m tools.bench_ops", __doc__)
     parser.add_argument("--ops", nargs="+", default=list(OPS), choices=list(OPS))
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 8192])
     parser.add_argument("--heads", type=head_counts, nargs="+", default=[(64, 64), (16, 16)], help="such as 16/64")

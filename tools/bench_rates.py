@@ -16,7 +16,6 @@ head, where heads fill the GPU, and the time per token of an entry, where heads 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -40,6 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titan_linear.commands import command_parser
 from titan_linear.distributed.groups import process_group
 from titan_linear.distributed.process import refusing, run_command
 from titan_linear.observe.flops import known_peak
@@ -422,9 +422,7 @@ def measured(device: torch.device, rank: int) -> dict[str, Any]:
 
 @refusing
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench_rates", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("python -m tools.bench_rates", __doc__)
     parser.add_argument("--out", default="", help="the file to write; by default it is printed")
     args = parser.parse_args(argv)
     if args.out and not Path(args.out).parent.is_dir():

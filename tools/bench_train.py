@@ -53,7 +53,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from titan_linear.commands import line, table
+from titan_linear.commands import command_parser, line, table
 from titan_linear.config import Config, check_config, data_parallel_degrees, load_config
 from titan_linear.data import build_tokenizer, write_corpus
 from titan_linear.distributed.groups import of_all_ranks, on_rank_0, process_group
@@ -362,9 +362,7 @@ def cells(row: Row) -> list[str]:
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     own, keys = split_keys(argv)
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench_train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("python -m tools.bench_train", __doc__)
     parser.add_argument("--models", nargs="+", default=["kda/340M"], help="NAME/FLAVOR of each row (default: kda/340M)")
     parser.add_argument("--seq-len", type=int, default=32768, help="tokens per stream (default: 32768)")
     parser.add_argument("--layers", type=int, help="cut each model to so many layers")

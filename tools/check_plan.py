@@ -6,12 +6,11 @@ python -m tools.check_plan --rates mine.json      # by rates that tools/bench_ra
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import NamedTuple
 
-from titan_linear.commands import table
+from titan_linear.commands import command_parser, table
 from titan_linear.commands.plan import mean_length
 from titan_linear.config import load_config
 from titan_linear.distributed.process import refusing, run_command
@@ -88,9 +87,7 @@ def setting(keys: list[str], documents: str) -> str:
 
 @refusing
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.check_plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("python -m tools.check_plan", __doc__)
     parser.add_argument("--rates", type=Path, help="file written by tools.bench_rates")
     rates = parser.parse_args(argv).rates
     print(checked(read_rates(rates) if rates else None))

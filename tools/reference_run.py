@@ -32,7 +32,7 @@ from statistics import mean, median
 import torch
 from torch import nn
 
-from titan_linear.commands import table
+from titan_linear.commands import command_parser, table
 from titan_linear.config import Config, check_config, hf_weights, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.distributed.process import own_device, refusing, run_command
@@ -249,9 +249,7 @@ def draw_results(args: argparse.Namespace) -> None:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.reference_run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("python -m tools.reference_run", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     fla = commands.add_parser("fla", help="train FLA's model; the run's keys follow after --")
     fla.add_argument("folder", type=Path, help="where metrics and state go")

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from titan_linear.commands import command_parser
 from titan_linear.config import Config, load_config
 from titan_linear.data import IGNORE, MixedStreams, Stream, Streams, Tokenizer, build_tokenizer
 from titan_linear.distributed.process import refusing, run_command
@@ -90,12 +91,7 @@ def read_spike(path: Path, number: int) -> dict[str, Any]:
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """This command's own options, and the run's keys."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.show_batch",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("python -m tools.show_batch", __doc__, allow_abbrev=False)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--step", type=int, help="a step of the run, from 1")
     which.add_argument("--spike", type=int, help="line of spikes.jsonl, from 1; -1: the last")

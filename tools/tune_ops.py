@@ -30,6 +30,7 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 from triton.testing import do_bench
 
+from titan_linear.commands import command_parser
 from titan_linear.distributed.process import refusing, run_command
 from titan_linear.ops.layout.boundaries import scan_programs, segment_length
 from titan_linear.ops.registry import OPS
@@ -180,9 +181,7 @@ def some_values(text: str) -> tuple[str, list[int]]:
 @refusing
 def main(argv: list[str]) -> int:
     known = sorted(CONFIGS[architecture(torch.device("cuda" if torch.cuda.is_available() else "cpu"))])
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.tune_ops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("python -m tools.tune_ops", __doc__)
     parser.add_argument("--kernels", nargs="+", default=known, choices=known)
     parser.add_argument("--dims", type=head_dims, default=(128, 128), help="K and V (default: 128x128)")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])

@@ -25,6 +25,7 @@ from textwrap import shorten
 import torch
 import torch.distributed as dist
 
+from titan_linear.commands import command_parser
 from titan_linear.distributed.process import refusing
 from titan_linear.models.families.rwkv7 import from_rwkv_lm
 from titan_linear.run.build import DTYPES
@@ -97,9 +98,7 @@ def from_hf(folder: Path, checkpoints: Path, dtype: torch.dtype) -> None:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="titan-linear convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("titan-linear convert", __doc__)
     directions = parser.add_subparsers(dest="direction", required=True)
     to = directions.add_parser("to-hf")
     to.add_argument("checkpoint", metavar="CHECKPOINT")

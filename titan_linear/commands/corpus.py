@@ -22,6 +22,7 @@ import sys
 import time
 from pathlib import Path
 
+from titan_linear.commands import command_parser
 from titan_linear.config import SECTIONS
 from titan_linear.data import Corpus, Texts, build_tokenizer, load_corpus, tokenise_corpus, verify_corpus
 from titan_linear.data.corpus.cache import remove_cache
@@ -144,9 +145,7 @@ def prune(args: argparse.Namespace) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="titan-linear corpus", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("titan-linear corpus", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     make = commands.add_parser("write")
     make.add_argument("folder", metavar="FOLDER", help="must not exist")

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from titan_linear.commands import command_parser
 from titan_linear.config import Config, changed
 from titan_linear.data import Tokenizer, build_tokenizer
 from titan_linear.data.corpus.tokenizer import TOKENIZER
@@ -104,9 +105,7 @@ def tokenizer_warning(path: Path, in_hf: bool, asked: str, tokenizer: Tokenizer)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="titan-linear generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("titan-linear generate", __doc__)
     parser.add_argument("path", metavar="PATH", help="a checkpoint of ours, or a Hugging Face folder")
     parser.add_argument("--prompt", action="append", required=True, help="may be given several times")
     parser.add_argument("--max-new-tokens", type=int, default=100)

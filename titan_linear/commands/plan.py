@@ -31,7 +31,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from titan_linear.commands import table
+from titan_linear.commands import command_parser, table
 from titan_linear.config import Config, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.distributed.process import refusing
@@ -79,12 +79,7 @@ def main(argv: list[str]) -> int:
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """This command's own options, and the run's keys."""
-    parser = argparse.ArgumentParser(
-        prog="titan-linear plan",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("titan-linear plan", __doc__, allow_abbrev=False)
     parser.add_argument("--gpus", type=int, default=8, help="number of GPUs of the run (default: 8)")
     parser.add_argument("--gpu", default="H200", help=f"{', '.join(shipped())} (default: H200)")
     parser.add_argument("--rates", default="", help="file written by tools.bench_rates, instead of --gpu")

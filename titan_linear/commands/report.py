@@ -6,12 +6,11 @@ titan-linear report outputs/kda outputs/gdn outputs/hybrid
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from titan_linear.commands import table
+from titan_linear.commands import command_parser, table
 from titan_linear.config import flat_keys, load_config, toml_value
 from titan_linear.distributed.process import refusing
 from titan_linear.storage import rundir
@@ -85,9 +84,7 @@ def differences(runs: Sequence[Path]) -> list[list[str]]:
 
 @refusing
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="titan-linear report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("titan-linear report", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     runs = parser.parse_args(argv).runs
     print(table(HEAD, [standing(run) for run in runs]))
