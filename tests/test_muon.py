@@ -18,16 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.test_train import (
-    FLOAT64,
-    OWN_FLAVORS,
-    SMALL_HYBRID,
-    SPLITS,
-    arguments,
-    train_on_rank,
-    whole_weights,
-    worst,
-)
+from tests.test_train import FLOAT64, OWN_FLAVORS, SMALL_HYBRID, SPLITS, arguments, train_on_rank, whole_weights, worst
 from tests.worlds import World
 from titan_linear.config import Optimizer, load_config
 from titan_linear.distributed.groups import set_timeout

@@ -17,16 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from tests.test_train import (
-    FLOAT64,
-    OWN_FLAVORS,
-    SMALL_HYBRID,
-    arguments,
-    early,
-    train_on_rank,
-    whole_weights,
-    worst,
-)
+from tests.test_train import FLOAT64, OWN_FLAVORS, SMALL_HYBRID, arguments, early, train_on_rank, whole_weights, worst
 from tests.worlds import World
 from titan_linear.config import Optimizer, load_config
 from titan_linear.distributed.parallelize import replicated_parameters

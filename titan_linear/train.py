@@ -29,13 +29,7 @@ from titan_linear.run.exports import Exports, export_last
 from titan_linear.run.grace import Grace, StepAbandoned
 from titan_linear.run.rank import run_rank
 from titan_linear.run.reporting import reporting_hooks
-from titan_linear.run.start import (
-    build_checkpointer,
-    build_loader,
-    open_subject,
-    saved_progress,
-    set_weights,
-)
+from titan_linear.run.start import build_checkpointer, build_loader, open_subject, saved_progress, set_weights
 from titan_linear.step.feed import FeedStats
 from titan_linear.step.hooks import Hook, StepResult
 from titan_linear.step.optimizer import build_optimizer

@@ -10,13 +10,7 @@ import pytest
 import torch
 
 from tests.data.conftest import packed, random_documents
-from titan_linear.data import (
-    IGNORE,
-    Batch,
-    PackedStreams,
-    StreamLoader,
-    validation_batches,
-)
+from titan_linear.data import IGNORE, Batch, PackedStreams, StreamLoader, validation_batches
 from titan_linear.data.streams import packing, split
 
 G, T = 8, 16

@@ -38,17 +38,7 @@ from titan_linear.distributed.process import refusing
 from titan_linear.models.config import ModelConfig
 from titan_linear.ops.layout.levels import H200
 from titan_linear.planner.machine import Machine, read_rates, shipped
-from titan_linear.planner.memory import (
-    GIB,
-    PARTS,
-    SPARE,
-    Batch,
-    host_memory,
-    layers,
-    moments,
-    parameters,
-    saved,
-)
+from titan_linear.planner.memory import GIB, PARTS, SPARE, Batch, host_memory, layers, moments, parameters, saved
 from titan_linear.planner.splits import (
     Setting,
     Split,

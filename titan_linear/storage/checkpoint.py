@@ -41,9 +41,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import (
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -64,14 +62,7 @@ from titan_linear.storage.step_folders import (
     whole_step,
     whole_steps,
 )
-from titan_linear.storage.tensors import (
-    FLAT,
-    named_parameters,
-    of_whole,
-    optimizer_state,
-    read_state,
-    reasons,
-)
+from titan_linear.storage.tensors import FLAT, named_parameters, of_whole, optimizer_state, read_state, reasons
 
 READ_AHEAD = 10_000_000  # bytes that a save has on their way from the device, as DCP by default
 AT_LAST = 600.0  # seconds for an async save to end, when an error ends the run

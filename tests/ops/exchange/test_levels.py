@@ -18,16 +18,7 @@ from titan_linear.ops import build_cp_context
 from titan_linear.ops.exchange import folds, kcp, levels
 from titan_linear.ops.exchange.collectives import group_named
 from titan_linear.ops.layout.chains import STATE, STATE_AND_M
-from titan_linear.ops.layout.levels import (
-    Level,
-    Sizes,
-    direct_messages,
-    duration,
-    fastest,
-    groupings,
-    messages,
-    route,
-)
+from titan_linear.ops.layout.levels import Level, Sizes, direct_messages, duration, fastest, groupings, messages, route
 
 LAYOUTS = ["contiguous", "zigzag"]
 Ways = Sequence[tuple[Level, ...]]

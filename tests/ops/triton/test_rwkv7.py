@@ -11,15 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.inputs import (
-    DEVICE,
-    boundaries,
-    call,
-    compare_four_ranks,
-    dplr_inputs,
-    errors,
-    leaves,
-)
+from tests.ops.inputs import DEVICE, boundaries, call, compare_four_ranks, dplr_inputs, errors, leaves
 from tests.ops.triton.bfloat16 import interpret_bfloat16
 from titan_linear.ops.reference.delta_rule import l2norm
 from titan_linear.ops.triton import delta_rule as rules

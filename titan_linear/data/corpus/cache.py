@@ -40,12 +40,7 @@ from titan_linear.data.corpus.corpus import (
     load_corpus,
     unfitting,
 )
-from titan_linear.data.corpus.sources import (
-    FIELD_SOURCES,
-    Document,
-    read_documents,
-    source_files,
-)
+from titan_linear.data.corpus.sources import FIELD_SOURCES, Document, read_documents, source_files
 from titan_linear.data.corpus.tokenise import Encoder, Tokens, may_have_children, tokenise, worker_count
 from titan_linear.data.corpus.tokenizer import Tokenizer
 from titan_linear.data.corpus.writing import (

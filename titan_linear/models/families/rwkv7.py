@@ -10,17 +10,7 @@ from torch import Tensor
 
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
-from titan_linear.models.families.layout import (
-    COMMON,
-    Family,
-    Json,
-    Keys,
-    Layout,
-    Spellings,
-    named,
-    spelled,
-    weights,
-)
+from titan_linear.models.families.layout import COMMON, Family, Json, Keys, Layout, Spellings, named, spelled, weights
 from titan_linear.models.mixers import RWKV7
 
 # --- Tensors ---------------------------------------------------------------------------------------------------------

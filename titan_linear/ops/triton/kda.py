@@ -31,12 +31,7 @@ from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.runtime.options import Fields, Inputs, States
 from titan_linear.ops.triton.chunks import Chunks
 from titan_linear.ops.triton.configs import config, widest_slice
-from titan_linear.ops.triton.kda_bwd import (
-    backward_scans_kernel,
-    boundary_bwd_kernel,
-    gradient_kernel,
-    matrix_kernel,
-)
+from titan_linear.ops.triton.kda_bwd import backward_scans_kernel, boundary_bwd_kernel, gradient_kernel, matrix_kernel
 from titan_linear.ops.triton.kda_fwd import boundary_kernel, prepare_kernel, scan_kernel
 from titan_linear.ops.triton.solve import solve_kernel
 from titan_linear.ops.triton.tiles import (
