@@ -60,7 +60,7 @@ from torch import Tensor
 from titan_linear.commands import command_parser, line, table
 from titan_linear.distributed.groups import process_group
 from titan_linear.distributed.one_process import RankFailed
-from titan_linear.distributed.process import refusing, run_command
+from titan_linear.distributed.process import own_device, refusing, run_command
 from titan_linear.models import mixers
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.observe.report import clock_and_power
@@ -337,7 +337,7 @@ def time_ops(args: argparse.Namespace) -> None:
     if not torch.cuda.is_available() or "LOCAL_RANK" not in os.environ:
         why = "there is no GPU here" if not torch.cuda.is_available() else "torchrun starts it, a process on each GPU"
         raise ValueError(f"tools.bench_cp times the ops on several GPUs: {why}")
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    own_device()
     with process_group(timedelta(minutes=10)):
         print_rows(args, torch.empty(24 << 30, dtype=torch.uint8, device="cuda"))
 

@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_linear.commands import command_parser
 from titan_linear.distributed.groups import process_group
-from titan_linear.distributed.process import refusing, run_command
+from titan_linear.distributed.process import own_device, refusing, run_command
 from titan_linear.observe.flops import known_peak
 from titan_linear.ops import (
     CPContext,
@@ -429,10 +429,7 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"--out {args.out}: there is no such folder")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # torch's, about its own code
     rank = int(os.environ.get("RANK", "0"))
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
+    device = own_device()
     with process_group(timedelta(minutes=10)) if "RANK" in os.environ else nullcontext():
         found = measured(device, rank)
     rounded = json.loads(json.dumps(found), parse_float=lambda number: float(f"{float(number):.4g}"))

@@ -24,6 +24,7 @@ from titan_linear.commands import line, table
 from titan_linear.config import Config, load_config
 from titan_linear.data import Batch
 from titan_linear.distributed.one_process import LocalGroup, Shared, Work, registered, take_turns
+from titan_linear.distributed.process import own_device
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.init import initialise
 from titan_linear.observe.report import clock_and_power
@@ -203,7 +204,7 @@ def rows(keys: Sequence[str], rank: int, ranks: Sequence[int], tokens: int, gpu:
     node."""
     cuda = torch.cuda.is_available()
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # torch's, about its own code
-    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
+    device = own_device()
     machine = machine_here(gpu, node)
     alone = None
     yield MEASURED.format(gpu=machine.rates.gpu, network=machine.network / 1e9, node=node)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from titan_linear.config import load_config
 from titan_linear.distributed.ending import report
 from titan_linear.distributed.groups import process_group
-from titan_linear.distributed.process import FAILED, own_device
+from titan_linear.distributed.process import FAILED
 from titan_linear.ops.runtime.support import short
 from titan_linear.proof import compiled, data, definitions, hf, model, ops, processes, resume
 from titan_linear.proof.findings import Finding, Findings, Note
@@ -70,7 +70,6 @@ def main(argv: list[str]) -> int:
     warnings.filterwarnings("ignore", message=".*deterministic")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms require it
     try:
-        own_device()
         subject = subject_of(load_config(argv), show_progress=True)
         first = os.environ.get("RANK", "0") == "0"
         if first:

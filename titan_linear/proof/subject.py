@@ -16,6 +16,7 @@ from torch import Tensor
 from titan_linear.config import Config, changed, check_config
 from titan_linear.data import IGNORE, Batch, Stream, StreamLoader, Streams, Tokenizer
 from titan_linear.distributed.parallelize import cp_method
+from titan_linear.distributed.process import own_device
 from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.draws import generator
@@ -143,7 +144,7 @@ def subject_of(config: Config, *, show_progress: bool = False) -> Subject:
         ValueError: the run could not start; a corpus of less than a step; no memory for a layer.
     """
     p, t = config.parallelism, config.training
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = own_device()
     processes = _processes(config)
     check_config(config, processes)
     if t.seq_len == 1:  # softmax attention's gradients are 0 then, and no error is a share of them

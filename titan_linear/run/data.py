@@ -6,18 +6,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from titan_linear.config import (
-    OTHER,
-    Config,
-    Rule,
-    Source,
-    Training,
-    difference,
-    flat_keys,
-    key_of,
-    keys_with,
-    sources,
-)
+from titan_linear.config import OTHER, Config, Rule, Source, Training, difference, flat_keys, key_of, keys_with, sources
 from titan_linear.data import (
     Corpus,
     FileGroups,
