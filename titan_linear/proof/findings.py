@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ class Finding(NamedTuple):
 
 
 Findings = Iterator[Finding | Note]
+Name = TypeVar("Name")
 
 
 def _short(x: float) -> str:
@@ -64,8 +65,8 @@ def off(a: Tensor, b: Tensor, least: float = 0.0) -> float:
     return difference / size if size else float("inf") if difference else 0.0
 
 
-def worst(errors: Mapping[str, float], bounds: Mapping[str, float]) -> str:
-    """The name whose error is the largest share of its bound."""
+def worst(errors: Mapping[Name, float], bounds: Mapping[Name, float]) -> Name:
+    """The one whose error is the largest share of its bound."""
     return max(errors, key=lambda name: _part(errors[name], bounds[name]))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -159,28 +159,42 @@ def split(subject: Subject) -> Findings:
 
 def _compared(subject: Subject, got: Split, want: Step, dtype: torch.dtype, one: Step | None) -> Findings:
     """Compare with float64. In the run's dtype, which rounds, a split may be off twice as far as one process."""
-
-    check = f"split, {short(dtype)}"
-    split = f"{subject.degrees} against one process"
     wrong = first_wrong(subject, got.passed, stations(subject, want, dtype, one))
+    errors = {
+        (name, rank): off(gradients[name], x) if name in gradients else float("inf")
+        for rank, gradients in got.copies
+        for name, x in want.gradients.items()
+    }
+    yield from of_step(f"split, {short(dtype)}", str(subject.degrees), got.loss, errors, wrong, want, dtype, one)
+
+
+def of_step(
+    check: str,
+    split: str,
+    loss: Tensor,
+    errors: Mapping[tuple[str, int], float],
+    wrong: Wrong | None,
+    want: Step,
+    dtype: torch.dtype,
+    one: Step | None,
+) -> Findings:
+    """How far the loss and the gradients of a split step are off. errors: of gradients, by name and rank."""
+    what = f"{split} against one process"
     where = wrong.where if wrong else ""
-    limit = gradient_bound(dtype, None if one is None else off(one.loss, want.loss))
-    yield Finding(check, f"loss, {split}", off(got.loss, want.loss), limit, where)
-    errors, bounds = {}, {}
-    for rank, gradients in got.copies:
-        for name, x in want.gradients.items():
-            key = f"{name}, rank {rank}"
-            errors[key] = off(gradients[name], x) if name in gradients else float("inf")
-            bounds[key] = gradient_bound(dtype, None if one is None else off(one.gradients[name], x))
-    name = worst(errors, bounds)
-    holds = errors[name] <= bounds[name]
-    said = name if holds or not where else f"{name}; first {where}"
-    yield Finding(check, f"{len(want.gradients)} gradients, {split}", errors[name], bounds[name], said)
+    bound = _bound(dtype, one and one.loss, want.loss)
+    yield Finding(check, f"loss, {what}", off(loss, want.loss), bound, where)
+    of_name = {name: _bound(dtype, one and one.gradients[name], x) for name, x in want.gradients.items()}
+    bounds = {key: of_name[key[0]] for key in errors}
+    name, rank = key = worst(errors, bounds)
+    said = f"{name}, rank {rank}"
+    if where and not errors[key] <= bounds[key]:
+        said += f"; first {where}"
+    yield Finding(check, f"{len(want.gradients)} gradients, {what}", errors[key], bounds[key], said)
 
 
-def gradient_bound(dtype: torch.dtype, of_one: float | None) -> float:
-    """The bound for a split step, if one process is off float64 by `of_one` (None: the step is in float64)."""
-    return DELTA if of_one is None else 2 * of_one + 8 * UNIT[dtype]
+def _bound(dtype: torch.dtype, one: Tensor | None, exact: Tensor) -> float:
+    """For a result of a split step, which one process computes in this dtype as `one` (None: it is float64)."""
+    return DELTA if one is None else 2 * off(one, exact) + 8 * UNIT[dtype]
 
 
 class Station(NamedTuple):
@@ -193,12 +207,12 @@ class Station(NamedTuple):
 
 
 def stations(subject: Subject, want: Step, dtype: torch.dtype, one: Step | None) -> list[Station]:
-    """All stations of a step, in the order in which it computes them; bounds by `gradient_bound`."""
+    """All stations of a step, in the order in which it computes them."""
     layers = [subject.layer(i) for i in range(subject.model.num_layers)]
     names = [f"{name}, forward" for name in ("the embedding", *layers)]
     names += [f"{name}, backward" for name in ("the head or the loss", *reversed(layers))]
-    of_one = [None] * len(names) if one is None else [off(x, y) for x, y in zip(one.passed, want.passed)]
-    bounds = [gradient_bound(dtype, error) for error in of_one]
+    of_one = one.passed if one else [None] * len(names)
+    bounds = [_bound(dtype, x, y) for x, y in zip(of_one, want.passed, strict=True)]
     back = [name.endswith("backward") for name in names]
     return [Station(*each) for each in zip(names, want.passed, bounds, back, strict=True)]
 

@@ -16,15 +16,15 @@ from titan_linear.models.cases import Tensors
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import owned
 from titan_linear.ops.runtime.support import short
-from titan_linear.proof.findings import Finding, Findings, off, worst
+from titan_linear.proof.findings import Findings
 from titan_linear.proof.model import (
     Station,
     Step,
     Trace,
     Wrong,
     first_wrong,
-    gradient_bound,
     in_one_process,
+    of_step,
     stations,
     traced_tokens,
 )
@@ -46,20 +46,8 @@ def split(subject: Subject) -> Findings:
         one = None
         if this.dtype != torch.float64:
             one = in_one_process(this, this.whole(DTYPES[config.training.dtype]), this.dtype, config.model.impl)
-        loss, errors, where = _of_processes(this, dims, exact, one)
-        check = f"processes, {short(this.dtype)}"
-        what = f"{dims.description} against one process"
-        bound = gradient_bound(this.dtype, None if one is None else off(one.loss, exact.loss))
-        yield Finding(check, f"loss, {what}", off(loss, exact.loss), bound, where)
-        bounds = {
-            name: gradient_bound(this.dtype, None if one is None else off(one.gradients[name], exact.gradients[name]))
-            for name in errors
-        }
-        name = worst({name: max(ranks) for name, ranks in errors.items()}, bounds)
-        error = max(errors[name])
-        said = f"{name}, rank {errors[name].index(error)}"
-        said += f"; first {where}" if where and not error <= bounds[name] else ""
-        yield Finding(check, f"{len(errors)} gradients, {what}", error, bounds[name], said)
+        found = _of_processes(this, dims, exact, one)
+        yield from of_step(f"processes, {short(this.dtype)}", dims.description, *found, exact, this.dtype, one)
 
 
 def _in_float64(config: Config) -> Config:
@@ -69,9 +57,9 @@ def _in_float64(config: Config) -> Config:
 
 def _of_processes(
     subject: Subject, dims: ParallelDims, want: Step, one: Step | None
-) -> tuple[Tensor, dict[str, list[float]], str]:
-    """The loss of all ranks; for each parameter, how far each rank's part of its gradient is off; and where the step
-    first differs from one process."""
+) -> tuple[Tensor, dict[tuple[str, int], float], Wrong | None]:
+    """The loss of all ranks; for each parameter and rank, how far the rank's part of its gradient is off; and where the
+    step first differs from one process."""
     host = host_group()
     passes = passes_of(subject, dims, STREAMS)
     model = passes.model
@@ -81,10 +69,10 @@ def _of_processes(
     sum_gradients(gradient_sums(model, dims))
     dist.all_reduce(loss)
     ranks = of_all_ranks(_errors(model, want.gradients), host)
-    errors = {name: [rank[name] for rank in ranks] for name in want.gradients}
+    errors = {(name, rank): of_rank[name] for name in want.gradients for rank, of_rank in enumerate(ranks)}
     own = _first_wrong(subject, dims, trace, stations(subject, want, subject.dtype, one))
     wrong = [found for found in of_all_ranks(own, host) if found]
-    return loss, errors, min(wrong, key=lambda found: (found.station, -found.error)).where if wrong else ""
+    return loss, errors, min(wrong, key=lambda found: (found.station, -found.error), default=None)
 
 
 def _first_wrong(subject: Subject, dims: ParallelDims, trace: Trace, stations: list[Station]) -> Wrong | None:
