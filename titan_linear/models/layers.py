@@ -117,6 +117,11 @@ def cut(x: Tensor, *widths: int) -> tuple[Tensor, ...]:
     return _Cut.apply(x, widths)
 
 
+def project_each(x: Tensor, *projections: nn.Linear) -> tuple[Tensor, ...]:
+    """The output of each, by one product."""
+    return cut(project(x, *projections), *(len(p.weight) for p in projections))
+
+
 class _Cut(torch.autograd.Function):
     """Forward slices, because a compiler saves the results of torch.split for backward. Backward concatenates once;
     the gradients of plain slices would each be padded to the full width and added."""
@@ -158,6 +163,14 @@ class ConvWeight(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim, width))
         self.bias = nn.Parameter(torch.empty(dim)) if bias else None
         self.initial = {"bias": zeros}
+
+
+def grown(cache: Cache, **new: Tensor) -> tuple[Tensor, ...]:
+    """What the cache holds of earlier tokens [B, earlier, ...] with these behind it [B, T, ...]; it keeps both."""
+    if cache is not None:
+        new = {name: torch.cat([cache[name], x], 1) if name in cache else x for name, x in new.items()}
+        cache.update(new)
+    return tuple(new.values())
 
 
 def convolve(

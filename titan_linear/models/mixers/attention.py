@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor, nn
 
 from titan_linear.models.cases import Draws, OpCase, attention_case
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
-from titan_linear.models.layers import OpDims, RMSNorm, attention_entropy, rotate, widened
+from titan_linear.models.layers import Cache, OpDims, RMSNorm, attention_entropy, grown, rotate, widened
 from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.models.rope import RopeScaling, Rotary
 from titan_linear.ops import attention
@@ -98,13 +97,11 @@ class AttentionMixer(nn.Module):
         self.g_proj = nn.Linear(config.dim, q_dim, bias=False) if options.output_gate else None
         self.o_proj = nn.Linear(q_dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, plan: BatchPlan, cache: dict[str, Tensor] | None = None) -> Tensor:
+    def forward(self, x: Tensor, plan: BatchPlan, cache: Cache = None) -> Tensor:
         """x [B, T, dim] -> [B, T, dim]. A cache holds the keys and values of earlier tokens, and grows."""
         q, k = self._queries_and_keys(x, plan)
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-        if cache is not None:
-            k, v = (torch.cat([cache[n], t], 1) if n in cache else t for n, t in (("k", k), ("v", v)))
-            cache.update(k=k, v=v)
+        k, v = grown(cache, k=k, v=v)
         documents = {"first_key": plan.first_key, **plan.documents}
         o = attention(q, k, v, scale=self.scale, method=self.cp_method, **documents).flatten(-2)
         return self.o_proj(o if self.g_proj is None else o * self.g_proj(x).sigmoid())

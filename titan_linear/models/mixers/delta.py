@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from titan_linear.models.cases import Draws, OpCase, Tensors, convolution_case
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.draws import Draw, time_step_bias, uniform_decay, zeros
-from titan_linear.models.layers import ConvWeight, GatedRMSNorm, OpDims, cut, project, widen
+from titan_linear.models.layers import ConvWeight, GatedRMSNorm, OpDims, project, project_each, widen
 from titan_linear.models.mixers.recurrent import Cache, Inputs, RecurrentMixer, RecurrentOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_gated_delta_rule, chunk_kda
@@ -232,7 +232,7 @@ class KDAMixer(DeltaMixer):
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         (f_in, f_out), (g_in, g_out) = self.f_proj, self.g_proj
-        f, g = cut(project(x, f_in, g_in), f_in.out_features, g_in.out_features)
+        f, g = project_each(x, f_in, g_in)
         return f_out(f).unflatten(-1, (-1, self.head_dim)), self.b_proj(x), g_out(g)
 
     def _log_decay(self, inputs: Inputs) -> Tensor:
@@ -274,9 +274,7 @@ class GDNMixer(DeltaMixer):
         self.dt_bias = nn.Parameter(torch.empty(options.v_heads))
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        heads = len(self.A_log)
-        g, beta = cut(project(x, self.a_proj, self.b_proj), heads, heads)
-        return g, beta, self.g_proj(x)
+        return *project_each(x, self.a_proj, self.b_proj), self.g_proj(x)
 
     def _log_decay(self, inputs: Inputs) -> Tensor:
         _, _, _, gate, _ = inputs

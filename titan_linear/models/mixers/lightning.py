@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from titan_linear.models.cases import Draws, OpCase, simple_gla_case
 from titan_linear.models.config import Documents, ModelConfig
-from titan_linear.models.layers import OpDims, RMSNorm, cut, project, widened
+from titan_linear.models.layers import OpDims, RMSNorm, project_each, widened
 from titan_linear.models.mixers.recurrent import Cache, Inputs, RecurrentMixer, RecurrentOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_simple_gla
@@ -76,8 +76,7 @@ class LightningMixer(RecurrentMixer):
 
     def _inputs(self, x: Tensor, plan: BatchPlan, cache: Cache) -> tuple[Inputs, Tensor]:
         """q, k, v [B, T, heads, K]; the output gate [B, T, heads·K]."""
-        projections = self.q_proj, self.k_proj, self.v_proj, self.g_proj
-        *qkv, gate = cut(project(x, *projections), *(len(p.weight) for p in projections))
+        *qkv, gate = project_each(x, self.q_proj, self.k_proj, self.v_proj, self.g_proj)
         return tuple(F.silu(y).unflatten(-1, (-1, self.head_dim)) for y in qkv), gate
 
     def _rule(self, inputs: Inputs, **how: Any) -> tuple[Tensor, Tensor | None]:

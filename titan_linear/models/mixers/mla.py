@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from titan_linear.models.cases import Draws, OpCase, attention_case
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
-from titan_linear.models.layers import OpDims, RMSNorm, attention_entropy
+from titan_linear.models.layers import Cache, OpDims, RMSNorm, attention_entropy, grown
 from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.ops import attention
 
@@ -72,15 +72,11 @@ class MLAMixer(nn.Module):
         self.kv_b_proj = nn.Linear(options.kv_rank, options.heads * sum(self.kv_dims), bias=False)
         self.o_proj = nn.Linear(options.heads * options.v_dim, config.dim, bias=False)
 
-    def forward(self, x: Tensor, plan: BatchPlan, cache: dict[str, Tensor] | None = None) -> Tensor:
+    def forward(self, x: Tensor, plan: BatchPlan, cache: Cache = None) -> Tensor:
         """x [B, T, dim] -> [B, T, dim]. A cache holds the normed latents and shared keys of earlier tokens."""
         q = self.q_proj(x).unflatten(-1, (-1, self.q_dim))
         latent, shared = self.kv_a_proj(x).split(self.latent_dims, -1)  # [B, T, rank], [B, T, shared]
-        latent = self.kv_norm(latent)
-        if cache is not None:
-            earlier = cache.get("latent"), cache.get("shared")
-            latent, shared = (t if e is None else torch.cat([e, t], 1) for e, t in zip(earlier, (latent, shared)))
-            cache.update(latent=latent, shared=shared)
+        latent, shared = grown(cache, latent=self.kv_norm(latent), shared=shared)
         k, v = self._keys_and_values(latent, shared)
         documents = {"first_key": plan.first_key, **plan.documents}
         o = attention(q, k, v.contiguous(), method=self.cp_method, **documents)

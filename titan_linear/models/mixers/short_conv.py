@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from titan_linear.models.cases import Draws, OpCase, convolution_case
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
-from titan_linear.models.layers import Cache, ConvWeight, OpDims, convolve, cut, project
+from titan_linear.models.layers import Cache, ConvWeight, OpDims, convolve, project_each
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.runtime.support import Choice
 
@@ -63,7 +63,6 @@ class ShortConvMixer(nn.Module):
 
     def forward(self, x: Tensor, plan: BatchPlan, cache: Cache = None) -> Tensor:
         """x [B, T, dim] -> [B, T, dim]. A cache holds what earlier tokens left; it is updated in place."""
-        projections = self.b_proj, self.c_proj, self.x_proj
-        B, C, x = cut(project(x, *projections), *(len(p.weight) for p in projections))
+        B, C, x = project_each(x, self.b_proj, self.c_proj, self.x_proj)
         y = convolve(B * x, self.conv1d.weight, cache, "conv", self.implementations, **plan.documents)
         return self.o_proj(C * y)
