@@ -24,9 +24,10 @@ from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
-from titan_linear.storage import hf_io
+from titan_linear.storage import hf_io, hf_writing
 from titan_linear.storage.checkpoint import SaveFailed
-from titan_linear.storage.hf_io import gather, load_weights, read_model, write_folder
+from titan_linear.storage.hf_io import load_weights, read_model
+from titan_linear.storage.hf_writing import gather, write_folder
 from titan_linear.storage.tensors import named_parameters
 from titan_linear.train import Trainer
 
@@ -125,7 +126,7 @@ def export_fails(rank: int, world_size: int, folder: Path, target: Path, failure
     family, config = read_model(folder)
     model = sharded(config, world_size)
     load_weights(folder, model)
-    whole, written = hf_io._Writer.write, []
+    whole, written = hf_writing._Writer.write, []
 
     def write(self: object, *arguments: object) -> None:
         written.append(1)
@@ -133,13 +134,13 @@ def export_fails(rank: int, world_size: int, folder: Path, target: Path, failure
             raise failure
         whole(self, *arguments)
 
-    hf_io._Writer.write = write
+    hf_writing._Writer.write = write
     try:
         write_folder(target, config, family, gather(model), dtype=None, like=folder)
     except SaveFailed as error:
         return str(error)
     finally:
-        hf_io._Writer.write = whole
+        hf_writing._Writer.write = whole
     return ""
 
 
@@ -151,13 +152,13 @@ def export_until_killed(folder: Path, moment: int) -> None:
         if event in ("os.rename", "os.remove", "os.rmdir") and next(changes) == moment:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    finish = hf_io._Writer.finish
+    finish = hf_writing._Writer.finish
 
     def then_count(self: object, *arguments: object) -> None:
         finish(self, *arguments)
         sys.addaudithook(count)
 
-    hf_io._Writer.finish = then_count
+    hf_writing._Writer.finish = then_count
     export(folder, 2.0)
     os._exit(0)
 

@@ -52,10 +52,11 @@ from titan_linear.run.build import tokenizer_path
 from titan_linear.run.console import first_weights, model_name
 from titan_linear.run.generate import Sampling, generate_tokens
 from titan_linear.run.preflight import preflight
-from titan_linear.storage import hf_io
+from titan_linear.storage import hf_io, hf_writing
 from titan_linear.storage.checkpoint import SaveFailed
 from titan_linear.storage.files import finish_replacing
-from titan_linear.storage.hf_io import gather, load_weights, open_folder, read_model, write_folder
+from titan_linear.storage.hf_io import load_weights, open_folder, read_model
+from titan_linear.storage.hf_writing import find_family, gather, write_folder
 from titan_linear.storage.step_folders import Content, Progress
 
 FLA = {"FLA KDA": KDA, "FLA GDN": replace(preset("gdn", "debug"), norm_eps=1e-6, tie_embeddings=True)}
@@ -73,7 +74,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             if name in FLA:
                 model = Decoder(FLA[name])
                 initialise(model, seed=1)
-                write_folder(done[name], FLA[name], hf_io.find_family(FLA[name]), gather(model), dtype=torch.float32)
+                write_folder(done[name], FLA[name], find_family(FLA[name]), gather(model), dtype=torch.float32)
             else:
                 hf_models.build(name).save_pretrained(done[name])
             tensors = load_file(done[name] / "model.safetensors")
@@ -723,9 +724,7 @@ def test_what_no_architecture_holds_is_refused(corpus: Path, tmp_path: Path, mon
 
 def test_presets_have_an_architecture() -> None:
     """The first that holds the model, options that it does not read aside."""
-    found = {
-        f"{name} {flavor}": hf_io.find_family(m) for name, flavors in MODELS.items() for flavor, m in flavors.items()
-    }
+    found = {f"{name} {flavor}": find_family(m) for name, flavors in MODELS.items() for flavor, m in flavors.items()}
     assert found["kda 340M"] == "KDAForCausalLM" and found["gdn 1.3B"] == "GatedDeltaNetForCausalLM"
     assert found["qwen3.5 2B"] == "Qwen3_5ForCausalLM" and found["qwen3.5 35B-A3B"] == "Qwen3_5MoeForCausalLM"
     assert found["kimi-linear 48B-A3B"] == found["kimi-linear debug"] == "KimiLinearForCausalLM"
@@ -848,8 +847,8 @@ def make_large_folder(folder: Path) -> int:
     """A folder of several shards, of which only marked values take up the disk; its tensors' bytes."""
     folder.mkdir()
     plan = {s.name: s.shape for placement in placements(LARGE, "KDAForCausalLM") for s in placement.sources}
-    plan = {name: hf_io.Planned("F32", shape, 4 * torch.Size(shape).numel()) for name, shape in plan.items()}
-    writer = hf_io._Writer(folder, plan, 10**9)
+    plan = {name: hf_writing.Planned("F32", shape, 4 * torch.Size(shape).numel()) for name, shape in plan.items()}
+    writer = hf_writing._Writer(folder, plan, 10**9)
     writer.begin()
     for tensor in writer.tensors.values():
         with open(tensor.file, "r+b") as file:

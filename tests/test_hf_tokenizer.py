@@ -22,7 +22,7 @@ from titan_linear.models.families import FAMILIES
 from titan_linear.models.families.qwen import _WORDS
 from titan_linear.models.presets import preset
 from titan_linear.run.preflight import preflight
-from titan_linear.storage.hf_io import find_family, write_folder
+from titan_linear.storage.hf_writing import find_family, write_folder
 
 transformers.logging.set_verbosity_error()
 

@@ -33,7 +33,7 @@ from titan_linear.run.build import build_model
 from titan_linear.run.preflight import preflight
 from titan_linear.step import optimizer as optim
 from titan_linear.step.optimizer import build_optimizer, hidden_matrices, squares_of_each, update, update_squares
-from titan_linear.storage.hf_io import gather
+from titan_linear.storage.hf_writing import gather
 from titan_linear.storage.tensors import named_parameters
 from titan_linear.train import Trainer
 

@@ -25,7 +25,7 @@ from titan_linear.distributed.parts import Parts, local_tensor
 from titan_linear.distributed.process import be_deterministic
 from titan_linear.models.presets import OWN
 from titan_linear.step.optimizer import build_optimizer, step_numbers, update
-from titan_linear.storage.hf_io import gather
+from titan_linear.storage.hf_writing import gather
 from titan_linear.storage.rundir import check_resume
 from titan_linear.train import Trainer
 

@@ -35,9 +35,9 @@ from titan_linear.observe.spikes import NonFinite
 from titan_linear.run.build import model_config
 from titan_linear.run.console import unbalanced
 from titan_linear.run.preflight import preflight
-from titan_linear.storage import checkpoint, hf_io
+from titan_linear.storage import checkpoint, hf_writing
 from titan_linear.storage.checkpoint import Checkpointer
-from titan_linear.storage.hf_io import gather
+from titan_linear.storage.hf_writing import gather
 from titan_linear.storage.step_folders import read_progress
 from titan_linear.storage.tensors import named_parameters
 from titan_linear.train import Trainer
@@ -614,7 +614,7 @@ def slow_disk(rank: int, world_size: int, argv: list[str], cache: str, seconds: 
     """A run whose rank 0 takes `seconds` to finish a save, and again to finish an export."""
     os.environ["XDG_CACHE_HOME"] = cache
     patch = pytest.MonkeyPatch()
-    for owner, name in ((Checkpointer, "_commit"), (hf_io._Writer, "finish")):
+    for owner, name in ((Checkpointer, "_commit"), (hf_writing._Writer, "finish")):
         patch.setattr(owner, name, delayed(getattr(owner, name), seconds))
     try:
         Trainer(load_config(argv)).train()

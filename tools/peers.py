@@ -24,7 +24,7 @@ from titan_linear.run.build import DTYPES, tokenizer_path
 from titan_linear.run.data import build_streams
 from titan_linear.step.optimizer import HostCopy, build_optimizer
 from titan_linear.step.update import rate_at
-from titan_linear.storage.hf_io import find_family
+from titan_linear.storage.hf_writing import find_family
 
 FAMILIES = ("KDAForCausalLM", "GatedDeltaNetForCausalLM", "RWKV7ForCausalLM")  # that FLA has, of those that we export
 # Keys of an exported config.json that are not FLA's, and one of which its default is faster.

@@ -42,7 +42,7 @@ from titan_linear.observe.report import clock_and_power, peak_memory_gib
 from titan_linear.run.build import allocated, model_config, tokenizer_path
 from titan_linear.run.exports import export
 from titan_linear.step.update import rate_at
-from titan_linear.storage.hf_io import gather
+from titan_linear.storage.hf_writing import gather
 from titan_linear.storage.rundir import METRICS, cut_metrics
 from tools.peers import Loss, Peer, fla_has, fla_loss, fla_model, split_keys
 

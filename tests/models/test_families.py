@@ -35,7 +35,8 @@ from titan_linear.models.init import initialise
 from titan_linear.models.mixers import Attention, Mamba2
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import MODELS, PUBLISHED, preset
-from titan_linear.storage.hf_io import check_folder, find_family, gather, write_folder
+from titan_linear.storage.hf_io import check_folder
+from titan_linear.storage.hf_writing import find_family, gather, write_folder
 
 T = 131
 DOCUMENTS = {"one document": [0, T], "packed": [0, 37, 38, 96, T]}

@@ -22,15 +22,8 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN, preset
 from titan_linear.models.rope import RopeScaling
 from titan_linear.run.generate import Sampling, generate_tokens
-from titan_linear.storage.hf_io import (
-    config_to_hf,
-    find_family,
-    gather,
-    load_weights,
-    open_folder,
-    read_model,
-    write_folder,
-)
+from titan_linear.storage.hf_io import config_to_hf, load_weights, open_folder, read_model
+from titan_linear.storage.hf_writing import find_family, gather, write_folder
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()

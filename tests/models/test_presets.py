@@ -17,7 +17,7 @@ from titan_linear.models.presets import MODELS, OWN, flavors, preset, resized
 from titan_linear.models.rope import RopeScaling
 from titan_linear.run.build import model_without_tokenizer
 from titan_linear.run.exports import FAMILY_OF
-from titan_linear.storage.hf_io import find_family
+from titan_linear.storage.hf_writing import find_family
 
 COUNTS = {
     ("qwen3.5", "0.8B"): 752_393_024,

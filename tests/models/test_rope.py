@@ -18,7 +18,8 @@ from titan_linear.models.layers import angles, rotate
 from titan_linear.models.mixers import Attention
 from titan_linear.models.presets import preset
 from titan_linear.models.rope import RopeScaling, inverse_frequencies
-from titan_linear.storage.hf_io import POSITIONS, check_folder, gather, load_weights, read_model, write_folder
+from titan_linear.storage.hf_io import POSITIONS, check_folder, load_weights, read_model
+from titan_linear.storage.hf_writing import gather, write_folder
 
 LONG = {"factor": 4.0, "original_max_position_embeddings": 262144}
 SCALINGS = {

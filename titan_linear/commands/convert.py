@@ -31,7 +31,8 @@ from titan_linear.models.families.rwkv7 import from_rwkv_lm
 from titan_linear.run.build import DTYPES
 from titan_linear.run.exports import EXPORT_DTYPES, export_checkpoint
 from titan_linear.storage.checkpoint import Checkpointer
-from titan_linear.storage.hf_io import RowReader, find_family, locate, open_folder, read_model, write_folder
+from titan_linear.storage.hf_io import RowReader, locate, open_folder, read_model
+from titan_linear.storage.hf_writing import find_family, write_folder
 from titan_linear.storage.step_folders import Progress, whole_steps
 
 

@@ -32,7 +32,8 @@ from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.run.build import DTYPES, model_config, open_tokenizer, tokenizer_path, unallocated
 from titan_linear.step.hooks import Hook, StepResult
-from titan_linear.storage.hf_io import check_tokenizer, find_family, gather, read_config, read_model, write_folder
+from titan_linear.storage.hf_io import read_config, read_model
+from titan_linear.storage.hf_writing import check_tokenizer, find_family, gather, write_folder
 from titan_linear.storage.rundir import checkpoint_folder, config_of
 from titan_linear.storage.step_folders import describe, verify, weights_path, whole_steps
 from titan_linear.storage.tensors import check_weights, stored_weights

@@ -1,0 +1,298 @@
+"""Hugging Face folders that we write, as hf_io.py reads them: ranks gather one parameter at a time, rank 0 writes its
+rows in their places, and the folder gets its name once it is on disk."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from titan_linear.models.adapters import Placement, Source, config_from_hf, config_to_hf, ignored, placements
+from titan_linear.models.config import ModelConfig, differences
+from titan_linear.models.families import FAMILIES
+from titan_linear.models.families.remote import MODELING, ROPE
+from titan_linear.ops.runtime.support import short
+from titan_linear.storage.checkpoint import SaveFailed
+from titan_linear.storage.files import alone, beside, finish_replacing, remove, replace, sync
+from titan_linear.storage.hf_io import (
+    BLOCK,
+    CONFIG,
+    DTYPES,
+    HEAD,
+    INDEX,
+    POSITIONS,
+    SINGLE,
+    Folder,
+    OnDisk,
+    check_folder,
+    read_header,
+)
+from titan_linear.storage.step_folders import describe
+from titan_linear.storage.tensors import named_parameters
+
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+Files = Mapping[str, bytes]  # by name
+SHARD = 5 * 10**9  # bytes per file
+TOKENIZER = "tokenizer.json"
+
+
+class Planned(NamedTuple):
+    """A tensor that is to be written."""
+
+    code: str
+    shape: tuple[int, ...]
+    size: int  # bytes
+
+
+def find_family(model: ModelConfig, tokenizer: Files | None = None) -> str:
+    """The first Hugging Face architecture that holds this model and whose folders can have this tokenizer.
+
+    Raises:
+        ValueError: none does.
+    """
+    reasons = []
+    kinds = {type(layer.mixer) for layer in model.layers}
+    for family, has in FAMILIES.items():
+        if kinds <= set(has.layers) and (has.experts if model.moe else has.mlp):
+            try:
+                check_tokenizer(family, config_to_hf(family, model), tokenizer or {})
+            except ValueError as error:
+                reasons.append(str(error))
+            else:
+                return family
+    why = "; ".join(reasons) or f"none has layers {', '.join(sorted({layer.name for layer in model.layers}))}"
+    raise ValueError(f"no Hugging Face architecture holds this model: {why}; choose another preset, or no export")
+
+
+def check_tokenizer(family: str, config: Mapping[str, Any], tokenizer: Files) -> None:
+    """Refuse a tokenizer that `transformers` would not read as it is from a folder with this config.json."""
+    own = FAMILIES[family].own_tokenizer
+    kind = config.get("model_type")
+    if TOKENIZER in tokenizer and own and kind in own.model_types and not own.fits(json.loads(tokenizer[TOKENIZER])):
+        raise ValueError(
+            f"{family}: transformers reads every tokenizer of model_type = {kind!r} as if it were the family's "
+            "own, and would give other tokens than the model is trained on; set model.tokenizer_path to that one"
+        )
+
+
+@torch.no_grad()
+def gather(model: nn.Module) -> Callable[[str], Tensor]:
+    """A function name -> the whole parameter, on every rank; ranks must ask for the same names in the same order."""
+    # Not the model's own parameters, which after a forward may be whole and in the dtype of compute.
+    parameters = named_parameters(model)
+
+    def get(name: str) -> Tensor:
+        p = parameters[name]
+        if not isinstance(p, DTensor):
+            return p
+        for dim in reversed(range(p.device_mesh.ndim)):  # undo the cuts, from the last to the first
+            p = p.redistribute(placements=[*p.placements[:dim], Replicate(), *p.placements[dim + 1 :]])
+        return p.to_local()
+
+    return get
+
+
+def write_folder(
+    path: Path,
+    model: ModelConfig,
+    family: str,
+    get: Callable[[str], Tensor],
+    *,
+    dtype: torch.dtype | None,
+    like: Path | None = None,
+    tokenizer: Files | None = None,
+    extra: Mapping[str, object] | None = None,
+    shard_bytes: int = SHARD,
+) -> None:
+    """Write a folder that `transformers` opens. It gets its name once everything in it is on disk.
+
+    Every rank calls this and gets the parameters in turn, holding one at a time; rank 0 writes.
+
+    Args:
+        family: the architecture (models/families/); with `like`, that of `like`.
+        get: name -> the whole parameter; see `gather`.
+        dtype: of every tensor; None: each has the dtype of the tensor of its name in `like`.
+        like: a folder of the same model, but for positions, from which to take the names, config.json and the tensors
+            of no concern to us (vision, multi-token prediction); by default names and config.json are those that
+            `transformers` writes.
+        tokenizer: its files.
+        extra: further keys of config.json, which also replace those of `like`.
+
+    Raises:
+        ValueError: `like` is of another model; the architecture cannot hold the model.
+        SaveFailed: on every rank, if the folder could not be written or another process is writing it.
+    """
+    path, temporary = Path(path), beside(path, "tmp")
+    source, found = (None, placements(model, family)) if like is None else check_folder(like, model, POSITIONS)
+    if model.tie_embeddings and not FAMILIES[family].ties and (source is None or HEAD in source.tensors):
+        shape = (model.vocab_size, model.dim)
+        found.append(Placement("embedding.weight", shape, (Source(HEAD, shape),), rows=None))
+    # Those that are no part of the language model, except a stale copy of the embedding.
+    others = sorted(ignored(model, family, source.shapes) - {HEAD}) if source else []
+    copied = [source.tensors[name] for name in others]
+    config = _config_json(model, family, dtype, source, extra or {})
+    writer = _Writer(temporary, _plan(found, dtype, source, copied), shard_bytes)
+    failure: OSError | RuntimeError | None = None
+
+    def attempt(work: Callable[..., None], *arguments: object) -> None:
+        """Call `work` on rank 0 until a call fails. Gathering goes on after that: the other ranks wait in it."""
+        nonlocal failure
+        if failure is None and (not dist.is_initialized() or dist.get_rank() == 0):
+            try:
+                work(*arguments)
+            except (OSError, RuntimeError) as error:
+                failure = error
+
+    with ExitStack() as held:
+        attempt(held.enter_context, alone(path))
+        attempt(finish_replacing, path)
+        attempt(writer.begin)
+        for placement in found:
+            attempt(writer.write, placement, get(placement.name))
+        attempt(writer.finish, copied, config, _code(config, like) | dict(tokenizer or {}))
+        attempt(replace, temporary, path)
+    _raise_everywhere(path, failure)
+
+
+def _raise_everywhere(path: Path, failure: OSError | RuntimeError | None) -> None:
+    """Raise rank 0's failure, if any, on every rank."""
+    outcome = [None if failure is None else describe(failure)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(outcome, 0)
+    if outcome[0] is not None:
+        raise SaveFailed(f"writing '{path}' failed: {outcome[0]}") from failure
+
+
+def _plan(
+    found: list[Placement], dtype: torch.dtype | None, source: Folder | None, copied: list[OnDisk]
+) -> dict[str, Planned]:
+    """Everything to write, in order."""
+    plan = {}
+    for tensor in (s for placement in found for s in placement.sources):
+        code = CODES[dtype] if dtype else source.tensors[tensor.name].code
+        plan[tensor.name] = Planned(code, tensor.shape, math.prod(tensor.shape) * DTYPES[code].itemsize)
+    return plan | {t.name: Planned(t.code, t.shape, t.end - t.begin) for t in copied}
+
+
+def _config_json(
+    model: ModelConfig, family: str, dtype: torch.dtype | None, source: Folder | None, extra: Mapping[str, object]
+) -> dict[str, Any]:
+    changes = dict(extra) if dtype is None else {**extra, "dtype": short(dtype)}
+    if source is None:
+        return config_to_hf(family, model, **changes)
+    config = {**source.config, **changes}
+    tables = [config]
+    if isinstance(config.get("text_config"), dict):  # from which transformers opens the language model alone
+        config["text_config"] = {**config["text_config"], **changes}
+        tables.append(config["text_config"])
+    if dtype is not None:
+        for table in tables:
+            table.pop("torch_dtype", None)  # the older name
+    _, theirs = config_from_hf(source.config)
+    if differences(theirs, model):
+        _change(tables[-1], config_to_hf(family, theirs), config_to_hf(family, model))
+    return config
+
+
+def _change(config: dict[str, Any], before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Have a config.json say `now` where it differs from `before`. What else a key's table says is kept."""
+    for key, value in now.items():
+        if value != before.get(key):
+            old = (config.get(key) if isinstance(value, dict) else None) or {}
+            known = before.get(key) or ()
+            kept = {name: x for name, x in old.items() if name not in known and not isinstance(x, dict)}
+            config[key] = kept | value if kept else value
+    for older in ("rope_scaling", "rope_theta", "partial_rotary_factor"):  # what rope_parameters says now
+        config.pop(older, None)
+
+
+def _code(config: Mapping[str, Any], like: Path | None) -> dict[str, bytes]:
+    """The Python files that config.json's `auto_map` needs: ours, or those of `like`, without looking into them."""
+    named = {str(name).rpartition("--")[2].partition(".")[0] + ".py" for name in config.get("auto_map", {}).values()}
+    if like is None or MODELING.name in named:
+        return {file.name: file.read_bytes() for file in (MODELING, ROPE)} if MODELING.name in named else {}
+    return {file.name: file.read_bytes() for file in Path(like).glob("*.py")} if named else {}
+
+
+class _Writer:
+    """Writes the files of a folder: headers first, so that every row has its place and can be written as it comes."""
+
+    def __init__(self, path: Path, plan: Mapping[str, Planned], shard_bytes: int):
+        groups: list[list[str]] = [[]]  # names of tensors, by file
+        filled = 0
+        for name, tensor in plan.items():
+            if groups[-1] and filled + tensor.size > shard_bytes:
+                groups.append([])
+                filled = 0
+            groups[-1].append(name)
+            filled += tensor.size
+        files = [f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
+        self.path, self.plan = path, plan
+        self.groups = dict(zip(files if len(groups) > 1 else [SINGLE], groups))
+        self.tensors: dict[str, OnDisk] = {}
+
+    def begin(self) -> None:
+        """Create the files in their full size, and the index."""
+        remove(self.path)  # left by an export that was killed
+        self.path.mkdir()
+        for file, names in self.groups.items():
+            _write_header(self.path / file, {name: self.plan[name] for name in names})
+            self.tensors |= read_header(self.path / file)
+        if len(self.groups) > 1:
+            where = {name: tensor.file.name for name, tensor in self.tensors.items()}
+            total = sum(tensor.size for tensor in self.plan.values())
+            index = {"metadata": {"total_size": total}, "weight_map": where}
+            (self.path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    def write(self, placement: Placement, parameter: Tensor) -> None:
+        """Write the rows of one of our parameters into the tensors that they belong to."""
+        rows = parameter.detach().reshape(-1, placement.width).cpu()
+        for source, start, stop, row in placement.pieces():
+            tensor = self.tensors[source.name]
+            given = rows[row : row + stop - start]
+            values = given.to(DTYPES[tensor.code]).contiguous()
+            if (values.isinf() & given.isfinite()).any():
+                raise OSError(f"{source.name} has values beyond {tensor.code}'s range; choose a wider dtype")
+            with open(tensor.file, "r+b") as file:
+                file.seek(tensor.begin + start * placement.width * values.element_size())
+                file.write(values.view(torch.uint8).numpy())
+
+    def finish(self, copied: list[OnDisk], config: Mapping[str, Any], files: Files) -> None:
+        """Write everything but the weights, then sync all files to disk."""
+        for tensor in copied:
+            _copy_bytes(tensor, self.tensors[tensor.name])
+        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+        for name, content in {CONFIG: text.encode(), **files}.items():
+            (self.path / name).parent.mkdir(exist_ok=True)
+            (self.path / name).write_bytes(content)
+        for file in [*self.path.rglob("*"), self.path]:
+            sync(file)
+
+
+def _write_header(file: Path, plan: Mapping[str, Planned]) -> None:
+    """Create a safetensors file in its full size, whose tensors are still holes."""
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, tensor in plan.items():
+        header[name] = {"dtype": tensor.code, "shape": list(tensor.shape), "data_offsets": [end, end + tensor.size]}
+        end += tensor.size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+    with open(file, "wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.truncate(8 + len(text) + end)
+
+
+def _copy_bytes(source: OnDisk, target: OnDisk) -> None:
+    with open(source.file, "rb") as read, open(target.file, "r+b") as write:
+        read.seek(source.begin)
+        write.seek(target.begin)
+        for at in range(source.begin, source.end, BLOCK):
+            write.write(read.read(min(BLOCK, source.end - at)))
