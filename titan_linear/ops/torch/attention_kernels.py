@@ -6,7 +6,7 @@ Each gives o and its log-sum-exp, and in backward dq, dk and dv from the merged 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -49,16 +49,13 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _flash4_forward(q, k, v, scale: float, causal: bool, varlen: Varlen | None = None) -> Pair:
-    Dv, (q, k, v) = v.shape[-1], _flash4_widths(q, k, v)
-    o, lse = flash4.forward(q, k, v, scale, causal, varlen)
-    return o[..., :Dv], lse
+    q, k, v = _flash4_widths(q, k, v)
+    return flash4.forward(q, k, v, scale, causal, varlen)
 
 
 def _flash4_backward(do, q, k, v, o, lse, scale: float, causal: bool, varlen: Varlen | None = None) -> Triple:
-    D, Dv = q.shape[-1], v.shape[-1]
     q, k, v, do, o = _flash4_widths(q, k, v, do, o)
-    dq, dk, dv = flash4.backward(do, q, k, v, o, lse.contiguous(), scale, causal, varlen)
-    return dq[..., :D], dk[..., :D], dv[..., :Dv]
+    return flash4.backward(do, q, k, v, o, lse.contiguous(), scale, causal, varlen)
 
 
 def _flash4_widths(q: Tensor, k: Tensor, *as_v: Tensor) -> list[Tensor]:
@@ -70,69 +67,56 @@ def _flash4_widths(q: Tensor, k: Tensor, *as_v: Tensor) -> list[Tensor]:
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Pair:
-    Dv = v.shape[-1]
     q, k, v = _heads_first(*_equal_width(q, k, v))
     o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-    return o.transpose(1, 2)[..., :Dv], lse
+    return o.transpose(1, 2), lse
 
 
 def _cpu_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
-    D, Dv = q.shape[-1], v.shape[-1]
     do, q, k, v, o = _heads_first(*_equal_width(do, q, k, v, o))
     grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(do, q, k, v, o, lse, 0.0, causal, scale=scale)
-    dq, dk, dv = (g.transpose(1, 2) for g in grads)
-    return dq[..., :D], dk[..., :D], dv[..., :Dv]
+    return tuple(g.transpose(1, 2) for g in grads)
 
 
 # --- cudnn: the same interface; grouped heads natively ----------------------------------------------------------
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Pair:
-    Dv = v.shape[-1]
     q, k, v = _heads_first(*_equal_width(q, k, v, multiple=8))
     o, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)[:2]
-    return o.transpose(1, 2)[..., :Dv], lse.reshape(q.shape[:3])
+    return o.transpose(1, 2), lse.reshape(q.shape[:3])
 
 
 def _cudnn_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
-    D = q.shape[-1]
-    Dv = v.shape[-1]
-    Tq = q.shape[1]
-    Tk = k.shape[1]
+    Tq, Tk = q.shape[1], k.shape[1]
     do, q, k, v, o = _heads_first(*_equal_width(do, q, k, v, o, multiple=8))
     lse = lse.contiguous().unsqueeze(-1)  # [B, Hq, Tq, 1]
     unused = torch.empty(2, dtype=torch.int64, device=q.device)[0]  # no dropout: neither seed nor offset is read
     grads = aten._scaled_dot_product_cudnn_attention_backward(
         do, q, k, v, o, lse, unused, unused, None, None, None, Tq, Tk, 0.0, causal, scale=scale
     )
-    dq, dk, dv = (g.transpose(1, 2) for g in grads)
-    return dq[..., :D], dk[..., :D], dv[..., :Dv]
+    return tuple(g.transpose(1, 2) for g in grads)
 
 
 # --- flash: always by its packed function; a batch is B documents of one length ---------------------------------
 
 
 def _flash_forward(q, k, v, scale: float, causal: bool, varlen: Varlen | None = None) -> Pair:
-    B, Tq, Hq, Dv = *q.shape[:3], v.shape[-1]
+    B, Tq, Hq = q.shape[:3]
     varlen = varlen or _batch_varlen(q, k)
     q, k, v = (x.flatten(0, 1) for x in _equal_width(q, k, v, multiple=8))  # [B·T, H, D]
     o, lse = aten._flash_attention_forward(q, k, v, *varlen, 0.0, causal, False, scale=scale)[:2]
-    return o.view(B, Tq, Hq, -1)[..., :Dv], lse.view(Hq, B, Tq).transpose(0, 1)
+    return o.view(B, Tq, Hq, -1), lse.view(Hq, B, Tq).transpose(0, 1)
 
 
 def _flash_backward(do, q, k, v, o, lse, scale: float, causal: bool, varlen: Varlen | None = None) -> Triple:
     B = q.shape[0]
-    Tk = k.shape[1]
-    D = q.shape[-1]
-    Dv = v.shape[-1]
     varlen = varlen or _batch_varlen(q, k)
     do, q, k, v, o = (x.flatten(0, 1) for x in _equal_width(do, q, k, v, o, multiple=8))
     lse = lse.transpose(0, 1).flatten(1).contiguous()  # [Hq, B·Tq]
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # no dropout: the random state is not read
     grads = aten._flash_attention_backward(do, q, k, v, o, lse, *varlen, 0.0, causal, unused, unused, scale=scale)
-    dq, dk, dv = (g.unflatten(0, (B, -1)) for g in grads)
-    assert dk.shape[1] == Tk
-    return dq[..., :D], dk[..., :D], dv[..., :Dv]
+    return tuple(g.unflatten(0, (B, -1)) for g in grads)
 
 
 def _batch_varlen(q: Tensor, k: Tensor) -> Varlen:
@@ -147,18 +131,16 @@ def _batch_varlen(q: Tensor, k: Tensor) -> Varlen:
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Pair:
     Tq = q.shape[1]
-    Dv = v.shape[-1]
     groups = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
     q, k, v = _heads_first(*_equal_width(q, k, v, multiple=4))
     o, lse = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
-    return o.transpose(1, 2)[..., :Dv], lse[..., :Tq]
+    return o.transpose(1, 2), lse[..., :Tq]
 
 
 def _efficient_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
-    _, Tq, Hq, D = q.shape
+    Tq, Hq = q.shape[1:3]
     Hkv = k.shape[2]
-    Dv = v.shape[-1]
     k, v = (x.repeat_interleave(Hq // Hkv, dim=2) for x in (k, v))
     do, q, k, v, o = _heads_first(*_equal_width(do, q, k, v, o, multiple=4))
     lse = F.pad(lse, (0, -Tq % LSE_ROWS), value=torch.inf).contiguous()
@@ -168,8 +150,7 @@ def _efficient_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Trip
         do, q, k, v, None, o, lse, unused, unused, 0.0, wanted, causal, scale=scale
     )
     dq, dk, dv = (g.transpose(1, 2) for g in grads[:3])
-    dk, dv = (x.unflatten(2, (Hkv, -1)).sum(3) for x in (dk, dv))
-    return dq[..., :D], dk[..., :D], dv[..., :Dv]
+    return dq, *(x.unflatten(2, (Hkv, -1)).sum(3) for x in (dk, dv))
 
 
 # --- tiled: any dtype, any width, any device; memory is TILE rows of scores --------------------------------------
@@ -268,11 +249,20 @@ WITHOUT_FLASH4 = "packed documents take nearly twice as long without it (docs/pe
 
 
 class Kernel(NamedTuple):
-    """What computes a block: (q, k, v, scale, causal) -> o, lse and (do, q, k, v, o, lse, scale, causal) -> gradients;
-    those in TO_THE_END also take packed spans."""
+    """What computes a block. Its functions may return rows with more channels: those that they padded with zeros."""
 
-    forward: Operator
-    backward: Operator
+    padded_forward: Operator
+    padded_backward: Operator
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Pair:
+        """how: scale, causal and, for those in TO_THE_END, packed spans."""
+        o, lse = self.padded_forward(q, k, v, *how)
+        return o[..., : v.shape[-1]], lse
+
+    def backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Triple:
+        """how: the merged o and lse, then as in forward."""
+        grads = self.padded_backward(do, q, k, v, *how)
+        return tuple(grad[..., : x.shape[-1]] for grad, x in zip(grads, (q, k, v), strict=True))
 
 
 def lengths_recur(t: Target) -> str | None:
