@@ -390,7 +390,7 @@ def offload(bench: Bench) -> dict[str, float]:
 
 
 def measured(device: torch.device, rank: int) -> dict[str, Any]:
-    """What a file of rates holds (planner/timing.py, `Rates`). The first rank reports each part on stderr."""
+    """What a file of rates holds (planner/machine.py, `Rates`). The first rank reports each part on stderr."""
     bench = Bench(device)
     gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if gpu else platform.processor() or platform.machine()

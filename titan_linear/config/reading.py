@@ -241,9 +241,8 @@ def _parser(only: str = "") -> argparse.ArgumentParser:
             action=_Help,
             nargs="?",
             metavar="SECTION",
-            help="the keys, of all sections "
-            "or of one; --help flavors: the presets of every model.name; --help markdown: the keys as a "
-            "page",
+            help="the keys, of all sections or of one; --help flavors: the presets of every model.name; "
+            "--help markdown: the keys as a page",
         )
         about.add_argument(
             PRINT,
@@ -363,9 +362,8 @@ def _nearest(key: str) -> str:
     known = [*KEYS, *SECTIONS]
     if meant := MEANT.get(key) or MEANT.get(name):
         return f"; did you mean {meant}?"
-    alike = [
-        dotted for dotted in KEYS if words <= set(re.split("[._]", dotted))
-    ]  # telemetry.freq: metrics.telemetry_freq
+    # telemetry.freq: metrics.telemetry_freq
+    alike = [dotted for dotted in KEYS if words <= set(re.split("[._]", dotted))]
     alike = alike or [dotted for dotted in KEYS if dotted.endswith(f".{name}")]
     sure = difflib.get_close_matches(key, known, 1, 0.9) or difflib.get_close_matches(key, alike, 1, 0.0)
     near = sure or difflib.get_close_matches(key, known, 1, 0.6)
