@@ -94,7 +94,7 @@ class Checkpointer:
         verify: bool = True,
         group: dist.ProcessGroup | None = None,
     ):
-        self.folder = Path(folder)
+        self.folder = folder
         self.keep_latest_k = keep_latest_k
         self.verify = verify
         self.group = group or dist.new_group(backend="gloo")

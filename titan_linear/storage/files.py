@@ -172,7 +172,7 @@ def finish_replacing(path: Path) -> None:
 
 def beside(path: Path, what: str) -> Path:
     """Where a folder is written ("tmp"), its lock file ("lock"), and where the one that it replaces is ("replaced")."""
-    return Path(path).with_name(f".{Path(path).name}.{what}")
+    return path.with_name(f".{path.name}.{what}")
 
 
 def default_cache_dir() -> Path:

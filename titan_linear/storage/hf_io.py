@@ -82,11 +82,11 @@ def read_model(path: Path) -> tuple[str, ModelConfig]:
     try:
         return config_from_hf(config)
     except ValueError as error:
-        raise ValueError(f"'{Path(path) / CONFIG}': {error}") from None
+        raise ValueError(f"'{path / CONFIG}': {error}") from None
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    return read_json(Path(path) / CONFIG, dict[str, Any], "give a Hugging Face folder, or fetch it again")
+    return read_json(path / CONFIG, dict[str, Any], "give a Hugging Face folder, or fetch it again")
 
 
 def open_folder(path: Path) -> Folder:
@@ -95,7 +95,6 @@ def open_folder(path: Path) -> Folder:
     Raises:
         ValueError: naming the file, and the tensor if one is at fault.
     """
-    path = Path(path)
     where = _index(path)
     headers = {file: read_header(path / file) for file in sorted(set(where.values()))}
     for name, file in where.items():
@@ -119,7 +118,7 @@ def check_folder(path: Path, model: ModelConfig, free: Collection[str] = ()) -> 
     if found := {option: pair for option, pair in changed.items() if option not in free}:
         differing = ", ".join(f"{option} = {a!r} (this run: {b!r})" for option, (a, b) in found.items())
         raise ValueError(
-            f"'{Path(path) / CONFIG}' is another model: {differing}; use model.flavor = 'hf', or this model's folder"
+            f"'{path / CONFIG}' is another model: {differing}; use model.flavor = 'hf', or this model's folder"
         )
     if changed:
         config_to_hf(family, model)

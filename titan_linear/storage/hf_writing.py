@@ -130,7 +130,7 @@ def write_folder(
         ValueError: `like` is of another model; the architecture cannot hold the model.
         SaveFailed: on every rank, if the folder could not be written or another process is writing it.
     """
-    path, temporary = Path(path), beside(path, "tmp")
+    temporary = beside(path, "tmp")
     source, found = (None, placements(model, family)) if like is None else check_folder(like, model, POSITIONS)
     if model.tie_embeddings and not FAMILIES[family].ties and (source is None or HEAD in source.tensors):
         shape = (model.vocab_size, model.dim)
@@ -219,7 +219,7 @@ def _code(config: Mapping[str, Any], like: Path | None) -> dict[str, bytes]:
     named = {str(name).rpartition("--")[2].partition(".")[0] + ".py" for name in config.get("auto_map", {}).values()}
     if like is None or MODELING.name in named:
         return {file.name: file.read_bytes() for file in (MODELING, ROPE)} if MODELING.name in named else {}
-    return {file.name: file.read_bytes() for file in Path(like).glob("*.py")} if named else {}
+    return {file.name: file.read_bytes() for file in like.glob("*.py")} if named else {}
 
 
 class _Writer:

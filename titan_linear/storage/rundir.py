@@ -219,7 +219,7 @@ def config_of(checkpoint: Path) -> Config:
     Raises:
         ValueError: no folder above it is a run's.
     """
-    for folder in Path(checkpoint).resolve().parents:
+    for folder in checkpoint.resolve().parents:
         if (folder / CONFIG).is_file():
             return load_config(["--job.config_file", str(folder / CONFIG)])
     raise ValueError(

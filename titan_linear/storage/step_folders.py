@@ -50,7 +50,7 @@ class Rewound(BaseModel):
 
 def whole_steps(folder: Path) -> list[int]:
     """The steps of the whole checkpoints in `folder`, ascending. Their contents are not read; see `verify`."""
-    return sorted(step for step, path in _step_folders(Path(folder)).items() if _is_whole(path))
+    return sorted(step for step, path in _step_folders(folder).items() if _is_whole(path))
 
 
 def find_step(folder: Path, load_step: int) -> int | None:
@@ -128,7 +128,6 @@ def weights_path(path: Path, key: str = "checkpoint.initial_load_path") -> Path:
     Raises:
         ValueError: there is no whole checkpoint.
     """
-    path = Path(path)
     if _is_whole(path) and ((path / PROGRESS).exists() or (path / METADATA).exists()):  # a run has a manifest.json too
         return path
     for folder in (path, checkpoints_of(path)):
@@ -146,7 +145,6 @@ def verify(path: Path) -> None:
     Raises:
         ValueError: a file is missing, or has another size or checksum.
     """
-    path = Path(path)
     others = [step for step in whole_steps(path.parent) if path.name != f"step-{step}"]
     remedy = "restore it from a copy, or " + (
         f"use another step: checkpoint.load_step = {_list(others)} (for another run's: checkpoint.initial_load_path)"
