@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing, suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
@@ -261,7 +261,8 @@ def _tokenise_into(folder: Path, texts: Texts) -> None:
     journal = _resumable(folder, texts) or new
     if journal.read:
         print(f"continuing where tokenising was stopped, after {journal.num_documents:,} documents", flush=True)
-    write_into(folder, _tokenised(texts, journal), texts.tokenizer, journal, texts.dataset, texts.files)
+    with closing(_tokenised(texts, journal)) as documents:  # its processes end with the writing, however that ends
+        write_into(folder, documents, texts.tokenizer, journal, texts.dataset, texts.files)
 
 
 def _resumable(folder: Path, texts: Texts) -> Journal | None:
@@ -273,7 +274,7 @@ def _resumable(folder: Path, texts: Texts) -> Journal | None:
     return None if stops else journal
 
 
-def _tokenised(texts: Texts, journal: Journal) -> Iterator[Tokens]:
+def _tokenised(texts: Texts, journal: Journal) -> Generator[Tokens, None, None]:
     """The tokens of each document that `journal` has not read; for texts with eos. Counts what it reads and skips."""
     ends: deque[int] = deque()  # for each file that has been read: documents up to its end
     eos = [] if texts.tokenizer.eos_id is None else [texts.tokenizer.eos_id]

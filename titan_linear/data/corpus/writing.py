@@ -191,8 +191,6 @@ def _write_arrays(folder: Path, documents: Iterator[Tokens], tokenizer: Tokenize
     """Writes the files of _names on from what counts of them. Returns the counts, dtype and fingerprint for
     corpus.json."""
     with ExitStack() as stack:
-        if hasattr(documents, "close"):
-            stack.callback(documents.close)  # its processes end with the writing, however that ends
         files = _open_arrays(folder, _dtype(tokenizer.vocab_size), journal, stack)
         content = _content_so_far(folder / HASHES)
         journaled = time.monotonic()
