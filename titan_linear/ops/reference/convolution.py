@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from titan_linear.ops.reference.delta_rule import l2norm
+from titan_linear.ops.reference.token_by_token import sequences
 
 
 def direct_causal_conv1d(
@@ -27,9 +27,8 @@ def direct_causal_conv1d(
     B, T, D = x.shape
     W = weight.shape[1]
     flat, weight = x.double().flatten(0, 1), weight.double()
-    bounds = [i * T for i in range(B + 1)] if cu_seqlens is None else cu_seqlens.tolist()
     outputs, states = [], []
-    for n, (start, end) in enumerate(pairwise(bounds)):
+    for n, (start, end) in enumerate(sequences(B, T, cu_seqlens)):
         past = flat.new_zeros(D, W - 1) if initial_state is None else initial_state[n].double()
         padded = torch.cat([past.T, flat[start:end]])  # [W−1+length, D]
         taps = [padded[j : j + end - start] * weight[:, j] for j in range(W)]

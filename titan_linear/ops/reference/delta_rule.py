@@ -6,10 +6,10 @@ o_t = scale · S_tᵀ q_t
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
+
+from titan_linear.ops.reference.token_by_token import token_by_token
 
 
 def recurrent_delta_rule(
@@ -28,23 +28,16 @@ def recurrent_delta_rule(
     q, k [B,T,H,K]; v [B,T,HV,V]; beta [B,T,HV]; initial_state [N,HV,K,V]; N is B, or the number of packed documents.
     Returns o [B,T,HV,V] and the final states [N,HV,K,V], both float64.
     """
-    B, T, H, K = q.shape
-    HV, V = v.shape[2:]
-    q, k, v, g, beta = (x.double().flatten(0, 1) for x in (q, k, v, g, beta))  # [B·T, ...]
-    q, k = (x.repeat_interleave(HV // H, dim=1) for x in (q, k))  # [B·T, HV, K]
+    q, k = (x.double().repeat_interleave(v.shape[2] // q.shape[2], dim=2) for x in (q, k))  # [B, T, HV, K]
+    k, v, g, beta = (x.double().flatten(0, 1) for x in (k, v, g, beta))  # [B·T, ...]
     decay = g.exp() if g.dim() == 3 else g.exp()[..., None]  # [B·T, HV, K or 1]
-    bounds = [i * T for i in range(B + 1)] if cu_seqlens is None else cu_seqlens.tolist()
-    outputs, states = [], []
-    for n, (start, end) in enumerate(pairwise(bounds)):
-        S = q.new_zeros(HV, K, V) if initial_state is None else initial_state[n].double()
-        for t in range(start, end):
-            S = decay[t].unsqueeze(-1) * S
-            error = v[t] - (S * k[t].unsqueeze(-1)).sum(1)  # [HV, V] v_t less what the state gives for k_t
-            S = S + (beta[t, :, None] * k[t]).unsqueeze(-1) * error.unsqueeze(1)
-            outputs.append((S * q[t].unsqueeze(-1)).sum(1))
-        states.append(S)
-    o = torch.stack(outputs) * (K**-0.5 if scale is None else scale)
-    return o.unflatten(0, (B, T)), torch.stack(states)
+
+    def step(t: int, S: Tensor) -> Tensor:
+        S = decay[t].unsqueeze(-1) * S
+        error = v[t] - (S * k[t].unsqueeze(-1)).sum(1)  # [HV, V] v_t less what the state gives for k_t
+        return S + (beta[t, :, None] * k[t]).unsqueeze(-1) * error.unsqueeze(1)
+
+    return token_by_token(step, q, v.shape[-1], scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
 
 
 def l2norm(x: Tensor) -> Tensor:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from titan_linear.ops.reference.token_by_token import token_by_token
 
 
 def recurrent_simple_gla(
@@ -24,20 +23,13 @@ def recurrent_simple_gla(
     q, k [B,T,H,K]; v [B,T,HV,V]; g [B,T,HV]; initial_state [N,HV,K,V]; N is B, or the number of packed documents.
     Returns o [B,T,HV,V] and the final states [N,HV,K,V], both float64.
     """
-    B, T, H, K = q.shape
-    HV, V = v.shape[2:]
-    q, k, v, g = (x.double().flatten(0, 1) for x in (q, k, v, g))  # [B·T, ...]
-    q, k = (x.repeat_interleave(HV // H, dim=1) for x in (q, k))  # [B·T, HV, K]
-    bounds = [i * T for i in range(B + 1)] if cu_seqlens is None else cu_seqlens.tolist()
-    outputs, states = [], []
-    for n, (start, end) in enumerate(pairwise(bounds)):
-        S = q.new_zeros(HV, K, V) if initial_state is None else initial_state[n].double()
-        for t in range(start, end):
-            S = g[t].exp()[:, None, None] * S + k[t].unsqueeze(-1) * v[t].unsqueeze(1)
-            outputs.append((S * q[t].unsqueeze(-1)).sum(1))
-        states.append(S)
-    o = torch.stack(outputs) * (K**-0.5 if scale is None else scale)
-    return o.unflatten(0, (B, T)), torch.stack(states)
+    q, k = (x.double().repeat_interleave(v.shape[2] // q.shape[2], dim=2) for x in (q, k))  # [B, T, HV, K]
+    k, v, g = (x.double().flatten(0, 1) for x in (k, v, g))  # [B·T, ...]
+
+    def step(t: int, S: Tensor) -> Tensor:
+        return g[t].exp()[:, None, None] * S + k[t].unsqueeze(-1) * v[t].unsqueeze(1)
+
+    return token_by_token(step, q, v.shape[-1], scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
 
 
 def recurrent_ssd(
@@ -87,16 +79,10 @@ def recurrent_dplr(
     q, k, a, b, gk [B,T,H,K]; v [B,T,H,V]; initial_state [N,H,K,V]. Returns o [B,T,H,V] and the final states, both
     float64.
     """
-    B, T, H, K = q.shape
-    q, k, v, a, b, gk = (x.double().flatten(0, 1).unsqueeze(-1) for x in (q, k, v, a, b, gk))  # [B·T, H, ., 1]
-    bounds = [i * T for i in range(B + 1)] if cu_seqlens is None else cu_seqlens.tolist()
-    outputs, states = [], []
-    for n, (start, end) in enumerate(pairwise(bounds)):
-        S = q.new_zeros(H, K, v.shape[2]) if initial_state is None else initial_state[n].double()
-        for t in range(start, end):
-            read = (a[t] * S).sum(1, keepdim=True)  # [H, 1, V]
-            S = gk[t].exp() * S + b[t] * read + k[t] * v[t].mT
-            outputs.append((S * q[t]).sum(1))
-        states.append(S)
-    o = torch.stack(outputs) * (K**-0.5 if scale is None else scale)
-    return o.unflatten(0, (B, T)), torch.stack(states)
+    k, v, a, b, gk = (x.double().flatten(0, 1).unsqueeze(-1) for x in (k, v, a, b, gk))  # [B·T, H, ., 1]
+
+    def step(t: int, S: Tensor) -> Tensor:
+        read = (a[t] * S).sum(1, keepdim=True)  # [H, 1, V]
+        return gk[t].exp() * S + b[t] * read + k[t] * v[t].mT
+
+    return token_by_token(step, q.double(), v.shape[2], scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)

@@ -1,0 +1,40 @@
+"""What the recurrences' oracles share: a state that passes through the tokens of each sequence, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+
+def token_by_token(
+    step: Callable[[int, Tensor], Tensor],
+    q: Tensor,
+    V: int,
+    *,
+    scale: float | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """S_t = step(t, S_{t−1}) for token t of B·T, o_t = scale · S_tᵀ q_t.
+
+    q [B,T,HV,K] float64; initial_state [N,HV,K,V]. Returns o [B,T,HV,V] and the final states [N,HV,K,V], both float64.
+    """
+    B, T, HV, K = q.shape
+    q = q.flatten(0, 1).unsqueeze(-1)  # [B·T, HV, K, 1]
+    outputs, states = [], []
+    for n, (start, end) in enumerate(sequences(B, T, cu_seqlens)):
+        S = q.new_zeros(HV, K, V) if initial_state is None else initial_state[n].double()
+        for t in range(start, end):
+            S = step(t, S)
+            outputs.append((S * q[t]).sum(1))
+        states.append(S)
+    o = torch.stack(outputs) * (K**-0.5 if scale is None else scale)
+    return o.unflatten(0, (B, T)), torch.stack(states)
+
+
+def sequences(B: int, T: int, cu_seqlens: Tensor | None) -> Iterator[tuple[int, int]]:
+    """Where sequences, or packed documents, begin and end among B·T tokens."""
+    return pairwise([i * T for i in range(B + 1)] if cu_seqlens is None else cu_seqlens.tolist())
