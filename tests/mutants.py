@@ -32,9 +32,7 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     # --- ops: the recurrences, the convolution, attention, the loss
-    Mutant(
-        "torch.cat([k * gamma * beta, v * beta], -1)", "torch.cat([k * gamma, v * beta], -1)", "ops/test_recurrences.py"
-    ),
+    Mutant("solved(L, k * gamma * beta, v * beta)", "solved(L, k * gamma, v * beta)", "ops/test_recurrences.py"),
     Mutant("k * sums_after(g).exp(), q * gamma", "k * gamma, q * gamma", "ops/test_recurrences.py"),
     Mutant("(0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)", "(0, 0, 0, 1)).cumsum(-2)", "ops/test_recurrences.py"),
     Mutant("G = g.cumsum(-2)  #", "G = g.cumsum(-2) - g  #", "ops/test_recurrences.py"),

@@ -27,7 +27,20 @@ def delta_rule(name: str, family: str) -> Recurrence:
     return Recurrence(name, implementations, ("A_log", "dt_bias"), step)
 
 
-def check_inputs(given: Inputs, options: DeltaRuleOptions) -> None:
+def _run(
+    recurrence: Recurrence, given: Inputs, normalise: bool, options: DeltaRuleOptions, **more: Any
+) -> tuple[Tensor, Tensor | None]:
+    """normalise: q and k, before any kernel."""
+    _check_inputs(given, options)
+    return run(recurrence, normed(given) if normalise else given, options=options, **more)
+
+
+def normed(given: Inputs) -> Inputs:
+    """With q and k divided by their norms."""
+    return given._replace(q=l2norm(given.q), k=l2norm(given.k))
+
+
+def _check_inputs(given: Inputs, options: DeltaRuleOptions) -> None:
     """Raise ValueError for shapes and switches that do not fit; the message says what would."""
     q, k, v, g, beta, A_log, dt_bias = given
     B, T, HV, K, _ = check_queries(q, k, v)
@@ -40,11 +53,6 @@ def check_inputs(given: Inputs, options: DeltaRuleOptions) -> None:
         raise ValueError(f"A_log {tuple(A_log.shape)} must be [HV] = [{HV}]")
     if dt_bias is not None and not options.gate_in_kernel:
         raise ValueError("dt_bias comes with use_gate_in_kernel = True; give both or neither")
-
-
-def normed(given: Inputs) -> Inputs:
-    """With q and k divided by their norms, before any kernel."""
-    return given._replace(q=l2norm(given.q), k=l2norm(given.k))
 
 
 # --- Kimi Delta Attention --------------------------------------------------------------------------------------------
@@ -139,12 +147,10 @@ def chunk_kda(
         beta_range=beta_range(use_beta_sigmoid_in_kernel, allow_neg_eigval),
         disable_recompute=disable_recompute,
     )
-    given = Inputs(q, k, v, g, beta, A_log, dt_bias)
-    check_inputs(given, options)
-    given = normed(given) if use_qk_l2norm_in_kernel else given
-    return run(
+    return _run(
         KDA,
-        given,
+        Inputs(q, k, v, g, beta, A_log, dt_bias),
+        use_qk_l2norm_in_kernel,
         options=options,
         initial_state=initial_state,
         output_final_state=output_final_state,
@@ -210,12 +216,10 @@ def chunk_gated_delta_rule(
         beta_range=beta_range(use_beta_sigmoid_in_kernel, allow_neg_eigval),
         disable_recompute=disable_recompute,
     )
-    given = Inputs(q, k, v, g, beta, A_log, dt_bias)
-    check_inputs(given, options)
-    given = normed(given) if use_qk_l2norm_in_kernel else given
-    return run(
+    return _run(
         GDN,
-        given,
+        Inputs(q, k, v, g, beta, A_log, dt_bias),
+        use_qk_l2norm_in_kernel,
         options=options,
         initial_state=initial_state,
         output_final_state=output_final_state,

@@ -41,11 +41,15 @@ def prepare(
     aqk, akk = pair_products(torch.cat([q, k], 1), k, g, safe_gate).chunk(2, dim=1)
     G = g.cumsum(-2)  # [NC, HV, C, K or 1]
     gamma = G.exp()
-    L = (akk * beta).tril(-1)  # the solver does not read the diagonal and takes it as one
-    w, u = torch.linalg.solve_triangular(
-        L, torch.cat([k * gamma * beta, v * beta], -1), upper=False, unitriangular=True
-    ).split([k.shape[-1], v.shape[-1]], -1)
+    L = (akk * beta).tril(-1)
+    w, u = solved(L, k * gamma * beta, v * beta)
     return Prepared(w, u, k * sums_after(g).exp(), q * gamma, aqk.tril(), gamma[:, :, -1])
+
+
+def solved(L: Tensor, *right: Tensor) -> tuple[Tensor, ...]:
+    """X of (I + L) X = B for each B [.., C, D] of `right`. L [.., C, C] is read below its diagonal only."""
+    x = torch.linalg.solve_triangular(L, torch.cat(right, -1), upper=False, unitriangular=True)
+    return x.split([b.shape[-1] for b in right], -1)
 
 
 def pair_products(rows: Tensor, k: Tensor, g: Tensor, safe_gate: bool) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from titan_linear.ops.runtime.options import DeltaRuleOptions, DPLRInputs
 from titan_linear.ops.torch.chunked import Chunks, Prepared, TorchRule, sums_after
-from titan_linear.ops.torch.delta_rule import pair_products
+from titan_linear.ops.torch.delta_rule import pair_products, solved
 
 
 class TorchDPLR(TorchRule):
@@ -30,9 +30,7 @@ class TorchDPLR(TorchRule):
         rows = torch.cat([q, F.pad(a[:, :, 1:], (0, 0, 0, 1))], 1)
         (qk, ak), (qb, ab) = (pair_products(rows, x, g, options.safe_gate).tril().chunk(2, dim=1) for x in (k, b))
         ak, ab = (F.pad(x[:, :, :-1], (0, 0, 1, 0)) for x in (ak, ab))  # [NC, H, C, C]
-        w, u = torch.linalg.solve_triangular(
-            -ab, torch.cat([-a * before, ak @ v], -1), upper=False, unitriangular=True
-        ).split([k.shape[-1], v.shape[-1]], -1)
+        w, u = solved(-ab, -a * before, ak @ v)
         return Prepared(
             w=torch.cat([torch.zeros_like(w), w], -2),
             u=torch.cat([v, u], -2),
