@@ -33,7 +33,7 @@ from pathlib import Path
 
 from titan_linear.commands import command_parser, table
 from titan_linear.config import Config, load_config
-from titan_linear.data import build_tokenizer
+from titan_linear.data import Tokenizer, build_tokenizer
 from titan_linear.distributed.process import refusing
 from titan_linear.models.config import ModelConfig
 from titan_linear.ops.layout.levels import H200
@@ -132,22 +132,26 @@ def of_whole_length(config: Config) -> str:
 
 def planned_model(config: Config) -> ModelConfig:
     """The run's model; if its tokenizer's file is missing, the model's vocabulary is assumed to be large enough."""
+    if tokenizer := _tokenizer_here(config):
+        return model_config(config, tokenizer)
+    model = model_without_tokenizer(config)
     path = tokenizer_path(config)
-    if path and not Path(os.path.expanduser(path)).exists():
-        model = model_without_tokenizer(config)
-        print(f"model.tokenizer_path = {path!r} is not here: a vocabulary of {model.vocab_size} is assumed")
-        return model
-    return model_config(config, build_tokenizer(path))
+    print(f"model.tokenizer_path = {path!r} is not here: a vocabulary of {model.vocab_size} is assumed")
+    return model
 
 
 def check_corpus(config: Config) -> None:
     """ValueError: the run's tokens are at hand, and are fewer than a step takes."""
+    if tokenizer := _tokenizer_here(config):
+        found = cached_corpora(config, tokenizer)
+        if None not in found:
+            check_size(sum(corpus.num_tokens for corpus in found), config)
+
+
+def _tokenizer_here(config: Config) -> Tokenizer | None:
+    """The run's; None: its file is missing."""
     path = tokenizer_path(config)
-    if path and not Path(os.path.expanduser(path)).exists():
-        return
-    found = cached_corpora(config, build_tokenizer(path))
-    if None not in found:
-        check_size(sum(corpus.num_tokens for corpus in found), config)
+    return build_tokenizer(path) if not path or Path(os.path.expanduser(path)).exists() else None
 
 
 def machine_of(args: argparse.Namespace) -> Machine:
