@@ -27,7 +27,8 @@ from titan_linear.models.presets import OWN, PUBLISHED
 from titan_linear.models.rope import Rotary
 from titan_linear.ops import cross_entropy as loss
 from titan_linear.ops.exchange import folds, halo
-from titan_linear.ops.layout import context
+from titan_linear.ops.layout import build_context
+from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.torch import delta_rule
 from titan_linear.proof import compiled, data, definitions, doctor, hf, model, ops, processes, resume
 from titan_linear.proof import subject as proof_subject
@@ -209,14 +210,14 @@ SABOTAGES = {
         r"split, float64: causal_conv1d, layer 0, cp 4 .*rank 1, stream 0, document \d, token",
     ),
     "a position": (
-        context,
+        build_context,
         "_local_layout",
         positions_of_fragments,
         data.cut,
         r"position_ids .*rank 1, stream \d, document \d, token",
     ),
     "a position, by what it does": (
-        context,
+        build_context,
         "_local_layout",
         positions_of_fragments,
         model.split,
@@ -258,14 +259,14 @@ SABOTAGES = {
         r"split, float64: 54 gradients.*mixer\.(A_log|dt_bias), rank",
     ),
     "a document boundary, in the plan": (
-        context,
+        build_context,
         "_documents",
         one_boundary_less,
         data.cut,
         r"boundaries of documents .*rank \d, stream 1, document 4, token 0",
     ),
     "a document boundary, by what it does": (
-        context,
+        build_context,
         "_documents",
         one_boundary_less,
         of_case(ops.documents, "mixer attention"),
@@ -450,8 +451,8 @@ def of_compiled_layers(rank: int, world_size: int, argv: list[str], broken: bool
     subject = subject_of(load_config(argv))
     mark = (lambda mark, context: None) if broken else (lambda mark, context: mark(context))
     with pytest.MonkeyPatch.context() as patch:
-        original = context.CPContext.mark_dynamic
-        patch.setattr(context.CPContext, "mark_dynamic", lambda self: mark(original, self))
+        original = CPContext.mark_dynamic
+        patch.setattr(CPContext, "mark_dynamic", lambda self: mark(original, self))
         return [str(finding) for finding in compiled.layers(subject)]
 
 

@@ -11,7 +11,7 @@ from titan_linear.config import Config, layer_checkpointing
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.float8 import SMALLEST, use_float8
 from titan_linear.ops.float8 import CAPABILITY
-from titan_linear.ops.layout.context import shared_by_nodes
+from titan_linear.ops.layout.build_context import shared_by_nodes
 from titan_linear.ops.runtime.support import capability, dotted
 from titan_linear.run.build import unallocated
 

@@ -23,7 +23,7 @@ from titan_linear.models.plan import BatchPlan, Rotary
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.attention import choose_method, pairs_computed
 from titan_linear.ops.layout.boundaries import to_device
-from titan_linear.ops.layout.context import ranks_per_node
+from titan_linear.ops.layout.build_context import ranks_per_node
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from titan_linear.ops.attention import attention, choose_method, pairs_computed
 from titan_linear.ops.exchange import allgather
 from titan_linear.ops.exchange.collectives import group_named
 from titan_linear.ops.exchange.ulysses import heads_to_tokens, tokens_to_heads
-from titan_linear.ops.layout.context import build_cp_context
+from titan_linear.ops.layout.build_context import build_cp_context
 from titan_linear.ops.layout.spans import ALL, SOME
 from titan_linear.ops.reference.attention import attention as reference
 

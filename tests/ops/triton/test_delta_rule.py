@@ -32,7 +32,7 @@ from tests.ops.inputs import (
 )
 from tests.worlds import World
 from titan_linear.ops import build_cp_context, causal_conv1d
-from titan_linear.ops.layout import context
+from titan_linear.ops.layout import build_context
 from titan_linear.ops.layout.boundaries import Boundaries, scan_programs, segment_arrays, segment_length
 from titan_linear.ops.triton import chunks, split_documents
 from titan_linear.ops.triton import delta_rule as rules
@@ -171,7 +171,7 @@ def test_planned_segments_are_those_of_the_device() -> None:
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 def test_planned_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A context that planned for the scan, and one that did not: the same bits."""
-    monkeypatch.setattr(context, "segment_length", lambda *_: 64)
+    monkeypatch.setattr(build_context, "segment_length", lambda *_: 64)
     monkeypatch.setattr(rules, "segment_length", lambda *_: 64)
     cu, x = boundaries([10, 130]), make_inputs(op, 140, H=1, HV=1, K=32, V=32, gate="slow")
     results = []
@@ -186,7 +186,7 @@ def test_planned_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 def test_compiled_code_reads_planned_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph for all documents, in which no table is made."""
-    monkeypatch.setattr(context, "segment_length", lambda *_: 64)
+    monkeypatch.setattr(build_context, "segment_length", lambda *_: 64)
     for module in (chunks, split_documents):
         monkeypatch.setattr(module, "chunk_table", lambda *_: pytest.fail("a table is made"))
     counter = CompileCounterWithBackend("aot_eager")
