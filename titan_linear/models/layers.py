@@ -31,6 +31,11 @@ def widen(x: Tensor) -> Tensor:
     return x.to(widened(x.dtype))
 
 
+def projection(inputs: int, outputs: int) -> nn.Linear:
+    """A projection, which has no bias."""
+    return nn.Linear(inputs, outputs, bias=False)
+
+
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) · weight over the last dimension; zero-centred: · (1 + weight)."""
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from titan_linear.models.cases import Draws, OpCase, attention_case
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
-from titan_linear.models.layers import Cache, OpDims, RMSNorm, attention_entropy, grown, rotate, widened
+from titan_linear.models.layers import Cache, OpDims, RMSNorm, attention_entropy, grown, projection, rotate, widened
 from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.models.rope import RopeScaling, Rotary
 from titan_linear.ops import attention
@@ -86,16 +86,16 @@ class AttentionMixer(nn.Module):
         q_dim = options.heads * self.head_dim
         k_dim = options.kv_heads * self.head_dim
         self.cp_method = "auto"  # "auto" or one of SOFTMAX_METHODS, under context parallelism
-        self.q_proj = nn.Linear(config.dim, q_dim, bias=False)
-        self.k_proj = nn.Linear(config.dim, k_dim, bias=False)
-        self.v_proj = nn.Linear(config.dim, k_dim, bias=False)
+        self.q_proj = projection(config.dim, q_dim)
+        self.k_proj = projection(config.dim, k_dim)
+        self.v_proj = projection(config.dim, k_dim)
         if self.qk_norm is not None:
             widths = (self.head_dim, self.head_dim) if self.qk_norm == "head" else (q_dim, k_dim)
             self.q_norm, self.k_norm = (RMSNorm(w, config.norm_eps, config.zero_centred_norm) for w in widths)
         if self.qk_norm == "width":
             self.split = {**self.split, "q_norm.weight": 0, "k_norm.weight": 0}
-        self.g_proj = nn.Linear(config.dim, q_dim, bias=False) if options.output_gate else None
-        self.o_proj = nn.Linear(q_dim, config.dim, bias=False)
+        self.g_proj = projection(config.dim, q_dim) if options.output_gate else None
+        self.o_proj = projection(q_dim, config.dim)
 
     def forward(self, x: Tensor, plan: BatchPlan, cache: Cache = None) -> Tensor:
         """x [B, T, dim] -> [B, T, dim]. A cache holds the keys and values of earlier tokens, and grows."""

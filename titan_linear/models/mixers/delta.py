@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from titan_linear.models.cases import Draws, OpCase, Tensors, convolution_case
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.draws import Draw, time_step_bias, uniform_decay, zeros
-from titan_linear.models.layers import ConvWeight, GatedRMSNorm, OpDims, project, project_each, widen
+from titan_linear.models.layers import ConvWeight, GatedRMSNorm, OpDims, project, project_each, projection, widen
 from titan_linear.models.mixers.recurrent import Cache, Inputs, RecurrentMixer, RecurrentOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_gated_delta_rule, chunk_kda
@@ -136,13 +136,13 @@ class DeltaMixer(RecurrentMixer):
         key_dim = options.heads * self.head_dim
         value_dim = options.v_heads * self.v_head_dim
         widths = (key_dim, key_dim, value_dim)
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(config.dim, w, bias=False) for w in widths)
+        self.q_proj, self.k_proj, self.v_proj = (projection(config.dim, w) for w in widths)
         self.q_conv1d, self.k_conv1d, self.v_conv1d = (ConvWeight(w, options.conv_size) for w in widths)
-        self.b_proj = nn.Linear(config.dim, options.v_heads, bias=False)
+        self.b_proj = projection(config.dim, options.v_heads)
         self.beta_range = options.beta_range
         eps = config.norm_eps if options.o_norm_eps is None else options.o_norm_eps
         self.o_norm = GatedRMSNorm(self.v_head_dim, eps, activation)
-        self.o_proj = nn.Linear(value_dim, config.dim, bias=False)
+        self.o_proj = projection(value_dim, config.dim)
         self.initial = {"A_log": A_log, "dt_bias": time_step_bias}
 
     def _inputs(self, x: Tensor, plan: BatchPlan, cache: Cache) -> tuple[Inputs, Tensor]:
@@ -223,10 +223,8 @@ class KDAMixer(DeltaMixer):
         rank = self.v_head_dim
         gate_dim = options.v_heads * self.head_dim
         value_dim = options.v_heads * self.v_head_dim
-        self.f_proj = nn.Sequential(nn.Linear(config.dim, rank, bias=False), nn.Linear(rank, gate_dim, bias=False))
-        self.g_proj = nn.Sequential(
-            nn.Linear(config.dim, rank, bias=False), nn.Linear(rank, value_dim, bias=options.gate_bias)
-        )
+        self.f_proj = nn.Sequential(projection(config.dim, rank), projection(rank, gate_dim))
+        self.g_proj = nn.Sequential(projection(config.dim, rank), nn.Linear(rank, value_dim, bias=options.gate_bias))
         self.A_log = nn.Parameter(torch.empty(options.v_heads))
         self.dt_bias = nn.Parameter(torch.empty(gate_dim))
 
@@ -268,8 +266,8 @@ class GDNMixer(DeltaMixer):
 
     def __init__(self, options: GDN, config: ModelConfig):
         super().__init__(options, config, "silu", uniform_decay(0.0))
-        self.a_proj = nn.Linear(config.dim, options.v_heads, bias=False)
-        self.g_proj = nn.Linear(config.dim, options.v_heads * self.v_head_dim, bias=False)
+        self.a_proj = projection(config.dim, options.v_heads)
+        self.g_proj = projection(config.dim, options.v_heads * self.v_head_dim)
         self.A_log = nn.Parameter(torch.empty(options.v_heads))
         self.dt_bias = nn.Parameter(torch.empty(options.v_heads))
 

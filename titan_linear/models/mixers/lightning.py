@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from titan_linear.models.cases import Draws, OpCase, simple_gla_case
 from titan_linear.models.config import Documents, ModelConfig
-from titan_linear.models.layers import OpDims, RMSNorm, project_each, widened
+from titan_linear.models.layers import OpDims, RMSNorm, project_each, projection, widened
 from titan_linear.models.mixers.recurrent import Cache, Inputs, RecurrentMixer, RecurrentOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_simple_gla
@@ -67,11 +67,9 @@ class LightningMixer(RecurrentMixer):
         slope = layer / (config.num_layers - 1 + 1e-5) - 1 - 1e-5  # from −1 in the first layer to 0 in the last
         self.slope = torch.tensor(slope, dtype=torch.float64, device="cpu")  # a number would be compiled for each layer
         width = options.heads * options.head_dim
-        self.q_proj, self.k_proj, self.v_proj, self.g_proj = (
-            nn.Linear(config.dim, width, bias=False) for _ in range(4)
-        )
+        self.q_proj, self.k_proj, self.v_proj, self.g_proj = (projection(config.dim, width) for _ in range(4))
         self.o_norm = RMSNorm(width, options.o_norm_eps)
-        self.o_proj = nn.Linear(width, config.dim, bias=False)
+        self.o_proj = projection(width, config.dim)
         self.ranks: Ranks | None = None  # of tensor parallelism
 
     def _inputs(self, x: Tensor, plan: BatchPlan, cache: Cache) -> tuple[Inputs, Tensor]:

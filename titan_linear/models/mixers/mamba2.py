@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from titan_linear.models.cases import Draws, OpCase, Tensors, convolution_case
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.draws import ones, time_step_bias, uniform_decay
-from titan_linear.models.layers import ConvWeight, OpDims, cut, project, widen
+from titan_linear.models.layers import ConvWeight, OpDims, cut, project, projection, widen
 from titan_linear.models.mixers.recurrent import Cache, Inputs, RecurrentMixer, RecurrentOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_ssd
@@ -142,15 +142,15 @@ class Mamba2Mixer(RecurrentMixer):
         self.state_dim = options.state_dim
         self.dt_limit = (options.dt_min, options.dt_max)
         inner, *_ = widths = options.widths
-        self.x_proj, self.b_proj, self.c_proj = (nn.Linear(config.dim, w, bias=False) for w in widths)
-        self.z_proj = nn.Linear(config.dim, inner, bias=False)
-        self.dt_proj = nn.Linear(config.dim, options.heads, bias=False)
+        self.x_proj, self.b_proj, self.c_proj = (projection(config.dim, w) for w in widths)
+        self.z_proj = projection(config.dim, inner)
+        self.dt_proj = projection(config.dim, options.heads)
         self.x_conv1d, self.b_conv1d, self.c_conv1d = (
             ConvWeight(w, options.conv_size, options.conv_bias) for w in widths
         )
         self.A_log, self.D, self.dt_bias = (nn.Parameter(torch.empty(options.heads)) for _ in range(3))
         self.o_norm = GroupedRMSNorm(inner, options.groups, config.norm_eps)
-        self.o_proj = nn.Linear(inner, config.dim, bias=False)
+        self.o_proj = projection(inner, config.dim)
         self.initial = {"A_log": uniform_decay(1.0), "D": ones, "dt_bias": time_step_bias}
         if options.groups > 1:
             of_groups = (f"{x}_{of}" for x in "bc" for of in ("proj.weight", "conv1d.weight", "conv1d.bias"))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from titan_linear.models.cases import Draws, OpCase, attention_case
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
-from titan_linear.models.layers import Cache, OpDims, RMSNorm, attention_entropy, grown
+from titan_linear.models.layers import Cache, OpDims, RMSNorm, attention_entropy, grown, projection
 from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.ops import attention
 
@@ -66,11 +66,11 @@ class MLAMixer(nn.Module):
         self.latent_dims = (options.kv_rank, options.shared_k_dim)
         self.kv_dims = (options.nope_dim, options.v_dim)
         self.q_dim = options.nope_dim + options.shared_k_dim
-        self.q_proj = nn.Linear(config.dim, options.heads * self.q_dim, bias=False)
-        self.kv_a_proj = nn.Linear(config.dim, sum(self.latent_dims), bias=False)
+        self.q_proj = projection(config.dim, options.heads * self.q_dim)
+        self.kv_a_proj = projection(config.dim, sum(self.latent_dims))
         self.kv_norm = RMSNorm(options.kv_rank, LATENT_EPS)
-        self.kv_b_proj = nn.Linear(options.kv_rank, options.heads * sum(self.kv_dims), bias=False)
-        self.o_proj = nn.Linear(options.heads * options.v_dim, config.dim, bias=False)
+        self.kv_b_proj = projection(options.kv_rank, options.heads * sum(self.kv_dims))
+        self.o_proj = projection(options.heads * options.v_dim, config.dim)
 
     def forward(self, x: Tensor, plan: BatchPlan, cache: Cache = None) -> Tensor:
         """x [B, T, dim] -> [B, T, dim]. A cache holds the normed latents and shared keys of earlier tokens."""

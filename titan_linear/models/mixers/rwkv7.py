@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from titan_linear.models.cases import Draws, OpCase, Tensors, convolution_case
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.draws import Draw, Elements, constant, token_mix
-from titan_linear.models.layers import SHIFT_OPS, Cache, LayerNorm, OpDims, token_shift, widen
+from titan_linear.models.layers import SHIFT_OPS, Cache, LayerNorm, OpDims, projection, token_shift, widen
 from titan_linear.models.mixers.recurrent import Inputs, RecurrentMixer, RecurrentOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_rwkv7
@@ -96,8 +96,8 @@ class LowRank(nn.Module):
         self, dim: int, rank: int, width: int, activation: Callable[[Tensor], Tensor] | None, bias: Draw | None
     ):
         super().__init__()
-        self.down = nn.Linear(dim, rank, bias=False)
-        self.up = nn.Linear(rank, width, bias=False)
+        self.down = projection(dim, rank)
+        self.up = projection(rank, width)
         self.activation = activation
         self.initial = {"bias": bias}
         self.bias = None if bias is None else nn.Parameter(torch.empty(width))
@@ -148,7 +148,7 @@ class RWKV7Mixer(RecurrentMixer):
         powers = {"x_r": 0.2, "x_w": 0.9, "x_k": 0.7, "x_v": 0.7, "x_a": 0.9, "x_g": 0.2}
         self.initial = {name: token_mix(dim, power * (1 - depth)) for name, power in powers.items()}
         self.initial |= {"k_k": channels(0.76, -0.1), "k_a": constant(1.02), "r_k": constant(-0.04)}
-        self.r_proj, self.k_proj, self.v_proj = (nn.Linear(dim, width, bias=False) for _ in range(3))
+        self.r_proj, self.k_proj, self.v_proj = (projection(dim, width) for _ in range(3))
         self.w_lora = LowRank(dim, options.w_rank, width, torch.tanh, channels(-5.5, 6.0, 2.5, decay))
         self.a_lora = LowRank(dim, options.a_rank, width, None, channels(-0.39, 0.4, 0.3))
         self.g_lora = LowRank(dim, options.g_rank, width, torch.sigmoid, None)
@@ -157,7 +157,7 @@ class RWKV7Mixer(RecurrentMixer):
             self.v_lora = LowRank(dim, options.v_rank, width, None, channels(0.93, -0.4))
         self.g_norm = HeadNorm(width, K * config.norm_eps)
         self.g_norm.initial["weight"] = constant(((layer + 1) / config.num_layers) ** 0.7)
-        self.o_proj = nn.Linear(width, dim, bias=False)
+        self.o_proj = projection(width, dim)
 
     def forward(
         self, x: Tensor, plan: BatchPlan, cache: Cache = None, *taken: Tensor

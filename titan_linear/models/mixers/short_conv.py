@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from titan_linear.models.cases import Draws, OpCase, convolution_case
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
-from titan_linear.models.layers import Cache, ConvWeight, OpDims, convolve, project_each
+from titan_linear.models.layers import Cache, ConvWeight, OpDims, convolve, project_each, projection
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.runtime.support import Choice
 
@@ -56,9 +56,9 @@ class ShortConvMixer(nn.Module):
 
     def __init__(self, options: ShortConv, config: ModelConfig):
         super().__init__()
-        self.b_proj, self.c_proj, self.x_proj = (nn.Linear(config.dim, options.channels, bias=False) for _ in range(3))
+        self.b_proj, self.c_proj, self.x_proj = (projection(config.dim, options.channels) for _ in range(3))
         self.conv1d = ConvWeight(options.channels, options.conv_size)
-        self.o_proj = nn.Linear(options.channels, config.dim, bias=False)
+        self.o_proj = projection(options.channels, config.dim)
         self.implementations: dict[str, Choice] = {}
 
     def forward(self, x: Tensor, plan: BatchPlan, cache: Cache = None) -> Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_linear.models.draws import token_mix
-from titan_linear.models.layers import SHIFT_OPS, Cache, OpDims, product_of, project, token_shift
+from titan_linear.models.layers import SHIFT_OPS, Cache, OpDims, product_of, project, projection, token_shift
 from titan_linear.models.mlps.options import MLPOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.runtime.support import Choice
@@ -56,9 +56,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, dim: int, hidden_dim: int):
         super().__init__()
-        self.gate_proj = nn.Linear(dim, hidden_dim, bias=False)
-        self.up_proj = nn.Linear(dim, hidden_dim, bias=False)
-        self.down_proj = nn.Linear(hidden_dim, dim, bias=False)
+        self.gate_proj = projection(dim, hidden_dim)
+        self.up_proj = projection(dim, hidden_dim)
+        self.down_proj = projection(hidden_dim, dim)
         self.implementations: dict[str, Choice] = {}
 
     def forward(self, x: Tensor, plan: BatchPlan | None = None, cache: Cache = None) -> Tensor:
@@ -75,8 +75,8 @@ class ReLU2(nn.Module):
 
     def __init__(self, dim: int, hidden_dim: int):
         super().__init__()
-        self.up_proj = nn.Linear(dim, hidden_dim, bias=False)
-        self.down_proj = nn.Linear(hidden_dim, dim, bias=False)
+        self.up_proj = projection(dim, hidden_dim)
+        self.down_proj = projection(hidden_dim, dim)
 
     def forward(self, x: Tensor, plan: BatchPlan | None = None, cache: Cache = None) -> Tensor:
         return self.down_proj(F.relu(self.up_proj(x)).square())

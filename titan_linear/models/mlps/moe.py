@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_linear.models.draws import zeros
-from titan_linear.models.layers import Cache, OpDims, widen
+from titan_linear.models.layers import Cache, OpDims, projection, widen
 from titan_linear.models.mlps.dense import Activation, Dense, matrices
 from titan_linear.models.mlps.options import MLPOptions
 from titan_linear.models.plan import BatchPlan
@@ -194,11 +194,11 @@ class MoE(nn.Module):
         self.router = Router(dim, config)
         self.experts = Experts(config.width(dim), config)
         if config.latent_dim:
-            self.latent_in_proj = nn.Linear(dim, config.latent_dim, bias=False)
-            self.latent_out_proj = nn.Linear(config.latent_dim, dim, bias=False)
+            self.latent_in_proj = projection(dim, config.latent_dim)
+            self.latent_out_proj = projection(config.latent_dim, dim)
         shared = Dense(config.shared_hidden_dim, config.activation)
         self.shared = shared.build(dim) if config.shared_hidden_dim else None
-        self.shared_gate = nn.Linear(dim, 1, bias=False) if config.shared_gate else None
+        self.shared_gate = projection(dim, 1) if config.shared_gate else None
         self.dispatch: Callable[[Tensor, Tensor], LocalDispatch] = LocalDispatch
         # [E] int64, tokens sent to each expert in this step
         self.register_buffer("loads", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False)
