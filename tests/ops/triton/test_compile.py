@@ -66,11 +66,10 @@ ACCEPTED_SPILLS: dict[str, str] = {
     **{
         f"ssd {case} {kernel}_kernel": DECAYS
         for case, kernels in {
-            "bfloat16 128 heads P=64 N=128 G=1 plain": ("scan", "queries", "keys"),
-            "bfloat16 128 heads P=64 N=128 G=1": ("scan", "queries", "keys"),
-            "bfloat16 64 heads P=64 N=128 G=8": ("scan", "queries", "keys"),
-            "bfloat16 64 heads P=80 N=64 G=1": ("queries",),
-            "gla bfloat16": ("scan", "queries", "keys"),
+            "bfloat16 128 heads P=64 N=128 G=1 plain": ("scan", "carried", "pairs"),
+            "bfloat16 128 heads P=64 N=128 G=1": ("scan", "carried", "pairs", "gates"),
+            "bfloat16 64 heads P=64 N=128 G=8": ("scan", "carried", "pairs"),
+            "gla bfloat16": ("scan", "carried", "pairs"),
         }.items()
         for kernel in kernels
     },

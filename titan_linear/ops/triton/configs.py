@@ -95,8 +95,8 @@ CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
         "ssd scan": HOPPER_DECAY_LOOP,
         "ssd pass": HOPPER_DECAY_LOOP,
         "ssd groups": {(2, 256): {"num_warps": 8, "num_stages": 1}, (4, 256): {"num_warps": 8, "num_stages": 1}},
-        "ssd queries": HOPPER_DECAY_GRADIENTS | {(2, 128): {"BV": 64, "STAGES": 2, "num_warps": 4}},
-        "ssd keys": HOPPER_DECAY_GRADIENTS,
+        "ssd carried": HOPPER_DECAY_GRADIENTS | {(2, 128): {"BV": 32, "STAGES": 3, "num_warps": 4}},
+        "ssd pairs": HOPPER_DECAY_GRADIENTS,
         "rwkv7 system": {
             (2, 64): {"num_warps": 4, "num_stages": 1, "maxnreg": 128},
             (4, 32): {"num_warps": 4, "num_stages": 1},

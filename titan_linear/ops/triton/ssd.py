@@ -11,14 +11,14 @@ Chunks have 64 tokens. A program of the scan holds the state [K, 64 columns] of 
 first chunk to its last, and writes o alone: per token and head it moves 2 V numbers, and q, k and q kᵀ, which the heads
 of a group share, come from L2. For the gradients, states before and their gradients behind each chunk are written by
 two scans side by side (2 K V / 64 numbers per token and head). Then programs of two kernels pass through the heads of a
-group at one chunk: `queries` adds dq and the gradient of q kᵀ in fp32 registers, `keys` adds dk and writes dv; both
-leave four numbers per token and head, of which a last kernel makes the gradients of decays. A program has 4 warps, so
-that sums over a token's channels stay in a warp, and two share a multiprocessor. Where chunks and groups are few, heads
-of a group are split among programs, whose sums are added in order.
+group at one chunk: `carried` adds dq and dk in fp32 registers, `pairs` adds the gradient of q kᵀ and writes dv; they
+leave five numbers per token and head, of which a last kernel makes the gradients of decays. A program has 4 warps, and
+two share a multiprocessor. Where chunks and groups are few, heads of a group are split among programs, whose sums are
+added in order.
 
 At T = 32768, 128 heads × 64, K = 128, G = 1, bf16, in GB and TFLOP, at 4.2 TB/s and 700 TFLOP/s in ms: forward 1.1
-(0.26) and 0.24 (0.34); states 3.3 (0.77) and 0.14 (0.20); queries 3.2 (0.77) and 0.24 (0.34); keys 2.7 (0.64) and 0.17
-(0.25).
+(0.26) and 0.24 (0.34); states 3.3 (0.77) and 0.14 (0.20); carried 3.2 (0.77) and 0.27 (0.39); pairs 2.7 (0.64) and 0.14
+(0.20).
 
 q, k [T, H, K], v [T, HV, V], g [T, HV] are flat packed streams (`tiles.py`: any stride between tokens), HV = R·H, of N
 entries. Operators take named tuples as lists: `DecayInputs`, `Chunks`, `States`. Nothing here waits for the device.
@@ -43,7 +43,7 @@ from titan_linear.ops.triton.split_documents import SplitDocuments
 from titan_linear.ops.triton.tiles import blocks_of, dense_heads, empty_gradients, empty_states
 
 BH = 16  # heads of a program on decays
-PROGRAMS = 256  # of `queries` or `keys` that fill a GPU
+PROGRAMS = 256  # of `carried` or `pairs` that fill a GPU
 
 
 def _power_of_two(V: int) -> int:
@@ -301,15 +301,20 @@ def ssd_backward(
     splits, dv = _splits(NT, H, R), v.new_empty(v.shape)
     dq_parts, dk_parts = (k.new_empty(splits, T, H, K, dtype=float32) for _ in range(2))
     dE, own = gates.new_empty(splits, NT, H, BT, BT), gates.new_empty(NT, H, BT)
-    of_queries, of_keys = (_sliced(f"ssd {side}", k, V) for side in ("queries", "keys"))
-    BV, grid = of_keys["BV"], (NT * H * splits,)
-    slices = blocks_of(V, BV)
-    sums, products = gates.new_empty(NT, HV, slices, 4, BT), gates.new_empty(NT, HV, slices, BV)
-    streams, common = (q, k, v, do, gates), (*by_chunk, scale, *strides, T, HV, NT, R // splits)
-    kernels.queries_kernel[grid](*streams, h, dh, dq_parts, dE, sums, products, *common, **constants, **of_queries)
+    of_carried, of_pairs = (_sliced(f"ssd {what}", k, V) for what in ("carried", "pairs"))
+    BV, grid = of_carried["BV"], (NT * H * splits,)
+    slices, slices_of_pairs = blocks_of(V, BV), blocks_of(V, of_pairs["BV"])
+    taken, products = (gates.new_empty(NT, HV, slices, size) for size in (BT, BV))
+    sums = gates.new_empty(NT, HV, slices_of_pairs, 4, BT)
+    streams, common = (v, do, gates), (*by_chunk, scale, *strides, T, HV, NT, R // splits)
+    kernels.carried_kernel[grid](
+        q, *streams, h, dh, dq_parts, dk_parts, taken, products, *common, **constants, **of_carried
+    )
     wide = _wide(D, HV)
     dD = gates.new_zeros(NT, HV * V) if wide else None
-    kernels.keys_kernel[grid](*streams, D, dh, dv, dk_parts, own, sums, dD, *common, WIDE=wide, **constants, **of_keys)
+    kernels.pairs_kernel[grid](
+        q, k, *streams, D, dh, dv, dE, own, sums, dD, *common, WIDE=wide, **constants, **of_pairs
+    )
 
     dq, dk = q.new_empty(T, H, K), k.new_empty(T, H, K)
     of_groups = {"K": K, "BT": BT, **config("ssd groups", k, K)}
@@ -338,8 +343,9 @@ def ssd_backward(
         A,
         dt_bias,
         gates,
-        sums,
+        taken,
         products,
+        sums,
         own,
         *given,
         dg,
@@ -353,7 +359,8 @@ def ssd_backward(
         **constants,
         BV=BV,
         BH=BH,
-        SLICES=slices,
+        TAKEN=slices,
+        SLICES=slices_of_pairs,
         SOFTPLUS=softplus,
         num_warps=4,
     )

@@ -180,6 +180,15 @@ def prepare_kernel(
 # --- Products of queries and keys -------------------------------------------------------------------------------------
 
 
+@triton.jit
+def _chunk_and_group(chunk_index, cu_seqlens, H, splits, BT: tl.constexpr):
+    """Which chunk, group and part of its heads a program has, the chunk's first token and its number of tokens."""
+    i_p = tl.program_id(0).to(tl.int64)
+    i_split, i_t, i_h = i_p % splits, i_p // splits // H, (i_p // splits % H).to(tl.int32)
+    start, length = locate(chunk_index, cu_seqlens, i_t, BT)
+    return i_split, i_t, i_h, start, length
+
+
 @Kernel
 def scores_kernel(
     q,
@@ -194,13 +203,11 @@ def scores_kernel(
     BT: tl.constexpr,
 ):
     """q kᵀ of one chunk and group."""
-    i_p = tl.program_id(0).to(tl.int64)
-    i_t, i_h = i_p // H, (i_p % H).to(tl.int32)
-    start, length = locate(chunk_index, cu_seqlens, i_t, BT)
+    _, i_t, i_h, start, length = _chunk_and_group(chunk_index, cu_seqlens, H, 1, BT)
     b_q = load_rows(q, start, length, stride_q, i_h * K, BT, K)
     b_k = load_rows(k, start, length, stride_k, i_h * K, BT, K)
     b_qk = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-    store_rows(scores, b_qk, i_p * BT, BT, BT, 0, BT, BT)
+    store_rows(scores, b_qk, (i_t * H + i_h) * BT, BT, BT, 0, BT, BT)
 
 
 # --- Passes from chunk to chunk ---------------------------------------------------------------------------------------
@@ -385,38 +392,25 @@ def states_kernel(
 # --- Gradients, chunk by chunk ----------------------------------------------------------------------------------------
 
 
-@triton.jit
-def _chunk_and_group(chunk_index, cu_seqlens, H, splits, BT: tl.constexpr):
-    """Which chunk, group and part of its heads a program has, the chunk's first token and its number of tokens."""
-    i_p = tl.program_id(0).to(tl.int64)
-    i_split, i_t, i_h = i_p % splits, i_p // splits // H, (i_p // splits % H).to(tl.int32)
-    start, length = locate(chunk_index, cu_seqlens, i_t, BT)
-    return i_split, i_t, i_h, start, length
-
-
 @Kernel
-def queries_kernel(
-    q, k, v, do, gates, h, dh,
-    dq,  # [splits, T, H, K] fp32, without E
-    dE,  # [splits, NT, H, BT, BT] fp32
-    sums,  # [NT, HV, slices of V, 4, BT] fp32, for gates_kernel: the first
+def carried_kernel(
+    q, v, do, gates, h, dh,
+    dq, dk,  # [splits, T, H, K] fp32, without E
+    taken,  # [NT, HV, slices of V, BT] fp32
     products,  # [NT, HV, slices of V, BV] fp32: the columns of S times those of dS'
     cu_seqlens, chunk_index, scale, stride_q, stride_k, stride_v, stride_do, T, HV, NT, heads,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """What a chunk's tokens take from the state and from earlier tokens, and <S, dS'>: `heads` heads of a group, one
-    after another, slice by slice of V, and what they add to dq and E."""
+    """What a chunk's tokens take from the state and give to it, and <S, dS'>: `heads` heads of a group, one after
+    another, slice by slice of V, and what they add to dq and dk."""
     slices: tl.constexpr = (V + BV - 1) // BV
     H, o_v = HV // R, tl.arange(0, BV)
     i_split, i_t, i_h, start, length = _chunk_and_group(chunk_index, cu_seqlens, H, R // heads, BT)
     if length <= 0:
         return
-    o_i, o_j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
     b_q = load_rows(q, start, length, stride_q, i_h * K, BT, K)
-    b_k = load_rows(k, start, length, stride_k, i_h * K, BT, K)
-    b_qk = tl.where(o_i == o_j, 0.0, scale * tl.dot(b_q, tl.trans(b_k), input_precision="ieee"))
-    b_dq, b_e = tl.zeros([BT, K], tl.float32), tl.zeros([BT, BT], tl.float32)
+    b_dq, b_dk = tl.zeros([BT, K], tl.float32), tl.zeros([BT, K], tl.float32)
     for n in tl.range(0, heads * slices, num_stages=STAGES):
         i_hv, i_v = i_h * R + i_split.to(tl.int32) * heads + n // slices, n % slices
         i_th = i_t * HV + i_hv
@@ -425,49 +419,47 @@ def queries_kernel(
         b_do = _load_columns(do, start, length, stride_do, i_hv, i_v, V, BT, BV)
         b_s = tl.load(h + i_th * (K * V) + o_s, mask=m_s, other=0.0)
         b_ds = tl.load(dh + i_th * (K * V) + o_s, mask=m_s, other=0.0)
-        b_G, b_low, b_dt, b_after, b_last = _load_gates(gates, i_th, BT, PARTS)
-        b_a = tl.dot(b_do, tl.trans(b_v), input_precision="ieee") * b_dt[None, :]  # [i, j]
-        b_p = _decays(b_G, b_low, BT, PARTS, True)
-        b_e += b_a * b_p
-        b_later = tl.sum(b_a * (b_qk * b_p).to(b_q.dtype), 1)  # rounded as where tokens give
-        b_y = tl.dot(b_q, b_s, input_precision="ieee")
+        _, _, b_dt, b_after, b_last = _load_gates(gates, i_th, BT, PARTS)
         b_out = scale * tl.exp2(b_last - b_after)
-        b_later += tl.sum(b_y * b_do, 1) * b_out
-        tl.store(sums + (i_th * slices + i_v) * 4 * BT + tl.arange(0, BT), b_later)
-        b_dq += b_out[:, None] * tl.dot(b_do, tl.trans(b_s), input_precision="ieee")
+        b_y = tl.dot(b_q, b_s, input_precision="ieee")
+        tl.store(taken + (i_th * slices + i_v) * BT + tl.arange(0, BT), tl.sum(b_y * b_do, 1) * b_out)
         b_p = tl.dot(tl.trans(b_s), b_ds, input_precision="ieee")
         tl.store(products + (i_th * slices + i_v) * BV + o_v, tl.sum(tl.where(o_v[:, None] == o_v, b_p, 0.0), 1))
-    tl.store(dE + ((i_split * NT + i_t) * H + i_h) * BT * BT + (o_i * BT + o_j), scale * b_e)
+        b_w = (b_out[:, None] * b_do).to(b_q.dtype)
+        b_dq = tl.dot(b_w, tl.trans(b_s), b_dq, input_precision="ieee")
+        b_w = ((tl.exp2(b_after) * b_dt)[:, None] * b_v).to(b_q.dtype)
+        b_dk = tl.dot(b_w, tl.trans(b_ds), b_dk, input_precision="ieee")
     store_rows(dq, b_dq, i_split * T + start, length, H * K, i_h * K, BT, K)
+    store_rows(dk, b_dk, i_split * T + start, length, H * K, i_h * K, BT, K)
 
 
 @Kernel
-def keys_kernel(
+def pairs_kernel(
     q, k, v, do, gates, D, dh,
     dv,  # [T, HV, V]
-    dk,  # [splits, T, H, K] fp32, without E
+    dE,  # [splits, NT, H, BT, BT] fp32, Eᵀ
     own,  # [NT, H, BT] fp32, <q, k> of each token
-    sums,  # [NT, HV, slices of V, 4, BT] fp32, for gates_kernel: all but the first
+    sums,  # [NT, HV, slices of V, 4, BT] fp32, for gates_kernel
     dD,  # [NT, HV, V] fp32, only with WIDE
     cu_seqlens, chunk_index, scale, stride_q, stride_k, stride_v, stride_do, T, HV, NT, heads,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, WIDE: tl.constexpr,
     PARTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """What a chunk's tokens give to the state and to later tokens, head by head as `queries_kernel`: dv, and what heads
-    add to dk. What a token gives to itself does not decay."""
+    """dv of a chunk, what heads add to E, and what pairs of its tokens give and take, head by head as `carried_kernel`.
+    What a token gives to itself does not decay."""
     slices: tl.constexpr = (V + BV - 1) // BV
-    H = HV // R
+    H, o_c = HV // R, tl.arange(0, BT)
+    o_j, o_i = o_c[:, None], o_c[None, :]
     i_split, i_t, i_h, start, length = _chunk_and_group(chunk_index, cu_seqlens, H, R // heads, BT)
     if length <= 0:
         return
-    o_c, o_j, o_i = tl.arange(0, BT), tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
     b_q = load_rows(q, start, length, stride_q, i_h * K, BT, K)
     b_k = load_rows(k, start, length, stride_k, i_h * K, BT, K)
     b_kq = scale * tl.dot(b_k, tl.trans(b_q), input_precision="ieee")
     b_own = tl.sum(tl.where(o_i == o_j, b_kq, 0.0), 1)
     tl.store(own + (i_t * H + i_h) * BT + o_c, b_own)
     b_kq = tl.where(o_i == o_j, 0.0, b_kq)
-    b_dk = tl.zeros([BT, K], tl.float32)
+    b_e = tl.zeros([BT, BT], tl.float32)
     for n in tl.range(0, heads * slices, num_stages=STAGES):
         i_hv, i_v = i_h * R + i_split.to(tl.int32) * heads + n // slices, n % slices
         i_th = i_t * HV + i_hv
@@ -477,21 +469,25 @@ def keys_kernel(
         b_ds = tl.load(dh + i_th * (K * V) + o_s, mask=m_s, other=0.0)
         b_G, b_low, b_dt, b_after, _ = _load_gates(gates, i_th, BT, PARTS)
         p_s = sums + (i_th * slices + i_v) * 4 * BT + o_c
-        b_m = b_kq * _decays(b_G, b_low, BT, PARTS, False)
-        b_dv = tl.dot(b_m.to(b_k.dtype), b_do, input_precision="ieee")  # [BT, BV]
-        tl.store(p_s + BT, tl.sum(b_dv * b_v, 1))
-        b_z = tl.dot(b_k, b_ds, input_precision="ieee") * tl.exp2(b_after)[:, None]
-        tl.store(p_s + 3 * BT, tl.sum(b_z * b_v, 1))
-        tl.store(p_s + 2 * BT, tl.sum(b_v.to(tl.float32) * b_do, 1))
-        b_dv = (b_dv + b_z) * b_dt[:, None] + (b_own * b_dt)[:, None] * b_do
+        b_a = tl.dot(b_v, tl.trans(b_do), input_precision="ieee")  # [j, i]
+        tl.store(p_s + 3 * BT, tl.sum(tl.where(o_i == o_j, b_a, 0.0), 1))
+        b_p = _decays(b_G, b_low, BT, PARTS, False)
+        b_e += b_a * b_p * b_dt[:, None]
+        b_m = b_kq * b_p
+        b_a *= b_m
+        tl.store(p_s, tl.sum(b_a * b_dt[:, None], 0))
+        tl.store(p_s + BT, tl.sum(b_a, 1))
+        b_z = tl.dot(b_k, b_ds, input_precision="ieee") * tl.exp2(b_after)[:, None]  # [BT, BV]
+        tl.store(p_s + 2 * BT, tl.sum(b_z * b_v, 1))
+        b_dv = tl.dot(b_m.to(b_k.dtype), b_do, b_z, input_precision="ieee") * b_dt[:, None]
+        b_dv += (b_own * b_dt)[:, None] * b_do
         if D is not None:
             b_dv += _skip(D, i_hv, i_v, V, BV, WIDE) * b_do
             if WIDE:
                 o_v = i_v * BV + tl.arange(0, BV)
                 tl.store(dD + i_th * V + o_v, tl.sum(b_v.to(tl.float32) * b_do, 0), mask=o_v < V)
         _store_columns(dv, b_dv, start, length, HV, i_hv, i_v, V, BT, BV)
-        b_dk += (tl.exp2(b_after) * b_dt)[:, None] * tl.dot(b_v, tl.trans(b_ds), input_precision="ieee")
-    store_rows(dk, b_dk, i_split * T + start, length, H * K, i_h * K, BT, K)
+    tl.store(dE + ((i_split * NT + i_t) * H + i_h) * BT * BT + (o_j * BT + o_i), scale * b_e)
 
 
 @Kernel
@@ -515,9 +511,7 @@ def groups_kernel(
     BT: tl.constexpr,
 ):
     """dq and dk of one chunk and group: the sums over parts, and E's products."""
-    i_p = tl.program_id(0).to(tl.int64)
-    i_t, i_h = i_p // H, (i_p % H).to(tl.int32)
-    start, length = locate(chunk_index, cu_seqlens, i_t, BT)
+    _, i_t, i_h, start, length = _chunk_and_group(chunk_index, cu_seqlens, H, 1, BT)
     o_e = tl.arange(0, BT)[:, None] * BT + tl.arange(0, BT)[None, :]
     b_e = tl.zeros([BT, BT], tl.float32)
     b_dq, b_dk = tl.zeros([BT, K], tl.float32), tl.zeros([BT, K], tl.float32)
@@ -525,12 +519,12 @@ def groups_kernel(
         b_e += tl.load(dE + ((i * NT + i_t) * H + i_h) * BT * BT + o_e)
         b_dq += load_rows(dq_parts, i * T + start, length, H * K, i_h * K, BT, K)
         b_dk += load_rows(dk_parts, i * T + start, length, H * K, i_h * K, BT, K)
-    b_e = b_e.to(q.dtype.element_ty)
+    b_e = b_e.to(q.dtype.element_ty)  # Eᵀ
     b_k = load_rows(k, start, length, stride_k, i_h * K, BT, K)
-    b_dq = tl.dot(b_e, b_k, b_dq, input_precision="ieee")
+    b_dq = tl.dot(tl.trans(b_e), b_k, b_dq, input_precision="ieee")
     store_rows(dq, b_dq, start, length, H * K, i_h * K, BT, K)
     b_q = load_rows(q, start, length, stride_q, i_h * K, BT, K)
-    b_dk = tl.dot(tl.trans(b_e), b_q, b_dk, input_precision="ieee")
+    b_dk = tl.dot(b_e, b_q, b_dk, input_precision="ieee")
     store_rows(dk, b_dk, start, length, H * K, i_h * K, BT, K)
 
 
@@ -551,17 +545,17 @@ def _given_product(
 
 @Kernel
 def gates_kernel(
-    g, A, dt_bias, gates, sums, products,
+    g, A, dt_bias, gates, taken, products, sums,
     own,  # [NT, HV / R, BT]
     initial_state, state_index, d_final_state, final_index,
     dg,  # [T, HV]
     d_heads,  # [3, NT, HV] fp32, partials of dA, d dt_bias and dD
     cu_seqlens, chunk_index, low, high, stride_g, HV, NT,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
-    PARTS: tl.constexpr, SLICES: tl.constexpr, SOFTPLUS: tl.constexpr,
+    PARTS: tl.constexpr, TAKEN: tl.constexpr, SLICES: tl.constexpr, SOFTPLUS: tl.constexpr,
 ):  # fmt: skip
-    """dg of one chunk and BH heads, from sums [4, BT]: what a token takes from the state and from earlier tokens, what
-    it gives to later ones, <v, do>, and what it gives to the state; the last three are without Δ."""
+    """dg of one chunk and BH heads, from what a token takes from the state, and sums [4, BT]: what it takes from
+    earlier tokens, what it gives to later ones and to the state, and <v, do>; the last three are without Δ."""
     blocks = (HV + BH - 1) // BH
     i_t, i_b = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     start, length = locate(chunk_index, cu_seqlens, i_t, BT)
@@ -575,13 +569,15 @@ def gates_kernel(
     b_earlier, b_skip, b_state = b_dg, b_dg, b_dg
     b_product = tl.zeros([BH], tl.float32)
     for i_v in tl.static_range(SLICES):
-        o_hv = o_h[None, :] * SLICES + i_v
-        p_s = sums + i_t * HV * SLICES * 4 * BT + (o_hv * 4 * BT + o_c)
+        p_s = sums + i_t * HV * SLICES * 4 * BT + ((o_h[None, :] * SLICES + i_v) * 4 * BT + o_c)
         b_dg += tl.load(p_s, mask=m_t, other=0.0)
         b_earlier += tl.load(p_s + BT, mask=m_t, other=0.0)
-        b_skip += tl.load(p_s + 2 * BT, mask=m_t, other=0.0)
-        b_state += tl.load(p_s + 3 * BT, mask=m_t, other=0.0)
-        p_p = products + (i_t * HV * SLICES + o_hv) * BV + tl.arange(0, BV)[:, None]
+        b_state += tl.load(p_s + 2 * BT, mask=m_t, other=0.0)
+        b_skip += tl.load(p_s + 3 * BT, mask=m_t, other=0.0)
+    for i_v in tl.static_range(TAKEN):
+        o_hv = i_t * HV * TAKEN + o_h[None, :] * TAKEN + i_v
+        b_dg += tl.load(taken + o_hv * BT + o_c, mask=m_t, other=0.0)
+        p_p = products + o_hv * BV + tl.arange(0, BV)[:, None]
         b_product += tl.sum(tl.load(p_p, mask=m_h[None, :] & (length > 0), other=0.0), 0)
     b_dg -= b_dt * b_earlier
     # For an entry within one chunk the given fp32 states are read: <S, dS'> may be most of its dg.
