@@ -13,8 +13,9 @@ from titan_linear.ops.reference.delta_rule import l2norm
 LENGTHS = [1, 15, 63, 64, 65, 2, 130]
 
 
-def test_safe_gate() -> None:
-    compare("dplr", dplr_inputs(sum(LENGTHS), gate="safe"), boundaries(LENGTHS), safe_gate=True)
+@pytest.mark.parametrize("promise", [{"safe_gate": True}, {"lower_bound": -5.0}], ids=str)
+def test_bounded_decays(promise: dict[str, float]) -> None:
+    compare("dplr", dplr_inputs(sum(LENGTHS), gate="safe"), boundaries(LENGTHS), **promise)
 
 
 def test_reads_that_a_neumann_series_would_not_sum() -> None:
@@ -41,13 +42,15 @@ def test_transitions_that_are_no_contractions() -> None:
 
 
 def test_rwkv7() -> None:
-    """Its names and defaults."""
+    """Its names and defaults, and the bounds that FLA's layer promises."""
     x = dplr_inputs(130)
+    x["gk"] = 0.6 * x["gk"]
     want = call("dplr", x, scale=1.0, safe_gate=True, output_final_state=True)
     named = {{"q": "r", "gk": "w"}.get(name, name): t for name, t in x.items()}
-    for found, right in zip(call("rwkv7", named), want, strict=True):
-        assert torch.equal(found, right)
-    assert call("rwkv7", named, output_final_state=False)[1] is None
+    for promise in ({}, {"safe_gate": True, "lower_bound": -0.6065306597126334, "chunk_size": 64}):
+        for found, right in zip(call("rwkv7", named, output_final_state=True, **promise), want, strict=True):
+            assert torch.equal(found, right)
+    assert call("rwkv7", named)[1] is None
 
 
 @pytest.mark.parametrize(
@@ -58,6 +61,8 @@ def test_rwkv7() -> None:
         ({"b": torch.zeros(1, 8, 2, 3)}, "b (1, 8, 2, 3) must be [B, T, H, K] = [1, 8, 2, 16]"),
         ({"a": torch.zeros(1, 8, 2, 16).long()}, "a is torch.int64; give a float dtype"),
         ({"gk": torch.full((1, 8, 2, 16), 0.5)}, "gk is in [0.5, 0.5]; give natural logs of decays, in [-inf, 0]"),
+        ({"lower_bound": 0.0}, "lower_bound = 0.0: must be below 0"),
+        ({"lower_bound": -0.1}, "; give natural logs of decays, in [-0.1, 0]"),
         ({"chunk_size": 16}, "chunk_size = 16: chunks have 64 tokens"),
         ({"impl": "triton"}, "impl = 'triton' cannot run chunk_dplr_delta_rule: it has no kernels"),
     ],

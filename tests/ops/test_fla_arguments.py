@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from tests.ops.inputs import boundaries, call, gradients, leaves, make_inputs, oracle, raw_gate_inputs, relative_error
-from titan_linear.ops import attention, causal_conv1d, chunk_gated_delta_rule, chunk_kda
+from titan_linear.ops import (
+    attention,
+    causal_conv1d,
+    chunk_dplr_delta_rule,
+    chunk_gated_delta_rule,
+    chunk_kda,
+    chunk_rwkv7,
+    chunk_simple_gla,
+)
 from titan_linear.ops.reference.delta_rule import recurrent_delta_rule
 
 # By position in FLA; what its **kwargs take is by keyword here.
@@ -26,6 +34,17 @@ POSITIONS = {
     causal_conv1d: (
         "x weight bias residual initial_state output_final_state activation backend cu_seqlens cu_seqlens_cpu "
         "chunk_indices cp_context"
+    ),
+    chunk_simple_gla: (
+        "q k v g g_gamma scale initial_state output_final_state state_v_first cu_seqlens cu_seqlens_cpu"
+    ),
+    chunk_dplr_delta_rule: (
+        "q k v a b gk scale initial_state output_final_state cu_seqlens cu_seqlens_cpu safe_gate chunk_size "
+        "disable_recompute cp_context lower_bound"
+    ),
+    chunk_rwkv7: (
+        "r w k v a b scale initial_state output_final_state cu_seqlens cu_seqlens_cpu safe_gate chunk_size "
+        "disable_recompute cp_context lower_bound"
     ),
 }
 TOLERANCE = 1e-9

@@ -44,6 +44,7 @@ def chunk_dplr_delta_rule(
     chunk_size: int = 64,
     disable_recompute: bool = False,
     cp_context: CPContext | None = None,
+    lower_bound: float | None = None,
     *,
     cp_method: str = "kcp",
     impl: str | Choice = "auto",
@@ -55,7 +56,7 @@ def chunk_dplr_delta_rule(
     Args:
         q, k, a, b: [B, T, H, K]; v: [B, T, H, V].
         gk: [B, T, H, K], natural logs of the decay, ≤ 0, −∞ too.
-        safe_gate: a promise that gk ≥ −5, which saves work.
+        safe_gate, lower_bound: promises that gk ≥ −5, and that gk ≥ lower_bound; a bound of −5 or more saves work.
 
     Returns: o [B, T, H, V] in v's dtype; final states [N, H, K, V] float32 (float64 for float64 inputs) or None.
 
@@ -67,7 +68,7 @@ def chunk_dplr_delta_rule(
         DPLR,
         DPLRInputs(q, k, v, a, b, gk),
         q.shape[-1] ** -0.5 if scale is None else float(scale),
-        SAFE if safe_gate else -math.inf,
+        _promised(safe_gate, lower_bound),
         initial_state=initial_state,
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
@@ -89,26 +90,27 @@ def chunk_rwkv7(
     b: Tensor,
     scale: float = 1.0,
     initial_state: Tensor | None = None,
-    output_final_state: bool = True,
+    output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
+    safe_gate: bool = False,
     chunk_size: int = 64,
     disable_recompute: bool = False,
     cp_context: CPContext | None = None,
+    lower_bound: float | None = None,
     *,
     cp_method: str = "kcp",
     impl: str | Choice = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """RWKV-7's recurrence: `chunk_dplr_delta_rule` with q = r and log decays gk = w, which lie in [−2, 0] (the model's
-    in [−0.6065, 0]). Arguments are those of FLA's function of this name. The final state is returned by default, except
-    with cp_context, which has none."""
+    in [−0.6065, 0]). Arguments are those of FLA's function of this name."""
     return _run(
         RWKV7,
         DPLRInputs(r, k, v, a, b, w),
         float(scale),
-        RWKV7_BOUND,
+        max(RWKV7_BOUND, _promised(safe_gate, lower_bound)),
         initial_state=initial_state,
-        output_final_state=output_final_state and cp_context is None,
+        output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
         cu_seqlens_cpu=cu_seqlens_cpu,
         chunk_size=chunk_size,
@@ -117,6 +119,13 @@ def chunk_rwkv7(
         cp_method=cp_method,
         impl=impl,
     )
+
+
+def _promised(safe_gate: bool, lower_bound: float | None) -> float:
+    """The least log decay that there may be."""
+    if lower_bound is not None and not lower_bound < 0:
+        raise ValueError(f"lower_bound = {lower_bound}: must be below 0, as log decays are; leave it out for none")
+    return max(SAFE if safe_gate else -math.inf, -math.inf if lower_bound is None else lower_bound)
 
 
 def _run(

@@ -67,9 +67,7 @@ class RWKV7(RecurrentOptions):
             return x | {"w": w, "a": -removed.to(x["a"].dtype), "b": b.to(x["b"].dtype)}
 
         def run(x: Tensors, plan: BatchPlan, impl: str, cp_method: str) -> Tensor:
-            return chunk_rwkv7(**inputs(x), output_final_state=False, impl=impl, cp_method=cp_method, **plan.documents)[
-                0
-            ]
+            return chunk_rwkv7(**inputs(x), impl=impl, cp_method=cp_method, **plan.documents)[0]
 
         def oracle(x: Tensors, cu_seqlens: Tensor) -> Tensor:
             r, w, *others = (inputs(x)[name] for name in "rwkvab")
