@@ -312,7 +312,10 @@ def _check_hugging_face(config: Config) -> None:
             "model.hf_assets_path) to a Hugging Face folder"
         )
     if config.model.flavor == "hf" and not hf_assets(config):
-        raise ValueError("model.flavor = 'hf' needs model.hf_assets_path, a folder with the config.json of a model")
+        raise ValueError(
+            "model.flavor = 'hf' needs model.hf_assets_path, a folder with the config.json of a model, or "
+            "checkpoint.initial_load_in_hf = true with such a folder as checkpoint.initial_load_path"
+        )
     if config.model.hf_assets_path and config.model.flavor != "hf" and not c.initial_load_in_hf:
         raise ValueError(
             f"model.hf_assets_path = {config.model.hf_assets_path!r} is the model of model.flavor = 'hf', and this run "

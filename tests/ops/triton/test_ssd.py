@@ -110,16 +110,16 @@ def test_slow_decay_after_fast(jumps: dict[int, float]) -> None:
     compare("gla", x)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dtype", "N", "P"), [(torch.bfloat16, 256, 80), (torch.float16, 64, 32)])
 @OPS
-def test_half_precision(op: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_precision(op: str, dtype: torch.dtype, N: int, P: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents of one token, shorter than a chunk and longer; o within 1.5 units of 2^-8, dB and dC within 3, and what
     decays depend on within 6."""
     if DEVICE == "cpu":
         interpret_bfloat16(monkeypatch)
     monkeypatch.setattr(ssd, "PROGRAMS", 1)
     lengths = [1, 20, 109]
-    x = decaying_inputs(op, sum(lengths), G=1, heads=4, N=64, P=32)
+    x = decaying_inputs(op, sum(lengths), G=1, heads=4, N=N, P=P)
     compare(op, x, boundaries(lengths), dtype, HALF_TOLERANCE)
 
 
