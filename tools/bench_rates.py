@@ -23,7 +23,6 @@ import os
 import platform
 import sys
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -41,7 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_linear.commands import command_parser
 from titan_linear.distributed.groups import process_group
-from titan_linear.distributed.process import own_device, refusing, run_command
+from titan_linear.distributed.process import ignore_warnings_of_torch, own_device, refusing, run_command
 from titan_linear.observe.flops import known_peak
 from titan_linear.ops import (
     CPContext,
@@ -427,7 +426,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.out and not Path(args.out).parent.is_dir():
         raise ValueError(f"--out {args.out}: there is no such folder")
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # torch's, about its own code
+    ignore_warnings_of_torch()
     rank = int(os.environ.get("RANK", "0"))
     device = own_device()
     with process_group(timedelta(minutes=10)) if "RANK" in os.environ else nullcontext():

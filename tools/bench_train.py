@@ -36,7 +36,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -57,7 +56,7 @@ from titan_linear.commands import command_parser, line, table
 from titan_linear.config import Config, check_config, data_parallel_degrees, load_config
 from titan_linear.data import build_tokenizer, write_corpus
 from titan_linear.distributed.groups import of_all_ranks, on_rank_0, process_group
-from titan_linear.distributed.process import own_device, run_command
+from titan_linear.distributed.process import ignore_warnings_of_torch, own_device, run_command
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.observe.flops import peak_tflops, training_flops
 from titan_linear.observe.report import clock_and_power, peak_memory_gib
@@ -401,7 +400,7 @@ def header() -> str:
 
 
 def main(argv: list[str]) -> int:
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # torch's, about its own code
+    ignore_warnings_of_torch()
     args, keys = parse(argv)
     be_alone()
     first = os.environ["RANK"] == "0"

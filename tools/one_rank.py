@@ -10,7 +10,6 @@ and comes on top.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +23,7 @@ from titan_linear.commands import line, table
 from titan_linear.config import Config, load_config
 from titan_linear.data import Batch
 from titan_linear.distributed.one_process import LocalGroup, Shared, Work, registered, take_turns
-from titan_linear.distributed.process import own_device
+from titan_linear.distributed.process import ignore_warnings_of_torch, own_device
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.init import initialise
 from titan_linear.observe.report import clock_and_power
@@ -203,7 +202,7 @@ def rows(keys: Sequence[str], rank: int, ranks: Sequence[int], tokens: int, gpu:
     is negative. tokens: of a rank; gpu: whose rates plan where those of the GPU here are not known; node: GPUs per
     node."""
     cuda = torch.cuda.is_available()
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # torch's, about its own code
+    ignore_warnings_of_torch()
     device = own_device()
     machine = machine_here(gpu, node)
     alone = None

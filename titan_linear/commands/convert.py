@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import pickle
-import warnings
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from titan_linear.commands import command_parser
-from titan_linear.distributed.process import refusing
+from titan_linear.distributed.process import ignore_warnings_of_torch, refusing
 from titan_linear.models.families.rwkv7 import from_rwkv_lm
 from titan_linear.run.build import DTYPES
 from titan_linear.run.exports import EXPORT_DTYPES, export_checkpoint
@@ -39,7 +38,7 @@ from titan_linear.storage.step_folders import Progress, whole_steps
 @refusing
 def main(argv: list[str]) -> int:
     args = parse(argv)
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is intended
+    ignore_warnings_of_torch()
     if args.direction == "to-hf":
         to_hf(Path(args.checkpoint), Path(args.folder), args.export_dtype, args.like)
     elif args.direction == "from-rwkv":

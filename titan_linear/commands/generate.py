@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ from titan_linear.commands import command_parser
 from titan_linear.config import Config, changed
 from titan_linear.data import Tokenizer, build_tokenizer
 from titan_linear.data.corpus.tokenizer import TOKENIZER
-from titan_linear.distributed.process import refusing
+from titan_linear.distributed.process import ignore_warnings_of_torch, refusing
 from titan_linear.models.decoder import Decoder
 from titan_linear.run.build import DTYPES, allocated, model_config, open_tokenizer
 from titan_linear.run.data import other_tokenizer
@@ -35,7 +34,7 @@ from titan_linear.storage.tensors import load_weights
 @refusing
 def main(argv: list[str]) -> int:
     args = parse(argv)
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is intended
+    ignore_warnings_of_torch()
     device = device_of(args.device)
     sampling = Sampling(args.temperature, args.top_p, args.seed)
     for name, least in (("max_new_tokens", 0), ("prefill_chunk", 1)):

@@ -12,6 +12,7 @@ import re
 import signal
 import socket
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import wraps
@@ -156,6 +157,12 @@ def own_device() -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
+
+
+def ignore_warnings_of_torch() -> None:
+    """Those about torch's own code, and that a lone process does without torch.distributed, as is intended."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 def be_deterministic() -> None:

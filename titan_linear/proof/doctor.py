@@ -27,7 +27,7 @@ import torch.distributed as dist
 from titan_linear.config import load_config
 from titan_linear.distributed.ending import report
 from titan_linear.distributed.groups import process_group
-from titan_linear.distributed.process import FAILED
+from titan_linear.distributed.process import FAILED, ignore_warnings_of_torch
 from titan_linear.ops.runtime.support import short
 from titan_linear.proof import compiled, data, definitions, hf, model, ops, processes, resume
 from titan_linear.proof.findings import Finding, Findings, Note
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
     if argv in (["-h"], ["--help"]):
         print(__doc__.rstrip())
         return 0
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # torch's own code causes it
+    ignore_warnings_of_torch()
     warnings.filterwarnings("ignore", message=".*deterministic")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms require it
     try:

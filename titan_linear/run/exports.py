@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from titan_linear.config import Config, hf_assets, hf_weights
 from titan_linear.data import Tokenizer
-from titan_linear.distributed.process import StopSignal, refusing
+from titan_linear.distributed.process import StopSignal, ignore_warnings_of_torch, refusing
 from titan_linear.models.adapters import config_to_hf
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
@@ -247,7 +246,7 @@ def command(checkpoint: Path, folder: Path, dtype: str) -> list[str]:
 @refusing
 def main(argv: list[str]) -> int:
     os.nice(19)
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is intended
+    ignore_warnings_of_torch()
     checkpoint, folder, dtype = argv
     export_checkpoint(Path(checkpoint), Path(folder), dtype)
     return 0

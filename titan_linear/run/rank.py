@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
@@ -18,7 +17,13 @@ from titan_linear.config import Config, load_config
 from titan_linear.distributed.ending import Ending, explain, report
 from titan_linear.distributed.groups import host_group, on_rank_0, process_group
 from titan_linear.distributed.hangs import Watch, watched
-from titan_linear.distributed.process import be_deterministic, die_with_parent, outliving_readers, under_launcher
+from titan_linear.distributed.process import (
+    be_deterministic,
+    die_with_parent,
+    ignore_warnings_of_torch,
+    outliving_readers,
+    under_launcher,
+)
 from titan_linear.run.clearance import cleared
 from titan_linear.storage.rundir import CONFIG, RECORDERS
 
@@ -29,7 +34,7 @@ def run_rank(argv: list[str], train: Train) -> int:
     """Join the run's processes and train; return the exit code. What ends the run is said by `report`, or inside the
     process group by `Ending.leave`."""
     die_with_parent()
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # about torch's own code
+    ignore_warnings_of_torch()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # except while it trains (profiling.py)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])  # the launcher blocks it
     with outliving_readers():
