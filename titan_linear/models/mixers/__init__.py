@@ -15,5 +15,3 @@ from titan_linear.models.mixers.short_conv import ShortConv
 MIXERS: dict[str, type[MixerOptions]] = {
     kind.name: kind for kind in (KDA, GDN, Mamba2, RWKV7, Lightning, ShortConv, Attention, MLA)
 }
-
-__all__ = ["GDN", "KDA", "MIXERS", "MLA", "RWKV7", "Attention", "Lightning", "Mamba2", "ShortConv"]

@@ -6,5 +6,3 @@ A layer of a model has a mixer, an MLP, or both (`ModelConfig.layers`).
 from titan_linear.models.mlps.dense import Dense
 from titan_linear.models.mlps.moe import MoEConfig
 from titan_linear.models.mlps.options import MLPOptions
-
-__all__ = ["Dense", "MLPOptions", "MoEConfig"]
