@@ -205,6 +205,10 @@ def test_time_of_parts() -> None:
     fourth = parts("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=4")
     assert fourth["products"] == pytest.approx(plain["products"] * (1 + 1 / 12))  # of 24 layers six
     assert parts(gpus=4)["products"] == pytest.approx(4 * plain["products"])
+    one, muon, shared = parts(gpus=1), *(parts("--optimizer.name=muon", gpus=gpus) for gpus in (1, 16))
+    assert muon["optimizer"] - one["optimizer"] == pytest.approx(0.109, rel=0.01) and not muon["communication"]
+    assert shared["optimizer"] - plain["optimizer"] == pytest.approx(0.109 / 16, rel=0.01)
+    assert plain["communication"] < shared["communication"] < 2 * plain["communication"]
     slow = parts(on=machine(network=1e8))
     assert slow["communication"] > 10 * plain["communication"] and slow["products"] == plain["products"]
     host = Machine(replace(machine().rates, host=1.0), 8, 50e9, "cudnn")

@@ -57,6 +57,7 @@ PARTS = (
 DIM = 128  # K and V at which the delta rule's rates are measured
 WIDE = 15  # products in bfloat16 that take as long as one in float32, which tensor cores do not compute
 LAUNCHES = 4  # per operator, on average
+ORTHOGONAL = 0.38e-3  # seconds of the host for a matrix that torch's Muon takes: 288 of KDA 340M, an H200, 2026-11-26
 SLICES = 4  # number of slices in which keys travel around the ring: the first one is waited for
 
 
@@ -262,8 +263,9 @@ def step(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: 
     parts["optimizer"] = _optimizer(u, times, machine)
     if config.optimizer.name == "muon":
         parts["optimizer"] += _muon(model, gpus, machine)
-        link = machine.group(gpus, 1)
-        parts["communication"] += 2 * (link.message + 2 * u.muon / link.all_to_all)
+        if gpus > 1:
+            link = machine.group(gpus, 1)
+            parts["communication"] += 2 * (link.message + 2 * u.muon / link.all_to_all)
     parts["communication"] += times * (_shared(config, u, machine, passes) + _experts(config, model, batch, machine))
     sums = 1 if replicas_wait(t) else times
     parts["communication"] += sums * _replicas(config, u, gpus, machine, passes)
@@ -323,12 +325,13 @@ def _optimizer(u: Units, times: int, machine: Machine) -> float:
 
 
 def _muon(model: ModelConfig, gpus: int, machine: Machine) -> float:
-    """Seconds of the products of Muon's five iterations, of matrices that GPUs share out evenly."""
+    """Seconds of the products of Muon's five iterations, or of the host to queue them, of matrices that GPUs share out
+    evenly."""
     seconds = 0.0
     for shape in hidden_shapes(model):
         m, n = sorted(shape[-2:])
         each = sum(machine.rates.product(size) for size in ((m, m, n), (m, m, m), (m, n, m)))
-        seconds += 5 * each * shape[:-2].numel()
+        seconds += max(5 * each, ORTHOGONAL) * shape[:-2].numel()
     return seconds / gpus
 
 
