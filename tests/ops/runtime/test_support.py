@@ -203,7 +203,7 @@ def test_the_lines_of_a_start(on_gpu_of) -> None:
         "ops chunk_kda: torch, causal_conv1d: triton, attention: flash",
         "  chunk_kda: torch, because K = 320 is too large: K <= 256; expect it to be many times slower",
         "  attention: flash, and cudnn for whole streams and fragments of them; because flash-attn-4 is not installed; "
-        "packed documents take nearly twice as long without it (docs/performance.md)",
+        "packed documents take half as long again without it (docs/performance.md)",
     ]
     assert start_lines(choose_implementations({"chunk_ssd": {"K": 128, "V": 56}}, "auto", GPU, BF16)) == [
         "ops chunk_ssd: torch",
@@ -269,7 +269,7 @@ def test_flash_attention_4_is_taken_where_its_numbers_are_right(on_gpu_of, monke
     assert start_lines(choose_implementations(requests, "auto", GPU, BF16)) == ["ops attention: flash4"]
     assert OPS["attention"].choose("auto", GPU, BF16, D=192, Dv=128, recurring=0) == (
         "flash",
-        "because wrong; packed documents take nearly twice as long without it (docs/performance.md)",
+        "because wrong; packed documents take half as long again without it (docs/performance.md)",
     )
 
 

@@ -245,7 +245,7 @@ def _heads_first(*tensors: Tensor) -> list[Tensor]:
 
 CUDNN = ((9, 0), (10, 0), (10, 3))  # compute capabilities on which cuDNN's attention is faster than PyTorch's flash
 FLASH4 = CUDNN  # those for which FlashAttention-4 has specific kernels
-WITHOUT_FLASH4 = "packed documents take nearly twice as long without it (docs/performance.md)"
+WITHOUT_FLASH4 = "packed documents take half as long again without it (docs/performance.md)"
 
 
 class Kernel(NamedTuple):
