@@ -12,14 +12,13 @@
 Milliseconds on the GPU, forward and forward + backward, with a cold L2 cache and the host ahead, as in a training step
 (`timed`); q and k are normalised beforehand; all in bfloat16. --gates log: float32 log decays, computed beforehand;
 raw: bfloat16 projections, as our mixers and FLA's give them, of which the op computes the decays; "ssd" always takes
-raw time steps, beside FLA's simple_gla behind what makes decays of these, and mamba_ssm; raw gates of rwkv7 are log
-decays in bfloat16, as FLA's layer gives them. Heads are K × V as `--dims` says; 16/64: 16 query and 64
-value heads. "packed" has ten documents. The floor is the bytes of inputs, outputs and gradients divided by the copy
-bandwidth measured in the same run; GB/s are those bytes divided by the time, TFLOP/s count the chunked algorithm's
-products (`Op.flops`). "kept": bytes per token and value head held between forward and backward, apart from inputs and
-output. "peak": GiB above the inputs. "host": the milliseconds that the host takes to queue forward + backward; if they
-exceed the GPU's time, the GPU waits. FLA's GDN and simple_gla run without their guard against wrong numbers on Hopper:
-times only.
+raw time steps, beside mamba_ssm; FLA's simple_gla and RWKV-7 come behind what makes decays of these. Heads are K × V as
+`--dims` says; 16/64: 16 query and 64 value heads. "packed" has ten documents. The floor is the bytes of inputs, outputs
+and gradients divided by the copy bandwidth measured in the same run; GB/s are those bytes divided by the time, TFLOP/s
+count the chunked algorithm's products (`Op.flops`). "kept": bytes per token and value head held between forward and
+backward, apart from inputs and output. "peak": GiB above the inputs. "host": the milliseconds that the host takes to
+queue forward + backward; if they exceed the GPU's time, the GPU waits. FLA's GDN and simple_gla run without their guard
+against wrong numbers on Hopper: times only.
 """
 
 from __future__ import annotations
@@ -115,7 +114,9 @@ def rwkv7_inputs(case: Case) -> Inputs:
     shape = 1, case.T, case.HV, case.K
     of_keys = {name: randn(*shape) for name in ("r", "w", "k", "a")}
     removed = normalize(of_keys["a"], dim=-1)
-    of_keys |= {"w": -0.6065 * of_keys["w"].sigmoid(), "a": -removed}
+    of_keys["a"] = -removed
+    if not case.raw:
+        of_keys["w"] = -0.6065 * of_keys["w"].sigmoid()
     x = of_keys | {"b": removed * randn(*shape).sigmoid(), "v": randn(1, case.T, case.HV, case.V)}
     return {name: t if name == "w" and not case.raw else t.bfloat16() for name, t in x.items()}
 
@@ -217,7 +218,13 @@ def cudnn_kda(*, cu_seqlens: Tensor, safe_gate: bool, **x: Tensor) -> tuple[Tens
     return o[None], None
 
 
-FLA_RWKV7 = late("fla.ops.rwkv7", "chunk_rwkv7")
+def fla_rwkv7(*, w: Tensor, use_gate_in_kernel: bool = False, **x: Any) -> tuple[Tensor, None]:
+    """FLA's RWKV-7, behind what makes decays of raw gates."""
+    from fla.ops.rwkv7 import chunk_rwkv7
+
+    return chunk_rwkv7(w=-0.6065 * w.sigmoid() if use_gate_in_kernel else w, **x)
+
+
 OPS = {
     "kda": Op(
         chunk_kda,
@@ -254,10 +261,10 @@ OPS = {
     "rwkv7": Op(
         chunk_rwkv7,
         options={"output_final_state": False},
-        raw={},
+        raw={"use_gate_in_kernel": True},
         inputs=rwkv7_inputs,
         flops=rwkv7_flops,
-        peers={"FLA": FLA_RWKV7, "FLA safe_gate": partial(FLA_RWKV7, safe_gate=True, chunk_size=64)},
+        peers={"FLA": fla_rwkv7, "FLA safe_gate": partial(fla_rwkv7, safe_gate=True, chunk_size=64)},
         dims=(64, 64),  # the widest heads that its kernels take
     ),
 }

@@ -303,13 +303,11 @@ def delta_rule(bench: Bench, rule: str, options: dict[str, float], heads: int, *
     elif rule == "rwkv7":
         shapes = dict.fromkeys("rwkvab", (heads, dim))
         weights = {}
-        in_kernel = {}
+        in_kernel = {"use_gate_in_kernel": True}
     else:
         shapes = dict.fromkeys("qkv", (heads, dim)) | {"g": gates, "beta": (heads,)}
     x = {name: bench.randn(1, bench.tokens, *shape) for name, shape in shapes.items()}
     x |= {name: F.normalize(x[name], dim=-1) for name in "qkab" if name in x}
-    if "w" in x:
-        x["w"] = -x["w"].float().sigmoid()
     x |= {name: torch.zeros(n, device=bench.device) for name, n in weights.items()}
     inputs = [tensor.requires_grad_() for tensor in x.values()]
 

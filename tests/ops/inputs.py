@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from itertools import accumulate
 
@@ -171,6 +172,8 @@ def oracle(
         return recurrent_dplr(**x, **options)
     if op == "rwkv7":
         named = {{"r": "q", "w": "gk"}.get(name, name): t for name, t in x.items()}
+        if options.pop("use_gate_in_kernel", False):
+            named["gk"] = -math.exp(-0.5) * named["gk"].sigmoid()
         return recurrent_dplr(**named, scale=1.0, **options)
     x = dict(x)
     initial_state = x.pop("initial_state", None)

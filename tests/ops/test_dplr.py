@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -51,6 +52,19 @@ def test_rwkv7() -> None:
         for found, right in zip(call("rwkv7", named, output_final_state=True, **promise), want, strict=True):
             assert torch.equal(found, right)
     assert call("rwkv7", named)[1] is None
+
+
+@pytest.mark.parametrize("T", [1, 130])
+def test_raw_gates_of_rwkv7(T: int) -> None:
+    """By a step and by chunks."""
+    x = {{"q": "r", "gk": "w"}.get(name, name): t for name, t in dplr_inputs(T).items()}
+    raw = torch.linspace(-9, 9, T * 32, dtype=torch.float64).view(1, T, 2, 16)
+    for found, right in zip(
+        call("rwkv7", x | {"w": raw}, use_gate_in_kernel=True),
+        call("rwkv7", x | {"w": -math.exp(-0.5) * raw.sigmoid()}),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, right, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

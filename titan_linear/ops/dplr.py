@@ -16,7 +16,8 @@ from titan_linear.ops.torch.dplr import TorchDPLR, step
 from titan_linear.ops.triton.configs import delta_rule_needs, with_kernels, without_kernels
 
 SAFE = -5.0  # the bound of the log decays that `safe_gate` promises
-RWKV7_BOUND = -2.0  # of those of RWKV-7, for which a chunk needs no sub-blocks; the model's own is -0.6065
+RWKV7_BOUND = -2.0  # of those of RWKV-7, for which a chunk needs no sub-blocks
+RWKV7_DECAY = -math.exp(-0.5)  # the bound of the model's own
 
 DPLR = Recurrence("chunk_dplr_delta_rule", without_kernels(lambda: TorchDPLR), (), step)
 RWKV7 = Recurrence(
@@ -99,16 +100,18 @@ def chunk_rwkv7(
     cp_context: CPContext | None = None,
     lower_bound: float | None = None,
     *,
+    use_gate_in_kernel: bool = False,
     cp_method: str = "kcp",
     impl: str | Choice = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """RWKV-7's recurrence: `chunk_dplr_delta_rule` with q = r and log decays gk = w, which lie in [−2, 0] (the model's
-    in [−0.6065, 0]). Arguments are those of FLA's function of this name."""
+    """RWKV-7's recurrence: `chunk_dplr_delta_rule` with q = r and log decays gk = w, which lie in [−2, 0], or with
+    `use_gate_in_kernel` the model's, −e^{−1/2} σ(w). Other arguments are those of FLA's function of this name."""
     return _run(
         RWKV7,
         DPLRInputs(r, k, v, a, b, w),
         float(scale),
         max(RWKV7_BOUND, _promised(safe_gate, lower_bound)),
+        RWKV7_DECAY if use_gate_in_kernel else None,
         initial_state=initial_state,
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
@@ -133,24 +136,28 @@ def _run(
     given: DPLRInputs,
     scale: float,
     least: float,
+    lower_bound: float | None = None,
     *,
     chunk_size: int,
     disable_recompute: bool,
     **options: object,
 ) -> tuple[Tensor, Tensor | None]:
     check_chunk_size(chunk_size)
-    _check(recurrence, given, least)
+    _check(recurrence, given, least if lower_bound is None else None)
     return run(
         recurrence,
         given,
-        options=DeltaRuleOptions(scale, safe_gate=least >= SAFE, disable_recompute=disable_recompute),
+        options=DeltaRuleOptions(
+            scale, lower_bound=lower_bound, safe_gate=least >= SAFE, disable_recompute=disable_recompute
+        ),
         state_v_first=False,
         **options,
     )
 
 
-def _check(recurrence: Recurrence, given: DPLRInputs, least: float) -> None:
-    """Raise ValueError for shapes that do not fit, and for log decays on the CPU that do not lie in [least, 0]."""
+def _check(recurrence: Recurrence, given: DPLRInputs, least: float | None) -> None:
+    """Raise ValueError for shapes that do not fit, and for log decays on the CPU that do not lie in [least, 0]; least:
+    None for logits."""
     q, k, v, *_, gk = given
     check_queries(q, k, v)
     if v.shape[2] != q.shape[2]:
@@ -159,7 +166,10 @@ def _check(recurrence: Recurrence, given: DPLRInputs, least: float) -> None:
         if getattr(given, name).shape != q.shape:
             shape = tuple(getattr(given, name).shape)
             raise ValueError(f"{recurrence.named(name)} {shape} must be [B, T, H, K] = {list(q.shape)}")
-    if gk.device.type == "cpu" and not torch.compiler.is_compiling() and ((gk > 0) | (gk < least)).any():
+    if least is None or gk.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    rounded = least * (1 + torch.finfo(gk.dtype).eps)  # the bound in gk's dtype may lie below it
+    if ((gk > 0) | (gk < rounded)).any():
         low, high = gk.amin().item(), gk.amax().item()
         name = recurrence.named("gk")
         raise ValueError(f"{name} is in [{low:.4g}, {high:.4g}]; give natural logs of decays, in [{least}, 0]")

@@ -26,8 +26,11 @@ NAMES = {"q": "r", "gk": "w"}
 LENGTHS = [1, 70, 0, 64, 3]
 
 
+RAW = {"use_gate_in_kernel": True}
+
+
 def rwkv7_inputs(T: int, *, decay: float = 0.6065, K: int = 32, **dims: int) -> dict[str, Tensor]:
-    """decay: the largest of a token, −w."""
+    """decay: the largest −w of a token."""
     x = dplr_inputs(T, **{"H": 1, "K": K, "V": K} | dims)
     return {NAMES.get(name, name): t for name, t in (x | {"gk": decay * x["gk"]}).items()}
 
@@ -48,6 +51,8 @@ def compare(x: dict[str, Tensor], lengths: list[int], dtype: torch.dtype = torch
         (2.0, {}, {}),
         (0.6065, {}, {"disable_recompute": True}),
         (0.6065, {"K": 16, "V": 24}, {}),
+        (9.0, {}, RAW),
+        (9.0, {"K": 16, "V": 24}, RAW),
     ],
     ids=str,
 )
@@ -68,20 +73,26 @@ def test_reads_that_a_neumann_series_would_not_sum() -> None:
     compare(x | {"a": -removed, "b": removed}, [130])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "decay", "options"),
+    [(torch.bfloat16, 0.6065, {}), (torch.float16, 0.6065, {}), (torch.bfloat16, 9.0, RAW)],
+    ids=str,
+)
+def test_half_precision(
+    dtype: torch.dtype, decay: float, options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """RWKV-7's heads; documents of one token, shorter than a chunk and longer."""
     if DEVICE == "cpu":
         interpret_bfloat16(monkeypatch)
     lengths = [1, 20, 130]
-    compare(rwkv7_inputs(sum(lengths), K=64), lengths, dtype)
+    compare(rwkv7_inputs(sum(lengths), decay=decay, K=64), lengths, dtype, **options)
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("decay", [1e-3, 0.6065, 2.0])
-def test_long_documents(decay: float) -> None:
+@pytest.mark.parametrize(("decay", "options"), [(1e-3, {}), (0.6065, {}), (2.0, {}), (9.0, RAW)], ids=str)
+def test_long_documents(decay: float, options: dict[str, bool]) -> None:
     lengths = [1, 63, 4096, 65]
-    compare(rwkv7_inputs(sum(lengths), decay=decay, K=64, H=4), lengths, torch.bfloat16)
+    compare(rwkv7_inputs(sum(lengths), decay=decay, K=64, H=4), lengths, torch.bfloat16, **options)
 
 
 def test_documents_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,14 +138,14 @@ def test_operators_are_well_formed(indexed: bool) -> None:
     cu, index = (torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in ([0, 70], [0]))
     do, chunks, ops = torch.ones_like(inputs[2]), list(chunks_of(cu, 70)), torch.ops.titan_linear
     states = [torch.ones(1, 1, 32, 32, device=DEVICE), index if indexed else None]
-    tiles = list(ops.rwkv7_prepare(inputs, chunks, 1.0))
+    tiles = list(ops.rwkv7_prepare(inputs, chunks, 1.0, None))
     calls = {
-        ops.rwkv7_prepare: (inputs, chunks, 1.0),
-        ops.rwkv7_recompute: (inputs, chunks, tiles[4], 1.0),
+        ops.rwkv7_prepare: (inputs, chunks, 1.0, None),
+        ops.rwkv7_recompute: (inputs, chunks, tiles[4], 1.0, None),
         ops.rwkv7_scan: (inputs[2], tiles, chunks, states, int(indexed)),
         ops.rwkv7_boundary: (tiles, chunks, index, None),
         ops.rwkv7_boundary_bwd: (do, tiles, chunks, index, None),
-        ops.rwkv7_backward: (do, inputs, tiles, chunks, states, states, indexed, 1.0),
+        ops.rwkv7_backward: (do, inputs, tiles, chunks, states, states, indexed, 1.0, None),
     }
     for op, arguments in calls.items():
         torch.library.opcheck(op.default, arguments)

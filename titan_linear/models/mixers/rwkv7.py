@@ -22,7 +22,9 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_rwkv7
 from titan_linear.ops.reference.linear_attention import recurrent_dplr
 
-DECAY = -math.exp(-0.5)  # the least log decay
+
+def log_decay(w: Tensor) -> Tensor:
+    return -math.exp(-0.5) * widen(w).sigmoid()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,15 +65,15 @@ class RWKV7(RecurrentOptions):
             """With decays that last for hundreds of tokens: see `DeltaOptions.delta_cases`."""
             removed = F.normalize(widen(x["a"]), dim=-1)
             b = removed * widen(x["b"]).sigmoid()
-            w = DECAY * (widen(x["w"]) - 7).sigmoid()
-            return x | {"w": w, "a": -removed.to(x["a"].dtype), "b": b.to(x["b"].dtype)}
+            return x | {"w": x["w"] - 7, "a": -removed.to(x["a"].dtype), "b": b.to(x["b"].dtype)}
 
         def run(x: Tensors, plan: BatchPlan, impl: str, cp_method: str) -> Tensor:
-            return chunk_rwkv7(**inputs(x), impl=impl, cp_method=cp_method, **plan.documents)[0]
+            how = {"use_gate_in_kernel": True, "impl": impl, "cp_method": cp_method}
+            return chunk_rwkv7(**inputs(x), **how, **plan.documents)[0]
 
         def oracle(x: Tensors, cu_seqlens: Tensor) -> Tensor:
             r, w, *others = (inputs(x)[name] for name in "rwkvab")
-            return recurrent_dplr(r, *others, w, scale=1.0, cu_seqlens=cu_seqlens)[0]
+            return recurrent_dplr(r, *others, log_decay(w), scale=1.0, cu_seqlens=cu_seqlens)[0]
 
         units = {"": 3.0, "w": 6.0}
         yield OpCase(self.op, dict.fromkeys("rwkvab", shape), shape, {}, run, oracle, units)
@@ -165,7 +167,7 @@ class RWKV7Mixer(RecurrentMixer):
         return y if taken else (y, others[-1])
 
     def _inputs(self, x: Tensor, plan: BatchPlan, cache: Cache, *taken: Tensor) -> tuple[Inputs, tuple[Tensor, ...]]:
-        """r, w, k, v, a, b [B, T, heads, K]; the bonus (r · (k̃ ⊙ r_k)) v, the gate and v, [B, T, heads·K]."""
+        """r, logits w, k, v, a, b [B, T, heads, K]; the bonus (r · (k̃ ⊙ r_k)) v, the gate and v, [B, T, heads·K]."""
         shift = token_shift(x, plan.documents, cache, "shift", self.implementations)
         mixes = self.x_r, self.x_w, self.x_k, self.x_v, self.x_a, self.x_g
         x_r, x_w, x_k, x_v, x_a, x_g = (torch.addcmul(x, shift, mix) for mix in mixes)
@@ -174,11 +176,10 @@ class RWKV7Mixer(RecurrentMixer):
         values = self.v_proj(x_v)
         if taken:
             values = torch.lerp(values, taken[0], self.v_lora(x_v).sigmoid())
-        w = DECAY * widen(self.w_lora(x_w)).sigmoid()
         rate = self.a_lora(x_a).sigmoid()
         removed = F.normalize(self._by_head(widen(k * self.k_k)), dim=-1).to(x.dtype)
         k = torch.addcmul(k, k * (rate - 1), self.k_a)
-        r, w, k, v, rate, r_k = map(self._by_head, (r, w, k, values, rate, self.r_k))
+        r, w, k, v, rate, r_k = map(self._by_head, (r, self.w_lora(x_w), k, values, rate, self.r_k))
         bonus = (r * k * r_k).sum(-1, keepdim=True) * v
         return (r, w, k, v, -removed, removed * rate), (bonus.flatten(-2), self.g_lora(x_g), values)
 
@@ -186,14 +187,14 @@ class RWKV7Mixer(RecurrentMixer):
         return x.unflatten(-1, (-1, self.head_dim))
 
     def _rule(self, inputs: Inputs, **how: Any) -> tuple[Tensor, Tensor | None]:
-        return chunk_rwkv7(*inputs, **how)
+        return chunk_rwkv7(*inputs, use_gate_in_kernel=True, **how)
 
     def _output(self, o: Tensor, gate: tuple[Tensor, ...]) -> Tensor:
         bonus, gate, _ = gate
         return self.o_proj((self.g_norm(o) + bonus) * gate)
 
     def _log_decay(self, inputs: Inputs) -> Tensor:
-        return inputs[1]
+        return log_decay(inputs[1])
 
 
 def _channels(width: int, head_dim: int, start: float, rise: float, wave: float = 0.0, power: float = 1.0) -> Draw:

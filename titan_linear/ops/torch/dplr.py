@@ -22,7 +22,7 @@ from titan_linear.ops.torch.delta_rule import pair_products, solved
 class TorchDPLR(TorchRule):
     @staticmethod
     def prepare(inputs: DPLRInputs, options: DeltaRuleOptions, chunks: Chunks) -> Prepared:
-        q, k, v, a, b, g = (chunks.split(x) for x in widened(inputs))
+        q, k, v, a, b, g = (chunks.split(x) for x in widened(inputs, options))
         q = q * options.scale
         gamma = g.cumsum(-2).exp()  # [NC, H, C, K]
         before = F.pad(g[:, :, :-1], (0, 0, 1, 0)).cumsum(-2).exp()
@@ -43,11 +43,12 @@ class TorchDPLR(TorchRule):
 
 def step(inputs: DPLRInputs, options: DeltaRuleOptions, S: Tensor) -> tuple[Tensor, Tensor]:
     """One token of each of N sequences: S [N, H, K, V] -> (o [N, H, V], the next states)."""
-    q, k, v, a, b, g = (x.unsqueeze(-2) for x in widened(inputs))  # [N, H, 1, .]
+    q, k, v, a, b, g = (x.unsqueeze(-2) for x in widened(inputs, options))  # [N, H, 1, .]
     S = S * g.exp().mT + b.mT @ (a @ S) + k.mT @ v
     return ((q * options.scale) @ S).squeeze(-2), S
 
 
-def widened(inputs: DPLRInputs) -> list[Tensor]:
-    """The inputs in the dtype of the computation."""
-    return [x.to(torch.promote_types(inputs.q.dtype, torch.float32)) for x in inputs]
+def widened(inputs: DPLRInputs, options: DeltaRuleOptions) -> list[Tensor]:
+    """The inputs in the dtype of the computation, with log decays."""
+    *tokens, gk = (x.to(torch.promote_types(inputs.q.dtype, torch.float32)) for x in inputs)
+    return [*tokens, gk if options.lower_bound is None else options.lower_bound * gk.sigmoid()]

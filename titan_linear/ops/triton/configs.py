@@ -97,10 +97,6 @@ CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
         "ssd groups": {(2, 256): {"num_warps": 8, "num_stages": 1}, (4, 256): {"num_warps": 8, "num_stages": 1}},
         "ssd carried": HOPPER_DECAY_GRADIENTS | {(2, 128): {"BV": 32, "STAGES": 3, "num_warps": 4}},
         "ssd pairs": HOPPER_DECAY_GRADIENTS,
-        "rwkv7 system": {
-            (2, 64): {"num_warps": 4, "num_stages": 1, "maxnreg": 128},
-            (4, 32): {"num_warps": 4, "num_stages": 1},
-        },
         "rwkv7 prepare": {(2, 64): {"num_warps": 4, "num_stages": 1}, (4, 32): {"num_warps": 4, "num_stages": 1}},
         "rwkv7 scan": {
             (2, 64): {"BV": 32, "STAGES": 4, "num_warps": 4},

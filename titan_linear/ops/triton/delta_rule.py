@@ -182,13 +182,14 @@ class TritonRWKV7(TritonRule):
     backward_operator = staticmethod(rwkv7.rwkv7_backward)
 
     def __init__(self, inputs: DPLRInputs, options: DeltaRuleOptions, chunks: Chunks, kept: Sequence[Tensor]):
-        self.inputs, self.chunks, self.numbers = inputs, list(chunks), {"scale": options.scale}
+        self.inputs, self.chunks = inputs, list(chunks)
+        self.numbers = {"scale": options.scale, "lower_bound": options.lower_bound}
         if kept:
             (inverse,) = kept
-            made = rwkv7.rwkv7_recompute(list(inputs), self.chunks, inverse, options.scale)
+            made = rwkv7.rwkv7_recompute(list(inputs), self.chunks, inverse, **self.numbers)
             self.tiles = rwkv7.Tiles(*made, inverse=inverse, O=None)
         else:
-            self.tiles = rwkv7.Tiles(*rwkv7.rwkv7_prepare(list(inputs), self.chunks, options.scale))
+            self.tiles = rwkv7.Tiles(*rwkv7.rwkv7_prepare(list(inputs), self.chunks, **self.numbers))
 
     def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]:
         rows = self._entries(need_final)

@@ -1,16 +1,16 @@
 """RWKV-7 in Triton: the stages of a chunked forward and backward pass, as operators.
 
     prepare        inputs -> tiles                                              chunk-parallel
-    recompute      (inputs, R) -> tiles but R and O                             prepare again, for backward
+    recompute      (inputs, T) -> tiles but T and O                             prepare again, for backward
     scan           (tiles, initial_state) -> o, final_state                     sequential in a head
     boundary       (tiles, some entries) -> S_ext, M                            for context parallelism
     boundary_bwd   (do, tiles, some entries) -> dS_ext
     backward       (all of these) -> gradients                                  both scans at once, then chunk-parallel
 
-At T = 32768, 64 heads × 64, bf16, in GB (and ms at 4.2 TB/s): forward reads the inputs (1.6) and a, b, w again (0.8),
-writes and reads A_ab, R and four tiles (3.2), writes o: 5.9 (1.4); backward reads inputs and R twice, makes three
-tiles, h and dh, and writes six gradients: 8.1 (1.9). Products: 0.2 TFLOP forward, 0.8 backward. R is kept between them,
-128 bytes per token and head.
+At T = 32768, 64 heads × 64, bf16, in GB (and ms at 4.2 TB/s): forward reads the inputs (1.6), writes T (0.3), writes
+and reads four tiles (2.1), writes o: 4.3 (1.0); backward reads inputs and T twice, makes three tiles, h and dh, and
+writes six gradients: 8.1 (1.9). Products: 0.2 TFLOP forward, 0.8 backward. T is kept between them, 128 bytes per token
+and head.
 
 q, k, v, a, b, w [T, H, K or V] are flat packed streams (`tiles.py`: any stride between tokens) of N entries. Operators
 take named tuples as lists: `DPLRInputs`, `Chunks`, `Tiles`, `States`. Nothing here waits for the device.
@@ -30,7 +30,6 @@ from titan_linear.ops.triton import rwkv7_kernels as kernels
 from titan_linear.ops.triton.chunks import Chunks
 from titan_linear.ops.triton.configs import config, widest_slice
 from titan_linear.ops.triton.kda import TRITON_DTYPE, compute_dtype
-from titan_linear.ops.triton.solve import solve_kernel
 from titan_linear.ops.triton.tiles import dense_heads, empty_boundary_gradients, empty_gradients, empty_states
 
 
@@ -41,7 +40,7 @@ class Tiles(NamedTuple):
     U: Tensor  # [NT, H, K, V]
     Q: Tensor  # [NT, H, C, K]
     decay: Tensor  # [NT, H, K] fp32, 2^γ
-    inverse: Tensor  # [NT, H, C, C], R = T − I
+    inverse: Tensor  # [NT, H, C, C], T
     O: Tensor | None  # [NT, H, C, V]; None: not computed again
 
 
@@ -58,14 +57,14 @@ def _empty_tiles(inputs: list[Tensor], chunks: list[Tensor], inverse: Tensor | N
         return x.q.new_empty(NT, H, *shape, dtype=compute_dtype(x.q.dtype))
 
     decay = x.q.new_empty(NT, H, K, dtype=torch.float32)
-    R, O = (empty(C, C), empty(C, V)) if inverse is None else (inverse, None)
-    return Tiles(empty(K, K), empty(K, V), empty(C, K), decay, R, O)
+    T, O = (empty(C, C), empty(C, V)) if inverse is None else (inverse, None)
+    return Tiles(empty(K, K), empty(K, V), empty(C, K), decay, T, O)
 
 
-def _prepare(inputs: list[Tensor], chunks: list[Tensor], scale: float, inverse: Tensor | None) -> Tiles:
+def _prepare(
+    inputs: list[Tensor], chunks: list[Tensor], inverse: Tensor | None, scale: float, lower_bound: float | None
+) -> Tiles:
     tiles, where, x = _empty_tiles(inputs, chunks, inverse), Chunks(*chunks), [dense_heads(t) for t in inputs]
-    if inverse is None:
-        _solve(DPLRInputs(*x), tiles, where)
     kernels.prepare_kernel[tiles.U.shape[1], tiles.U.shape[0]](
         *x,
         *tiles,
@@ -74,53 +73,35 @@ def _prepare(inputs: list[Tensor], chunks: list[Tensor], scale: float, inverse: 
         scale,
         *(t.stride(0) for t in x),
         **_constants(tiles),
+        LOWER_BOUND=lower_bound,
         **config("rwkv7 prepare", tiles.U, x[0].shape[2]),
     )
     return tiles
 
 
-def _solve(x: DPLRInputs, tiles: Tiles, where: Chunks) -> None:
-    """Write the tiles of R."""
-    NT, H, _, K = tiles.Q.shape
-    kernels.system_kernel[H, NT](
-        x.a,
-        x.b,
-        x.gk,
-        tiles.inverse,
-        where.cu_seqlens,
-        where.chunk_index,
-        *(t.stride(0) for t in (x.a, x.b, x.gk)),
-        H=H,
-        K=K,
-        CT=TRITON_DTYPE[tiles.Q.dtype],
-        **config("rwkv7 system", tiles.Q, K),
-    )
-    solve_kernel[(NT * H,)](None, tiles.inverse, STRIDE_B=0, SCALED=False, **config("solve", tiles.Q, K))
-
-
 @operator(kind="delta rule", of_driver=True, prepares="forward")
 def rwkv7_prepare(
-    inputs: list[Tensor], chunks: list[Tensor], scale: float
+    inputs: list[Tensor], chunks: list[Tensor], scale: float, lower_bound: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """-> `Tiles`."""
-    return _prepare(inputs, chunks, scale, None)
+    """-> `Tiles`. lower_bound: None, or that of log decays of which gk holds logits."""
+    return _prepare(inputs, chunks, None, scale, lower_bound)
 
 
 @register_fake(rwkv7_prepare)
-def _(inputs, chunks, scale):
+def _(inputs, chunks, scale, lower_bound):
     return _empty_tiles(inputs, chunks, None)
 
 
 @operator(kind="delta rule", of_driver=True, prepares="backward")
 def rwkv7_recompute(
-    inputs: list[Tensor], chunks: list[Tensor], inverse: Tensor, scale: float
+    inputs: list[Tensor], chunks: list[Tensor], inverse: Tensor, scale: float, lower_bound: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> P, U, Q, decay."""
-    return _prepare(inputs, chunks, scale, inverse)[:4]
+    return _prepare(inputs, chunks, inverse, scale, lower_bound)[:4]
 
 
 @register_fake(rwkv7_recompute)
-def _(inputs, chunks, inverse, scale):
+def _(inputs, chunks, inverse, scale, lower_bound):
     return _empty_tiles(inputs, chunks, inverse)[:4]
 
 
@@ -218,6 +199,7 @@ def rwkv7_backward(
     d_final: Fields,
     need_d_initial: bool,
     scale: float,
+    lower_bound: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """-> the gradients of `DPLRInputs` (each dense, in its input's dtype), and of the initial states, fp32 in their
     shape (empty unless needed; rows that belong to no entry stay unwritten)."""
@@ -256,6 +238,7 @@ def rwkv7_backward(
         scale,
         *(t.stride(0) for t in x),
         **_constants(made),
+        LOWER_BOUND=lower_bound,
         **config("rwkv7 gradient", made.U, K),
     )
     return *grads, d_initial

@@ -21,8 +21,8 @@ The gradients are those of the first form, for S and dS' of each chunk, with z t
     dq̃ = do Sᵀ    dã = z Sᵀ    dk̂ = v dS'ᵀ    db̂ = y dS'ᵀ        dγ = Σ_v S' ⊙ dS'
 
 A chunk has one reference, the whole number nearest to γ/2: with decays of at least e^-2 a token, factors relative to it
-stay within 2^±93, which bf16 holds, and no pair needs another one. T − I is kept: forward substitution in fp32
-(solve.py), since powers of A_ab may be large. Other products take operands in the compute dtype and accumulate in fp32.
+stay within 2^±93, which bf16 holds, and no pair needs another one. T is by forward substitution in fp32 (solve.py),
+since powers of A_ab may be large. Other products take operands in the compute dtype and accumulate in fp32.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ import triton
 import triton.language as tl
 
 from titan_linear.ops.triton.chunks import locate, locate_entry
-from titan_linear.ops.triton.gates import log2_gate
+from titan_linear.ops.triton.gates import LOG2E, sigmoid
 from titan_linear.ops.triton.launch import Kernel
-from titan_linear.ops.triton.solve import lower_triangle, split
+from titan_linear.ops.triton.solve import lower_triangle, solve, split
 from titan_linear.ops.triton.tiles import load_rows, load_state, store_rows, store_state
 
 
@@ -44,11 +44,10 @@ def dot(a, b, acc=None):
 
 
 @triton.jit
-def sums(x, CT: tl.constexpr, BACK: tl.constexpr, acc=None):
-    """Of each row of x [64, K] in fp32 and all before it, or with BACK after it (+ acc); as a product, x in two bf16
-    parts (an error of 2^-16 of the terms)."""
-    i, j = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
-    ones = ((j >= i) if BACK else (j <= i)).to(CT)
+def sums(x, of, CT: tl.constexpr, acc=None):
+    """Of the rows `of` [64, 64] of x [64, K] in fp32 (+ acc); as a product, x in two bf16 parts (an error of 2^-16 of
+    the terms)."""
+    ones = tl.where(of, 1.0, 0.0).to(CT)
     if CT == tl.float32:  # noqa: SIM300
         return dot(ones, x, acc)
     else:
@@ -57,14 +56,23 @@ def sums(x, CT: tl.constexpr, BACK: tl.constexpr, acc=None):
 
 
 @triton.jit
-def decays(b_w, CT: tl.constexpr):
-    """Of a chunk's log decays [64, K]: Γ and Γ' relative to its reference [64, K]; 2^reference, 2^(γ − reference) and
-    2^γ [K]."""
-    g = log2_gate(b_w.to(tl.float32))
+def load_gates(w, start, rows, stride, column, K: tl.constexpr, LOWER_BOUND: tl.constexpr):
+    """As `load_rows`, with a decay of 1 past the end."""
+    o_c, o_k = tl.arange(0, 64)[:, None], tl.arange(0, K)[None, :]
+    none: tl.constexpr = 0.0 if LOWER_BOUND is None else float("-inf")
+    return tl.load(w + start * stride + column + (o_c * stride + o_k), mask=o_c < rows, other=none)
+
+
+@triton.jit
+def decays(b_w, CT: tl.constexpr, LOWER_BOUND: tl.constexpr):
+    """Of a chunk's gates [64, K]: Γ and Γ' relative to its reference [64, K]; 2^reference, 2^(γ − reference) and
+    2^γ [K]. Gates are log decays, or with LOWER_BOUND the logits of what it is multiplied by."""
+    g = b_w.to(tl.float32) * LOG2E if LOWER_BOUND is None else sigmoid(b_w.to(tl.float32)) * (LOWER_BOUND * LOG2E)
     gamma = tl.sum(g, 0)
     reference = tl.floor(0.5 * gamma + 0.5)
-    x = sums(g, CT, False) - reference[None, :]
-    return x, x - g, tl.exp2(reference), tl.exp2(gamma - reference), tl.exp2(gamma)
+    i, j = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
+    x, before = sums(g, j <= i, CT) - reference[None, :], sums(g, j < i, CT) - reference[None, :]
+    return x, before, tl.exp2(reference), tl.exp2(gamma - reference), tl.exp2(gamma)
 
 
 @triton.jit
@@ -95,24 +103,6 @@ def at(p, tile, ROWS: tl.constexpr, column, COLUMNS: tl.constexpr, WIDTH: tl.con
 
 
 @Kernel
-def system_kernel(
-    a, b, w,  # [T, H, K]
-    inverse,  # [NT, H, 64, 64]
-    cu_seqlens, chunk_index, stride_a, stride_b, stride_w, H: tl.constexpr, K: tl.constexpr, CT: tl.constexpr,
-):  # fmt: skip
-    """−A_ab of one (chunk, head), in the inverse's tile, for `solve_kernel`."""
-    i_h, i_t = tl.program_id(0), tl.program_id(1)
-    start, n = locate(chunk_index, cu_seqlens, i_t, 64)
-    b_w = load_rows(w, start, n, stride_w, i_h * K, 64, K)
-    b_a = load_rows(a, start, n, stride_a, i_h * K, 64, K)
-    b_b = load_rows(b, start, n, stride_b, i_h * K, 64, K)
-    x, before, _, _, _ = decays(b_w, CT)
-    A = dot(decayed(b_a, tl.exp2(before), CT), tl.trans(decayed(b_b, tl.exp2(-x), CT)))
-    i, j = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
-    tl.store(lower_triangle(inverse + (i_t.to(tl.int64) * H + i_h) * (64 * 64), i, j), -A, mask=j < i)
-
-
-@Kernel
 def prepare_kernel(
     q, k,  # [T, H, K]
     v,  # [T, H, V]
@@ -121,39 +111,49 @@ def prepare_kernel(
     U,  # [NT, H, K, V]
     Q,  # [NT, H, 64, K]
     decay,  # [NT, H, K] fp32
-    inverse,  # [NT, H, 64, 64], R = T − I
-    O,  # [NT, H, 64, V], or None
+    inverse,  # [NT, H, 64, 64], T
+    O,  # [NT, H, 64, V], or None: T is given, and is computed otherwise
     cu_seqlens, chunk_index, scale, stride_q, stride_k, stride_v, stride_a, stride_b, stride_w,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CT: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CT: tl.constexpr, LOWER_BOUND: tl.constexpr,
 ):  # fmt: skip
     """One (chunk, head). All loads come first: between barriers each would wait for the memory by itself."""
     i_h, i_t = tl.program_id(0), tl.program_id(1)
     start, n = locate(chunk_index, cu_seqlens, i_t, 64)
     tile = i_t.to(tl.int64) * H + i_h
     o_k = i_h * K
-    b_w = load_rows(w, start, n, stride_w, o_k, 64, K)
+    b_w = load_gates(w, start, n, stride_w, o_k, K, LOWER_BOUND)
     b_a = load_rows(a, start, n, stride_a, o_k, 64, K)
     b_b = load_rows(b, start, n, stride_b, o_k, 64, K)
     b_k = load_rows(k, start, n, stride_k, o_k, 64, K)
     b_v = load_rows(v, start, n, stride_v, i_h * V, 64, V).to(CT)
     b_q = load_rows(q, start, n, stride_q, o_k, 64, K)
-    b_R = tl.load(at(inverse, tile, 64, 0, 64, 64))
-    x, before, to_start, to_end, b_decay = decays(b_w, CT)
+    if O is None:
+        b_T = tl.load(at(inverse, tile, 64, 0, 64, 64))
+    x, before, to_start, to_end, b_decay = decays(b_w, CT, LOWER_BOUND)
     tl.store(decay + tile * K + tl.arange(0, K), b_decay)
-    b_a = decayed(b_a, tl.exp2(before), CT)
+    b_a = b_a.to(tl.float32) * tl.exp2(before)
+    b_w = (b_a * to_start[None, :]).to(CT)
     b_b = decayed(b_b, tl.exp2(-x), CT)
     b_k = decayed(b_k, tl.exp2(-x), CT)
-    b_u = dot(pairs(b_a, b_k, CT, True), b_v)
-    b_u = dot(b_R, b_u.to(CT), b_u).to(CT)
-    b_w = (b_a * to_start[None, :]).to(CT)  # ã: times a power of two, which rounds nothing
-    b_w = dot(b_R, b_w, b_w.to(tl.float32)).to(CT)
+    b_u = dot(pairs(b_a.to(CT), b_k, CT, True), b_v).to(CT)
+    if O is not None:
+        i, j = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
+        p_T = inverse + tile * (64 * 64)
+        tl.store(lower_triangle(p_T, i, j), -dot(b_a.to(CT), tl.trans(b_b)), mask=j < i)
+        tl.debug_barrier()
+        solve(None, p_T, False)
+        tl.debug_barrier()
+        b_T = tl.load(p_T + i * 64 + j)
+    b_u = dot(b_T, b_u).to(CT)
+    b_w = dot(b_T, b_w).to(CT)
     b_P = dot(tl.trans(b_b), b_w) * to_end[:, None]
     tl.store(at(P, tile, K, 0, K, K), b_P.to(CT))
     b_U = dot(tl.trans(b_k), b_v, dot(tl.trans(b_b), b_u)) * to_end[:, None]
     tl.store(at(U, tile, K, 0, V, V), b_U.to(CT))
-    b_q = decayed(b_q, scale * tl.exp2(x), CT)
+    q_tilde = b_q.to(tl.float32) * (scale * tl.exp2(x))
+    b_q = q_tilde.to(CT)
     A_qb = pairs(b_q, b_b, CT, False)
-    b_Q = dot(A_qb, b_w, b_q.to(tl.float32) * to_start[None, :])
+    b_Q = dot(A_qb, b_w, q_tilde * to_start[None, :])
     tl.store(at(Q, tile, 64, 0, K, K), b_Q.to(CT))
     if O is not None:
         b_O = dot(pairs(b_q, b_k, CT, False), b_v, dot(A_qb, b_u))
@@ -326,7 +326,7 @@ def gradient_kernel(
     dq, dk, dv, da, db, dw,  # as the inputs, dense
     exponents,  # [NT, H, 65, K] fp32, room for Γ behind that of no token, both relative to the reference
     cu_seqlens, chunk_index, scale, stride_do, stride_q, stride_k, stride_v, stride_a, stride_b, stride_w,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CT: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CT: tl.constexpr, LOWER_BOUND: tl.constexpr,
 ):  # fmt: skip
     """One (chunk, head). What would hold registers meanwhile is read or computed again.
 
@@ -341,14 +341,14 @@ def gradient_kernel(
     a += i_h * K
     b += i_h * K
     w += i_h * K
-    b_w = load_rows(w, start, n, stride_w, 0, 64, K)
+    b_w = load_gates(w, start, n, stride_w, 0, K, LOWER_BOUND)
     b_q = load_rows(q, start, n, stride_q, 0, 64, K)
     b_a = load_rows(a, start, n, stride_a, 0, 64, K)
     b_k = load_rows(k, start, n, stride_k, 0, 64, K)
     b_b = load_rows(b, start, n, stride_b, 0, 64, K)
     b_v = load_rows(v, start, n, stride_v, i_h * V, 64, V).to(CT)
     b_do = load_rows(do, start, n, stride_do, i_h * V, 64, V).to(CT)
-    x, before, to_start, to_end, _ = decays(b_w, CT)
+    x, before, to_start, to_end, _ = decays(b_w, CT, LOWER_BOUND)
     exponents += tile * (65 * K) + tl.arange(0, K)[None, :]
     p_before = exponents + tl.arange(0, 64)[:, None] * K
     p_x = p_before + K
@@ -358,7 +358,7 @@ def gradient_kernel(
     b_a = decayed(b_a, tl.exp2(before), CT)
     b_k = decayed(b_k, tl.exp2(-x), CT)
     b_b = decayed(b_b, tl.exp2(-x), CT)
-    b_R = tl.load(at(inverse, tile, 64, 0, 64, 64))
+    b_T = tl.load(at(inverse, tile, 64, 0, 64, 64))
     enters = tile + tl.load(chunk_index + 2 * i_t) * H
     b_h = tl.load(at(h, enters, K, 0, V, V))
     leaves = tl.load(at(h, enters + H, K, 0, V, V))
@@ -366,10 +366,10 @@ def gradient_kernel(
     dgamma = tl.sum(leaves.to(tl.float32) * b_dh.to(tl.float32), 1)
     b_h = (b_h * to_start[:, None]).to(CT)
     b_dh = (b_dh * to_end[:, None]).to(CT)
-    b_y = dot(pairs(b_a, b_k, CT, True), b_v, dot(b_a, b_h))
-    b_y = dot(b_R, b_y.to(CT), b_y).to(CT)
-    b_z = dot(pairs_back(b_b, b_q, CT, False), b_do, dot(b_b, b_dh))
-    b_z = dot(tl.trans(b_R), b_z.to(CT), b_z).to(CT)
+    b_y = dot(pairs(b_a, b_k, CT, True), b_v, dot(b_a, b_h)).to(CT)
+    b_y = dot(b_T, b_y).to(CT)
+    b_z = dot(pairs_back(b_b, b_q, CT, False), b_do, dot(b_b, b_dh)).to(CT)
+    b_z = dot(tl.trans(b_T), b_z).to(CT)
     b_dv = dot(pairs_back(b_k, b_a, CT, True), b_z, dot(b_k, b_dh))
     b_dv = dot(pairs_back(b_k, b_q, CT, False), b_do, b_dv)
     store_rows(dv, b_dv, start, n, H * V, i_h * V, 64, V)
@@ -379,21 +379,25 @@ def gradient_kernel(
     d = dot(pairs(b_do, b_v, CT, False), b_k, d)
     d = dot(pairs(b_do, b_y, CT, False), b_b, d)
     x, factor = load_rows(q, start, n, stride_q, 0, 64, K), scale * tl.exp2(tl.load(p_x))
-    b_dw = sums(finish(d, x, factor, dq, start, n, i_h, H, K, CT), CT, True)
+    later = tl.arange(0, 64)[None, :] >= tl.arange(0, 64)[:, None]
+    b_dw = sums(finish(d, x, factor, dq, start, n, i_h, H, K, CT), later, CT)
     d = dot(b_v, tl.trans(b_dh))
     d = dot(pairs_back(b_v, b_do, CT, False), b_q, d)
     d = dot(pairs_back(b_v, b_z, CT, True), b_a, d)
     x, factor = load_rows(k, start, n, stride_k, 0, 64, K), tl.exp2(-tl.load(p_x))
-    b_dw = sums(-finish(d, x, factor, dk, start, n, i_h, H, K, CT), CT, True, b_dw)
+    b_dw = sums(-finish(d, x, factor, dk, start, n, i_h, H, K, CT), later, CT, b_dw)
     d = dot(b_y, tl.trans(b_dh))
     d = dot(pairs_back(b_y, b_do, CT, False), b_q, d)
     d = dot(pairs_back(b_y, b_z, CT, True), b_a, d)
     x, factor = load_rows(b, start, n, stride_b, 0, 64, K), tl.exp2(-tl.load(p_x))
-    b_dw = sums(-finish(d, x, factor, db, start, n, i_h, H, K, CT), CT, True, b_dw)
+    b_dw = sums(-finish(d, x, factor, db, start, n, i_h, H, K, CT), later, CT, b_dw)
     d = dot(b_z, tl.trans(b_h))
     d = dot(pairs(b_z, b_v, CT, True), b_k, d)
     d = dot(pairs(b_z, b_y, CT, True), b_b, d)
     x, factor = load_rows(a, start, n, stride_a, 0, 64, K), tl.exp2(tl.load(p_before))
     d = finish(d, x, factor, da, start, n, i_h, H, K, CT)
-    b_dw = sums(d, CT, True, b_dw) - d + dgamma[None, :]
+    b_dw = sums(d, later, CT, b_dw) - d + dgamma[None, :]
+    if LOWER_BOUND is not None:
+        rate = sigmoid(load_rows(w, start, n, stride_w, 0, 64, K).to(tl.float32))
+        b_dw *= LOWER_BOUND * rate * (1.0 - rate)
     store_rows(dw, b_dw, start, n, H * K, i_h * K, 64, K)

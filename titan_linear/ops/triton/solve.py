@@ -54,9 +54,9 @@ def factors(b, place):
 
 @triton.jit
 def solve(b, G, SCALED: tl.constexpr):
-    """Write −G, or with SCALED G diag(b), in place of N [64, 64] at G; b [64], or None for ones. Forward substitution
-    in fp32 on 16×16 blocks, G_i = N_i − Σ_m N_im b_m G_m for m < i with one column per lane, then merged to 32 and 64
-    rows."""
+    """Write −G, or with SCALED G diag(b), in place of N [64, 64] at G; b [64], or None for ones: then write I − G.
+    Forward substitution in fp32 on 16×16 blocks, G_i = N_i − Σ_m N_im b_m G_m for m < i with one column per lane, then
+    merged to 32 and 64 rows."""
     CT: tl.constexpr = G.dtype.element_ty
     lane = tl.arange(0, 64)
     first, column = lane // 16 * 16, lane % 16
@@ -90,6 +90,9 @@ def solve(b, G, SCALED: tl.constexpr):
     b1, b2 = -1.0, -1.0
     if SCALED:
         b1, b2 = factors(b, j), factors(b, 32 + j)
+    if b is None:
+        one = tl.where(i == j, 1.0, 0.0)
+        G11, G22 = G11 - one, G22 - one
     p_G = G + i * 64 + j
     tl.store(p_G, (G11 * b1).to(CT))
     tl.store(p_G + 32, tl.zeros([32, 32], CT))
