@@ -30,7 +30,14 @@ from titan_linear.ops.triton import gdn_kernels as kernels
 from titan_linear.ops.triton.chunks import Chunks
 from titan_linear.ops.triton.configs import Config, config, widest_slice
 from titan_linear.ops.triton.solve import solve_kernel
-from titan_linear.ops.triton.tiles import chunk_tiles, dense_heads, empty_gradients, empty_states, ragged_tiles
+from titan_linear.ops.triton.tiles import (
+    chunk_tiles,
+    dense_heads,
+    empty_gradients,
+    empty_states,
+    ragged_tiles,
+    sum_groups,
+)
 
 
 class Tiles(NamedTuple):
@@ -345,7 +352,7 @@ def gdn_backward(
         **chosen,
     )
     if HV > H:
-        dq, dk = (x.view(T, H, HV // H, K).sum(2) for x in (dq, dk))
+        dq, dk = sum_groups(dq, q), sum_groups(dk, k)
     dA_log, ddt_bias = (
         q.new_empty(0) if x is None else d_gate[i].sum(0).view(x.shape).to(x.dtype)
         for i, x in enumerate((A_log, dt_bias))

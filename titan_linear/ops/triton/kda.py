@@ -41,6 +41,7 @@ from titan_linear.ops.triton.tiles import (
     empty_gradients,
     empty_states,
     ragged_tiles,
+    sum_groups,
 )
 
 GATES = {"none": 0, "softplus": 1, "bounded": 2}
@@ -396,7 +397,7 @@ def kda_backward(
             **chosen,
         )
     if HV != H:
-        dq, dk = (x.unflatten(1, (H, HV // H)).sum(2).to(q.dtype) for x in (dq, dk))
+        dq, dk = sum_groups(dq, q), sum_groups(dk, k)
     ddt_bias, dA_log = parts.sum(1)
     dA_log = q.new_empty(0) if A_log is None else dA_log.view(HV, K).sum(1).view(A_log.shape).to(A_log.dtype)
     ddt_bias = q.new_empty(0) if dt_bias is None else ddt_bias.view(dt_bias.shape).to(dt_bias.dtype)
