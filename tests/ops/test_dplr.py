@@ -54,7 +54,6 @@ def test_rwkv7() -> None:
     assert call("rwkv7", named)[1] is None
     saturated = {name: t.bfloat16() for name, t in named.items()}
     saturated["w"] = torch.full_like(saturated["w"], promise["lower_bound"])
-    assert (saturated["w"] < promise["lower_bound"]).all()  # as rounded
     call("rwkv7", saturated, **promise)
 
 
