@@ -73,7 +73,7 @@ def sum_groups_kernel(x, y, n, R: tl.constexpr, K: tl.constexpr, B: tl.constexpr
 
 
 def sum_groups(x: Tensor, like: Tensor) -> Tensor:
-    """x [T, HV, K] summed over the value heads of each key head, as like [T, H, K]; twice as fast as PyTorch's sum."""
+    """x [T, HV, K] summed over the value heads of each key head, in fp32, as like [T, H, K]."""
     T, H, K = like.shape
     y, B = like.new_empty(T, H, K), 2048
     sum_groups_kernel[(blocks_of(T * H * K, B),)](x, y, T * H * K, R=x.shape[1] // H, K=K, B=B)
