@@ -151,7 +151,7 @@ def gate_gradient(dg, x, rate, lower_bound, GATE: tl.constexpr):
         return -dg * rate * sigmoid(x), -dg * rate * softplus(x)
     else:
         s = sigmoid(rate * x)
-        d_raw = dg * (lower_bound * rate) * (s * (1.0 - s))
+        d_raw = dg * lower_bound * s * (1.0 - s) * rate
         return d_raw, d_raw * x
 
 
@@ -273,11 +273,12 @@ def gradient_kernel(
     b_g = log2_gates(b_g, rate, bias, lower_bound, n, GATE)
     b_q = tl.trans(b_q).to(tl.float32)
     b_k = tl.trans(b_k).to(tl.float32)
+    b_dA, b_dK = tl.load(dA + o_c), tl.load(dK + o_c)
     if SAFE:  # each gradient is relative to the references of half_decays until it is multiplied by E or W
         far = (row[:, None] >= 32) & (row[None, :] < 32)
         near = (row[:, None] // 32) == (row[None, :] // 32)
-        far_dA, near_dA = tl.load(dA + o_c, mask=far, other=0.0), tl.load(dA + o_c, mask=near, other=0.0)
-        far_dK, near_dK = tl.load(dK + o_c, mask=far, other=0.0), tl.load(dK + o_c, mask=near, other=0.0)
+        far_dA, near_dA = tl.where(far, b_dA, 0.0), tl.where(near, b_dA, 0.0)
+        far_dK, near_dK = tl.where(far, b_dK, 0.0), tl.where(near, b_dK, 0.0)
         x, first, second, middle, gamma = half_decays(b_g, BK, CT)
         if fast is not None:
             tl.store(fast, is_fast(first, second, middle))
@@ -312,7 +313,7 @@ def gradient_kernel(
         root = tl.rsqrt(E)  # its square is 1 / E, by two instructions where a division takes eight
         b_dk += b_dkm * (root * root)
     else:
-        b_b, b_dA, b_dK = tl.load(p_b), tl.load(dA + o_c), tl.load(dK + o_c)
+        b_b = tl.load(p_b)
         b_diagonal = tl.sum(tl.where(row[:, None] == row[None, :], b_dA.to(tl.float32), 0.0), 0)[None, :]
         b_dq, b_dkp = read_state_gradients(do, y, h, i_s, n, i_tile, i_h * V, i_k, V, BK, BV, CT, STAGES)
         b_dq *= scale

@@ -132,9 +132,9 @@ def log2_gates(raw, rate, bias, lower_bound, n, GATE: tl.constexpr):
     raw = tl.trans(raw).to(tl.float32)
     if GATE > 0:
         x = raw + bias
-        raw = -rate * softplus(x) if GATE == 1 else lower_bound * LOG2E * sigmoid(rate * x)
+        raw = -rate * softplus(x) if GATE == 1 else lower_bound * sigmoid(rate * x)
         raw = tl.where((tl.arange(0, 64) < n)[None, :], raw, 0.0)
-    return raw if GATE == 2 else log2_gate(raw)  # a bounded gate is far above log2_gate's least
+    return raw * LOG2E if GATE == 2 else log2_gate(raw)  # a bounded gate is far above log2_gate's least
 
 
 @triton.jit
