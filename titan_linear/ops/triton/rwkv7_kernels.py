@@ -71,7 +71,8 @@ def decays(b_w, CT: tl.constexpr, LOWER_BOUND: tl.constexpr):
     gamma = tl.sum(g, 0)
     reference = tl.floor(0.5 * gamma + 0.5)
     i, j = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
-    x, before = sums(g, j <= i, CT) - reference[None, :], sums(g, j < i, CT) - reference[None, :]
+    x = sums(g, j <= i, CT) - reference[None, :]  # in another layout than g, for which a sigmoid is computed again
+    before = x - g if LOWER_BOUND is None else sums(g, j < i, CT) - reference[None, :]
     return x, before, tl.exp2(reference), tl.exp2(gamma - reference), tl.exp2(gamma)
 
 
