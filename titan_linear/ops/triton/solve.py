@@ -104,6 +104,4 @@ def solve(b, G, SCALED: tl.constexpr):
 def solve_kernel(b, G, STRIDE_B: tl.constexpr, SCALED: tl.constexpr):
     """`solve` for one (chunk, head)."""
     i = tl.program_id(0).to(tl.int64)
-    if b is not None:
-        b += i * STRIDE_B
-    solve(b, G + i * 64 * 64, SCALED)
+    solve(b + i * STRIDE_B, G + i * 64 * 64, SCALED)
