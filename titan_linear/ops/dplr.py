@@ -105,7 +105,8 @@ def chunk_rwkv7(
     impl: str | Choice = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """RWKV-7's recurrence: `chunk_dplr_delta_rule` with q = r and log decays gk = w, which lie in [−2, 0], or with
-    `use_gate_in_kernel` the model's, −e^{−1/2} σ(w). Other arguments are those of FLA's function of this name."""
+    `use_gate_in_kernel` the model's, −e^{−1/2} σ(w), whatever `lower_bound` is, which stays a promise. Other arguments
+    are those of FLA's function of this name."""
     return _run(
         RWKV7,
         DPLRInputs(r, k, v, a, b, w),

@@ -13,8 +13,8 @@ recomputed. What `activation_checkpoint.mode` = "selective" keeps (operators say
     experts                 means over streams, which ranks sum, and how many rows are sent; the rows are sent again
 
 So none of these kernels and exchanges runs a second time. Compiled code calls operators only: of the delta rule
-it then keeps what its operators return, except the prepared chunks, which are prepared again. What it keeps are copies,
-since compiled code may overwrite memory that it no longer needs.
+it then keeps what its operators return, except chunks that are prepared again (`Spec.prepares`). What it keeps are
+copies, since compiled code may overwrite memory that it no longer needs.
 
 "attention" keeps the results of softmax attention: its work grows with the square of a document's length, its results
 do not. "full" keeps none of this. Both keep how many rows are sent to experts, a few integers: the host, which waits

@@ -45,7 +45,7 @@ class DPLRInputs(NamedTuple):
     v: Tensor  # [T, H, V]
     a: Tensor  # [T, H, K], what is read of the state
     b: Tensor  # [T, H, K], where what was read is written
-    gk: Tensor  # [T, H, K], log decays
+    gk: Tensor  # [T, H, K], log decays, or with `lower_bound` the logits of what it is multiplied by
 
 
 AnyInputs = Inputs | DecayInputs | DPLRInputs
