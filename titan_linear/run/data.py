@@ -1,4 +1,4 @@
-"""What a configuration names to train on: tokenizer, corpora, streams; and what identifies them in a checkpoint."""
+"""What a configuration names to train on: corpora, streams; and what identifies them in a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KDA backward kernels: `reverse_scan` (the state's gradient through the chunks), `matrix` (dv, dβ and the
+"""KDA backward kernels: `backward_scans` (the states, and their gradients through the chunks), `matrix` (dv, dβ and the
 gradients of the chunk's two matrices) and `gradient` (dq, dk, dg).
 
 In the notation of kda_fwd, with N = β r (what the chunk writes) and dS' the gradient of the outgoing state:
