@@ -22,9 +22,10 @@ from titan_linear.models import mixers
 from titan_linear.models.adapters import placements
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
+from titan_linear.models.init import owned
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
-from titan_linear.storage import hf_io, hf_writing
+from titan_linear.storage import hf_writing
 from titan_linear.storage.checkpoint import SaveFailed
 from titan_linear.storage.hf_io import load_weights, read_model
 from titan_linear.storage.hf_writing import gather, write_folder
@@ -204,7 +205,7 @@ def load_large(rank: int, world_size: int, folder: Path) -> tuple[int, int, int]
     names = {placement.name: next(placement.pieces())[0].name for placement in placements(LARGE, "KDAForCausalLM")}
     owned_bytes = marks = 0
     for name, p in model.named_parameters():
-        local, (first, *_) = hf_io.owned(p)
+        local, (first, *_) = owned(p)
         local = local.detach()
         owned_bytes += local.numel() * 4
         rows = [row for row in range(first, first + len(local)) if row % EVERY == 0]

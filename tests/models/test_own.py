@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from titan_linear.models.adapters import config_from_hf
+from titan_linear.models.adapters import config_from_hf, config_to_hf
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.families.remote import MODELING
@@ -22,7 +22,7 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN, preset
 from titan_linear.models.rope import RopeScaling
 from titan_linear.run.generate import Sampling, generate_tokens
-from titan_linear.storage.hf_io import config_to_hf, load_weights, open_folder, read_model
+from titan_linear.storage.hf_io import load_weights, open_folder, read_model
 from titan_linear.storage.hf_writing import find_family, gather, write_folder
 
 transformers.logging.set_verbosity_error()
