@@ -198,3 +198,9 @@ def test_what_fla_has_and_is_not_here_is_refused() -> None:
             causal_conv1d(**x, **{name: value})
     with pytest.raises(ValueError, match=r"pass initial_state\[..., 1:\]"):
         causal_conv1d(**x, initial_state=torch.zeros(1, 6, 4))
+
+
+def test_importing_all_binds_functions_alone() -> None:
+    names: dict[str, object] = {}
+    exec("from titan_linear.ops import *", names)
+    assert "torch" not in names and names["chunk_kda"] is chunk_kda

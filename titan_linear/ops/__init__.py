@@ -8,3 +8,16 @@ from titan_linear.ops.layout.build_context import build_cp_context
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.simple_gla import chunk_simple_gla
 from titan_linear.ops.ssd import chunk_ssd
+
+__all__ = [  # without it "import *" binds the name torch to ops.torch
+    "CPContext",
+    "attention",
+    "build_cp_context",
+    "causal_conv1d",
+    "chunk_dplr_delta_rule",
+    "chunk_gated_delta_rule",
+    "chunk_kda",
+    "chunk_rwkv7",
+    "chunk_simple_gla",
+    "chunk_ssd",
+]
