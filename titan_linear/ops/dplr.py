@@ -137,19 +137,21 @@ def _run(
     given: DPLRInputs,
     scale: float,
     least: float,
-    lower_bound: float | None = None,
+    decay_of_logits: float | None = None,
     *,
     chunk_size: int,
     disable_recompute: bool,
     **options: object,
 ) -> tuple[Tensor, Tensor | None]:
+    """least: what log decays are promised to be at least. decay_of_logits: None, or gk holds logits, whose sigmoids
+    times this are the log decays."""
     check_chunk_size(chunk_size)
-    _check(recurrence, given, least if lower_bound is None else None)
+    _check(recurrence, given, least if decay_of_logits is None else None)
     return run(
         recurrence,
         given,
         options=DeltaRuleOptions(
-            scale, lower_bound=lower_bound, safe_gate=least >= SAFE, disable_recompute=disable_recompute
+            scale, lower_bound=decay_of_logits, safe_gate=least >= SAFE, disable_recompute=disable_recompute
         ),
         state_v_first=False,
         **options,
