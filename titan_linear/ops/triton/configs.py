@@ -107,7 +107,6 @@ CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
             (4, 32): {"BV": 32, "STAGES": 1, "num_warps": 4},
         },
         "rwkv7 gradient": {
-            (2, 32): {"num_warps": 8, "num_stages": 1},  # with 4, the stack pointer takes a descriptor's place
             (2, 64): {"num_warps": 4, "num_stages": 1},
             (4, 32): {"num_warps": 4, "num_stages": 1},
         },
@@ -160,7 +159,11 @@ CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
         "gdn gradients": {
             (2, 128): {"BV": 64, "STAGES": 2, "num_warps": 4},
             (2, 256): {"BV": 32, "STAGES": 2, "num_warps": 8},
-            (4, 64): {"BV": 32, "STAGES": 2, "num_warps": 8},
+            (4, 128): {
+                "BV": 32,
+                "STAGES": 2,
+                "num_warps": 8,
+            },  # with 16 columns, the stack pointer in a descriptor's place
             (4, 256): {"BV": 16, "STAGES": 2, "num_warps": 8},
         },
     },
@@ -193,10 +196,10 @@ def architecture(device: torch.device) -> tuple[int, int]:
     return (9, 0) if own is None else shipped_for(own)
 
 
-def kernel_dims(K: int, V: int) -> tuple[int, int]:
+def kernel_dims(K: int, V: int, least: int = 32) -> tuple[int, int]:
     """The head dims that the kernels compute for heads of K and V; `padded.py` pads to them. K is one tile, a power of
-    two; V a multiple of 32, which comes in slices."""
-    return max(1 << (K - 1).bit_length(), 32), -(-V // 32) * 32
+    two and at least `least`; V a multiple of 32, which comes in slices."""
+    return max(1 << (K - 1).bit_length(), least), -(-V // 32) * 32
 
 
 def widest_slice(V: int) -> int:

@@ -28,10 +28,12 @@ def triton_delta_rule(
     """The kernels for these inputs: RWKV-7's, KDA's for a gate per channel, GDN's for one per head. Heads are padded to
     dims that the kernels have, and long documents are cut into segments where that fills the GPU. `differentiable`
     changes nothing here."""
-    dims = inputs.q.shape[-1], inputs.v.shape[-1]
-    if kernel_dims(*dims) != dims:
-        return Padded(triton_delta_rule, inputs, options, boundaries, differentiable, kept)
-    return whole_or_split(_rule(inputs), inputs, options, boundaries, kept)
+    given, rule = (inputs.q.shape[-1], inputs.v.shape[-1]), _rule(inputs)
+    # at K = 32 in 16 bits, ptxas put the stack pointer in the place of a descriptor in RWKV-7's gradients
+    dims = kernel_dims(*given, least=64 if rule is TritonRWKV7 and inputs.q.element_size() == 2 else 32)
+    if dims != given:
+        return Padded(triton_delta_rule, inputs, options, boundaries, differentiable, kept, dims)
+    return whole_or_split(rule, inputs, options, boundaries, kept)
 
 
 def whole_or_split(

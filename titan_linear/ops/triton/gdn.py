@@ -60,8 +60,8 @@ def _constants(k: Tensor, HV: int) -> dict[str, int | bool | str]:
 
 def _sliced(kernel: str, k: Tensor, V: int) -> Config:
     """The configuration of a kernel that takes all K rows of a state, and its V columns slice by slice."""
-    K, S = k.shape[2], widest_slice(V)
-    return config(kernel, k, max(K, S), BV=min(K, S))
+    K = k.shape[2]
+    return config(kernel, k, K, BV=min(K, widest_slice(V)))
 
 
 def _empty_tiles(inputs: Fields, chunks: list[Tensor], *_: Any) -> Tiles:

@@ -16,7 +16,6 @@ from torch import Tensor
 from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.layout.chains import Chains
 from titan_linear.ops.runtime.options import AnyInputs, DeltaRuleOptions, DPLRInputs, Inputs, States
-from titan_linear.ops.triton.configs import kernel_dims
 
 
 class Padded:
@@ -31,9 +30,10 @@ class Padded:
         boundaries: Boundaries,
         differentiable: bool,
         kept: Sequence[Tensor],
+        dims: tuple[int, int],
     ):
         self.given = inputs.q.shape[-1], inputs.v.shape[-1]
-        self.dims = K, V = kernel_dims(*self.given)
+        self.dims = K, V = dims
         self.of_keys = [n for n, x in inputs._asdict().items() if x is not None and x.dim() == 3 and n != "v"]
         padded = {"v": filled(inputs.v, V)} | {n: filled(getattr(inputs, n), K) for n in self.of_keys}
         self.bias = inputs.dt_bias if "g" in self.of_keys else None  # of each channel
