@@ -104,7 +104,7 @@ def test_one_document(op: str, length: int) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize(("K", "V"), [(64, 32), (128, 128), (256, 256), (96, 192)])
+@pytest.mark.parametrize(("K", "V"), [(64, 32), (128, 128), (256, 256), (96, 192), (128, 256)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 def test_other_dtypes(op: str, dtype: torch.dtype, K: int, V: int) -> None:
