@@ -42,6 +42,7 @@ EFFECTIVE_WITH = {
         "checkpoint.export_interval",
         "checkpoint.grace_seconds",
     ),
+    ("compile.enable", True): ("compile.backend",),
     ("float8.enable", True): ("float8.filter_fqns", "float8.emulate"),
     ("optimizer.name", "muon"): ("optimizer.momentum",),
     ("validation.enable", True): ("validation.sample_tokens",),
