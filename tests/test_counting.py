@@ -10,13 +10,16 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.dispatch import Inside
+from tests.ops.inputs import MAKERS, call, leaves
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.mixers import GDN, KDA, MLA, Attention
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from titan_linear.ops import build_cp_context
-from titan_linear.ops.runtime.operators import contexts
+from titan_linear.ops.runtime.operators import SPECS, contexts
+from titan_linear.ops.triton import ssd
 from titan_linear.planner.counting import Layer, _OneKernelNorms, count
 from titan_linear.planner.memory import Batch, layers
 
@@ -71,6 +74,43 @@ def test_what_layers_keep(layer: int) -> None:
     assert found.plain.kept == pytest.approx(sum(storage.nbytes() for storage in kept.values()), rel=0.05)
     assert found.plain.selective == pytest.approx(forward.region.nbytes, rel=0.05)
     assert found.given == x.nbytes
+
+
+class Backward(Inside):
+    """A backward operator's bytes as planned, and as allocated without those of its results."""
+
+    found = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.namespace != "titan_linear" or not op.name().endswith("_backward"):
+            return super().__torch_dispatch__(op, types, args, kwargs)
+        self.found = 0
+        out = super().__torch_dispatch__(op, types, args, kwargs)
+        self.found -= sum(t.nbytes for t in out)
+        given = dict(zip((a.name for a in op._schema.arguments), args, strict=True))
+        self.planned = SPECS[op.name().removeprefix("titan_linear::")].temporary(**given)
+        return out
+
+    def ran(self, op, args, kwargs, out) -> None:
+        if "empty" in op.name():
+            self.found += out.nbytes
+
+
+@pytest.mark.parametrize(
+    ("name", "dims"),
+    [
+        *((name, {"H": H, "HV": 2, "K": 64, "V": 64}) for name in ("kda", "gdn") for H in (1, 2)),
+        *(("ssd", {"G": G, "heads": 2, "N": 64, "P": 128}) for G in (1, 2)),
+    ],
+    ids=str,
+)
+def test_what_backward_takes_and_frees(name: str, dims: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With value heads of their own, and with shared queries and keys."""
+    monkeypatch.setattr(ssd, "PROGRAMS", 1)
+    x = leaves({n: t.float() for n, t in MAKERS[name](2 * T, **dims).items()})
+    with Backward() as seen:
+        call(name, x, impl="triton")[0].sum().backward()
+    assert seen.planned == pytest.approx(seen.found, rel=0.02)
 
 
 def test_products_are_those_of_the_flops() -> None:

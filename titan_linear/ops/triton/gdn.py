@@ -245,10 +245,11 @@ def _(do, q, k, tiles, chunks, entries, wanted, scale):
 
 
 def _room_in_backward(inputs: Fields, **_: Any) -> int:
-    """Bytes, for each chunk: states and their gradients, y."""
+    """Bytes, for each chunk: states and their gradients, y; dq and dk of value heads that share them."""
     x = Inputs(*inputs)
-    (T, HV, V), K = x.v.shape, x.k.shape[-1]
-    return T * HV * (2 * K * V // BT + V) * x.v.element_size()
+    (T, HV, V), (_, H, K) = x.v.shape, x.k.shape
+    shared = 2 * K if HV > H else 0
+    return T * HV * (2 * K * V // BT + V + shared) * x.v.element_size()
 
 
 @operator(kind="delta rule", of_driver=True, temporary=_room_in_backward)

@@ -271,10 +271,12 @@ register_fake(kda_boundary_bwd)(empty_boundary_gradients)
 
 
 def _room_in_backward(inputs: Fields, **_: Any) -> int:
-    """Bytes, for each chunk: states and their gradients, r and y, the gradients of two matrices."""
+    """Bytes, for each chunk: states and their gradients, r and y, the gradients of two matrices; dq and dk of value
+    heads that share them."""
     x = Inputs(*inputs)
-    (T, HV, V), K = x.v.shape, x.k.shape[-1]
-    return T * HV * (2 * K * V // CHUNK + 2 * V + 2 * CHUNK) * x.v.element_size()
+    (T, HV, V), (_, H, K) = x.v.shape, x.k.shape
+    shared = 2 * K if HV > H else 0
+    return T * HV * (2 * K * V // CHUNK + 2 * V + 2 * CHUNK + shared) * x.v.element_size()
 
 
 @operator(kind="delta rule", of_driver=True, temporary=_room_in_backward)

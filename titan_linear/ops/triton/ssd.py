@@ -246,9 +246,12 @@ def _splits(NT: int, H: int, R: int) -> int:
 
 
 def _room_in_backward(inputs: list[Tensor | None], **_: Any) -> int:
-    """Bytes: states and their gradients for each chunk."""
+    """Bytes, for each chunk: states and their gradients; in fp32, dq, dk and dE of a group, and a head's `sums` and
+    `taken` of each slice of 64 columns."""
     x = DecayInputs(*inputs)
-    return 2 * x.v.numel() * x.k.shape[-1] // BT * x.v.element_size()
+    (T, H, K), (_, HV, V) = x.k.shape, x.v.shape
+    states = 2 * HV * K * V // BT * x.v.element_size()
+    return T * (states + 4 * H * (2 * K + BT) + 4 * HV * 5 * blocks_of(V, 64))
 
 
 @operator(kind="delta rule", of_driver=True, temporary=_room_in_backward)
