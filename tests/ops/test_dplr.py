@@ -48,13 +48,15 @@ def test_rwkv7() -> None:
     x["gk"] = 0.6 * x["gk"]
     want = call("dplr", x, scale=1.0, safe_gate=True, output_final_state=True)
     named = {{"q": "r", "gk": "w"}.get(name, name): t for name, t in x.items()}
-    for promise in ({}, {"safe_gate": True, "lower_bound": -0.6065306597126334, "chunk_size": 64}):
+    bound = -0.6065306597126334
+    promised = {"safe_gate": True, "lower_bound": bound, "chunk_size": 64}
+    for promise in ({}, promised):
         for found, right in zip(call("rwkv7", named, output_final_state=True, **promise), want, strict=True):
             assert torch.equal(found, right)
     assert call("rwkv7", named)[1] is None
     saturated = {name: t.float() for name, t in named.items()}
-    saturated["w"] = torch.full_like(saturated["w"], promise["lower_bound"])  # float32's is below it
-    call("rwkv7", saturated, **promise)
+    saturated["w"] = torch.full_like(saturated["w"], bound)  # float32's is below it
+    call("rwkv7", saturated, **promised)
 
 
 @pytest.mark.parametrize("T", [1, 130])
