@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.data.test_chat import UNMARKED, as_lines, make_tokenizer
-from tests.worlds import World
+from tests.worlds import Worlds
 from titan_linear.config import load_config
 from titan_linear.distributed.parts import local_tensor
 from titan_linear.run.preflight import preflight
@@ -27,7 +26,7 @@ def trained(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[in
     return begins_from, [*losses, trainer.validate()]
 
 
-def test_losses(tmp_path: Path, worlds: Callable[[int], World]) -> None:
+def test_losses(tmp_path: Path, worlds: Worlds) -> None:
     """Losses of answers do not depend on the processes, and a run resumes in the middle."""
     make_tokenizer(tmp_path / "tokenizer", UNMARKED)
     words = ["four", "eight", "sixteen", "two and a half", "a lot"]
@@ -106,9 +105,7 @@ def steps_without_labels(rank: int, world_size: int, argv: list[str], cache: str
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_step_without_a_label_has_no_loss_and_no_gradient(
-    processes: int, tmp_path: Path, worlds: Callable[[int], World]
-) -> None:
+def test_a_step_without_a_label_has_no_loss_and_no_gradient(processes: int, tmp_path: Path, worlds: Worlds) -> None:
     more = {"optimizer.weight_decay": 0.0, "training.steps": 24, "parallelism.context_parallel_degree": processes}
     worlds(processes).run(steps_without_labels, long_prompts(tmp_path, **more), str(tmp_path))
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from tests.refusals import is_refused
-from tests.worlds import World
+from tests.worlds import Worlds
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.mixers import Attention
@@ -204,7 +202,7 @@ def heads_beside_states(rank: int, world_size: int) -> list[Tensor]:
         torch.Tensor.cuda = cuda
 
 
-def test_heads_are_another_way_to_the_same(worlds: Callable[[int], World]) -> None:
+def test_heads_are_another_way_to_the_same(worlds: Worlds) -> None:
     for states, heads in worlds(2).run(heads_beside_states):
         torch.testing.assert_close(heads, states, rtol=2e-2, atol=2e-2)
         assert states.any()

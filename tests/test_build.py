@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.worlds import World
+from tests.worlds import Worlds
 from titan_linear.config import load_config
 from titan_linear.run.build import implementations, model_config
 from titan_linear.run.console import uncompiled, vocabulary
@@ -51,9 +50,7 @@ def unlike(rank: int, world_size: int, keys: list[str], corpus: str) -> str:
         ([], "b", "the content of corpora is {'': 'b'} on rank 1 and {'': 'a'} on rank 0; start"),
     ],
 )
-def test_ranks_with_other_data_or_keys_are_refused(
-    keys: list[str], corpus: str, said: str, worlds: Callable[[int], World]
-) -> None:
+def test_ranks_with_other_data_or_keys_are_refused(keys: list[str], corpus: str, said: str, worlds: Worlds) -> None:
     found = worlds(2).run(unlike, keys, corpus)
     assert found[0] == found[1] and found[0].startswith(said) and bool(found[0]) == bool(said)
 

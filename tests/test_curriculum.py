@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from tests.test_train import FLOAT64, arguments
-from tests.worlds import World
+from tests.worlds import Worlds
 from titan_linear.config import check_config, load_config, seq_len_at, tokens_at
 from titan_linear.data import MixedStreams, PackedStreams, Phase, build_tokenizer
 from titan_linear.run.data import build_streams
@@ -86,7 +85,7 @@ def train_on_rank(rank: int, world_size: int, argv: list[str], cache: str) -> No
 
 def test_a_run_is_the_same_split_resumed_and_compiled(
     corpus: Path,
-    worlds: Callable[[int], World],
+    worlds: Worlds,
     tmp_path: Path,
 ) -> None:
     cp2 = {"parallelism.context_parallel_degree": 2, "training.local_batch_size": 4}

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from tests.worlds import Worlds
 from titan_linear import launch
 from titan_linear.config import changed, load_config
 from titan_linear.data import PackedStreams, Stream, StreamLoader, Streams
@@ -436,7 +437,7 @@ def of_processes(rank: int, world_size: int, argv: list[str], name: str) -> list
         return list(islice(failures(check(subject)), 1))
 
 
-def test_processes_equal_one(worlds: Callable, corpus: Path) -> None:
+def test_processes_equal_one(worlds: Worlds, corpus: Path) -> None:
     one_layer = {"model.pattern": '["kda"]', "model.num_layers": 1}
     argv = arguments(corpus, **{"parallelism.context_parallel_degree": 1, "training.seq_len": 64, **one_layer})
     for offload in ("false", "true"):
@@ -456,7 +457,7 @@ def of_compiled_layers(rank: int, world_size: int, argv: list[str], broken: bool
         return [str(finding) for finding in compiled.layers(subject)]
 
 
-def test_compiled_layers_equal_uncompiled_ones(worlds: Callable, corpus: Path) -> None:
+def test_compiled_layers_equal_uncompiled_ones(worlds: Worlds, corpus: Path) -> None:
     keys = {"parallelism.context_parallel_degree": 1, "training.seq_len": 64, "model.pattern": '["attention"]'}
     keys |= {"model.num_layers": 1, "compile.enable": "true", "compile.backend": "aot_eager"}
     for findings in worlds(2).run(of_compiled_layers, arguments(corpus, **keys), False):

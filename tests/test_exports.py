@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,7 +19,7 @@ from safetensors.torch import load_file
 
 from tests.processes import gone, until
 from tests.test_train import arguments
-from tests.worlds import World
+from tests.worlds import Worlds
 from titan_linear.commands import convert
 from titan_linear.config import Config, check_config, load_config
 from titan_linear.data import ByteTokenizer
@@ -54,7 +53,7 @@ def train_on_rank(rank: int, world_size: int, argv: list[str], cache: str) -> No
 
 def test_a_checkpoint_is_exported_while_training_goes_on(
     corpus: Path,
-    worlds: Callable[[int], World],
+    worlds: Worlds,
     tmp_path: Path,
     capfd: pytest.CaptureFixture,
 ) -> None:
@@ -89,7 +88,7 @@ def stop_rank_1(rank: int, world_size: int, argv: list[str], cache: str) -> None
             trainer.train()
 
 
-def test_a_stop_waits_for_no_export(corpus: Path, worlds: Callable[[int], World], tmp_path: Path) -> None:
+def test_a_stop_waits_for_no_export(corpus: Path, worlds: Worlds, tmp_path: Path) -> None:
     """The signal came to another rank than that of the exports. Only what is to be kept is kept for the next start."""
     argv = arguments(corpus, KEYS, {"job.dump_folder": tmp_path, "training.steps": 5})
     preflight(load_config(argv), world_size=2)

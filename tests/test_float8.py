@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from tests.test_train import FLOAT64, SMALL_HYBRID, SPLITS, arguments, train_on_rank, worst
-from tests.worlds import World
+from tests.worlds import Worlds
 from titan_linear.config import Config, check_config, load_config
 from titan_linear.distributed.compiling import apply_compile
 from titan_linear.models import float8
@@ -224,7 +223,7 @@ def train_small(rank: int, world_size: int, argv: list[str], cache: str) -> tupl
 EQUAL = ("cp 4", "HSDP x cp", "full activation checkpointing")
 
 
-def test_splits_equal_one_process(corpus: Path, worlds: Callable[[int], World]) -> None:
+def test_splits_equal_one_process(corpus: Path, worlds: Worlds) -> None:
     """In float64, where differences of 1e-12 move hardly any number to another of e4m3."""
     keys = SMALL_HYBRID | FLOAT64 | ON | {"training.steps": 3}
     plain = worlds(1).run(train_on_rank, arguments(corpus, keys), str(corpus.parent))[0]  # all are too small

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.worlds import World
+from tests.worlds import Worlds
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer
 from titan_linear.distributed.mesh import build_mesh
@@ -154,7 +154,7 @@ def sharded(rank: int, world_size: int, name: str, tp: int, ep: int) -> list[lis
 @pytest.mark.parametrize(
     ("name", "tp", "ep"), [("bounded gates", 1, 1), ("bounded gates", 2, 1), ("latent attention, experts", 1, 2)]
 )
-def test_a_model_that_ranks_share_says_the_same(name: str, tp: int, ep: int, worlds: Callable[[int], World]) -> None:
+def test_a_model_that_ranks_share_says_the_same(name: str, tp: int, ep: int, worlds: Worlds) -> None:
     model = build(MODELS[name])
     alone = generate_tokens(model, PROMPTS, max_new_tokens=6, sampling=Sampling(1.0, 0.9), device=CPU)
     assert worlds(2).run(sharded, name, tp, ep) == [alone, alone]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.test_train import worst
-from tests.worlds import World
+from tests.worlds import Worlds
 from titan_linear.config import load_config
 from titan_linear.models.presets import MODELS
 from titan_linear.run.compilation import Graphs
@@ -103,7 +103,7 @@ def train_on_rank(rank: int, world_size: int, argv: list[str], cache: str) -> li
 
 
 @pytest.fixture(scope="module")
-def run(cache: Path, worlds: Callable[..., World]) -> Callable[..., list[float]]:
+def run(cache: Path, worlds: Worlds) -> Callable[..., list[float]]:
     """Losses of a model, on so many GPUs, with keys; of each only once."""
     done: dict[str, list[float]] = {}
 
@@ -156,7 +156,7 @@ def compiled_on_rank(rank: int, world_size: int, argv: list[str], cache: str) ->
     ],
 )
 def test_kinds_of_layers_are_compiled_once(
-    processes: int, keys: dict[str, object], cache: Path, worlds: Callable[..., World]
+    processes: int, keys: dict[str, object], cache: Path, worlds: Worlds
 ) -> None:
     """Each in the first step, and without gradients in the first validation, whatever the documents."""
     steps = {"training.local_batch_size": 1, "training.seq_len": 8192, "training.steps": 12, "validation.freq": 2}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from tests.steps import after_backward
 from tests.test_train import arguments
-from tests.worlds import World
+from tests.worlds import Worlds
 from titan_linear.config import load_config
 from titan_linear.data import Batch
 from titan_linear.distributed.process import StopSignal
@@ -59,7 +58,7 @@ def reported(folder: Path) -> list[tuple[int, float, float]]:
 
 def test_a_step_is_completed_if_there_is_time(
     corpus: Path,
-    worlds: Callable[[int], World],
+    worlds: Worlds,
     tmp_path: Path,
 ) -> None:
     """One that is not leaves no trace in the run that goes on."""
@@ -94,7 +93,7 @@ def validate_on_rank(rank: int, world_size: int, argv: list[str], cache: str) ->
 def test_a_validation_is_given_up(
     last: bool,
     corpus: Path,
-    worlds: Callable[[int], World],
+    worlds: Worlds,
     tmp_path: Path,
 ) -> None:
     """After the last step what was saved before it stays, weights only."""
@@ -110,7 +109,7 @@ def test_a_validation_is_given_up(
 
 def test_after_a_signal_no_validation_begins(
     corpus: Path,
-    worlds: Callable[[int], World],
+    worlds: Worlds,
     tmp_path: Path,
 ) -> None:
     """It came in the step after which one was due, and there was time to complete that step."""
@@ -140,7 +139,7 @@ def decide(rank: int, world_size: int) -> list[str]:
     return said
 
 
-def test_decisions_are_of_all_ranks(worlds: Callable[[int], World]) -> None:
+def test_decisions_are_of_all_ranks(worlds: Worlds) -> None:
     no, save = "completed 0", "given up 15: the rest of the step begun would take 40 s and a save"
     for said in worlds(2).run(decide):
         assert said[1::2] == [f"{save} 15 s", no, "given up 15: ", no, no, f"{save} 40 s"]

@@ -39,7 +39,7 @@ from tests.models import hf_models
 from tests.models.hf_states import state_from_hf
 from tests.processes import until
 from tests.refusals import is_refused
-from tests.worlds import World
+from tests.worlds import Worlds
 from titan_linear.commands import convert, generate
 from titan_linear.config import check_config, load_config
 from titan_linear.data import build_tokenizer
@@ -97,7 +97,7 @@ def tensor_bytes(folder: Path) -> dict[str, tuple]:
 
 @pytest.fixture(scope="module")
 def rewritten(
-    folders: Callable[[str], Path], worlds: Callable[[int], World], tmp_path_factory: pytest.TempPathFactory
+    folders: Callable[[str], Path], worlds: Worlds, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Path, Path, list[dict]]]:
     """case -> (folder, the same loaded on two ranks and written again in small files, parameters on each rank)."""
     root = tmp_path_factory.mktemp("rewritten")
@@ -129,7 +129,7 @@ def test_transformers_opens_it(name: str, rewritten: dict) -> None:
 
 @pytest.mark.parametrize("degrees", [(2,), (1, 1, 1, 2)], ids=["HSDP", "sharded over 2 of 4"])
 def test_in_and_out_with_replicas(
-    folders: Callable[[str], Path], worlds: Callable[[int], World], tmp_path: Path, degrees: tuple[int, ...]
+    folders: Callable[[str], Path], worlds: Worlds, tmp_path: Path, degrees: tuple[int, ...]
 ) -> None:
     source = folders("FLA GDN")
     worlds(4).run(workers.in_and_out, [(source, tmp_path / "out")], *degrees)
@@ -148,7 +148,7 @@ def with_even_vocabulary(source: Path, folder: Path) -> Path:
 
 
 def test_in_and_out_with_tensor_and_expert_parallelism(
-    folders: Callable[[str], Path], worlds: Callable[[int], World], tmp_path: Path
+    folders: Callable[[str], Path], worlds: Worlds, tmp_path: Path
 ) -> None:
     """Two ranks of tp, each with two shards, or half of the experts: parts of rows, of columns, of fused tensors."""
     sources = [with_even_vocabulary(folders(name), tmp_path / f"in {name}") for name in hf_models.MODELS]
@@ -157,9 +157,7 @@ def test_in_and_out_with_tensor_and_expert_parallelism(
     assert all(tensor_bytes(target) == tensor_bytes(source) for source, target in paths)
 
 
-def test_what_is_written_is_not_what_was_computed_with(
-    folders: Callable[[str], Path], worlds: Callable[[int], World]
-) -> None:
+def test_what_is_written_is_not_what_was_computed_with(folders: Callable[[str], Path], worlds: Worlds) -> None:
     """After a forward FSDP leaves the head whole, in bfloat16."""
     assert worlds(2).run(workers.gathered_after_a_forward, folders("FLA KDA")) == [[], []]
 
@@ -322,7 +320,7 @@ def arguments(corpus: Path, run: Path, **keys: object) -> list[str]:
 
 
 def test_a_run_from_a_folder_to_a_folder(
-    kimi: Path, corpus: Path, worlds: Callable[[int], World], tmp_path: Path, capsys: pytest.CaptureFixture
+    kimi: Path, corpus: Path, worlds: Worlds, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """Two processes train five steps; the folder they leave, the checkpoint converted, and texts of both agree."""
     run = tmp_path / "run"
@@ -758,7 +756,7 @@ def test_commands_say_what_is_wrong(
 
 
 def test_a_failed_export_is_an_error_on_every_rank(
-    folders: Callable[[str], Path], worlds: Callable[[int], World], tmp_path: Path
+    folders: Callable[[str], Path], worlds: Worlds, tmp_path: Path
 ) -> None:
     """A full disk, and what PyTorch raises."""
     for failure in (OSError(errno.ENOSPC, "No space left on device"), RuntimeError("not enough memory")):
@@ -859,7 +857,7 @@ def make_large_folder(folder: Path) -> int:
     return sum(tensor.end - tensor.begin for tensor in writer.tensors.values())
 
 
-def test_a_large_folder_loads_in_the_memory_of_what_a_rank_owns(worlds: Callable[[int], World], tmp_path: Path) -> None:
+def test_a_large_folder_loads_in_the_memory_of_what_a_rank_owns(worlds: Worlds, tmp_path: Path) -> None:
     """4 GB of shards on two processes: at most the bytes that each owns, and 0.75 GB, of anonymous memory."""
     free = int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0])
     if free < 6 * 2**20:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.worlds import World
+from tests.worlds import Worlds
 from titan_linear.config import changed, load_config
 from titan_linear.distributed.mesh import build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
@@ -37,7 +36,7 @@ def owned_bytes(rank: int, world_size: int, tp: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_parameters_are_those_of_the_fullest_rank(tp: int, worlds: Callable[[int], World]) -> None:
+def test_parameters_are_those_of_the_fullest_rank(tp: int, worlds: Worlds) -> None:
     report = memory.memory(load_config([f"--parallelism.tensor_parallel_degree={tp}"]), MIXED, gpus=4)
     whole, matrices = max(worlds(4).run(owned_bytes, tp))
     assert report["parameters"] == whole

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from tests.data.conftest import random_documents
-from tests.worlds import World
+from tests.worlds import Worlds
 from titan_linear.config import check_config, difference, load_config
 from titan_linear.data import ByteTokenizer, Phase, write_corpus
 from titan_linear.run.data import mixture_phases
@@ -60,7 +59,7 @@ def trained(rank: int, world_size: int, argv: list[str]) -> tuple[list[float], C
     return [*losses, trainer.validate()], trainer.content
 
 
-def test_runs(folder: Path, worlds: Callable[[int], World]) -> None:
+def test_runs(folder: Path, worlds: Worlds) -> None:
     """The losses do not depend on the processes; a run resumes, changes by name, and its checkpoint knows all of it."""
 
     def run(processes: int, step: int, **more: object) -> tuple[list[float], Content]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.refusals import exit_of, own_handlers
-from tests.worlds import World
+from tests.worlds import Worlds
 from titan_linear import launch
 from titan_linear.config import Config, changed, check_config, load_config
 from titan_linear.run.console import finished
@@ -177,7 +177,7 @@ def train_on_rank(rank: int, world_size: int, config: Config, cache: str) -> str
 
 @pytest.fixture
 def launched(
-    worlds: Callable[[int], World], capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    worlds: Worlds, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[Callable[..., str]]:
     """launched(corpus, folder, code, **keys): what a run of four steps in one process prints; "__" stands for the dot.
     The launcher is this process, its worker one that other tests use too."""
@@ -257,7 +257,7 @@ def test_a_finished_run_without_checkpoints_says_how_to_begin_anew(
 
 
 def test_a_restart_after_the_last_save_does_what_is_left(
-    tmp_path: Path, launched: Callable[..., str], worlds: Callable[[int], World]
+    tmp_path: Path, launched: Callable[..., str], worlds: Worlds
 ) -> None:
     """Also where that holds weights only. A new start says that the run is finished."""
     corpus, folder = tmp_path / "corpus.jsonl", tmp_path / "run"

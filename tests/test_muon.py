@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.test_train import FLOAT64, OWN_FLAVORS, SMALL_HYBRID, SPLITS, arguments, train_on_rank, whole_weights, worst
-from tests.worlds import World
+from tests.worlds import Worlds
 from titan_linear.config import Optimizer, load_config
 from titan_linear.distributed.groups import set_timeout
 from titan_linear.distributed.matrices import WholeMatrices
@@ -179,7 +178,7 @@ CASES += [("experts without gates", split) for split in UNEVEN]
 
 @pytest.mark.parametrize(("reference", "split"), CASES, indirect=["reference"])
 def test_updates_are_torchs_under_every_split(
-    split: str, reference: tuple[str, dict[str, torch.Tensor]], worlds: Callable[[int], World]
+    split: str, reference: tuple[str, dict[str, torch.Tensor]], worlds: Worlds
 ) -> None:
     """What is made orthogonal are the whole matrices, each expert's its own; each on one rank if ranks have cut it."""
     name, want = reference
@@ -203,7 +202,7 @@ def test_updates_are_torchs_under_every_split(
 @pytest.mark.parametrize(
     "split", [{"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "ep": 2}, {"cpu_offload": True}], ids=str
 )
-def test_on_gpus(split: dict[str, int], worlds: Callable[..., World]) -> None:
+def test_on_gpus(split: dict[str, int], worlds: Worlds) -> None:
     want = by_torch("experts", "cuda")
     for got, _ in worlds(1 if "cpu_offload" in split else 2, "nccl").run(on_ranks, "experts", split):
         assert max(((got[n] - w).norm() / w.norm()).item() for n, w in want.items()) < 1e-9
@@ -216,7 +215,7 @@ def refused(rank: int, world_size: int) -> str:
     return str(refusal.value)
 
 
-def test_a_cut_that_no_rank_can_undo_is_refused(worlds: Callable[[int], World]) -> None:
+def test_a_cut_that_no_rank_can_undo_is_refused(worlds: Worlds) -> None:
     said = r"optimizer.name = 'muon': layers.0.x \[2, 4, 3, 5\] is cut along dimension 1, so that no rank can gather"
     for line in worlds(2).run(refused):
         assert re.match(said, line) and "\n" not in line
@@ -239,7 +238,7 @@ def run_on_rank(rank: int, world_size: int, argv: list[str], cache: str) -> dict
         set_timeout([dist.group.WORLD], timedelta(minutes=5))
 
 
-def test_a_run_resumes_under_another_split(corpus: Path, worlds: Callable[[int], World], tmp_path: Path) -> None:
+def test_a_run_resumes_under_another_split(corpus: Path, worlds: Worlds, tmp_path: Path) -> None:
     """Saved under FSDP and resumed under tp with offload, it equals one process's run that was not interrupted."""
     argv = arguments(corpus, MUON)
     preflight(load_config(argv), world_size=1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from tests.test_train import FLOAT64, OWN_FLAVORS, SMALL_HYBRID, arguments, early, train_on_rank, whole_weights, worst
-from tests.worlds import World
+from tests.worlds import Worlds
 from titan_linear.config import Optimizer, load_config
 from titan_linear.distributed.parallelize import replicated_parameters
 from titan_linear.distributed.parts import Parts, local_tensor
@@ -52,7 +51,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_runs_are_the_same_bit_for_bit(name: str, corpus: Path, worlds: Callable[[int], World]) -> None:
+def test_runs_are_the_same_bit_for_bit(name: str, corpus: Path, worlds: Worlds) -> None:
     processes, keys = RUNS[name]
     plain, offloaded = (
         worlds(processes).run(train_on_rank, arguments(corpus, FLOAT64, CLIPPED, keys, more), str(corpus.parent))
@@ -63,7 +62,7 @@ def test_runs_are_the_same_bit_for_bit(name: str, corpus: Path, worlds: Callable
         assert all(torch.equal(weights[name], w) for name, w in want.items())
 
 
-def test_a_step_that_is_not_finite_and_a_stop(corpus: Path, worlds: Callable[[int], World]) -> None:
+def test_a_step_that_is_not_finite_and_a_stop(corpus: Path, worlds: Worlds) -> None:
     """In bfloat16; the next step's forward has begun before."""
     keys = SMALL_HYBRID | {
         "training.mixed_precision_param": "bfloat16",
@@ -87,7 +86,7 @@ def train_on(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[b
 
 def test_a_run_resumes_with_and_without(
     corpus: Path,
-    worlds: Callable[[int], World],
+    worlds: Worlds,
     tmp_path: Path,
 ) -> None:
     """On other processes too; saves are written while training goes on."""
@@ -139,7 +138,7 @@ def host_tensors(rank: int, world_size: int) -> tuple[bool, bool, list[float], l
     return shared, gathered, *found
 
 
-def test_what_lies_in_the_hosts_memory_stays_there(worlds: Callable[[int], World]) -> None:
+def test_what_lies_in_the_hosts_memory_stays_there(worlds: Worlds) -> None:
     """Though its mesh is of GPUs, to which DTensor moves what it is given."""
     for rank, (shared, gathered, first, second) in enumerate(worlds(2).run(host_tensors)):
         assert shared and gathered and first == second == pytest.approx([rank + 0.5] * 4)
@@ -177,7 +176,7 @@ def train_on_gpus(rank: int, world_size: int, argv: list[str], cache: str) -> tu
         torch.use_deterministic_algorithms(False)
 
 
-def on_gpus(processes: int, corpus: Path, worlds: Callable[..., World], split: dict) -> None:
+def on_gpus(processes: int, corpus: Path, worlds: Worlds, split: dict) -> None:
     """Host and GPU round an update's numbers in float32 differently. So some weights' copies in bfloat16 become others,
     by 2^-8 of themselves, and the loss after one update is off by 1e-4 (as much as an ulp of noise in all weights makes
     it, on the CPU). What training then makes of that, while the loss falls to a quarter in ten steps, was 3e-3."""
@@ -194,11 +193,11 @@ def on_gpus(processes: int, corpus: Path, worlds: Callable[..., World], split: d
 
 
 @pytest.mark.cuda
-def test_one_gpu(corpus: Path, worlds: Callable[..., World]) -> None:
+def test_one_gpu(corpus: Path, worlds: Worlds) -> None:
     on_gpus(1, corpus, worlds, {})
 
 
 @pytest.mark.cuda(2)
 @pytest.mark.parametrize("split", ON_GPUS)
-def test_two_gpus(split: str, corpus: Path, worlds: Callable[..., World]) -> None:
+def test_two_gpus(split: str, corpus: Path, worlds: Worlds) -> None:
     on_gpus(2, corpus, worlds, ON_GPUS[split])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.worlds import World
+from tests.worlds import Worlds
 from titan_linear.config import LRScheduler, Optimizer
 from titan_linear.distributed.parts import local_tensor
 from titan_linear.models.decoder import Decoder
@@ -92,7 +91,7 @@ def kinds_in_an_update(rank: int, world_size: int) -> tuple[bool, bool]:
     return DTensor in kinds.seen, alike and all((p.detach() < 1).all() for p in map(local_tensor, model.values()))
 
 
-def test_kernels_of_an_update_get_plain_tensors(worlds: Callable[[int], World]) -> None:
+def test_kernels_of_an_update_get_plain_tensors(worlds: Worlds) -> None:
     assert worlds(2).run(kinds_in_an_update) == [(False, True)] * 2
 
 
@@ -133,7 +132,7 @@ def numbers(rank: int, world_size: int) -> tuple[list[float], float]:
     return before.tolist(), step_numbers(loss, counted, signal)[1].item()
 
 
-def test_loss_norm_and_signal_across_ranks_and_kinds_of_tensors(worlds: Callable[[int], World]) -> None:
+def test_loss_norm_and_signal_across_ranks_and_kinds_of_tensors(worlds: Worlds) -> None:
     want = math.sqrt(sum(i * i for i in range(10)) + 3 * 4)
     for (loss, before, signal), after in worlds(4).run(numbers):
         assert loss == 8 and signal == 15

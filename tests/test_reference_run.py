@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +16,7 @@ from torch import nn
 
 from tests.refusals import is_refused
 from tests.test_train import arguments
-from tests.worlds import World
+from tests.worlds import Worlds
 from titan_linear.config import load_config
 from titan_linear.data import Batch
 from titan_linear.train import Trainer
@@ -64,7 +63,7 @@ def curve(folder: Path) -> list[float]:
 def test_another_model_has_the_curve_of_the_run(
     name: str,
     corpus: Path,
-    worlds: Callable[[int], World],
+    worlds: Worlds,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

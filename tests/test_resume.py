@@ -22,7 +22,7 @@ import torch
 from tests.commands import Launch
 from tests.processes import children, gone, until
 from tests.refusals import exit_of, own_handlers
-from tests.worlds import World, free_port
+from tests.worlds import World, Worlds, free_port
 from titan_linear import launch
 from titan_linear.config import load_config
 from titan_linear.storage.rundir import unused
@@ -133,9 +133,7 @@ def train_in(world: World, begins_from: int, corpus: Path, folder: Path, **overr
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(
-    corpus: Path, worlds: Callable[[int], World], tmp_path_factory: pytest.TempPathFactory
-) -> dict[int, float]:
+def uninterrupted(corpus: Path, worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     folder = tmp_path_factory.mktemp("uninterrupted")
     found = train_in(worlds(2), 0, corpus, folder)
     assert set(found) == set(range(1, STEPS + 1))
@@ -194,7 +192,7 @@ def test_sigkill_and_restart(corpus: Path, tmp_path: Path, uninterrupted: dict[i
 
 
 def test_from_dp_2_to_cp_2(
-    corpus: Path, worlds: Callable[[int], World], tmp_path: Path, uninterrupted: dict[int, float], answer: Callable
+    corpus: Path, worlds: Worlds, tmp_path: Path, uninterrupted: dict[int, float], answer: Callable
 ) -> None:
     train_in(
         worlds(2),
@@ -214,9 +212,7 @@ def test_from_dp_2_to_cp_2(
     assert max(abs(resumed[s] / uninterrupted[s] - 1) for s in resumed) < 1e-5
 
 
-def test_from_dp_2_and_cp_2_to_tp_2_and_ep_2_and_back(
-    corpus: Path, worlds: Callable[[int], World], tmp_path: Path
-) -> None:
+def test_from_dp_2_and_cp_2_to_tp_2_and_ep_2_and_back(corpus: Path, worlds: Worlds, tmp_path: Path) -> None:
     """What a rank has of a tensor, and of its moments, is another part each time."""
     keys = {"model__name": "qwen3.5", "lr_scheduler__total_steps": 6, "lr_scheduler__warmup_steps": 2}
     alone, run = (tmp_path / "alone", tmp_path / "run")
@@ -236,9 +232,7 @@ def test_from_dp_2_and_cp_2_to_tp_2_and_ep_2_and_back(
     assert max(abs(resumed[s] / whole[s] - 1) for s in resumed) < 1e-5
 
 
-def test_from_shards_over_two_ranks_to_all_and_to_none(
-    corpus: Path, worlds: Callable[[int], World], tmp_path: Path
-) -> None:
+def test_from_shards_over_two_ranks_to_all_and_to_none(corpus: Path, worlds: Worlds, tmp_path: Path) -> None:
     keys = {"lr_scheduler__total_steps": 6, "lr_scheduler__warmup_steps": 2}
     alone, run = (tmp_path / "alone", tmp_path / "run")
     alone.mkdir()
@@ -262,7 +256,7 @@ def stopped(process: Launch, folder: Path, number: int, code: int) -> int:
 
 
 def test_a_signal_saves_and_stops(
-    corpus: Path, worlds: Callable[[int], World], tmp_path: Path, uninterrupted: dict[int, float]
+    corpus: Path, worlds: Worlds, tmp_path: Path, uninterrupted: dict[int, float]
 ) -> None:
     """SIGTERM, which a Ctrl-C comes to the workers as too (see below); of workers as they always start."""
     process = start(corpus, tmp_path, fresh=True, checkpoint__interval=1000, checkpoint__grace_seconds=60)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.steps import after_backward
 from tests.test_telemetry import arguments
-from tests.worlds import World
+from tests.worlds import Worlds
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, write_corpus
 from titan_linear.observe.spikes import NonFinite, Outliers
@@ -53,9 +52,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_streams_are_written_down_and_shown(
-    folder: Path, worlds: Callable[[int], World], capsys: pytest.CaptureFixture
-) -> None:
+def test_streams_are_written_down_and_shown(folder: Path, worlds: Worlds, capsys: pytest.CaptureFixture) -> None:
     keys = arguments(
         folder, {"training.local_batch_size": 2, "parallelism.context_parallel_degree": 2, "model.flavor": "debug"}
     )

@@ -21,7 +21,7 @@ from tests.data.conftest import random_documents
 from tests.ops.inputs import tokens_of
 from tests.steps import FedTotals
 from tests.test_train import SMALL, whole_weights
-from tests.worlds import World
+from tests.worlds import Worlds
 from titan_linear.config import load_config
 from titan_linear.data import IGNORE, ByteTokenizer, write_corpus
 from titan_linear.models.mixers.delta import DeltaMixer, KDAMixer
@@ -116,11 +116,11 @@ def close(got: dict, want: dict, rel: float = 1e-9) -> bool:
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path, worlds: Callable[[int], World]) -> tuple[list[float], Observed, dict]:
+def alone(folder: Path, worlds: Worlds) -> tuple[list[float], Observed, dict]:
     return worlds(1).run(two_steps, arguments(folder), str(folder))[0]
 
 
-def test_of_one_process(folder: Path, alone: tuple, worlds: Callable[[int], World]) -> None:
+def test_of_one_process(folder: Path, alone: tuple, worlds: Worlds) -> None:
     losses, seen, weights, balance = alone
     layers = [f"layers.{i}" for i in range(SMALL.num_layers)]
     for n, quantity in enumerate(("update_norm", "weight_norm")):
@@ -306,7 +306,7 @@ def second_step(rank: int, world_size: int, argv: list[str], cache: str) -> tupl
 
 
 @pytest.mark.parametrize("name", ["hybrid", "kimi-linear", "nemotron-h", "granite-h", "minimax", "rwkv7"])
-def test_against_definitions(name: str, folder: Path, worlds: Callable[[int], World]) -> None:
+def test_against_definitions(name: str, folder: Path, worlds: Worlds) -> None:
     argv = arguments(folder, {"model.name": name, "model.flavor": "small" if name == "hybrid" else "debug"})
     ((want, seen, norm),) = worlds(1).run(second_step, argv, str(folder))
     attention = [] if name == "rwkv7" else ["attention_entropy"]
@@ -316,7 +316,7 @@ def test_against_definitions(name: str, folder: Path, worlds: Callable[[int], Wo
 
 
 @pytest.mark.parametrize("name", SPLITS)
-def test_of_several(name: str, folder: Path, alone: tuple, worlds: Callable[[int], World]) -> None:
+def test_of_several(name: str, folder: Path, alone: tuple, worlds: Worlds) -> None:
     processes, keys = SPLITS[name]
     ranks = worlds(processes).run(two_steps, arguments(folder, keys), str(folder))
     off = worlds(processes).run(two_steps, arguments(folder, keys, {"metrics.telemetry_freq": 0}), str(folder))
@@ -364,7 +364,7 @@ def shares_of_fragments(rank: int, world_size: int, argv: list[str], cache: str,
 @pytest.mark.parametrize(
     "name, layout", [("hybrid", "contiguous"), ("hybrid", "zigzag"), ("minimax", "zigzag"), ("rwkv7", "zigzag")]
 )
-def test_share_of_other_fragments(name: str, layout: str, folder: Path, worlds: Callable[[int], World]) -> None:
+def test_share_of_other_fragments(name: str, layout: str, folder: Path, worlds: Worlds) -> None:
     model = {"model.name": name, "model.flavor": "small" if name == "hybrid" else "debug"}
     (want,) = worlds(1).run(shares_of_fragments, arguments(folder, model), str(folder), layout)
     keys = {"parallelism.context_parallel_degree": 2, "parallelism.context_parallel_layout": layout}
@@ -385,7 +385,7 @@ def layers_in_turn(rank: int, world_size: int, argv: list[str], cache: str) -> l
     return seen
 
 
-def test_layers_take_turns(folder: Path, worlds: Callable[[int], World]) -> None:
+def test_layers_take_turns(folder: Path, worlds: Worlds) -> None:
     kinds = [layer.mixer.linear for layer in SMALL.layers]
     n = len(kinds)
     turns = [[i for i in range(n) if kinds[i] and (i - 2 * turn) % n < 2] for turn in range(1, 5)]
@@ -395,7 +395,7 @@ def test_layers_take_turns(folder: Path, worlds: Callable[[int], World]) -> None
         assert seen == [[f"layers.{i}" for i in turn] for turn in turns]
 
 
-def test_loads_of_experts(folder: Path, worlds: Callable[[int], World]) -> None:
+def test_loads_of_experts(folder: Path, worlds: Worlds) -> None:
     """Where a bias moves by them, and where none does."""
     for name, split in (
         ("kimi-linear", {"parallelism.expert_parallel_degree": 2, "training.local_batch_size": 2}),
@@ -430,7 +430,7 @@ def by_letters(rank: int, world_size: int, argv: list[str], cache: str) -> dict[
 GROUPS = '[{name = "up", files = "up/*"}, {name = "low", files = "texts/low/*.low"}]'
 
 
-def test_losses_by_files(folder: Path, worlds: Callable[[int], World]) -> None:
+def test_losses_by_files(folder: Path, worlds: Worlds) -> None:
     texts = {"training.mixture": "[]", "training.dataset": "text", "training.dataset_path": folder / "texts"}
     groups = {"metrics.loss_by_source": GROUPS}
     losses, seen, *_ = worlds(1).run(two_steps, arguments(folder, texts, groups), str(folder))[0]
@@ -449,7 +449,7 @@ def test_losses_by_files(folder: Path, worlds: Callable[[int], World]) -> None:
         assert close(of_rank["loss_by_source"], seen["loss_by_source"])
 
 
-def test_lines_of_a_run(folder: Path, worlds: Callable[[int], World], tmp_path: Path) -> None:
+def test_lines_of_a_run(folder: Path, worlds: Worlds, tmp_path: Path) -> None:
     of_texts = f'{{name="t", weight=1, dataset="text", dataset_path="{folder}/texts"}}'
     mixture = f'[{{name="a", weight=1, dataset="tokens", dataset_path="{folder}/a"}}, {of_texts}]'
     keys = {

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.steps import after_backward
-from tests.worlds import World
+from tests.worlds import Worlds
 from titan_linear.config import Training, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.distributed.groups import set_timeout
@@ -281,7 +281,7 @@ def whole_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def one_process(corpus: Path, worlds: Callable[[int], World]) -> Callable[[dict], tuple]:
+def one_process(corpus: Path, worlds: Worlds) -> Callable[[dict], tuple]:
     """The reference for some keys, computed once."""
     done: dict[str, tuple] = {}
 
@@ -308,7 +308,7 @@ def worst(a: list[float], b: list[float]) -> float:
 
 
 @pytest.mark.parametrize("name", SPLITS)
-def test_float64_runs_are_equal(name: str, corpus: Path, worlds: Callable[[int], World], one_process: Callable) -> None:
+def test_float64_runs_are_equal(name: str, corpus: Path, worlds: Worlds, one_process: Callable) -> None:
     processes, keys = SPLITS[name]
     losses, norms, _ = one = one_process(FOUR_STEPS | FLOAT64)
     for rank in worlds(processes).run(train_on_rank, arguments(corpus, FOUR_STEPS, FLOAT64, keys), str(corpus.parent)):
@@ -318,7 +318,7 @@ def test_float64_runs_are_equal(name: str, corpus: Path, worlds: Callable[[int],
 
 
 @pytest.mark.parametrize("name", FLOAT32)
-def test_float32_runs_are_equal(name: str, corpus: Path, worlds: Callable[[int], World], one_process: Callable) -> None:
+def test_float32_runs_are_equal(name: str, corpus: Path, worlds: Worlds, one_process: Callable) -> None:
     processes, keys = SPLITS[name]
     losses, norms, _ = one_process(FOUR_STEPS)
     for rank in worlds(processes).run(train_on_rank, arguments(corpus, FOUR_STEPS, keys), str(corpus.parent)):
@@ -343,7 +343,7 @@ def sums_over_replicas(rank: int, world_size: int, argv: list[str], cache: str) 
     return sum(sums), len(units)
 
 
-def test_replicas_add_up_once_a_step(corpus: Path, worlds: Callable[[int], World]) -> None:
+def test_replicas_add_up_once_a_step(corpus: Path, worlds: Worlds) -> None:
     """Once a micro-step, of which there are two, with CPU offload and where reductions are of another type: in bfloat16
     the sum of many micro-steps would be rounded as often."""
     in_each = {"training.enable_cpu_offload": "true"}, {"training.mixed_precision_reduce": "bfloat16"}
@@ -356,7 +356,7 @@ def test_replicas_add_up_once_a_step(corpus: Path, worlds: Callable[[int], World
             assert found == times * units
 
 
-def test_tied_embeddings_and_other_presets(corpus: Path, worlds: Callable[[int], World], one_process: Callable) -> None:
+def test_tied_embeddings_and_other_presets(corpus: Path, worlds: Worlds, one_process: Callable) -> None:
     """Each family, and the head that shares its weight with the embedding."""
     for name, flavor, splits in (
         ("kda", "debug", ("cp 2 zig-zag", "HSDP x tp")),
@@ -371,7 +371,7 @@ def test_tied_embeddings_and_other_presets(corpus: Path, worlds: Callable[[int],
             check_equal(got, one)
 
 
-def test_a_compiled_run_is_equal(corpus: Path, worlds: Callable[[int], World], one_process: Callable) -> None:
+def test_a_compiled_run_is_equal(corpus: Path, worlds: Worlds, one_process: Callable) -> None:
     """Documents change from step to step, and the graphs stay (`tests/models/test_plan.py` compiles each mixer)."""
     softmax = FLOAT64 | {"training.steps": 3, "model.name": "hybrid", "model.flavor": "softmax"}
     experts = FLOAT64 | {"training.steps": 3, "model.name": "hybrid", "model.flavor": "experts"}
@@ -405,9 +405,7 @@ MIXTURES = {
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_mixtures_of_experts(
-    name: str, corpus: Path, worlds: Callable[[int], World], one_process: Callable[[dict], tuple]
-) -> None:
+def test_mixtures_of_experts(name: str, corpus: Path, worlds: Worlds, one_process: Callable[[dict], tuple]) -> None:
     """A load-balance loss, a selection bias that moves, latent attention, Lightning attention, Mamba-2 of one group and
     of several, over FSDP and both layouts; 20 steps of published shapes, cut."""
     keys = FLOAT64 | {"training.steps": 3, "model.name": name, "activation_checkpoint.mode": "full"}
@@ -469,7 +467,7 @@ def _local(x: torch.Tensor) -> torch.Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def test_a_non_finite_loss_never_reaches_the_weights(corpus: Path, worlds: Callable[[int], World]) -> None:
+def test_a_non_finite_loss_never_reaches_the_weights(corpus: Path, worlds: Worlds) -> None:
     keys = {"training.local_batch_size": 2}
     for message, same, _ in worlds(2).run(poisoned, arguments(corpus, keys), str(corpus.parent)):
         assert "step 2" in message and "rank 1: streams 6, 7." in message and same
@@ -501,7 +499,7 @@ def ended(rank: int, world_size: int, argv: list[str], cache: str, full: bool) -
     return checkpoint.whole_steps(Path(trainer.config.job.dump_folder) / "checkpoint")
 
 
-def test_the_last_good_state_reaches_the_disk(corpus: Path, worlds: Callable[[int], World], tmp_path: Path) -> None:
+def test_the_last_good_state_reaches_the_disk(corpus: Path, worlds: Worlds, tmp_path: Path) -> None:
     keys = {
         "checkpoint.enable": "true",
         "checkpoint.interval": 1,
@@ -537,7 +535,7 @@ def early(rank: int, world_size: int, argv: list[str], cache: str, goes_on: bool
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_step_that_begins_early_changes_nothing(processes: int, corpus: Path, worlds: Callable[[int], World]) -> None:
+def test_a_step_that_begins_early_changes_nothing(processes: int, corpus: Path, worlds: Worlds) -> None:
     """In bfloat16, with copies of the weights or with FSDP's; losses, and weights after a stop, are the same bit for
     bit, though the next step's forward had begun."""
     keys = SMALL_HYBRID | {
@@ -604,7 +602,7 @@ def reads_of_a_step(rank: int, world_size: int, argv: list[str], cache: str) -> 
 
 
 @pytest.mark.parametrize("name", ["hybrid", "kimi-linear"])
-def test_the_host_waits_once_in_a_step(name: str, corpus: Path, worlds: Callable[[int], World]) -> None:
+def test_the_host_waits_once_in_a_step(name: str, corpus: Path, worlds: Worlds) -> None:
     keys = {"model.name": name, "training.local_batch_size": 1}
     for reads, control in worlds(2).run(reads_of_a_step, arguments(corpus, keys), str(corpus.parent)):
         assert reads == 1 and control == 4
@@ -631,7 +629,7 @@ def delayed(work: Callable, seconds: float) -> Callable:
     return slow
 
 
-def test_ranks_wait_for_a_slow_disk(corpus: Path, worlds: Callable[[int], World], tmp_path: Path) -> None:
+def test_ranks_wait_for_a_slow_disk(corpus: Path, worlds: Worlds, tmp_path: Path) -> None:
     """Longer than a collective of training may take."""
     keys = {
         "checkpoint.enable": "true",
@@ -673,7 +671,7 @@ def reported(folder: Path) -> list[tuple[int, float, float]]:
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
 @pytest.mark.parametrize("split", ["dp 2", "cp 2", "cp 2 zig-zag", "tp 2, offload"])
 def test_resumed_on_two_gpus(
-    split: str, async_mode: str, corpus: Path, worlds: Callable[..., World], tmp_path: Path, one_process: Callable
+    split: str, async_mode: str, corpus: Path, worlds: Worlds, tmp_path: Path, one_process: Callable
 ) -> None:
     """In bfloat16: what is resumed equals what was not interrupted bit by bit, and begins as one process on the CPU."""
     splits = SPLITS | {"tp 2, offload": (2, SPLITS["tp 2"][1] | {"training.enable_cpu_offload": "true"})}

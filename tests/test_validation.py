@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.worlds import World
+from tests.worlds import Worlds
 from titan_linear.config import load_config
 from titan_linear.train import Trainer
 
@@ -28,7 +27,7 @@ def validated(rank: int, world_size: int, argv: list[str], cache: str) -> float:
 
 
 @pytest.mark.parametrize("steps", [5, -1])
-def test_the_loss_does_not_depend_on_the_processes(steps: int, corpus: Path, worlds: Callable[[int], World]) -> None:
+def test_the_loss_does_not_depend_on_the_processes(steps: int, corpus: Path, worlds: Worlds) -> None:
     keys = {
         "training.dataset": "jsonl",
         "training.dataset_path": corpus,
@@ -77,7 +76,7 @@ def breaking_on_rank(rank: int, world_size: int, argv: list[str], cache: str, me
 
 @pytest.mark.parametrize(("method", "mode"), [("loss", "disabled"), ("loss", "async"), ("text", "disabled")])
 def test_an_error_while_validating_costs_no_steps(
-    method: str, mode: str, corpus: Path, worlds: Callable[[int], World], tmp_path: Path
+    method: str, mode: str, corpus: Path, worlds: Worlds, tmp_path: Path
 ) -> None:
     """Of a step after which a save is due too."""
     keys = {

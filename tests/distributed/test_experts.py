@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.worlds import World
+from tests.worlds import Worlds
 from titan_linear.config import ActivationCheckpoint
 from titan_linear.distributed.compiling import apply_compile
 from titan_linear.distributed.experts import apply_ep
@@ -53,7 +52,7 @@ def errors(rank: int, world_size: int, bias: list[float]) -> list[float]:
 
 
 @pytest.mark.parametrize("bias", [[0, 0, 0, 0], [0, 0, 9, 9]])
-def test_no_row_is_dropped(bias: list[float], worlds: Callable[[int], World]) -> None:
+def test_no_row_is_dropped(bias: list[float], worlds: Worlds) -> None:
     """Nor where all rows go to one rank, and none to the other; ranks have different numbers of tokens."""
     for found in worlds(2).run(errors, bias):
         assert max(found) < 1e-14
@@ -81,7 +80,7 @@ def reads(rank: int, world_size: int, mode: str, compiled: bool) -> tuple[int, i
     return forward, asked - forward, x.grad
 
 
-def test_the_host_reads_nothing_in_backward(worlds: Callable[[int], World]) -> None:
+def test_the_host_reads_nothing_in_backward(worlds: Worlds) -> None:
     """However much of a layer is computed again, and of a compiled one too."""
     ways = [("none", False), ("selective", False), ("attention", False), ("full", False), ("full", True)]
     runs = [worlds(2).run(reads, *way) for way in ways]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from tests.worlds import World
+from tests.worlds import Worlds
 from titan_linear.distributed.groups import host_group, on_rank_0, set_timeout, without_timeout
 
 SHORT, SLOW = timedelta(seconds=3), 5.0  # seconds
@@ -34,7 +33,7 @@ def alone(rank: int, world_size: int) -> tuple[int, str, object]:
     return on_rank_0(lambda: 10 + rank, host), *raised
 
 
-def test_what_rank_0_does_holds_for_all(worlds: Callable[[int], World]) -> None:
+def test_what_rank_0_does_holds_for_all(worlds: Worlds) -> None:
     assert worlds(2).run(alone) == [
         (10, "ValueError('a mistake')", "SystemExit(7)"),
         (10, "SystemExit(2)", "SystemExit(7)"),
@@ -61,5 +60,5 @@ def waits(rank: int, world_size: int) -> tuple[bool, bool]:
     return inside, meet()
 
 
-def test_ranks_wait_for_a_slow_one_inside_alone(worlds: Callable[[int], World]) -> None:
+def test_ranks_wait_for_a_slow_one_inside_alone(worlds: Worlds) -> None:
     assert worlds(2).run(waits)[1] == (True, False)

@@ -6,7 +6,7 @@ import contextlib
 import io
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tests.processes import until
 from tests.test_train import arguments
-from tests.worlds import World
+from tests.worlds import World, Worlds
 from titan_linear.config import load_config
 from titan_linear.data import Batch
 from titan_linear.distributed.ending import peer_is_lost
@@ -54,7 +54,7 @@ def hang(rank: int, world_size: int, folder: str) -> tuple[str, bool]:
     return said.getvalue(), failed
 
 
-def test_a_hang_is_said_in_one_line(worlds: Callable[[int], World], tmp_path: Path) -> None:
+def test_a_hang_is_said_in_one_line(worlds: Worlds, tmp_path: Path) -> None:
     (said, failed), (said_1, _) = worlds(2).run(hang, str(tmp_path / "recorder"))
     assert failed
     assert said.startswith("hang: step 7: rank 0 in all_reduce for ") and "of 4 s, rank 1 not there; " in said
@@ -134,7 +134,7 @@ def hang_on_gpus(rank: int, world_size: int, folder: str) -> str:
 
 
 @pytest.mark.cuda(2)
-def test_a_hang_of_nccl_is_said_too(worlds: Callable[..., World], tmp_path: Path) -> None:
+def test_a_hang_of_nccl_is_said_too(worlds: Worlds, tmp_path: Path) -> None:
     said, said_1 = worlds(2, "nccl").run(hang_on_gpus, str(tmp_path / "recorder"))
     assert said.startswith("hang: step 7: rank 0 in ") and "of 20 s, rank 1 not there; " in said and said_1 == ""
     names = sorted(path.name for path in (tmp_path / "recorder").iterdir())

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ops.inputs import boundaries, call, leaves, raw_gate_inputs, relative_error, tokens_of
+from tests.worlds import Worlds
 from titan_linear.distributed.one_process import LocalGroup, RankFailed, run_ranks
 from titan_linear.ops import attention, build_cp_context, causal_conv1d
 from titan_linear.ops.exchange import kcp
@@ -137,7 +138,7 @@ def same_with_gloo(rank: int, world_size: int) -> list[torch.Tensor]:
     return every_collective(dist.group.WORLD)
 
 
-def test_the_collectives_are_those_of_processes(worlds: Callable) -> None:
+def test_the_collectives_are_those_of_processes(worlds: Worlds) -> None:
     ours, gloo = run_ranks(every_collective, 4), worlds(4).run(same_with_gloo)
     assert all(torch.equal(a, b) for x, y in zip(ours, gloo, strict=True) for a, b in zip(x, y, strict=True))
 

@@ -26,7 +26,7 @@ from transformers import (
 from tests.models import hf_models
 from tests.models.hf_states import state_from_hf, state_to_hf
 from tests.models.ours import State, labels_of, positions, relative, run, run_on_rank
-from tests.worlds import World
+from tests.worlds import Worlds
 from titan_linear.models.adapters import config_from_hf, config_to_hf, ignored, placements
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder, LayerCache
@@ -106,7 +106,7 @@ def test_model_is_theirs(name: str, documents: str, case: Callable[[str], Case])
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("name", hf_models.MODELS)
 def test_model_is_theirs_at_cp_2(
-    name: str, documents: str, layout: str, case: Callable[[str], Case], worlds: Callable[[int], World]
+    name: str, documents: str, layout: str, case: Callable[[str], Case], worlds: Worlds
 ) -> None:
     check_at_cp_2(case(name), documents, layout, "auto", worlds)
 
@@ -114,12 +114,12 @@ def test_model_is_theirs_at_cp_2(
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("method", ["ring", "allgather", "ulysses"])
 def test_latent_attention_by_every_method(
-    method: str, layout: str, case: Callable[[str], Case], worlds: Callable[[int], World]
+    method: str, layout: str, case: Callable[[str], Case], worlds: Worlds
 ) -> None:
     check_at_cp_2(case("Kimi-Linear"), "packed", layout, method, worlds)
 
 
-def check_at_cp_2(c: Case, documents: str, layout: str, method: str, worlds: Callable[[int], World]) -> None:
+def check_at_cp_2(c: Case, documents: str, layout: str, method: str, worlds: Worlds) -> None:
     tokens = torch.cat([c.tokens, torch.zeros(1, dtype=torch.int64)])  # to a multiple of 4
     ranks = worlds(2).run(run_on_rank, c.config, c.state, tokens, DOCUMENTS[documents], layout, method)
     logits = torch.empty(T + 1, hf_models.VOCAB)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.worlds import World
+from tests.worlds import Worlds
 from titan_linear.models import init
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.draws import Elements, normal, ones, stream, time_step_bias, uniform_decay
@@ -191,6 +191,6 @@ def fsdp_on_rank(rank: int, world_size: int, tensor_parallel: int) -> list[str]:
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-def test_sharded_parameters_equal_those_of_one_process(processes: int, worlds: Callable[[int], World]) -> None:
+def test_sharded_parameters_equal_those_of_one_process(processes: int, worlds: Worlds) -> None:
     assert worlds(processes).run(shard_on_rank) == [[]] * processes
     assert worlds(processes).run(fsdp_on_rank, processes // 2) == [[]] * processes

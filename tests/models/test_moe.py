@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 
 from tests.ops.inputs import tokens_of
-from tests.worlds import World
+from tests.worlds import Worlds
 from titan_linear.data import IGNORE
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.decoder import Decoder
@@ -124,7 +123,7 @@ def balance_on_rank(rank: int, world_size: int, layout: str) -> tuple[torch.Tens
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_load_balance_loss_of_each_stream_under_cp(layout: str, worlds: Callable[[int], World]) -> None:
+def test_load_balance_loss_of_each_stream_under_cp(layout: str, worlds: Worlds) -> None:
     moe, x = build(replace(SOFTMAX, balance_coefficient=0.5)), inputs(64)
     alone = sum(moe(part.unsqueeze(0), BatchPlan(torch.arange(32)))[1] for part in x.split(32))
     together = moe(x.unsqueeze(0), BatchPlan(torch.arange(64), num_streams=2))[1]
@@ -152,7 +151,7 @@ def loads_on_rank(rank: int, world_size: int) -> torch.Tensor:
     return moe.router.selection_bias - before
 
 
-def test_selection_bias_moves_towards_equal_loads(worlds: Callable[[int], World]) -> None:
+def test_selection_bias_moves_towards_equal_loads(worlds: Worlds) -> None:
     moe = build(SIGMOID)
     loads = torch.bincount(moe.router(inputs(64))[0].flatten(), minlength=8)
     expected = 0.125 * torch.sign(16 - loads)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from tests.dispatch import Inside
 from tests.models.ours import use_methods
 from tests.ops.inputs import boundaries
-from tests.worlds import World
+from tests.worlds import Worlds
 from titan_linear.data import Batch
 from titan_linear.distributed.mesh import build_mesh
 from titan_linear.distributed.one_process import LocalGroup, run_ranks
@@ -195,7 +195,7 @@ def test_layers_build_nothing_on_the_host(mixer: str) -> None:
     assert not host_work(mixer, torch.device("cpu"), None)
 
 
-def test_layers_build_nothing_on_the_host_under_context_parallelism(worlds: Callable[..., World]) -> None:
+def test_layers_build_nothing_on_the_host_under_context_parallelism(worlds: Worlds) -> None:
     for found in worlds(2).run(on_rank, "cpu", SPLIT):
         assert found == [Counter()] * len(SPLIT)
 
@@ -213,7 +213,7 @@ def test_layers_do_not_touch_the_host_of_a_gpu(mixer: str) -> None:
 
 
 @pytest.mark.cuda(2)
-def test_layers_do_not_touch_the_host_of_two_gpus(worlds: Callable[..., World]) -> None:
+def test_layers_do_not_touch_the_host_of_two_gpus(worlds: Worlds) -> None:
     for found in worlds(2, "nccl").run(on_rank, "cuda", SPLIT):
         assert found == [Counter()] * len(SPLIT)
 
@@ -272,7 +272,7 @@ def compiled(
     ],
 )
 def test_a_block_compiles_once_under_context_parallelism(
-    worlds: Callable[..., World], mixer: str, methods: dict[str, str], impl: str
+    worlds: Worlds, mixer: str, methods: dict[str, str], impl: str
 ) -> None:
     """Without a break in the graph, and once for all documents, with gradients or without: in the operators the tables
     are tensors."""
@@ -280,7 +280,7 @@ def test_a_block_compiles_once_under_context_parallelism(
         assert graphs == [1, 2] and max(errors) < 1e-5
 
 
-def test_a_block_compiles_once_under_tensor_parallelism(worlds: Callable[..., World]) -> None:
+def test_a_block_compiles_once_under_tensor_parallelism(worlds: Worlds) -> None:
     for graphs, errors in worlds(2).run(compiled, "wide norms", {}, "auto", 2):
         assert graphs == [1, 2] and max(errors) < 1e-5
 

@@ -5,15 +5,13 @@ float64 shows that what travels through NCCL is right; bfloat16 runs the kernels
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.ops.inputs import boundaries, tokens_of
 from tests.ops.test_attention import error, make, run
-from tests.worlds import World
+from tests.worlds import Worlds
 from titan_linear.ops import attention, build_cp_context
 from titan_linear.ops.reference.attention import attention as reference
 
@@ -48,5 +46,5 @@ def on_rank(rank: int, world_size: int, method: str, layout: str) -> dict[str, t
 @pytest.mark.cuda(2)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("method", ["ring", "allgather", "ulysses"])
-def test_two_devices(worlds: Callable[..., World], method: str, layout: str) -> None:
+def test_two_devices(worlds: Worlds, method: str, layout: str) -> None:
     assert worlds(2, "nccl").run(on_rank, method, layout) == [{}, {}]

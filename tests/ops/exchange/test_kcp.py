@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache, partial
 
 import pytest
@@ -24,7 +23,7 @@ from tests.ops.inputs import (
     tokens_of,
 )
 from tests.ops.layout.documents import EDGES, FLA_CONV, FLA_CP2, FLA_CP4
-from tests.worlds import World
+from tests.worlds import World, Worlds
 from titan_linear.distributed.one_process import LocalGroup, run_ranks
 from titan_linear.ops import build_cp_context, causal_conv1d
 from titan_linear.ops.exchange import kcp
@@ -114,7 +113,7 @@ def by_one_process(op: str, lengths: tuple[int, ...], streams: int) -> dict[str,
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_edges(worlds: Callable[[int], World], world_size: int) -> None:
+def test_edges(worlds: Worlds, world_size: int) -> None:
     """Each op on four ranks; the exchange knows of them only whether M is a matrix or a number."""
     ops = ["kda", "gdn", "kda-raw", "ssd", "gla", "dplr", "conv"] if world_size == 4 else ["kda", "ssd", "conv"]
     check(worlds(world_size), [(op, d, layout, 1) for op in ops for d in EDGES.values() for layout in LAYOUTS])
@@ -130,30 +129,30 @@ def test_other_degrees(op: str) -> None:
 
 
 @pytest.mark.parametrize("levels", [(Level(1, 2, True), Level(2, 2)), (Level(1, 2), Level(2, 2))])
-def test_states_level_by_level(worlds: Callable[[int], World], levels: tuple[Level, ...]) -> None:
+def test_states_level_by_level(worlds: Worlds, levels: tuple[Level, ...]) -> None:
     cases = [(op, d, layout, 1) for op in ("kda", "ssd") for d in EDGES.values() for layout in LAYOUTS]
     check(worlds(4), [*cases, ("kda", [40, 24], "zigzag", 3), ("gdn", [128], "contiguous", 2)], levels)
 
 
-def test_heads_are_exchanged_with_their_parameters(worlds: Callable[[int], World]) -> None:
+def test_heads_are_exchanged_with_their_parameters(worlds: Worlds) -> None:
     check(worlds(2), [("ssd-heads", d, layout, 1) for d in EDGES.values() for layout in LAYOUTS])
 
 
-def test_streams_side_by_side(worlds: Callable[[int], World]) -> None:
+def test_streams_side_by_side(worlds: Worlds) -> None:
     check(worlds(2), [(op, [40, 24], layout, 3) for op in ("kda", "conv") for layout in LAYOUTS])
 
 
 @pytest.mark.parametrize(("world_size", "lists"), [(2, FLA_CP2), (4, FLA_CP4)])
-def test_the_cases_of_fla(worlds: Callable[[int], World], world_size: int, lists: list[list[int]]) -> None:
+def test_the_cases_of_fla(worlds: Worlds, world_size: int, lists: list[list[int]]) -> None:
     check(worlds(world_size), [(op, lengths, "contiguous", 1) for op in ("kda", "gdn") for lengths in lists])
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_the_convolution_cases_of_fla(worlds: Callable[[int], World], world_size: int) -> None:
+def test_the_convolution_cases_of_fla(worlds: Worlds, world_size: int) -> None:
     check(worlds(world_size), [("conv", lengths, layout, 1) for lengths in FLA_CONV for layout in LAYOUTS])
 
 
-def test_fragments_shorter_than_the_convolution(worlds: Callable[[int], World]) -> None:
+def test_fragments_shorter_than_the_convolution(worlds: Worlds) -> None:
     check(worlds(4), [("conv", lengths, layout, 1) for lengths in ([8], [1, 7], [3, 5]) for layout in LAYOUTS])
 
 
@@ -204,7 +203,7 @@ def perturbed(rank: int, world_size: int, op: str, lengths: list[int], layout: s
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_documents_do_not_touch_each_other(worlds: Callable[[int], World], layout: str) -> None:
+def test_documents_do_not_touch_each_other(worlds: Worlds, layout: str) -> None:
     lengths = [100, 28, 1, 200, 183]
     cu = boundaries(lengths)
     ranks = worlds(4).run(perturbed, "kda", lengths, layout)
@@ -274,7 +273,7 @@ HV, K, V = 2, 8, 6
 OF_STATE, OF_M = HV * K * V, HV * K * K
 
 
-def test_m_is_neither_computed_nor_sent_where_no_document_passes_through(worlds: Callable[[int], World]) -> None:
+def test_m_is_neither_computed_nor_sent_where_no_document_passes_through(worlds: Worlds) -> None:
     assert worlds(2).run(counted, [512], "contiguous") == [(0, [OF_STATE, 0]), (0, [0, OF_STATE])]
     # Four ranks, one document: ranks 1 and 2 are passed through, and give S_ext and M to those further on.
     assert worlds(4).run(counted, [512], "contiguous") == [
@@ -301,7 +300,7 @@ def test_m_is_neither_computed_nor_sent_where_no_document_passes_through(worlds:
     ]
 
 
-def test_the_state_kept_for_backward_is_one_per_fragment(worlds: Callable[[int], World]) -> None:
+def test_the_state_kept_for_backward_is_one_per_fragment(worlds: Worlds) -> None:
     """Not one per document: a rank of many short documents keeps no more than a rank of one."""
     assert worlds(2).run(kept_states, [1] * 256 + [256]) == [1, 1]
 

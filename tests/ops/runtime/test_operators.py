@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.models.ours import use_methods
 from tests.ops.inputs import boundaries
-from tests.worlds import World
+from tests.worlds import Worlds
 from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
@@ -163,7 +163,7 @@ def on_rank(rank: int, world_size: int) -> None:
         compare(block, torch.float64, group=dist.group.WORLD, layout=layout, **methods)
 
 
-def test_exchanges_between_ranks(worlds: Callable[[int], World]) -> None:
+def test_exchanges_between_ranks(worlds: Worlds) -> None:
     worlds(2).run(on_rank)
 
 

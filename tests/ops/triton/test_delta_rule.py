@@ -6,7 +6,6 @@ products are wrong. The numbers in bfloat16 are in test_numbers.py, for a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -30,7 +29,7 @@ from tests.ops.inputs import (
     relative_error,
     tokens_of,
 )
-from tests.worlds import World
+from tests.worlds import Worlds
 from titan_linear.ops import build_cp_context, causal_conv1d
 from titan_linear.ops.layout import build_context
 from titan_linear.ops.layout.boundaries import Boundaries, scan_programs, segment_arrays, segment_length
@@ -327,9 +326,7 @@ def on_rank(
         ("gdn", "zigzag", 96, 192, [14, 50]),
     ],
 )
-def test_context_parallel(
-    worlds: Callable[[int], World], op: str, layout: str, K: int, V: int, lengths: list[int]
-) -> None:
+def test_context_parallel(worlds: Worlds, op: str, layout: str, K: int, V: int, lengths: list[int]) -> None:
     """Against the torch stages, which equal one process: S_ext, M and their adjoints through the same exchange."""
     for ours, theirs in worlds(4).run(on_rank, op, lengths, layout, K, V):
         for a, b in zip(ours, theirs, strict=True):
