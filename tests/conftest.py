@@ -64,6 +64,14 @@ def end_idle_worlds(worlds: Worlds) -> Iterator[None]:
     worlds.close(set(worlds.alive) - worlds.used)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def token_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """In place of the user's: one folder for all tests, and for their worlds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def remote_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Where transformers copies the code of folders: one place for all tests, since its files import each other."""
@@ -74,7 +82,7 @@ def remote_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Documents of 1 to 200 bytes: many to a stream, some across several ranks; the cache stays in the same folder."""
+    """Documents of 1 to 200 bytes: many to a stream, some across several ranks."""
     from tests.test_train import OWN_FLAVORS
     from titan_linear.models.presets import OWN
 
@@ -101,9 +109,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             length = int(torch.randint(1, 200, (), generator=rng))
             picks = torch.randint(len(words), (60,), generator=rng).tolist()
             file.write(json.dumps({"text": " ".join(words[i] for i in picks)[:length]}) + "\n")
-    patch = pytest.MonkeyPatch()
-    patch.setenv("XDG_CACHE_HOME", str(folder))
-    for flavor, model in OWN_FLAVORS.items():
-        patch.setitem(OWN["hybrid"], flavor, model)
-    yield folder / "corpus.jsonl"
-    patch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        for flavor, model in OWN_FLAVORS.items():
+            patch.setitem(OWN["hybrid"], flavor, model)
+        yield folder / "corpus.jsonl"

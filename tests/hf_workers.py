@@ -97,14 +97,12 @@ def in_and_out(
     return states
 
 
-def train_on_rank(rank: int, world_size: int, argv: list[str], cache: str) -> None:
-    os.environ["XDG_CACHE_HOME"] = cache
+def train_on_rank(rank: int, world_size: int, argv: list[str]) -> None:
     Trainer(load_config(argv)).train()
 
 
-def go_on(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[int, torch.Tensor]:
+def go_on(rank: int, world_size: int, argv: list[str]) -> tuple[int, torch.Tensor]:
     """The step that a run comes back to, and its embedding there."""
-    os.environ["XDG_CACHE_HOME"] = cache
     trainer = Trainer(load_config(argv))
     return trainer.step, gather(trainer.model)("embedding.weight")
 

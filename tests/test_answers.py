@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.data.test_chat import UNMARKED, as_lines, make_tokenizer
+from tests.keys import argv_of
 from tests.worlds import Worlds
 from titan_linear.config import load_config
 from titan_linear.distributed.parts import local_tensor
@@ -16,8 +16,7 @@ from titan_linear.run.preflight import preflight
 from titan_linear.train import Trainer
 
 
-def trained(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[int, list[float]]:
-    os.environ["XDG_CACHE_HOME"] = cache
+def trained(rank: int, world_size: int, argv: list[str]) -> tuple[int, list[float]]:
     trainer = Trainer(load_config(argv))
     begins_from, losses = trainer.step, []
     while trainer.step < trainer.config.training.steps:
@@ -57,9 +56,7 @@ def test_losses(tmp_path: Path, worlds: Worlds) -> None:
     }
 
     def run(processes: int, name: str, **more: object) -> list[tuple[int, list[float]]]:
-        given = keys | {"job.dump_folder": tmp_path / name} | {k.replace("__", "."): v for k, v in more.items()}
-        argv = [text for key, value in given.items() for text in (f"--{key}", str(value))]
-        return worlds(processes).run(trained, argv, str(tmp_path))
+        return worlds(processes).run(trained, argv_of(keys, job__dump_folder=tmp_path / name, **more))
 
     ((_, alone),) = run(1, "alone")
     for _, losses in run(2, "cp", parallelism__context_parallel_degree=2):
@@ -83,12 +80,10 @@ def long_prompts(folder: Path, **more: object) -> list[str]:
         "checkpoint.enable": "false",
         "lr_scheduler.warmup_steps": 0,
     }
-    given = keys | {name.replace("__", "."): value for name, value in more.items()}
-    return [text for key, value in given.items() for text in (f"--{key}", str(value))]
+    return argv_of(keys, **more)
 
 
-def steps_without_labels(rank: int, world_size: int, argv: list[str], cache: str) -> None:
-    os.environ["XDG_CACHE_HOME"] = cache
+def steps_without_labels(rank: int, world_size: int, argv: list[str]) -> None:
     trainer = Trainer(load_config(argv))
     weights = list(map(local_tensor, trainer.model.parameters()))  # now: a forward that has begun shows others
     numbers, moved = [], []
@@ -107,12 +102,11 @@ def steps_without_labels(rank: int, world_size: int, argv: list[str], cache: str
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_step_without_a_label_has_no_loss_and_no_gradient(processes: int, tmp_path: Path, worlds: Worlds) -> None:
     more = {"optimizer.weight_decay": 0.0, "training.steps": 24, "parallelism.context_parallel_degree": processes}
-    worlds(processes).run(steps_without_labels, long_prompts(tmp_path, **more), str(tmp_path))
+    worlds(processes).run(steps_without_labels, long_prompts(tmp_path, **more))
 
 
-def test_a_validation_without_a_label_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_validation_without_a_label_is_refused(tmp_path: Path) -> None:
     """Its loss would be 0 / 0."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     keys = {"validation.enable": "true", "validation.holdout": 0.2}
     message = r"validation.steps = 1: no token in the first 1 of .* held-out streams is one to learn, .*raise it"
     with pytest.raises(ValueError, match=message):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -77,8 +76,7 @@ def test_a_mixture_goes_on_in_each_source(corpus: Path) -> None:
         assert len(found) > 100 and (found == tokens(short[name], range(len(found) // 8))).all()
 
 
-def train_on_rank(rank: int, world_size: int, argv: list[str], cache: str) -> None:
-    os.environ["XDG_CACHE_HOME"] = cache
+def train_on_rank(rank: int, world_size: int, argv: list[str]) -> None:
     Trainer(load_config(argv)).train()
     torch.compiler.reset()
 
@@ -98,7 +96,7 @@ def test_a_run_is_the_same_split_resumed_and_compiled(
         (split, 2, FLOAT64, resumed, {"compile.enable": "true", "compile.backend": "aot_eager"}),
     ):
         folder.mkdir(exist_ok=True)
-        worlds(size).run(train_on_rank, arguments(corpus, KEYS, *keys, {"job.dump_folder": folder}), str(corpus.parent))
+        worlds(size).run(train_on_rank, arguments(corpus, KEYS, *keys, {"job.dump_folder": folder}))
     runs = [
         [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         for folder in (tmp_path / "alone", split)

@@ -202,10 +202,10 @@ def mixer_of_the_page(patch: pytest.MonkeyPatch) -> dict[str, Any]:
     return names
 
 
-def _train(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[list[float], list[float]]:
+def _train(rank: int, world_size: int, argv: list[str]) -> tuple[list[float], list[float]]:
     with pytest.MonkeyPatch.context() as patch:
         mixer_of_the_page(patch)
-        losses, norms, _ = train_on_rank(rank, world_size, argv, cache)
+        losses, norms, _ = train_on_rank(rank, world_size, argv)
         return losses, norms
 
 
@@ -217,7 +217,7 @@ def test_a_mixer_of_ones_own_trains_alike_on_every_split(
     preflight(load_config(argv), world_size=1)
     cp = ["--parallelism.context_parallel_degree=2", "--parallelism.context_parallel_layout=zigzag"]
     splits = (["--training.local_batch_size=2"], cp, ["--parallelism.tensor_parallel_degree=2"])
-    found = [worlds(2).run(_train, [*argv, *split], str(corpus.parent))[0] for split in splits]
+    found = [worlds(2).run(_train, [*argv, *split])[0] for split in splits]
     for losses, norms in found[1:]:
         assert losses == pytest.approx(found[0][0], rel=1e-9) and norms == pytest.approx(found[0][1], rel=1e-9)
     monkeypatch.setattr(names["GLA"], "over_heads", True)

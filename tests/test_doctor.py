@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from tests.keys import argv_of
 from tests.worlds import Worlds
 from titan_linear import launch
 from titan_linear.config import changed, load_config
@@ -53,21 +54,19 @@ KEYS = {
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Documents of 20 to 200 bytes; the cache stays in the same folder."""
+    """Documents of 20 to 200 bytes."""
     folder = tmp_path_factory.mktemp("corpus")
     rng = torch.Generator().manual_seed(0)
     lengths = torch.randint(20, 200, (100,), generator=rng).tolist()
     texts = ["".join(chr(97 + i) for i in torch.randint(26, (n,), generator=rng).tolist()) for n in lengths]
     (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder))
         patch.delenv("NGPU", raising=False)
         yield folder / "corpus.jsonl"
 
 
 def arguments(corpus: Path, **more: object) -> list[str]:
-    keys = KEYS | {"training.dataset_path": corpus, "job.dump_folder": corpus.parent / "run"} | more
-    return [argument for key, value in keys.items() for argument in (f"--{key}", str(value))]
+    return argv_of(KEYS | {"training.dataset_path": corpus, "job.dump_folder": corpus.parent / "run"}, **more)
 
 
 @pytest.fixture(scope="module")

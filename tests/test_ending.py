@@ -63,7 +63,7 @@ class Seen:
     ended: float  # seconds from the fault to the end
 
 
-def run(place: str, argv: list[str], folder: Path, cache: Path) -> Seen:
+def run(place: str, argv: list[str], folder: Path) -> Seen:
     """The ranks of a run, as torchrun starts and ends them, but for the 30 seconds after which it kills."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60))
     here = {
@@ -72,7 +72,7 @@ def run(place: str, argv: list[str], folder: Path, cache: Path) -> Seen:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "XDG_CACHE_HOME": str(cache),
+        "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"],
     }
     output, ranks = folder / "output", []
     output.touch()
@@ -128,7 +128,7 @@ class Heard:
 @pytest.mark.parametrize("place", [place for place in PLACES if place != "compilation"])
 def test_a_failing_rank_is_heard(place: str, corpus: Path, tmp_path: Path) -> None:
     argv = arguments(corpus, RUN, KEYS.get(place, {}), {"job.dump_folder": tmp_path / "run"})
-    seen = run(place, argv, tmp_path, corpus.parent)
+    seen = run(place, argv, tmp_path)
     assert seen.heard < HEARD and seen.ended < ENDED, seen
     first = 0 if place in (*RANK_0, "sync save", "hang") else 1  # a failed save is told by rank 0
     assert seen.codes[first] == CODES.get(place, 1) and seen.codes[1 - first] in (LOST, -signal.SIGTERM), seen
@@ -152,7 +152,7 @@ def launched(place: str, how: str, corpus: Path, folder: Path) -> Seen:
     more = ON_GPUS if place == "hang" else {}
     argv = arguments(corpus, RUN, KEYS.get(place, {}), more, {"job.dump_folder": folder / "run"})
     path = os.pathsep.join([str(ROOT / "tests/faults"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {"FAIL_AT": place, "PYTHONPATH": path, "NGPU": "2", "XDG_CACHE_HOME": str(corpus.parent)}
+    environment = {"FAIL_AT": place, "PYTHONPATH": path, "NGPU": "2"}
     output = folder / "output"
     with output.open("w") as file:
         process = subprocess.Popen(

@@ -17,6 +17,7 @@ from typing import NoReturn
 import pytest
 from safetensors.torch import load_file
 
+from tests.keys import argv_of
 from tests.processes import gone, until
 from tests.test_train import arguments
 from tests.worlds import Worlds
@@ -46,8 +47,7 @@ KEYS = {
 }
 
 
-def train_on_rank(rank: int, world_size: int, argv: list[str], cache: str) -> None:
-    os.environ["XDG_CACHE_HOME"] = cache
+def train_on_rank(rank: int, world_size: int, argv: list[str]) -> None:
     Trainer(load_config(argv)).train()
 
 
@@ -59,7 +59,7 @@ def test_a_checkpoint_is_exported_while_training_goes_on(
 ) -> None:
     argv = arguments(corpus, KEYS, {"job.dump_folder": tmp_path, "training.steps": 2})
     preflight(load_config(argv), world_size=2)
-    worlds(2).run(train_on_rank, argv, str(corpus.parent))
+    worlds(2).run(train_on_rank, argv)
     folder = tmp_path / "checkpoint"
     # One is kept, and no other stays because it was read.
     assert sorted(path.name for path in folder.iterdir()) == ["step-1-hf", "step-2", "step-2-hf"]
@@ -78,8 +78,7 @@ class SignalAtStep2(Hook):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def stop_rank_1(rank: int, world_size: int, argv: list[str], cache: str) -> None:
-    os.environ["XDG_CACHE_HOME"] = cache
+def stop_rank_1(rank: int, world_size: int, argv: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exports, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(600)"])
         trainer = Trainer(load_config(argv))
@@ -93,7 +92,7 @@ def test_a_stop_waits_for_no_export(corpus: Path, worlds: Worlds, tmp_path: Path
     argv = arguments(corpus, KEYS, {"job.dump_folder": tmp_path, "training.steps": 5})
     preflight(load_config(argv), world_size=2)
     began = time.monotonic()
-    worlds(2).run(stop_rank_1, argv, str(corpus.parent))
+    worlds(2).run(stop_rank_1, argv)
     assert time.monotonic() - began < 300
     assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-3"]
 
@@ -110,7 +109,7 @@ def saved(folder: Path, *steps: int) -> Config:
         "checkpoint.export_interval": 2,
         "checkpoint.last_save_in_hf": "true",
     }
-    return load_config([text for key, value in keys.items() for text in (f"--{key}", str(value))])
+    return load_config(argv_of(keys))
 
 
 def runs(monkeypatch: pytest.MonkeyPatch, code: str) -> None:

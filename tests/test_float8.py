@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from tests.keys import argv_of
 from tests.test_train import FLOAT64, SMALL_HYBRID, SPLITS, arguments, train_on_rank, worst
 from tests.worlds import Worlds
 from titan_linear.config import Config, check_config, load_config
@@ -214,10 +215,10 @@ def test_filters() -> None:
     }
 
 
-def train_small(rank: int, world_size: int, argv: list[str], cache: str) -> tuple:
+def train_small(rank: int, world_size: int, argv: list[str]) -> tuple:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(float8, "SMALLEST", 32)
-        return train_on_rank(rank, world_size, argv, cache)
+        return train_on_rank(rank, world_size, argv)
 
 
 EQUAL = ("cp 4", "HSDP x cp", "full activation checkpointing")
@@ -226,11 +227,11 @@ EQUAL = ("cp 4", "HSDP x cp", "full activation checkpointing")
 def test_splits_equal_one_process(corpus: Path, worlds: Worlds) -> None:
     """In float64, where differences of 1e-12 move hardly any number to another of e4m3."""
     keys = SMALL_HYBRID | FLOAT64 | ON | {"training.steps": 3}
-    plain = worlds(1).run(train_on_rank, arguments(corpus, keys), str(corpus.parent))[0]  # all are too small
-    want = worlds(1).run(train_small, arguments(corpus, keys), str(corpus.parent))[0]
+    plain = worlds(1).run(train_on_rank, arguments(corpus, keys))[0]  # all are too small
+    want = worlds(1).run(train_small, arguments(corpus, keys))[0]
     assert 1e-5 < worst(want[0], plain[0]) < 0.02
     for processes, split in (SPLITS[name] for name in EQUAL):
-        got = worlds(processes).run(train_small, arguments(corpus, keys, split), str(corpus.parent))[0]
+        got = worlds(processes).run(train_small, arguments(corpus, keys, split))[0]
         assert worst(got[0], want[0]) < 1e-9 and worst(got[1], want[1]) < 1e-9, split
         assert max(((got[2][n] - w).norm() / w.norm()).item() for n, w in want[2].items()) < 1e-9, split
 
@@ -255,8 +256,7 @@ def test_a_layer_is_one_graph() -> None:
 
 def config_of(**keys: object) -> Config:
     given = {"model.name": "hybrid", "model.flavor": "1.3B", "float8.enable": "true"}
-    given |= {name.replace("__", "."): value for name, value in keys.items()}
-    return load_config([f"--{name}={value}" for name, value in given.items()], cuda=True)
+    return load_config(argv_of(given, **keys), cuda=True)
 
 
 @pytest.mark.parametrize(

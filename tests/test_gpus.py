@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -82,18 +81,15 @@ RUNS = [
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("cache")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder))
         for name, flavor in FLAVORS.items():
             patch.setitem(MODELS[name], "gpus", flavor)
         patch.setitem(MODELS["hybrid"], "unequal", UNEQUAL)
-        yield folder
+        yield tmp_path_factory.mktemp("gpus")
 
 
-def train_on_rank(rank: int, world_size: int, argv: list[str], cache: str) -> list[float]:
-    os.environ["XDG_CACHE_HOME"] = cache
+def train_on_rank(rank: int, world_size: int, argv: list[str]) -> list[float]:
     for name, flavor in FLAVORS.items():
         MODELS[name]["gpus"] = flavor
     MODELS["hybrid"]["unequal"] = UNEQUAL
@@ -103,17 +99,17 @@ def train_on_rank(rank: int, world_size: int, argv: list[str], cache: str) -> li
 
 
 @pytest.fixture(scope="module")
-def run(cache: Path, worlds: Worlds) -> Callable[..., list[float]]:
+def run(folder: Path, worlds: Worlds) -> Callable[..., list[float]]:
     """Losses of a model, on so many GPUs, with keys; of each only once."""
     done: dict[str, list[float]] = {}
 
     def losses(model: str, processes: int, keys: dict[str, object]) -> list[float]:
         keys = BASE | SLOWLY.get(model, {}) | {"model.name": model} | keys
         argv = [f"--{key}={value}" for key, value in keys.items()]
-        argv.append(f"--job.dump_folder={cache / 'run'}")
+        argv.append(f"--job.dump_folder={folder / 'run'}")
         if str(argv) not in done:
             preflight(load_config(argv), world_size=processes)
-            done[str(argv)] = worlds(processes, "nccl").run(train_on_rank, argv, str(cache))[0]
+            done[str(argv)] = worlds(processes, "nccl").run(train_on_rank, argv)[0]
         return done[str(argv)]
 
     return losses
@@ -132,9 +128,8 @@ def test_losses_are_those_of_one_gpu(model: str, processes: int, keys: dict[str,
     assert worst(losses, alone) < 1e-3 and alone[-1] < alone[0] - 1
 
 
-def compiled_on_rank(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[list[int], int, list[float]]:
+def compiled_on_rank(rank: int, world_size: int, argv: list[str]) -> tuple[list[int], int, list[float]]:
     """The number of graphs after the first step, the first validation and the last of both; breaks; losses."""
-    os.environ["XDG_CACHE_HOME"] = cache
     MODELS["hybrid"]["unequal"] = UNEQUAL
     trainer, graphs, losses = Trainer(load_config(argv)), [], []
     counted, before = Graphs(), Graphs().counts()
@@ -156,7 +151,7 @@ def compiled_on_rank(rank: int, world_size: int, argv: list[str], cache: str) ->
     ],
 )
 def test_kinds_of_layers_are_compiled_once(
-    processes: int, keys: dict[str, object], cache: Path, worlds: Worlds
+    processes: int, keys: dict[str, object], folder: Path, worlds: Worlds
 ) -> None:
     """Each in the first step, and without gradients in the first validation, whatever the documents."""
     steps = {"training.local_batch_size": 1, "training.seq_len": 8192, "training.steps": 12, "validation.freq": 2}
@@ -165,9 +160,9 @@ def test_kinds_of_layers_are_compiled_once(
     found = []
     for compile_ in ("true", "false"):
         argv = [f"--{key}={value}" for key, value in (keys | {"compile.enable": compile_}).items()]
-        argv.append(f"--job.dump_folder={cache / 'run'}")
+        argv.append(f"--job.dump_folder={folder / 'run'}")
         preflight(load_config(argv), world_size=processes)
-        found.append(worlds(processes, "nccl").run(compiled_on_rank, argv, str(cache)))
+        found.append(worlds(processes, "nccl").run(compiled_on_rank, argv))
     for (graphs, breaks, losses), (_, _, uncompiled) in zip(*found, strict=True):
         assert not breaks and graphs[:2] == [2, 2] and set(graphs[2:]) == {4}, graphs
         assert worst(losses, uncompiled) < 1e-3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from pathlib import Path
 
@@ -34,10 +33,9 @@ KEYS = {
 }
 
 
-def train_on_rank(rank: int, world_size: int, argv: list[str], cache: str, step_seconds: float) -> int:
+def train_on_rank(rank: int, world_size: int, argv: list[str], step_seconds: float) -> int:
     """A run in which rank 1 gets SIGTERM in the first micro-step of step 2, if steps take any time; the signal that all
     ranks heed."""
-    os.environ["XDG_CACHE_HOME"] = cache
     trainer = Trainer(load_config(argv))
 
     def signalled(loss: torch.Tensor) -> torch.Tensor:
@@ -68,15 +66,14 @@ def test_a_step_is_completed_if_there_is_time(
         folder = tmp_path / name.rstrip(", ")
         folder.mkdir(exist_ok=True)
         argv = arguments(corpus, KEYS, {"job.dump_folder": folder})
-        signals = worlds(2).run(train_on_rank, argv, str(corpus.parent), seconds)
+        signals = worlds(2).run(train_on_rank, argv, seconds)
         assert signals == [signal.SIGTERM if seconds else 0] * 2
         assert max(path.name for path in (folder / "checkpoint").iterdir()) == f"step-{reached[name]}"
     assert reported(tmp_path / "does not") == reported(tmp_path / "alone")
 
 
-def validate_on_rank(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[int, int]:
+def validate_on_rank(rank: int, world_size: int, argv: list[str]) -> tuple[int, int]:
     """Rank 1 gets SIGTERM in a validation; the signal that all ranks heed, and the step they reach."""
-    os.environ["XDG_CACHE_HOME"] = cache
     trainer = Trainer(load_config(argv))
 
     class Signalled(BatchSharding):
@@ -100,7 +97,7 @@ def test_a_validation_is_given_up(
     validation = {"validation.enable": "true", "validation.freq": 2, "validation.holdout": 0.2}
     more = {"training.steps": 2, "checkpoint.last_save_model_only": "true"} if last else {}
     argv = arguments(corpus, KEYS, validation, more, {"job.dump_folder": tmp_path})
-    assert worlds(2).run(validate_on_rank, argv, str(corpus.parent)) == [(signal.SIGTERM, 2)] * 2
+    assert worlds(2).run(validate_on_rank, argv) == [(signal.SIGTERM, 2)] * 2
     assert (tmp_path / "checkpoint/step-2/manifest.json").exists()
     assert holds_optimizer(tmp_path / "checkpoint/step-2") != last
     assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-2"]
@@ -115,7 +112,7 @@ def test_after_a_signal_no_validation_begins(
     """It came in the step after which one was due, and there was time to complete that step."""
     validation = {"validation.enable": "true", "validation.freq": 2, "validation.holdout": 0.2}
     argv = arguments(corpus, KEYS, validation, {"job.dump_folder": tmp_path})
-    assert worlds(2).run(train_on_rank, argv, str(corpus.parent), 1.0) == [signal.SIGTERM] * 2
+    assert worlds(2).run(train_on_rank, argv, 1.0) == [signal.SIGTERM] * 2
     assert (tmp_path / "checkpoint/step-2/manifest.json").exists()
     assert "validation_loss" not in (tmp_path / "metrics.jsonl").read_text()
 

@@ -14,7 +14,7 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from transformers import (
 
 from tests import hf_workers as workers
 from tests.hf_workers import EVERY, KDA, LARGE, mark
+from tests.keys import argv_of
 from tests.models import hf_models
 from tests.models.hf_states import state_from_hf
 from tests.processes import until
@@ -290,18 +291,14 @@ def kimi(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("corpus")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
     lines = [json.dumps({"text": f"def f{i}(self): return {i * i}"}) for i in range(300)]
-    (folder / "corpus.jsonl").write_text("\n".join(lines))
-    patch = pytest.MonkeyPatch()
-    patch.setenv("XDG_CACHE_HOME", str(folder))
-    yield folder / "corpus.jsonl"
-    patch.undo()
+    file.write_text("\n".join(lines))
+    return file
 
 
 def arguments(corpus: Path, run: Path, **keys: object) -> list[str]:
-    """A run's command line; "__" stands for the dot."""
     base = {
         "job.dump_folder": run,
         "training.dataset": "jsonl",
@@ -315,8 +312,7 @@ def arguments(corpus: Path, run: Path, **keys: object) -> list[str]:
         "model.flavor": "hf",
         "checkpoint.initial_load_in_hf": "true",
     }
-    base |= {name.replace("__", "."): value for name, value in keys.items()}
-    return [text for key, value in base.items() for text in (f"--{key}", str(value))]
+    return argv_of(base, **keys)
 
 
 def test_a_run_from_a_folder_to_a_folder(
@@ -335,7 +331,7 @@ def test_a_run_from_a_folder_to_a_folder(
     check_config(load_config(argv), world_size=2)
     preflight(load_config(argv), world_size=2)
     run.mkdir()
-    worlds(2).run(workers.train_on_rank, argv, str(corpus.parent))
+    worlds(2).run(workers.train_on_rank, argv)
 
     checkpoint, exported = run / "checkpoint" / "step-5", run / "checkpoint" / "step-5-hf"
     losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -344,7 +340,7 @@ def test_a_run_from_a_folder_to_a_folder(
         preflight(load_config(argv), world_size=2)  # the run is finished
     longer = [*argv, "--training.steps", "6"]
     embedding = load_file(exported / "model.safetensors")["model.embed_tokens.weight"]
-    for step, found in worlds(2).run(workers.go_on, longer, str(corpus.parent)):
+    for step, found in worlds(2).run(workers.go_on, longer):
         assert step == 5 and torch.equal(found.bfloat16(), embedding)
     assert convert.main(["to-hf", str(checkpoint), str(tmp_path / "out"), "--export-dtype", "source"]) == 0
     before, after = tensor_bytes(kimi), tensor_bytes(exported)

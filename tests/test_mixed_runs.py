@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.data.conftest import random_documents
+from tests.keys import argv_of
 from tests.worlds import Worlds
 from titan_linear.config import check_config, difference, load_config
 from titan_linear.data import ByteTokenizer, Phase, write_corpus
@@ -44,8 +45,7 @@ def keys(folder: Path, **more: object) -> list[str]:
         "job.dump_folder": folder / "run",
         "lr_scheduler.total_steps": 6,
     }
-    given |= {name.replace("__", "."): value for name, value in more.items()}
-    return [text for key, value in given.items() for text in (f"--{key}", str(value))]
+    return argv_of(given, **more)
 
 
 def trained(rank: int, world_size: int, argv: list[str]) -> tuple[list[float], Content]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.keys import argv_of
 from tests.refusals import exit_of, own_handlers
 from tests.worlds import Worlds
 from titan_linear import launch
@@ -167,9 +168,8 @@ def test_a_run_with_a_checkpoint_is_not_begun_anew(tmp_path: Path) -> None:
         check_resume(run(folder, "--training.steps=3", "--checkpoint.folder=other", "--job.start_anew=true"))
 
 
-def train_on_rank(rank: int, world_size: int, config: Config, cache: str) -> str:
+def train_on_rank(rank: int, world_size: int, config: Config) -> str:
     """What a worker prints."""
-    os.environ["XDG_CACHE_HOME"] = cache
     with contextlib.redirect_stdout(io.StringIO()) as said:
         Trainer(config).train()
     return said.getvalue()
@@ -181,12 +181,10 @@ def launched(
 ) -> Iterator[Callable[..., str]]:
     """launched(corpus, folder, code, **keys): what a run of four steps in one process prints; "__" stands for the dot.
     The launcher is this process, its worker one that other tests use too."""
-    cache = str(tmp_path / "cache")
     monkeypatch.setenv("NGPU", "1")
-    monkeypatch.setenv("XDG_CACHE_HOME", cache)
 
     def run_workers(config: Config, *_: object) -> int:
-        print(*worlds(1).run(train_on_rank, config, cache))
+        print(*worlds(1).run(train_on_rank, config))
         return 0
 
     monkeypatch.setattr(launch, "run_workers", run_workers)
@@ -211,9 +209,8 @@ def arguments(corpus: Path, folder: Path, **keys: object) -> list[str]:
         "checkpoint.interval": 2,
         "metrics.log_freq": 1,
         "metrics.enable_tensorboard": "false",
-        **{name.replace("__", "."): value for name, value in keys.items()},
     }
-    return [text for key, value in given.items() for text in (f"--{key}", str(value))]
+    return argv_of(given, **keys)
 
 
 def test_a_run_goes_back_and_its_corpus_moves(tmp_path: Path, launched: Callable[..., str]) -> None:
@@ -266,7 +263,7 @@ def test_a_restart_after_the_last_save_does_what_is_left(
     sample = re.compile("--- sample\n.*?\n---", re.DOTALL)
     ended = sample.search(launched(corpus, folder, **keys))
     argv = arguments(corpus, folder, **keys)
-    again = worlds(1).run(train_on_rank, load_config(argv), str(tmp_path / "cache"))[0]
+    again = worlds(1).run(train_on_rank, load_config(argv))[0]
     assert "resuming from step 4" in again and ended[0] == sample.search(again)[0]
     assert again.endswith(finished(load_config(argv), 4) + "\n")
     assert finished(load_config(argv), 4) in launched(corpus, folder, **keys)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from dataclasses import replace
@@ -226,9 +225,8 @@ def test_a_cut_that_no_rank_can_undo_is_refused(worlds: Worlds) -> None:
 MUON = SMALL_HYBRID | FLOAT64 | {"optimizer.name": "muon", "training.steps": 6, "lr_scheduler.total_steps": 6}
 
 
-def run_on_rank(rank: int, world_size: int, argv: list[str], cache: str) -> dict[str, torch.Tensor]:
+def run_on_rank(rank: int, world_size: int, argv: list[str]) -> dict[str, torch.Tensor]:
     """A run with its checkpoints; the whole weights after it."""
-    os.environ["XDG_CACHE_HOME"] = cache
     OWN["hybrid"] |= OWN_FLAVORS
     try:
         trainer = Trainer(load_config(argv))
@@ -242,14 +240,14 @@ def test_a_run_resumes_under_another_split(corpus: Path, worlds: Worlds, tmp_pat
     """Saved under FSDP and resumed under tp with offload, it equals one process's run that was not interrupted."""
     argv = arguments(corpus, MUON)
     preflight(load_config(argv), world_size=1)
-    losses, norms, weights = worlds(1).run(train_on_rank, argv, str(corpus.parent))[0]
+    losses, norms, weights = worlds(1).run(train_on_rank, argv)[0]
     assert losses[-1] < losses[0] and min(norms) > 0
     processes, keys = SPLITS["tp 2 x cp 2 zig-zag"]
-    got = worlds(processes).run(train_on_rank, arguments(corpus, MUON, keys), str(corpus.parent))[0]
+    got = worlds(processes).run(train_on_rank, arguments(corpus, MUON, keys))[0]
     assert worst(got[0], losses) < 1e-9 and worst(got[1], norms) < 1e-9
     folder = {"job.dump_folder": tmp_path, "checkpoint.enable": "true"}
     for steps, (processes, keys) in ((3, SPLITS["dp 2"]), (6, SPLITS["HSDP x tp"])):
         argv = arguments(corpus, MUON, folder, keys, {"training.steps": steps})
         preflight(load_config(argv), world_size=processes)
-        got = worlds(processes).run(run_on_rank, argv, str(corpus.parent))[0]
+        got = worlds(processes).run(run_on_rank, argv)[0]
     assert max(((got[n] - w).norm() / w.norm()).item() for n, w in weights.items()) < 1e-9

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,8 +53,7 @@ RUNS = {
 def test_runs_are_the_same_bit_for_bit(name: str, corpus: Path, worlds: Worlds) -> None:
     processes, keys = RUNS[name]
     plain, offloaded = (
-        worlds(processes).run(train_on_rank, arguments(corpus, FLOAT64, CLIPPED, keys, more), str(corpus.parent))
-        for more in ({}, OFFLOAD)
+        worlds(processes).run(train_on_rank, arguments(corpus, FLOAT64, CLIPPED, keys, more)) for more in ({}, OFFLOAD)
     )
     for (losses, norms, weights), (want_losses, want_norms, want) in zip(offloaded, plain, strict=True):
         assert losses == want_losses and norms == want_norms and min(norms) > 0.1
@@ -69,15 +67,14 @@ def test_a_step_that_is_not_finite_and_a_stop(corpus: Path, worlds: Worlds) -> N
         "training.on_nonfinite": "skip",
         "training.local_batch_size": 1,
     }
-    runs = [worlds(2).run(early, arguments(corpus, keys, more), str(corpus.parent), True) for more in ({}, OFFLOAD)]
+    runs = [worlds(2).run(early, arguments(corpus, keys, more), True) for more in ({}, OFFLOAD)]
     for (losses, weights, begun), (want, want_weights, _) in zip(*runs, strict=True):
         assert begun == [True] * 4 + [False] and str(losses) == str(want)
         assert all(torch.equal(weights[name], w) for name, w in want_weights.items())
 
 
-def train_on(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[bool, dict[str, torch.Tensor]]:
+def train_on(rank: int, world_size: int, argv: list[str]) -> tuple[bool, dict[str, torch.Tensor]]:
     """A whole run, which saves; whether FSDP2 had the model, and the weights after it."""
-    os.environ["XDG_CACHE_HOME"] = cache
     OWN["hybrid"] |= OWN_FLAVORS
     trainer = Trainer(load_config(argv))
     trainer.train()
@@ -102,7 +99,7 @@ def test_a_run_resumes_with_and_without(
         argv = arguments(corpus, FLOAT64, keys, more, {"training.steps": steps, "job.dump_folder": tmp_path / folder})
         (tmp_path / folder).mkdir(exist_ok=True)
         check_resume(load_config(argv))
-        return worlds(processes).run(train_on, argv, str(corpus.parent))[0]
+        return worlds(processes).run(train_on, argv)[0]
 
     _, want = train(1, 4, "whole", {})
     assert train(1, 2, "parts", OFFLOAD)[0]
@@ -151,9 +148,8 @@ LARGE = replace(OWN["hybrid"]["debug"], dim=1024, hidden_dim=4096, num_layers=12
 ON_GPUS = {"dp 2": {"training.local_batch_size": 2}, "tp 2": {"parallelism.tensor_parallel_degree": 2}}
 
 
-def train_on_gpus(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[list[float], float, float, float]:
+def train_on_gpus(rank: int, world_size: int, argv: list[str]) -> tuple[list[float], float, float, float]:
     """Ten steps: losses, a weight's norm after them, the peak of what is allocated on the GPU, the moments' bytes."""
-    os.environ["XDG_CACHE_HOME"] = cache
     OWN["hybrid"]["large"] = LARGE
     be_deterministic()
     gc.collect()
@@ -182,8 +178,7 @@ def on_gpus(processes: int, corpus: Path, worlds: Worlds, split: dict) -> None:
     it, on the CPU). What training then makes of that, while the loss falls to a quarter in ten steps, was 3e-3."""
     keys = {"model.name": "hybrid", "model.flavor": "large", "optimizer.lr": 3e-4}
     runs = [
-        worlds(processes, "nccl").run(train_on_gpus, arguments(corpus, keys, split, more), str(corpus.parent))
-        for more in ({}, OFFLOAD)
+        worlds(processes, "nccl").run(train_on_gpus, arguments(corpus, keys, split, more)) for more in ({}, OFFLOAD)
     ]
     for (want, norm, peak, moments), (losses, like, lower, _) in zip(*runs, strict=True):
         print(f"losses within {worst(losses, want):.1e}; {peak / 2**20:.0f} MiB, offloaded {lower / 2**20:.0f}")

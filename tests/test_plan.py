@@ -72,11 +72,8 @@ def test_what_is_refused(argv: list[str], message: str, capsys: pytest.CaptureFi
     assert message in is_refused(plan.main, argv, capsys)
 
 
-def test_a_corpus_of_less_than_a_step_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_corpus_of_less_than_a_step_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Where its tokens are at hand; and lengths that change are said."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     texts = tmp_path / "corpus.jsonl"
     texts.write_text(json.dumps({"text": "few"}) + "\n", encoding="utf-8")
     argv = ["--gpus", "1", *RUN, "--training.dataset", "jsonl", "--training.dataset_path", str(texts)]

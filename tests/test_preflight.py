@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.keys import argv_of
 from titan_linear.config import Config, load_config, schedule_steps
 from titan_linear.data import build_tokenizer
 from titan_linear.models.config import ModelConfig, fingerprint
@@ -30,8 +31,7 @@ from titan_linear.storage.step_folders import Content, Progress
 
 def run(folder: Path, **keys: object) -> Config:
     base = {"job.dump_folder": folder, "training.steps": 100, "lr_scheduler.warmup_steps": 10}
-    keys = base | {name.replace("__", "."): value for name, value in keys.items()}
-    return load_config([text for key, value in keys.items() for text in (f"--{key}", str(value))])
+    return load_config(argv_of(base, **keys))
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,6 @@ SHIPPED = [
 def test_a_shipped_configuration_starts_with_one_line_changed(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.jsonl").write_text("".join(json.dumps({"text": f"document {n}"}) + "\n" for n in range(500)))
     (line,) = [line for line in file.read_text().splitlines() if line.startswith("dataset_path")]
@@ -185,7 +184,6 @@ def test_a_shipped_configuration_starts_with_one_line_changed(
 def test_the_first_hour_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's own configuration, with the texts that it takes."""
     root = Path(__file__).parents[1]
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     page = (root / "docs" / "first_hour.md").read_text()
     _, _, copied = next(line for line in page.splitlines() if "cp docs" in line).partition("cp ")
     *globs, texts = copied.split()
@@ -198,10 +196,7 @@ def test_the_first_hour_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     preflight(load_config(["--job.config_file", "mine.toml"]), 1)
 
 
-def test_groups_of_files_fit_the_corpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_groups_of_files_fit_the_corpus(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "texts").mkdir()
     for name in ("a.py", "b.md"):
         (tmp_path / "texts" / name).write_text("text")
@@ -214,10 +209,7 @@ def test_groups_of_files_fit_the_corpus(
         preflight(run(tmp_path, **keys, metrics__loss_by_source='[{name = "c", files = "*.c"}]'), 1)
 
 
-def test_a_corpus_of_less_than_a_step_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_a_corpus_of_less_than_a_step_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "a.txt").write_text("text" * 8)
     keys = {"training.dataset": "text", "training.dataset_path": tmp_path / "a.txt", "training.global_batch_size": 2}
     mixture = f'[{{name = "a", weight = 1, dataset = "text", dataset_path = "{tmp_path}/a.txt"}}]'

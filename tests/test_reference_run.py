@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -32,8 +31,7 @@ KEYS = {
 }
 
 
-def losses_on_rank(rank: int, world_size: int, argv: list[str], cache: str) -> list[float]:
-    os.environ["XDG_CACHE_HOME"] = cache
+def losses_on_rank(rank: int, world_size: int, argv: list[str]) -> list[float]:
     trainer = Trainer(load_config(argv))
     return [trainer.train_step()["loss"] for _ in range(STEPS)]
 
@@ -65,11 +63,9 @@ def test_another_model_has_the_curve_of_the_run(
     corpus: Path,
     worlds: Worlds,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     argv = arguments(corpus, KEYS, {"model.name": name, "job.dump_folder": tmp_path / "run"})
-    ours = worlds(1).run(losses_on_rank, argv, str(corpus.parent))[0]
-    monkeypatch.setenv("XDG_CACHE_HOME", str(corpus.parent))
+    ours = worlds(1).run(losses_on_rank, argv)[0]
     given = load_config(argv), tmp_path / "peer", exported_model, document_by_document
     assert not reference_run.train_peer(*given, seconds=0.0)
     assert curve(tmp_path / "peer") == []
@@ -85,7 +81,6 @@ def test_a_peer_goes_on_where_it_was(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(corpus.parent))
     config = load_config(arguments(corpus, KEYS, {"model.name": "gdn"}))
     given = exported_model, document_by_document
     assert reference_run.train_peer(config, tmp_path / "whole", *given)

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from tests.commands import Launch
+from tests.keys import argv_of
 from tests.processes import children, gone, until
 from tests.refusals import exit_of, own_handlers
 from tests.worlds import World, Worlds, free_port
@@ -73,26 +74,23 @@ def start(
         }
     output = unused(folder / "output")
     output.touch()
-    return Launch(arguments(corpus, folder, **overrides), output, environment(corpus, **place), fresh)
+    return Launch(arguments(corpus, folder, **overrides), output, environment(**place), fresh)
 
 
 def arguments(corpus: Path, folder: Path, **overrides: object) -> list[str]:
-    """Keywords stand for keys, "__" for the dot."""
-    keys = KEYS | {"training.dataset_path": corpus, "job.dump_folder": folder}
-    keys |= {name.replace("__", "."): value for name, value in overrides.items()}
-    return [text for key, value in keys.items() for text in (f"--{key}", str(value))]
+    return argv_of(KEYS | {"training.dataset_path": corpus, "job.dump_folder": folder}, **overrides)
 
 
-def environment(corpus: Path, **variables: object) -> dict[str, str]:
-    found = os.environ | {"NGPU": "2", "XDG_CACHE_HOME": str(corpus.parent), "OMP_NUM_THREADS": "1"}
+def environment(**variables: object) -> dict[str, str]:
+    found = os.environ | {"NGPU": "2", "OMP_NUM_THREADS": "1"}
     found |= {name: str(value) for name, value in variables.items()}
     found.pop("TRITON_INTERPRET", None)  # as a user would have it
     return found | {"PYTHONPATH": str(ROOT)}
 
 
-def command(argv: list[str], corpus: Path) -> subprocess.Popen:
+def command(argv: list[str]) -> subprocess.Popen:
     argv, output = [sys.executable, "-m", *argv], {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen(argv, env=environment(corpus), text=True, **output)
+    return subprocess.Popen(argv, env=environment(), text=True, **output)
 
 
 def finish(process: subprocess.Popen | Launch, code: int = 0) -> str:
@@ -117,8 +115,7 @@ def wait_for_step(process: Launch, folder: Path, step: int) -> None:
     raise AssertionError(process.communicate()[0])
 
 
-def train_on_rank(rank: int, world_size: int, argv: list[str], cache: str) -> int:
-    os.environ["XDG_CACHE_HOME"] = cache
+def train_on_rank(rank: int, world_size: int, argv: list[str]) -> int:
     trainer = Trainer(load_config(argv))
     begins_from = trainer.step
     trainer.train()
@@ -127,7 +124,7 @@ def train_on_rank(rank: int, world_size: int, argv: list[str], cache: str) -> in
 
 def train_in(world: World, begins_from: int, corpus: Path, folder: Path, **overrides: object) -> dict[int, float]:
     """The same run without the command, which must go on from a given step; its losses."""
-    steps = world.run(train_on_rank, arguments(corpus, folder, **overrides), str(corpus.parent))
+    steps = world.run(train_on_rank, arguments(corpus, folder, **overrides))
     assert steps == [begins_from] * world.world_size
     return losses(folder)
 
@@ -149,7 +146,6 @@ def answer(corpus: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.Monke
     is STARTS, before it would start workers."""
     monkeypatch.setattr(launch, "run_workers", lambda *_: STARTS)
     monkeypatch.setenv("NGPU", "2")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(corpus.parent))
 
     def answer(code: int | str, folder: Path, **overrides: object) -> str:
         found, said = exit_of(launch.main, arguments(corpus, folder, **overrides), capfd)
@@ -296,7 +292,7 @@ def test_the_command_refuses(corpus: Path, tmp_path: Path) -> None:
     """The process itself, in which kernels are not interpreted as they are here."""
     keys, message = REFUSED[-1]
     launcher = ["titan_linear.launch", *arguments(corpus, tmp_path, **keys)]
-    is_refused(finish(command(launcher, corpus), 2), message, tmp_path)
+    is_refused(finish(command(launcher), 2), message, tmp_path)
 
 
 def test_a_run_in_its_folder(corpus: Path, tmp_path: Path, answer: Callable) -> None:
@@ -348,6 +344,6 @@ def test_under_torchrun_the_others_wait_for_rank_0(corpus: Path, tmp_path: Path)
     (tmp_path / "slow.py").write_text(SLOW_RANK_0)
     argv = arguments(corpus, tmp_path / "run", training__steps=2, comm__init_timeout_seconds=15)
     torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
-    process = command([*torchrun, str(free_port()), str(tmp_path / "slow.py"), *argv], corpus)
+    process = command([*torchrun, str(free_port()), str(tmp_path / "slow.py"), *argv])
     output = finish(process)
     assert set(losses(tmp_path / "run")) == {1, 2} and output.count("corpus jsonl: ") == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -31,9 +30,8 @@ def test_the_rule() -> None:
     assert off.judge(float("nan"), 1.0) is not None
 
 
-def spiking(rank: int, world_size: int, argv: list[str], cache: str) -> None:
+def spiking(rank: int, world_size: int, argv: list[str]) -> None:
     """Step 2's second micro-batch is an outlier, step 3 is not finite."""
-    os.environ["XDG_CACHE_HOME"] = cache
     trainer = Trainer(load_config(argv))
     trainer.spikes.outliers.last.extend([2.0, 2.1] * 16)
     factors = iter([0.3, 0.3, 0.3, 9.0, float("nan"), 1.0])
@@ -57,7 +55,7 @@ def test_streams_are_written_down_and_shown(folder: Path, worlds: Worlds, capsys
         folder, {"training.local_batch_size": 2, "parallelism.context_parallel_degree": 2, "model.flavor": "debug"}
     )
     preflight(load_config(keys), 2)
-    worlds(2).run(spiking, keys, str(folder))
+    worlds(2).run(spiking, keys)
     outlier, bad = map(json.loads, (folder / "run/spikes.jsonl").read_text().splitlines())
     assert (outlier["step"], outlier["why"], bad["step"], bad["why"]) == (2, "outlier", 3, "not finite")
     calm, spike = outlier["micro_batches"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import string
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.data.conftest import random_documents
+from tests.keys import argv_of
 from tests.ops.inputs import tokens_of
 from tests.steps import FedTotals
 from tests.test_train import SMALL, whole_weights
@@ -88,13 +88,12 @@ def arguments(folder: Path, *overrides: dict) -> list[str]:
     }
     for more in overrides:
         keys |= more
-    return [text for key, value in keys.items() for text in (f"--{key}", str(value))]
+    return argv_of(keys)
 
 
-def two_steps(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[list[float], Observed, dict, float]:
+def two_steps(rank: int, world_size: int, argv: list[str]) -> tuple[list[float], Observed, dict, float]:
     """Losses, what was seen in the second step, and norms of what it added to whole weights and of these, by layer; how
     evenly attention's work was shared."""
-    os.environ["XDG_CACHE_HOME"] = cache
     OWN["hybrid"]["small"] = SMALL
     config = load_config(argv)
     preflight(config, world_size)
@@ -117,7 +116,7 @@ def close(got: dict, want: dict, rel: float = 1e-9) -> bool:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path, worlds: Worlds) -> tuple[list[float], Observed, dict]:
-    return worlds(1).run(two_steps, arguments(folder), str(folder))[0]
+    return worlds(1).run(two_steps, arguments(folder))[0]
 
 
 def test_of_one_process(folder: Path, alone: tuple, worlds: Worlds) -> None:
@@ -139,7 +138,7 @@ def test_of_one_process(folder: Path, alone: tuple, worlds: Worlds) -> None:
     assert set(seen["attention_entropy"]) == set(layers) - set(linear)
     assert list(seen["loss_by_position"]) == ["1", "2", "4", "8", "16", "32", "64"]
     assert list(seen["loss_by_source"]) == ["a", "b"] and balance == 1
-    without = worlds(1).run(two_steps, arguments(folder, {"metrics.telemetry_freq": 0}), str(folder))[0]
+    without = worlds(1).run(two_steps, arguments(folder, {"metrics.telemetry_freq": 0}))[0]
     assert without[0] == losses and not without[1]
     assert all(torch.equal(both[1], weights[name][1]) for name, both in without[2].items())
 
@@ -269,9 +268,8 @@ def of_attention(mixer: nn.Module, x: torch.Tensor, edges: torch.Tensor, plan: B
     return {"attention_entropy": torch.stack(shares).mean(0)}
 
 
-def second_step(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[dict, Observed, float]:
+def second_step(rank: int, world_size: int, argv: list[str]) -> tuple[dict, Observed, float]:
     """What should be seen of mixers and positions in the second step, what was, and the norm in its line."""
-    os.environ["XDG_CACHE_HOME"] = cache
     OWN["hybrid"]["small"] = SMALL
     trainer = Trainer(load_config(argv))
     trainer.train_step()
@@ -308,7 +306,7 @@ def second_step(rank: int, world_size: int, argv: list[str], cache: str) -> tupl
 @pytest.mark.parametrize("name", ["hybrid", "kimi-linear", "nemotron-h", "granite-h", "minimax", "rwkv7"])
 def test_against_definitions(name: str, folder: Path, worlds: Worlds) -> None:
     argv = arguments(folder, {"model.name": name, "model.flavor": "small" if name == "hybrid" else "debug"})
-    ((want, seen, norm),) = worlds(1).run(second_step, argv, str(folder))
+    ((want, seen, norm),) = worlds(1).run(second_step, argv)
     attention = [] if name == "rwkv7" else ["attention_entropy"]
     for quantity in ("half_life", "state_norm", "carried_share", "loss_by_position", *attention):
         assert want[quantity] and close(seen[quantity], want[quantity], 1e-7), quantity
@@ -318,8 +316,8 @@ def test_against_definitions(name: str, folder: Path, worlds: Worlds) -> None:
 @pytest.mark.parametrize("name", SPLITS)
 def test_of_several(name: str, folder: Path, alone: tuple, worlds: Worlds) -> None:
     processes, keys = SPLITS[name]
-    ranks = worlds(processes).run(two_steps, arguments(folder, keys), str(folder))
-    off = worlds(processes).run(two_steps, arguments(folder, keys, {"metrics.telemetry_freq": 0}), str(folder))
+    ranks = worlds(processes).run(two_steps, arguments(folder, keys))
+    off = worlds(processes).run(two_steps, arguments(folder, keys, {"metrics.telemetry_freq": 0}))
     for losses, seen, weights, balance in ranks:
         assert losses == off[0][0]
         assert all(torch.equal(both[1], weights[name][1]) for name, both in off[0][2].items())
@@ -331,10 +329,9 @@ def test_of_several(name: str, folder: Path, alone: tuple, worlds: Worlds) -> No
                 assert close(seen[quantity], alone[1][quantity]), quantity
 
 
-def shares_of_fragments(rank: int, world_size: int, argv: list[str], cache: str, layout: str) -> dict[str, list[float]]:
+def shares_of_fragments(rank: int, world_size: int, argv: list[str], layout: str) -> dict[str, list[float]]:
     """By layer and head, of the second step cut in two: token by token, what fragments give beyond what they give if
     no state enters them."""
-    os.environ["XDG_CACHE_HOME"] = cache
     OWN["hybrid"]["small"] = SMALL
     trainer = Trainer(load_config(argv))
     trainer.train_step()
@@ -366,16 +363,15 @@ def shares_of_fragments(rank: int, world_size: int, argv: list[str], cache: str,
 )
 def test_share_of_other_fragments(name: str, layout: str, folder: Path, worlds: Worlds) -> None:
     model = {"model.name": name, "model.flavor": "small" if name == "hybrid" else "debug"}
-    (want,) = worlds(1).run(shares_of_fragments, arguments(folder, model), str(folder), layout)
+    (want,) = worlds(1).run(shares_of_fragments, arguments(folder, model), layout)
     keys = {"parallelism.context_parallel_degree": 2, "parallelism.context_parallel_layout": layout}
-    for _, seen, *_ in worlds(2).run(two_steps, arguments(folder, model, keys), str(folder)):
+    for _, seen, *_ in worlds(2).run(two_steps, arguments(folder, model, keys)):
         assert close(seen["fragment_share"], want, 1e-7)
     assert all(0 < share < 1 for by_head in want.values() for share in by_head)
 
 
-def layers_in_turn(rank: int, world_size: int, argv: list[str], cache: str) -> list[list[str]]:
+def layers_in_turn(rank: int, world_size: int, argv: list[str]) -> list[list[str]]:
     """Of which layers each step shows what crosses, if it may be of two."""
-    os.environ["XDG_CACHE_HOME"] = cache
     OWN["hybrid"]["small"] = SMALL
     with patch("titan_linear.observe.telemetry.ACROSS", 2):
         trainer, seen = Trainer(load_config(argv)), []
@@ -391,7 +387,7 @@ def test_layers_take_turns(folder: Path, worlds: Worlds) -> None:
     turns = [[i for i in range(n) if kinds[i] and (i - 2 * turn) % n < 2] for turn in range(1, 5)]
     assert {i for turn in turns for i in turn} == {i for i in range(n) if kinds[i]} != set(turns[0])
     keys = {"parallelism.context_parallel_degree": 2, "metrics.telemetry_freq": 1, "training.steps": 4}
-    for seen in worlds(2).run(layers_in_turn, arguments(folder, keys), str(folder)):
+    for seen in worlds(2).run(layers_in_turn, arguments(folder, keys)):
         assert seen == [[f"layers.{i}" for i in turn] for turn in turns]
 
 
@@ -402,16 +398,15 @@ def test_loads_of_experts(folder: Path, worlds: Worlds) -> None:
         ("qwen3.5", {"parallelism.tensor_parallel_degree": 2}),
     ):
         keys = {"model.name": name, "model.flavor": "debug"}
-        (alone,) = worlds(1).run(two_steps, arguments(folder, keys), str(folder))
-        for losses, seen, *_ in worlds(2).run(two_steps, arguments(folder, keys, split), str(folder)):
+        (alone,) = worlds(1).run(two_steps, arguments(folder, keys))
+        for losses, seen, *_ in worlds(2).run(two_steps, arguments(folder, keys, split)):
             assert losses == pytest.approx(alone[0], rel=1e-9)
             assert seen["router_load"] and close(seen["router_load"], alone[1]["router_load"])
         assert all(sum(loads) == pytest.approx(len(loads)) for loads in alone[1]["router_load"].values())
 
 
-def by_letters(rank: int, world_size: int, argv: list[str], cache: str) -> dict[str, list[float]]:
+def by_letters(rank: int, world_size: int, argv: list[str]) -> dict[str, list[float]]:
     """Nats and tokens of the second step by the letters of the documents, from logits of the model before it."""
-    os.environ["XDG_CACHE_HOME"] = cache
     OWN["hybrid"]["small"] = SMALL
     trainer = Trainer(load_config(argv))
     trainer.train_step()
@@ -433,9 +428,9 @@ GROUPS = '[{name = "up", files = "up/*"}, {name = "low", files = "texts/low/*.lo
 def test_losses_by_files(folder: Path, worlds: Worlds) -> None:
     texts = {"training.mixture": "[]", "training.dataset": "text", "training.dataset_path": folder / "texts"}
     groups = {"metrics.loss_by_source": GROUPS}
-    losses, seen, *_ = worlds(1).run(two_steps, arguments(folder, texts, groups), str(folder))[0]
-    assert worlds(1).run(two_steps, arguments(folder, texts), str(folder))[0][0] == losses
-    (want,) = worlds(1).run(by_letters, arguments(folder, texts), str(folder))
+    losses, seen, *_ = worlds(1).run(two_steps, arguments(folder, texts, groups))[0]
+    assert worlds(1).run(two_steps, arguments(folder, texts))[0][0] == losses
+    (want,) = worlds(1).run(by_letters, arguments(folder, texts))
     assert list(seen["loss_by_source"]) == list(seen["tokens_by_source"]) == ["up", "low", "other"]
     assert seen["tokens_by_source"] == {name: count for name, (_, count) in want.items()}
     assert close(seen["loss_by_source"], {name: nats / count for name, (nats, count) in want.items()})
@@ -444,7 +439,7 @@ def test_losses_by_files(folder: Path, worlds: Worlds) -> None:
         "parallelism.context_parallel_degree": 2,
         "parallelism.context_parallel_layout": "zigzag",
     }
-    for _, of_rank, *_ in worlds(4).run(two_steps, arguments(folder, texts, groups, split), str(folder)):  # dp 2 × cp 2
+    for _, of_rank, *_ in worlds(4).run(two_steps, arguments(folder, texts, groups, split)):  # dp 2 × cp 2
         assert of_rank["tokens_by_source"] == seen["tokens_by_source"]
         assert close(of_rank["loss_by_source"], seen["loss_by_source"])
 
@@ -468,7 +463,7 @@ def test_lines_of_a_run(folder: Path, worlds: Worlds, tmp_path: Path) -> None:
         "validation.holdout": 0.1,
         "validation.sample_tokens": 3,
     }
-    worlds(2).run(whole_run, arguments(folder, keys), str(folder))
+    worlds(2).run(whole_run, arguments(folder, keys))
     (line,) = (tmp_path / "telemetry.jsonl").read_text().splitlines()
     line = json.loads(line)
     assert line["step"] == 2 and line["grad_norm"]["embedding"] > 0
@@ -495,7 +490,6 @@ def test_lines_of_a_run(folder: Path, worlds: Worlds, tmp_path: Path) -> None:
     assert text.step == 2 and text.tensor_proto.string_val[0].decode().startswith("    def ")
 
 
-def whole_run(rank: int, world_size: int, argv: list[str], cache: str) -> None:
-    os.environ["XDG_CACHE_HOME"] = cache
+def whole_run(rank: int, world_size: int, argv: list[str]) -> None:
     OWN["hybrid"]["small"] = SMALL
     Trainer(load_config(argv)).train()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import math
-import os
 import re
 import time
 import warnings
@@ -21,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.keys import argv_of
 from tests.steps import after_backward
 from tests.worlds import Worlds
 from titan_linear.config import Training, load_config
@@ -260,14 +260,13 @@ def arguments(corpus: Path, *overrides: dict) -> list[str]:
     keys: dict[str, object] = {"training.dataset_path": corpus, "job.dump_folder": corpus.parent / "run"}
     for more in (BASE, *overrides):
         keys |= more
-    return [text for key, value in keys.items() for text in (f"--{key}", str(value))]
+    return argv_of(keys)
 
 
 def train_on_rank(
-    rank: int, world_size: int, argv: list[str], cache: str
+    rank: int, world_size: int, argv: list[str]
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Losses and gradient norms of all steps, and the whole weights after them."""
-    os.environ["XDG_CACHE_HOME"] = cache
     OWN["hybrid"] |= OWN_FLAVORS
     warnings.filterwarnings("error", message="FSDP2-wrapped")
     trainer = Trainer(load_config(argv))
@@ -289,7 +288,7 @@ def one_process(corpus: Path, worlds: Worlds) -> Callable[[dict], tuple]:
         if str(keys) not in done:
             argv = arguments(corpus, keys)
             preflight(load_config(argv), world_size=1)
-            done[str(keys)] = worlds(1).run(train_on_rank, argv, str(corpus.parent))[0]
+            done[str(keys)] = worlds(1).run(train_on_rank, argv)[0]
         return done[str(keys)]
 
     return get
@@ -311,7 +310,7 @@ def worst(a: list[float], b: list[float]) -> float:
 def test_float64_runs_are_equal(name: str, corpus: Path, worlds: Worlds, one_process: Callable) -> None:
     processes, keys = SPLITS[name]
     losses, norms, _ = one = one_process(FOUR_STEPS | FLOAT64)
-    for rank in worlds(processes).run(train_on_rank, arguments(corpus, FOUR_STEPS, FLOAT64, keys), str(corpus.parent)):
+    for rank in worlds(processes).run(train_on_rank, arguments(corpus, FOUR_STEPS, FLOAT64, keys)):
         check_equal(rank, one)
     assert losses[-1] < losses[0] - 1  # it learns
     assert min(norms) > Training().max_norm  # and is clipped in each step
@@ -321,13 +320,12 @@ def test_float64_runs_are_equal(name: str, corpus: Path, worlds: Worlds, one_pro
 def test_float32_runs_are_equal(name: str, corpus: Path, worlds: Worlds, one_process: Callable) -> None:
     processes, keys = SPLITS[name]
     losses, norms, _ = one_process(FOUR_STEPS)
-    for rank in worlds(processes).run(train_on_rank, arguments(corpus, FOUR_STEPS, keys), str(corpus.parent)):
+    for rank in worlds(processes).run(train_on_rank, arguments(corpus, FOUR_STEPS, keys)):
         assert worst(rank[0], losses) < 1e-5 and worst(rank[1], norms) < 1e-3
 
 
-def sums_over_replicas(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[int, int]:
+def sums_over_replicas(rank: int, world_size: int, argv: list[str]) -> tuple[int, int]:
     """Those of a step, and FSDP's units with parameters of their own."""
-    os.environ["XDG_CACHE_HOME"] = cache
     OWN["hybrid"] |= OWN_FLAVORS
     trainer = Trainer(load_config(argv))
     (replicas, _), sums, add_up = trainer.dims.fsdp_mesh.get_all_groups(), [], dist.all_reduce
@@ -352,7 +350,7 @@ def test_replicas_add_up_once_a_step(corpus: Path, worlds: Worlds) -> None:
     for split, more, times in cases:
         processes, keys = SPLITS[split]
         argv = arguments(corpus, SMALL_HYBRID, keys, more)
-        for found, units in worlds(processes).run(sums_over_replicas, argv, str(corpus.parent)):
+        for found, units in worlds(processes).run(sums_over_replicas, argv):
             assert found == times * units
 
 
@@ -367,7 +365,7 @@ def test_tied_embeddings_and_other_presets(corpus: Path, worlds: Worlds, one_pro
         keys = FLOAT64 | {"training.steps": 3, "model.name": name, "model.flavor": flavor, "model.num_layers": 2}
         one = one_process(keys)
         for processes, split in (SPLITS[split] for split in splits):
-            got = worlds(processes).run(train_on_rank, arguments(corpus, keys, split), str(corpus.parent))[0]
+            got = worlds(processes).run(train_on_rank, arguments(corpus, keys, split))[0]
             check_equal(got, one)
 
 
@@ -385,7 +383,7 @@ def test_a_compiled_run_is_equal(corpus: Path, worlds: Worlds, one_process: Call
     ):
         one = one_process(keys)
         argv = arguments(corpus, keys, split, more, compiled)
-        got = worlds(processes).run(train_on_rank, argv, str(corpus.parent))[0]
+        got = worlds(processes).run(train_on_rank, argv)[0]
         check_equal(got, one)
 
 
@@ -416,7 +414,7 @@ def test_mixtures_of_experts(name: str, corpus: Path, worlds: Worlds, one_proces
     one = one_process(keys)
     kept = {"kept": (1, {"activation_checkpoint.mode": "none"})}
     for processes, split in ((SPLITS | EXPERT_SPLITS | kept)[split] for split in MIXTURES[name]):
-        got = worlds(processes).run(train_on_rank, arguments(corpus, keys, split), str(corpus.parent))[0]
+        got = worlds(processes).run(train_on_rank, arguments(corpus, keys, split))[0]
         check_equal(got, one)
     bias = one[2].get("layers.1.mlp.router.selection_bias")
     assert (bias is not None and bool(bias.any())) == (name in ("kimi-linear", "nemotron-h"))
@@ -446,9 +444,8 @@ def test_how_experts_are_balanced(corpus: Path) -> None:
         moe("qwen3.5", bias_update_rate=0.1)
 
 
-def poisoned(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[str, bool, int]:
+def poisoned(rank: int, world_size: int, argv: list[str]) -> tuple[str, bool, int]:
     """A NaN in what rank 1 computes at step 2: the message, whether weights stayed as they were, skipped steps."""
-    os.environ["XDG_CACHE_HOME"] = cache
     trainer = Trainer(load_config(argv))
     trainer._next_follows = lambda: False  # a forward that has begun holds gathered parameters
     trainer.train_step()
@@ -469,18 +466,15 @@ def _local(x: torch.Tensor) -> torch.Tensor:
 
 def test_a_non_finite_loss_never_reaches_the_weights(corpus: Path, worlds: Worlds) -> None:
     keys = {"training.local_batch_size": 2}
-    for message, same, _ in worlds(2).run(poisoned, arguments(corpus, keys), str(corpus.parent)):
+    for message, same, _ in worlds(2).run(poisoned, arguments(corpus, keys)):
         assert "step 2" in message and "rank 1: streams 6, 7." in message and same
-    for message, same, skipped in worlds(2).run(
-        poisoned, arguments(corpus, keys, {"training.on_nonfinite": "skip"}), str(corpus.parent)
-    ):
+    for message, same, skipped in worlds(2).run(poisoned, arguments(corpus, keys, {"training.on_nonfinite": "skip"})):
         assert message == "" and same and skipped == 1
 
 
-def ended(rank: int, world_size: int, argv: list[str], cache: str, full: bool) -> list[int]:
+def ended(rank: int, world_size: int, argv: list[str], full: bool) -> list[int]:
     """A run that saves each step, slowly or to a full disk, and meets a NaN in its second: the steps of whole
     checkpoints afterwards."""
-    os.environ["XDG_CACHE_HOME"] = cache
     trainer = Trainer(load_config(argv))
     after_backward(trainer, lambda loss: loss * (float("nan") if trainer.step == 1 else 1.0))
     write = checkpoint._Writer.write_data
@@ -509,13 +503,12 @@ def test_the_last_good_state_reaches_the_disk(corpus: Path, worlds: Worlds, tmp_
     for full, steps in ((True, []), (False, [1])):
         (tmp_path / str(full)).mkdir()
         argv = arguments(corpus, keys, {"job.dump_folder": tmp_path / str(full)})
-        assert worlds(2).run(ended, argv, str(corpus.parent), full) == [steps, steps]
+        assert worlds(2).run(ended, argv, full) == [steps, steps]
 
 
-def early(rank: int, world_size: int, argv: list[str], cache: str, goes_on: bool) -> tuple[list[float], dict, list]:
+def early(rank: int, world_size: int, argv: list[str], goes_on: bool) -> tuple[list[float], dict, list]:
     """Four steps, of which the second is poisoned and skipped, then one that a signal ends. Losses, the weights, and
     which forwards had begun before the numbers of the step before were read."""
-    os.environ["XDG_CACHE_HOME"] = cache
     OWN["hybrid"] |= OWN_FLAVORS
     trainer, begun = Trainer(load_config(argv)), []
     if not goes_on:
@@ -546,7 +539,7 @@ def test_a_step_that_begins_early_changes_nothing(processes: int, corpus: Path, 
         "parallelism.fsdp_reshard_after_forward": "never",
     }
     argv = arguments(corpus, keys)
-    runs = [worlds(processes).run(early, argv, str(corpus.parent), goes_on) for goes_on in (True, False)]
+    runs = [worlds(processes).run(early, argv, goes_on) for goes_on in (True, False)]
     for (losses, weights, begun), (expected, expected_weights, never) in zip(*runs, strict=True):
         assert begun == [True] * 4 + [False] and not any(never)
         assert math.isnan(losses.pop(1)) and math.isnan(expected.pop(1)) and losses == expected
@@ -585,9 +578,8 @@ class Reads(TorchDispatchMode):
         return counted
 
 
-def reads_of_a_step(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[int, int]:
+def reads_of_a_step(rank: int, world_size: int, argv: list[str]) -> tuple[int, int]:
     """Reads by the trainer in a step, its forward and backward and what is known on the host left out; a control."""
-    os.environ["XDG_CACHE_HOME"] = cache
     trainer = Trainer(load_config(argv))
     trainer.train_step()
     passed = trainer.passes.run()
@@ -604,13 +596,12 @@ def reads_of_a_step(rank: int, world_size: int, argv: list[str], cache: str) -> 
 @pytest.mark.parametrize("name", ["hybrid", "kimi-linear"])
 def test_the_host_waits_once_in_a_step(name: str, corpus: Path, worlds: Worlds) -> None:
     keys = {"model.name": name, "training.local_batch_size": 1}
-    for reads, control in worlds(2).run(reads_of_a_step, arguments(corpus, keys), str(corpus.parent)):
+    for reads, control in worlds(2).run(reads_of_a_step, arguments(corpus, keys)):
         assert reads == 1 and control == 4
 
 
-def slow_disk(rank: int, world_size: int, argv: list[str], cache: str, seconds: float) -> None:
+def slow_disk(rank: int, world_size: int, argv: list[str], seconds: float) -> None:
     """A run whose rank 0 takes `seconds` to finish a save, and again to finish an export."""
-    os.environ["XDG_CACHE_HOME"] = cache
     patch = pytest.MonkeyPatch()
     for owner, name in ((Checkpointer, "_commit"), (hf_writing._Writer, "finish")):
         patch.setattr(owner, name, delayed(getattr(owner, name), seconds))
@@ -640,7 +631,7 @@ def test_ranks_wait_for_a_slow_disk(corpus: Path, worlds: Worlds, tmp_path: Path
         "job.dump_folder": tmp_path,
         "comm.train_timeout_seconds": 6,
     }
-    worlds(2).run(slow_disk, arguments(corpus, keys), str(corpus.parent), 8.0)
+    worlds(2).run(slow_disk, arguments(corpus, keys), 8.0)
     assert read_progress(tmp_path / "checkpoint/step-2").step == 2
     assert (tmp_path / "checkpoint/step-2-hf/config.json").is_file()
 
@@ -648,9 +639,8 @@ def test_ranks_wait_for_a_slow_disk(corpus: Path, worlds: Worlds, tmp_path: Path
 # --- On GPUs ---------------------------------------------------------------------------------------------------------
 
 
-def train_on_gpus(rank: int, world_size: int, argv: list[str], cache: str) -> dict[str, torch.Tensor]:
+def train_on_gpus(rank: int, world_size: int, argv: list[str]) -> dict[str, torch.Tensor]:
     """A whole run with deterministic algorithms; the whole weights after it."""
-    os.environ["XDG_CACHE_HOME"] = cache
     be_deterministic()
     try:
         trainer = Trainer(load_config(argv))
@@ -688,7 +678,7 @@ def test_resumed_on_two_gpus(
         argv = arguments(corpus, keys, {"training.steps": steps, "job.dump_folder": tmp_path / folder})
         (tmp_path / folder).mkdir(exist_ok=True)  # which a run that holds its folder has made
         preflight(load_config(argv), world_size=2)
-        return worlds(2, "nccl").run(train_on_gpus, argv, str(corpus.parent))
+        return worlds(2, "nccl").run(train_on_gpus, argv)
 
     whole = train("whole", 8)
     train("parts", 5)

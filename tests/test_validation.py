@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
+from tests.keys import argv_of
 from tests.worlds import Worlds
 from titan_linear.config import load_config
 from titan_linear.train import Trainer
@@ -21,8 +21,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def validated(rank: int, world_size: int, argv: list[str], cache: str) -> float:
-    os.environ["XDG_CACHE_HOME"] = cache
+def validated(rank: int, world_size: int, argv: list[str]) -> float:
     return Trainer(load_config(argv)).validate()
 
 
@@ -41,9 +40,7 @@ def test_the_loss_does_not_depend_on_the_processes(steps: int, corpus: Path, wor
     }
 
     def losses(processes: int, **more: object) -> list[float]:
-        given = keys | {name.replace("__", "."): value for name, value in more.items()}
-        argv = [text for key, value in given.items() for text in (f"--{key}", str(value))]
-        return worlds(processes).run(validated, argv, str(corpus.parent))
+        return worlds(processes).run(validated, argv_of(keys, **more))
 
     (alone,) = losses(1)
     for others in (
@@ -59,9 +56,8 @@ class Broken(RuntimeError):
     pass
 
 
-def breaking_on_rank(rank: int, world_size: int, argv: list[str], cache: str, method: str) -> list[str]:
+def breaking_on_rank(rank: int, world_size: int, argv: list[str], method: str) -> list[str]:
     """A run that fails in this method at its first validation, after step 2; the checkpoints that are whole then."""
-    os.environ["XDG_CACHE_HOME"] = cache
     trainer = Trainer(load_config(argv))
 
     def fail(*_: object) -> None:
@@ -97,5 +93,4 @@ def test_an_error_while_validating_costs_no_steps(
         "validation.sample_tokens": 2,
         "metrics.enable_tensorboard": "false",
     }
-    argv = [text for key, value in keys.items() for text in (f"--{key}", str(value))]
-    assert worlds(1).run(breaking_on_rank, argv, str(corpus.parent), method) == [["step-2"]]
+    assert worlds(1).run(breaking_on_rank, argv_of(keys), method) == [["step-2"]]

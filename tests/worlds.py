@@ -54,7 +54,8 @@ def _serve(rank: int, world_size: int, backend: str, port: int, tasks: mp.Queue,
         be_thrifty()
     dist.init_process_group(backend, rank=rank, world_size=world_size)
     while (task := tasks.get()) is not None:
-        fn, args = task
+        fn, args, caches = task
+        os.environ["XDG_CACHE_HOME"] = caches
         try:
             results.put((rank, fn(rank, world_size, *args), None))
         except Exception:
@@ -107,9 +108,9 @@ class World:
                 process.start()
 
     def run(self, fn: Callable, *args: Any, timeout: float = 300) -> list[Any]:
-        """fn(rank, world_size, *args) on every rank; the results in rank order."""
+        """fn(rank, world_size, *args) on every rank, with this process's token caches; the results in rank order."""
         for queue in self.tasks:
-            queue.put((fn, args))
+            queue.put((fn, args, os.environ["XDG_CACHE_HOME"]))
         outcomes: dict[int, Any] = {}
         try:
             for _ in range(self.world_size):

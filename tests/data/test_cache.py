@@ -378,7 +378,6 @@ def test_damaged_cache_is_not_rebuilt_silently(lines: Path, tmp_path: Path):
 
 
 def test_a_corpus_that_did_not_change_is_read_once(make_corpus: Callable, tmp_path: Path, monkeypatch, capsys):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     read, whole = [], corpus_module.verify_corpus
     monkeypatch.setattr(corpus_module, "verify_corpus", lambda corpus: (read.append(corpus.folder), whole(corpus)))
     one, other = (make_corpus([[n, n + 1, 256]]) for n in (1, 2))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -62,9 +61,8 @@ def test_a_hang_is_said_in_one_line(worlds: Worlds, tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "recorder").iterdir()) == ["rank-0", "rank-1"]
 
 
-def stall(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[list[str], str]:
+def stall(rank: int, world_size: int, argv: list[str]) -> tuple[list[str], str]:
     """A run in which rank 1 reads no more after step 2: what is said, and what a rank that waits for it raises."""
-    os.environ["XDG_CACHE_HOME"] = cache
     config = load_config(argv)
     trainer, said = Trainer(config), io.StringIO()
     recorder, store = Path(config.job.dump_folder) / "recorder", dist.distributed_c10d._get_default_store()
@@ -95,7 +93,7 @@ def test_a_rank_that_reads_no_more_is_missed(corpus: Path, tmp_path: Path) -> No
         "job.dump_folder": tmp_path,
     }
     world = World(2, "gloo")  # whose default group is not to be used after that
-    ((said,), raised), nothing = world.run(stall, arguments(corpus, keys), str(corpus.parent))
+    ((said,), raised), nothing = world.run(stall, arguments(corpus, keys))
     world.close()
     assert said.startswith("hang: step 2: rank 0 in all_reduce for ") and "of 4 s, rank 1 not there; " in said
     assert raised == "gone" and nothing == ([], "EOFError()")
