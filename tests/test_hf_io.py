@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -34,6 +34,7 @@ from transformers import (
 )
 
 from tests import hf_workers as workers
+from tests.bpe import byte_bpe
 from tests.hf_workers import EVERY, KDA, LARGE, mark
 from tests.keys import argv_of
 from tests.models import hf_models
@@ -266,15 +267,7 @@ def test_a_folder_of_another_model_is_no_pattern_for_an_export(folders: Callable
 
 def make_tokenizer(folder: Path) -> None:
     """A byte-level tokenizer of 300 tokens."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["def import class self return " * 9], trainer)
+    tokenizer = byte_bpe(["def import class self return " * 9], 300, ["<|endoftext|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
 

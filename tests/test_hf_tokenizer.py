@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
+from tests.bpe import byte_bpe
 from titan_linear.commands import convert
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, build_tokenizer
@@ -65,23 +66,8 @@ MODELS: dict[str, ModelConfig] = {
 SPECIAL = ["<s>", "<|endoftext|>", "<|im_end|>"]
 
 
-def trained(pre_tokenizer: object, **parts: object) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoders.ByteLevel()
-    for part, value in parts.items():
-        setattr(tokenizer, part, value)
-    trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([SOURCE], trainer)
-    return tokenizer
-
-
-def plain() -> Tokenizer:
-    return trained(pre_tokenizers.ByteLevel(add_prefix_space=False))
+def plain(**parts: object) -> Tokenizer:
+    return byte_bpe([SOURCE], 600, SPECIAL, **parts)
 
 
 def adding() -> Tokenizer:
@@ -94,7 +80,8 @@ def adding() -> Tokenizer:
 
 
 def pieces() -> Tokenizer:
-    tokenizer = trained(pre_tokenizers.Metaspace(), decoder=decoders.Metaspace(), normalizer=normalizers.NFKC())
+    spaces = {"pre_tokenizer": pre_tokenizers.Metaspace(), "decoder": decoders.Metaspace()}
+    tokenizer = plain(**spaces, normalizer=normalizers.NFKC())
     tokenizer.add_tokens([AddedToken("decoder", normalized=False, lstrip=True)])
     return tokenizer
 
@@ -102,7 +89,7 @@ def pieces() -> Tokenizer:
 def qwens() -> Tokenizer:
     words = pre_tokenizers.Split(Regex(_WORDS), "isolated")
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return trained(pre_tokenizers.Sequence([words, level]), normalizer=normalizers.NFC())
+    return plain(pre_tokenizer=pre_tokenizers.Sequence([words, level]), normalizer=normalizers.NFC())
 
 
 BESIDE = {

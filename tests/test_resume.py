@@ -208,37 +208,33 @@ def test_from_dp_2_to_cp_2(
     assert max(abs(resumed[s] / uninterrupted[s] - 1) for s in resumed) < 1e-5
 
 
-def test_from_dp_2_and_cp_2_to_tp_2_and_ep_2_and_back(corpus: Path, worlds: Worlds, tmp_path: Path) -> None:
+PARTS = {
+    "parallelism__context_parallel_degree": 1,
+    "parallelism__tensor_parallel_degree": 2,
+    "parallelism__expert_parallel_degree": 2,
+    "checkpoint__async_mode": "async",
+}
+OVER_TWO = {"parallelism__context_parallel_degree": 4, "parallelism__fsdp_shard_degree": 2}
+MOVES = {
+    "from dp 2 and cp 2 to tp 2 and ep 2 and back": ("qwen3.5", [{}, PARTS, {}]),
+    "from shards over two ranks to all and to none": ("hybrid", [OVER_TWO, {}, {"parallelism__fsdp_shard_degree": 1}]),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_a_run_moves_twice(name: str, corpus: Path, worlds: Worlds, tmp_path: Path) -> None:
     """What a rank has of a tensor, and of its moments, is another part each time."""
-    keys = {"model__name": "qwen3.5", "lr_scheduler__total_steps": 6, "lr_scheduler__warmup_steps": 2}
+    model, splits = MOVES[name]
+    keys = {"model__name": model, "lr_scheduler__total_steps": 6, "lr_scheduler__warmup_steps": 2}
     alone, run = (tmp_path / "alone", tmp_path / "run")
     alone.mkdir()
     run.mkdir()
     whole = train_in(worlds(1), 0, corpus, alone, training__steps=6, parallelism__context_parallel_degree=1, **keys)
-    parts = {
-        "parallelism__context_parallel_degree": 1,
-        "parallelism__tensor_parallel_degree": 2,
-        "parallelism__expert_parallel_degree": 2,
-        "checkpoint__async_mode": "async",
-    }
-    for begins_from, more in ((0, {}), (2, parts), (4, {})):
+    for begins_from, split in zip((0, 2, 4), splits, strict=True):
         steps = begins_from + 2
-        resumed = train_in(worlds(4), begins_from, corpus, run, training__steps=steps, **keys, **more)
+        resumed = train_in(worlds(4), begins_from, corpus, run, training__steps=steps, **keys, **split)
     assert set(resumed) == set(whole) == set(range(1, 7))
     assert max(abs(resumed[s] / whole[s] - 1) for s in resumed) < 1e-5
-
-
-def test_from_shards_over_two_ranks_to_all_and_to_none(corpus: Path, worlds: Worlds, tmp_path: Path) -> None:
-    keys = {"lr_scheduler__total_steps": 6, "lr_scheduler__warmup_steps": 2}
-    alone, run = (tmp_path / "alone", tmp_path / "run")
-    alone.mkdir()
-    run.mkdir()
-    whole = train_in(worlds(1), 0, corpus, alone, training__steps=6, parallelism__context_parallel_degree=1, **keys)
-    two = {"parallelism__context_parallel_degree": 4, "parallelism__fsdp_shard_degree": 2}
-    for begins_from, more in ((0, two), (2, {}), (4, {"parallelism__fsdp_shard_degree": 1})):
-        steps = begins_from + 2
-        resumed = train_in(worlds(4), begins_from, corpus, run, training__steps=steps, **keys, **more)
-    assert max(abs(resumed[s] / whole[s] - 1) for s in whole) < 1e-5
 
 
 def stopped(process: Launch, folder: Path, number: int, code: int) -> int:

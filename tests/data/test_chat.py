@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import normalizers, processors
 from transformers import AutoTokenizer
 
+from tests.bpe import byte_bpe
 from tests.data.conftest import packed
 from titan_linear.commands import corpus as tool
 from titan_linear.config import check_config, load_config
@@ -88,17 +88,9 @@ SAID = [
 
 def make_tokenizer(path: Path, template: str | list | None, beside: bool = False) -> None:
     """A folder with a tokenizer of Qwen's kind and a chat template."""
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder, tokenizer.post_processor = decoders.ByteLevel(), processors.ByteLevel(trim_offsets=True)
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=["<|bos|>", "<|im_start|>", "<|im_end|>"],
-        show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    tokenizer.train_from_iterator([json.dumps(CHATS)] * 5, trainer)
+    parts = {"normalizer": normalizers.NFC(), "post_processor": processors.ByteLevel(trim_offsets=True)}
+    special = ["<|bos|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = byte_bpe([json.dumps(CHATS)] * 5, 320, special, **parts)
     path.mkdir(exist_ok=True)
     tokenizer.save(str(path / "tokenizer.json"))
     settings = {"bos_token": "<|bos|>", "eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}

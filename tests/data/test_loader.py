@@ -134,21 +134,29 @@ def test_bad_sizes(streams: PackedStreams):
         loader(streams, 1, 1, 0, next_stream=12)
 
 
-@pytest.mark.parametrize(("dp", "local"), [(1, 1), (1, 4), (2, 2), (4, 3), (8, 1)])
-def test_validation_pass(make_corpus: Callable, dp: int, local: int):
-    lengths = [5, 40, 1, 17, 33, 8]  # 104 tokens: 7 streams
-    corpus = make_corpus(random_documents(lengths))
-    streams = packed(corpus, seq_len=T, seed=0, repeat=False)
+def validated(streams: PackedStreams, dp: int, local: int, limit: int = -1) -> list[list[Batch]]:
+    """Batches of each rank."""
     per_rank = [
-        list(validation_batches(streams, local_batch_size=local, dp_rank=rank, dp_degree=dp)) for rank in range(dp)
+        list(validation_batches(streams, local_batch_size=local, dp_rank=rank, dp_degree=dp, limit=limit))
+        for rank in range(dp)
     ]
     assert len({len(batches) for batches in per_rank}) == 1  # no rank waits for another
+    return per_rank
+
+
+LENGTHS = [5, 40, 1, 17, 33, 8]  # 104 tokens: 7 streams
+
+
+@pytest.mark.parametrize(("dp", "local"), [(1, 1), (1, 4), (2, 2), (4, 3), (8, 1)])
+def test_validation_pass(make_corpus: Callable, dp: int, local: int):
+    corpus = make_corpus(random_documents(LENGTHS))
+    per_rank = validated(packed(corpus, seq_len=T, seed=0, repeat=False), dp, local)
     indices = rank_by_rank(per_rank)
     assert indices == list(range(len(indices))) and 7 <= len(indices) < 7 + dp * local
     flat = [batch for step in zip(*per_rank) for batch in step]
     assert torch.cat([batch.tokens[0] for batch in flat])[:104].tolist() == corpus.tokens.tolist()
     labels = torch.cat([batch.labels[0] for batch in flat])
-    assert (labels != IGNORE).sum() == sum(lengths) - len(lengths)
+    assert (labels != IGNORE).sum() == sum(LENGTHS) - len(LENGTHS)
     assert (labels[104:] == IGNORE).all()
     assert all(batch.cu_seqlens[-1] == local * T and batch.tokens.shape == (1, local * T) for batch in flat)
 
@@ -156,13 +164,8 @@ def test_validation_pass(make_corpus: Callable, dp: int, local: int):
 @pytest.mark.parametrize("limit", [1, 4, 6, 100])
 @pytest.mark.parametrize(("dp", "local"), [(1, 1), (2, 1), (2, 2), (4, 3)])
 def test_a_bounded_validation_has_the_same_streams_on_any_ranks(make_corpus: Callable, dp: int, local: int, limit: int):
-    corpus = make_corpus(random_documents([5, 40, 1, 17, 33, 8]))  # 104 tokens: 7 streams
-    streams = packed(corpus, seq_len=T, seed=0, repeat=False)
-    per_rank = [
-        list(validation_batches(streams, local_batch_size=local, dp_rank=rank, dp_degree=dp, limit=limit))
-        for rank in range(dp)
-    ]
-    assert len({len(batches) for batches in per_rank}) == 1
+    streams = packed(make_corpus(random_documents(LENGTHS)), seq_len=T, seed=0, repeat=False)
+    per_rank = validated(streams, dp, local, limit)
     labels = torch.cat([batch.labels[0] for step in zip(*per_rank) for batch in step])
     expected = torch.from_numpy(np.concatenate([streams[i].labels for i in range(min(limit, 7))]))
     assert torch.equal(labels[: len(expected)], expected) and (labels[len(expected) :] == IGNORE).all()

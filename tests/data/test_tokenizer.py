@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
+from tests.bpe import byte_bpe
 from titan_linear.data import ByteTokenizer, Texts, build_tokenizer, open_corpus
 
 TEXT = "def f(x):\n    return 'naïve café', x  # 日本語 <|endoftext|>"
@@ -16,15 +17,7 @@ TEXT = "def f(x):\n    return 'naïve café', x  # 日本語 <|endoftext|>"
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """A byte-level BPE with one special token."""
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator([TEXT] * 20, trainer)
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    byte_bpe([TEXT] * 20, 300, ["<|endoftext|>"]).save(str(tmp_path / "tokenizer.json"))
     return tmp_path / "tokenizer.json"
 
 

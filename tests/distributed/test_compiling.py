@@ -134,6 +134,23 @@ def partitioned() -> Callable[..., object]:
     return aot_autograd(fw_compiler=nop, partition_fn=partition)
 
 
+def small(kind: type[DeltaOptions], num_layers: int, backend: Callable[..., object]) -> Decoder:
+    """A model of these layers, compiled."""
+    mixer = kind(heads=1, v_heads=2, head_dim=32, v_head_dim=32)
+    model = Decoder(ModelConfig(vocab_size=64, dim=32, num_layers=num_layers, hidden_dim=32, pattern=(mixer,)))
+    initialise(model.use("triton", torch.device("cpu"), torch.float32), seed=0)
+    torch.compiler.reset()
+    counters.clear()
+    apply_compile(model, backend)
+    return model
+
+
+def planned(lengths: list[int]) -> BatchPlan:
+    cp = build_cp_context(boundaries(lengths), dist.group.WORLD, conv1d_kernel_size=4, programs=(2,))
+    cp.mark_dynamic()
+    return BatchPlan(cp.position_ids, cp_context=cp)
+
+
 def launches_and_gradients(rank: int, world_size: int, kind: type[DeltaOptions]) -> tuple[Counter[str], list[Tensor]]:
     """Of three compiled layers of one kind: kernels launched in forward and backward, and graphs; gradients."""
     seen: Counter[str] = Counter()
@@ -143,19 +160,12 @@ def launches_and_gradients(rank: int, world_size: int, kind: type[DeltaOptions])
         seen[self.__name__] += 1
         run(self, grid, *args, **kwargs)
 
-    mixer = kind(heads=1, v_heads=2, head_dim=32, v_head_dim=32)
-    model = Decoder(ModelConfig(vocab_size=64, dim=32, num_layers=3, hidden_dim=32, pattern=(mixer,)))
-    initialise(model.use("triton", torch.device("cpu"), torch.float32), seed=0)
-    torch.compiler.reset()
-    counters.clear()
-    apply_compile(model, partitioned())
+    model = small(kind, 3, partitioned())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segments, "SHORTEST", 64)
         patch.setattr(launch.Kernel, "_launch", note)
-        cp = build_cp_context(boundaries([192]), dist.group.WORLD, conv1d_kernel_size=4, programs=(2,))
-        cp.mark_dynamic()
         tokens = torch.arange(192)[None] % 64
-        model(tokens, BatchPlan(cp.position_ids, cp_context=cp), tokens).backward()
+        model(tokens, planned([192]), tokens).backward()
     seen["graphs"] = counters["stats"]["unique_graphs"]
     return seen, [p.grad for p in model.parameters()]
 
@@ -186,18 +196,12 @@ def compiled_and_launched(rank: int, world_size: int, kind: type[DeltaOptions], 
         seen[0 if on_meta else 1].add((self.__name__, *map(specialisation, args), *kwargs.items()))
         run(self, grid, *args, **kwargs)
 
-    mixer = kind(heads=1, v_heads=2, head_dim=32, v_head_dim=32)
-    model = Decoder(ModelConfig(vocab_size=64, dim=32, num_layers=1, hidden_dim=32, pattern=(mixer,)))
-    initialise(model.use("triton", torch.device("cpu"), torch.float32), seed=0)
-    torch.compiler.reset()
-    apply_compile(model, ahead)
+    model = small(kind, 1, ahead)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segments, "SHORTEST", segment)
         patch.setattr(launch.Kernel, "_launch", note)
-        cp = build_cp_context(boundaries([70, 20, 38]), dist.group.WORLD, conv1d_kernel_size=4, programs=(2,))
-        cp.mark_dynamic()
         x = torch.randn(1, 128 // world_size, 32, requires_grad=True)
-        y, *_ = model.layers[0](x, BatchPlan(cp.position_ids, cp_context=cp))
+        y, *_ = model.layers[0](x, planned([70, 20, 38]))
         y.sum().backward()
     return seen
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import partial
 from itertools import accumulate
 
@@ -236,6 +237,32 @@ def compare_four_ranks(op: str, x: dict[str, torch.Tensor], cu: torch.Tensor, la
     for name, got, right in zip(["o", *x], ranks, want, strict=True):
         whole = torch.cat(got, 1).cpu()[:, order] if right.dim() > 2 else sum(got).cpu()
         assert relative_error(whole, right) < tolerance, name
+
+
+def check_neighbours(
+    op: str, base: dict[str, torch.Tensor], lengths: list[int], documents: Iterable[int], **options
+) -> None:
+    """Whatever one of these documents holds, the others' outputs and gradients are what they are without it, to the
+    last bit; and a second run gives the same bits."""
+    device, cu = device_of(options.get("impl", "torch")), boundaries(lengths)
+    tokens = [name for name, t in base.items() if t.dim() > 2]
+
+    def results(given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        x = leaves({name: t.to(device) for name, t in given.items()})
+        return gradients([call(op, x, cu_seqlens=cu.to(device), **options)[0]], x)
+
+    before = results(base)
+    assert all(map(torch.equal, results(base), before))
+    for i in documents:
+        inside = slice(int(cu[i]), int(cu[i + 1]))
+        for value in (torch.nan, torch.inf, 6e4, -6e4):
+            changed = {name: t.clone() for name, t in base.items()}
+            for name in tokens:
+                changed[name][:, inside] = -abs(value) if name == "gk" else value
+            for name, a, b in zip(["o", *base], results(changed), before, strict=True):
+                if name in ("o", *tokens):
+                    a, b = (torch.cat([t[:, : inside.start], t[:, inside.stop :]], 1) for t in (a, b))
+                    assert torch.equal(a, b), (name, i, value)
 
 
 def leaves(x: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -78,20 +78,24 @@ def test_half_precision(kernel, monkeypatch):
         assert o <= 2 * 2**-9 and max(gradients) <= 4 * 2**-9, name
 
 
+def spoilt(tensors, boundaries, value, **kwargs):
+    """With a value everywhere in document i, of each: (o, dq, dk, dv) of document i as they are without it, and with
+    it; every other document's stay bitwise the same."""
+    kwargs["cu_seqlens"] = torch.tensor(boundaries)
+    before = run(attention, *tensors, **kwargs)
+    for a, b in pairwise(boundaries):
+        others = torch.ones(boundaries[-1], dtype=torch.bool, device=tensors[0].device)
+        others[a:b] = False
+        *poisoned, do = (x.detach().masked_fill(~others[None, :, None, None], value) for x in tensors)
+        after = run(attention, *(x.requires_grad_() for x in poisoned), do, **kwargs)
+        assert all(torch.equal(x[:, others], y[:, others]) for x, y in zip(before, after)), (a, b)
+        yield [x[:, a:b] for x in before], [y[:, a:b] for y in after]
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_documents_do_not_see_each_other(causal):
-    """NaN everywhere in document i: every other document's output and gradients stay bitwise the same."""
-    boundaries = [0, 1, 2, 17, 40, 64]
-    *tensors, do = make(1, 64, 64, 4, 2, 8, 12)
-    kwargs = {"causal": causal, "cu_seqlens": torch.tensor(boundaries)}
-    before = run(attention, *tensors, do, **kwargs)
-    for a, b in pairwise(boundaries):
-        others = torch.ones(64, dtype=torch.bool)
-        others[a:b] = False
-        poisoned = [x.detach().masked_fill(~others[None, :, None, None], torch.nan) for x in (*tensors, do)]
-        after = run(attention, *(x.requires_grad_() for x in poisoned[:3]), poisoned[3], **kwargs)
-        assert all(torch.equal(x[:, others], y[:, others]) for x, y in zip(before, after))
-        assert not any(y[:, a:b].isfinite().any() for y in after)
+    for _, own in spoilt(make(1, 64, 64, 4, 2, 8, 12), [0, 1, 2, 17, 40, 64], torch.nan, causal=causal):
+        assert not any(x.isfinite().any() for x in own)
 
 
 def test_blocks_of_a_row_merge_exactly():
@@ -241,19 +245,11 @@ def test_documents_do_not_see_each_other_on_cuda(kernel, poison, only):
     """As on the CPU, in the kernels that take all documents in one call; FlashAttention-4 multiplies what is masked by
     zero (docs/kernels.md)."""
     only(kernel)
-    boundaries = [0, 1, 130, 257, 400, 640]
-    *tensors, do = make(1, 640, 640, 4, 2, 128, 128, dtype=torch.bfloat16, device="cuda")
-    kwargs = {"cu_seqlens": torch.tensor(boundaries)}
+    tensors = make(1, 640, 640, 4, 2, 128, 128, dtype=torch.bfloat16, device="cuda")
     torch.use_deterministic_algorithms(True)
     try:
-        before = run(attention, *tensors, do, **kwargs)
-        for a, b in pairwise(boundaries):
-            others = torch.ones(640, dtype=torch.bool, device="cuda")
-            others[a:b] = False
-            poisoned = [x.detach().masked_fill(~others[None, :, None, None], poison) for x in (*tensors, do)]
-            after = run(attention, *(x.requires_grad_() for x in poisoned[:3]), poisoned[3], **kwargs)
-            assert all(torch.equal(x[:, others], y[:, others]) for x, y in zip(before, after)), (a, b)
-            assert not any(torch.equal(x[:, a:b], y[:, a:b]) for x, y in zip(before[::3], after[::3]))  # o and dv
+        for before, after in spoilt(tensors, [0, 1, 130, 257, 400, 640], poison):
+            assert not any(map(torch.equal, before[::3], after[::3]))  # o and dv
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -6,6 +6,7 @@ products are wrong. The numbers in bfloat16 are in test_numbers.py, for a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -167,18 +168,23 @@ def test_planned_segments_are_those_of_the_device() -> None:
         assert torch.equal(found.chunk_index[: len(rows)].cpu(), torch.from_numpy(rows))
 
 
+def in_a_context(run: Callable, x: dict[str, torch.Tensor], lengths: list[int], *programs: int) -> list[torch.Tensor]:
+    """The output and gradients, in float32."""
+    ctx = build_cp_context(boundaries(lengths), rank=0, world_size=1, device=DEVICE, programs=programs)
+    ctx.mark_dynamic()
+    own = leaves({n: t.to(DEVICE, torch.float32) for n, t in x.items()})
+    o, _ = run(own, cp_context=ctx)
+    return [o.detach(), *torch.autograd.grad(o.square().sum(), list(own.values()))]
+
+
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 def test_planned_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A context that planned for the scan, and one that did not: the same bits."""
     monkeypatch.setattr(build_context, "segment_length", lambda *_: 64)
     monkeypatch.setattr(rules, "segment_length", lambda *_: 64)
-    cu, x = boundaries([10, 130]), make_inputs(op, 140, H=1, HV=1, K=32, V=32, gate="slow")
-    results = []
-    for programs in ((), (scan_programs(1, 32),)):
-        ctx = build_cp_context(cu, rank=0, world_size=1, device=DEVICE, programs=programs)
-        own = leaves({n: t.to(DEVICE, torch.float32) for n, t in x.items()})
-        o, _ = call(op, own, cp_context=ctx, impl="triton")
-        results.append([o.detach(), *torch.autograd.grad(o.square().sum(), list(own.values()))])
+    x = make_inputs(op, 140, H=1, HV=1, K=32, V=32, gate="slow")
+    run = partial(call, op, impl="triton")
+    results = [in_a_context(run, x, [10, 130], *programs) for programs in ((), (scan_programs(1, 32),))]
     assert all(map(torch.equal, *results))
 
 
@@ -189,18 +195,11 @@ def test_compiled_code_reads_planned_segments(op: str, monkeypatch: pytest.Monke
     for module in (chunks, split_documents):
         monkeypatch.setattr(module, "chunk_table", lambda *_: pytest.fail("a table is made"))
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(partial(call, op, impl="triton"), backend=counter, fullgraph=True)
+    plain = partial(call, op, impl="triton")
+    compiled = torch.compile(plain, backend=counter, fullgraph=True)
+    x = make_inputs(op, 90, H=1, HV=1, K=32, V=32)
     for lengths in ([10, 80], [1, 24, 65]):
-        x = make_inputs(op, 90, H=1, HV=1, K=32, V=32)
-        ctx = build_cp_context(
-            boundaries(lengths), rank=0, world_size=1, device=DEVICE, programs=(scan_programs(1, 32),)
-        )
-        ctx.mark_dynamic()
-        own = leaves({n: t.to(DEVICE, torch.float32) for n, t in x.items()})
-        results = []
-        for run in (compiled, partial(call, op, impl="triton")):
-            o, _ = run(own, cp_context=ctx)
-            results.append([o.detach(), *torch.autograd.grad(o.square().sum(), list(own.values()))])
+        results = [in_a_context(run, x, lengths, scan_programs(1, 32)) for run in (compiled, plain)]
         assert all(map(torch.equal, *results))
     assert counter.frame_count == 1
 

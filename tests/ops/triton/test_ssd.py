@@ -16,6 +16,7 @@ from tests.ops.inputs import (
     JUMPS,
     boundaries,
     call,
+    check_neighbours,
     compare_four_ranks,
     decaying_inputs,
     errors,
@@ -127,28 +128,9 @@ def test_half_precision(op: str, dtype: torch.dtype, N: int, P: int, monkeypatch
 
 @OPS
 def test_neighbours_of_what_is_not_finite(op: str) -> None:
-    """Whatever a document holds, the others' outputs and gradients are what they are without it; and a second run gives
-    the same bits."""
-    lengths, at = [5, 70, 1], 1
-    cu = boundaries(lengths)
+    lengths = [5, 70, 1]
     base = {n: t.float() for n, t in decaying_inputs(op, sum(lengths), **SMALL).items()}
-    tokens = [name for name, t in base.items() if t.dim() > 2]
-
-    def results(given: dict[str, Tensor]) -> list[Tensor]:
-        x = leaves({n: t.to(DEVICE) for n, t in given.items()})
-        return gradients([call(op, x, cu_seqlens=cu.to(DEVICE), impl="triton")[0]], x)
-
-    before = results(base)
-    assert all(torch.equal(a, b) for a, b in zip(results(base), before, strict=True))
-    inside = slice(int(cu[at]), int(cu[at + 1]))
-    for value in (torch.nan, torch.inf, 6e4):
-        changed = {n: t.clone() for n, t in base.items()}
-        for name in tokens:
-            changed[name][:, inside] = value
-        for name, a, b in zip(["o", *base], results(changed), before, strict=True):
-            if name in ("o", *tokens):
-                a, b = (torch.cat([t[:, : inside.start], t[:, inside.stop :]], 1) for t in (a, b))
-                assert torch.equal(a, b), (name, value)
+    check_neighbours(op, base, lengths, [1], impl="triton")
 
 
 @pytest.mark.parametrize("segments", [False, True])
