@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from titan_linear.config import load_config
 from titan_linear.distributed.mesh import build_mesh
@@ -84,7 +85,7 @@ def in_and_out(
     tp: int = 1,
     ep: int = 1,
     fsdp_shard: int = -1,
-) -> list[dict[str, torch.Tensor]]:
+) -> list[dict[str, Tensor]]:
     """Load each folder, write it again; the loaded parameters."""
     states = []
     for source, target in paths:
@@ -101,7 +102,7 @@ def train_on_rank(rank: int, world_size: int, argv: list[str]) -> None:
     Trainer(load_config(argv)).train()
 
 
-def go_on(rank: int, world_size: int, argv: list[str]) -> tuple[int, torch.Tensor]:
+def go_on(rank: int, world_size: int, argv: list[str]) -> tuple[int, Tensor]:
     """The step that a run comes back to, and its embedding there."""
     trainer = Trainer(load_config(argv))
     return trainer.step, gather(trainer.model)("embedding.weight")
@@ -170,7 +171,7 @@ def export_and_wait(folder: Path) -> None:
     """Write biases of 2; before its last tensor it waits until somebody removes the file "waits" beside the folder."""
     *_, last = shapes()
 
-    def get(name: str) -> torch.Tensor:
+    def get(name: str) -> Tensor:
         if name == last:
             folder.with_name("waits").touch()
             while folder.with_name("waits").exists():

@@ -180,7 +180,7 @@ def test_rows_by_levels() -> None:
 def test_what_a_row_times(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each op takes its inputs, with the context of a rank alone, and gives one output with a gradient of all."""
     monkeypatch.setattr(bench_ops, "DEVICE", "cpu")
-    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
+    monkeypatch.setattr(Tensor, "cuda", lambda tensor: tensor)
     x = {name: t.requires_grad_() for name, t in bench_cp.make_inputs(Case(op, 64, 2, 2, 128, 128), 2).items()}
     cu = torch.tensor([0, 10, 64], dtype=torch.int32)
     y = bench_cp.ours(bench_cp.function(op), False, cu, "alone")(**x)
@@ -192,14 +192,14 @@ def test_what_a_row_times(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def heads_beside_states(rank: int, world_size: int) -> list[Tensor]:
     """What a row of each layout gives for this rank's tokens; weights are the same on all."""
     torch.manual_seed(0)
-    bench_ops.DEVICE, cuda = "cpu", torch.Tensor.cuda
-    torch.Tensor.cuda = lambda tensor: tensor
+    bench_ops.DEVICE, cuda = "cpu", Tensor.cuda
+    Tensor.cuda = lambda tensor: tensor
     try:
         x = bench_cp.make_inputs(Case("ssd", 32, 2, 4, 16, 8), 2)
         cu = torch.tensor([0, 10, 64], dtype=torch.int32)
         return [bench_cp.ours(bench_cp.function("ssd"), False, cu, way)(**x) for way in ("contiguous", "heads")]
     finally:
-        torch.Tensor.cuda = cuda
+        Tensor.cuda = cuda
 
 
 def test_heads_are_another_way_to_the_same(worlds: Worlds) -> None:

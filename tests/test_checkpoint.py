@@ -30,7 +30,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.device_mesh import init_device_mesh
@@ -509,10 +509,10 @@ class Reading:
     def __init__(self, next_stream: int):
         self.next_stream = next_stream
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         return {"next_stream": torch.tensor(self.next_stream)}
 
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.next_stream = int(state["next_stream"])
 
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from tests.keys import argv_of
@@ -100,11 +101,11 @@ def with_batch(check: Callable, size: int) -> Callable[[Subject], Findings]:
 # --- What is broken: each takes what it replaces, then the arguments ------------------------------------------------
 
 
-def nothing_of_before(act: Callable, M: torch.Tensor, S: torch.Tensor, reverse: bool) -> torch.Tensor:
+def nothing_of_before(act: Callable, M: Tensor, S: Tensor, reverse: bool) -> Tensor:
     return torch.zeros_like(act(M, S, reverse))
 
 
-def no_halo(fetch: Callable, x: torch.Tensor, *arguments: object) -> torch.Tensor:
+def no_halo(fetch: Callable, x: Tensor, *arguments: object) -> Tensor:
     return torch.zeros_like(fetch(x, *arguments))
 
 
@@ -126,11 +127,11 @@ def tokens_of_a_micro_step(next_step: Callable, own: feed.Feed) -> tuple[feed.St
     return tokens._replace(valid=tokens.valid // own.micro_steps), batches
 
 
-def a_column_further(logits: Callable, *arguments: object) -> torch.Tensor:
+def a_column_further(logits: Callable, *arguments: object) -> Tensor:
     return logits(*arguments).roll(1, -1)
 
 
-def of_another_base(angles: Callable, positions: torch.Tensor, rotary: Rotary, dtype: torch.dtype):
+def of_another_base(angles: Callable, positions: Tensor, rotary: Rotary, dtype: torch.dtype):
     theta, *rest = rotary
     return angles(positions, (50 * theta, *rest), dtype)
 
@@ -139,7 +140,7 @@ def no_sum(reduce: Callable, parameters: object, group: object) -> None:
     pass
 
 
-def one_boundary_less(documents: Callable, cu_seqlens: torch.Tensor):
+def one_boundary_less(documents: Callable, cu_seqlens: Tensor):
     bounds = documents(cu_seqlens)
     return bounds[bounds != 256 + 161]  # of the second stream
 
@@ -162,7 +163,7 @@ def another_head(normalise: Callable, inputs: delta_rule.Inputs, options: object
     return normalise(inputs._replace(A_log=A_log), options)
 
 
-def ahead(state_dict: Callable, loader: StreamLoader) -> dict[str, torch.Tensor]:
+def ahead(state_dict: Callable, loader: StreamLoader) -> dict[str, Tensor]:
     """The next stream to read, not that after the finished steps."""
     return {"next_stream": state_dict(loader)["next_stream"] + STREAMS}
 
@@ -469,7 +470,7 @@ def test_a_kernel_that_cannot_start_is_a_finding(subject: Subject) -> None:
     class OutOfResources(Exception):  # as Triton's: no RuntimeError
         pass
 
-    def fails(*_: object, **__: object) -> torch.Tensor:
+    def fails(*_: object, **__: object) -> Tensor:
         raise OutOfResources("shared memory")
 
     with sabotaged(delta, "chunk_kda", fails):
@@ -480,7 +481,7 @@ def test_a_kernel_that_cannot_start_is_a_finding(subject: Subject) -> None:
 
 
 def test_ranks_that_cannot_go_on_are_a_finding(subject: Subject) -> None:
-    def fails(*_: object) -> torch.Tensor:
+    def fails(*_: object) -> Tensor:
         raise AssertionError("what broke")
 
     check = partial(ops.split, subject, next(ops.cases(subject)))
@@ -537,7 +538,7 @@ def test_short_memory_is_said_in_a_line(
     with pytest.raises(ValueError, match=r"this device has room for [\d,]+ parameters of the model with 8 ranks, and"):
         fitting(subject.model, subject.run, subject.degrees, torch.device("cuda"))
 
-    def out_of_memory(*_: object) -> torch.Tensor:
+    def out_of_memory(*_: object) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of 80 GiB")
 
     with sabotaged(data, "labels", out_of_memory):

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -106,7 +106,7 @@ def unchanged_by_nan(optimizer: torch.optim.Optimizer, parameters: list[nn.Param
     return all(torch.equal(a, b) for a, b in zip(tensors(parameters, optimizer), before, strict=True))
 
 
-def tensors(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def tensors(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Copies of this rank's parts of weights and momenta."""
     own = [p for group in optimizer.param_groups if "momentum" in group for p in group["params"]]
     momenta = [optimizer.state[p].get("momentum_buffer", torch.zeros_like(p)) for p in own]
@@ -117,7 +117,7 @@ def on_ranks(rank: int, world_size: int, name: str, split: dict[str, int]) -> tu
     """Whole weights, and the shapes of what was made orthogonal here."""
     seen, original = [], optim.orthogonalised
 
-    def looking(matrices: list[torch.Tensor]) -> list[torch.Tensor]:
+    def looking(matrices: list[Tensor]) -> list[Tensor]:
         seen.append([tuple(x.shape) for x in matrices])
         return original(matrices)
 
@@ -128,7 +128,7 @@ def on_ranks(rank: int, world_size: int, name: str, split: dict[str, int]) -> tu
     return {n: get(n).cpu() for n, _ in model.named_parameters()}, seen[0]
 
 
-def by_torch(name: str, device: str = "cpu") -> dict[str, torch.Tensor]:
+def by_torch(name: str, device: str = "cpu") -> dict[str, Tensor]:
     """The same updates by torch's optimizers, of which Muon is given each matrix as a parameter."""
     config = MODELS[name]
     plain = [Decoder(config).double() for _ in range(1 + STEPS)]
@@ -164,7 +164,7 @@ def by_torch(name: str, device: str = "cpu") -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def reference(request: pytest.FixtureRequest) -> tuple[str, dict[str, torch.Tensor]]:
+def reference(request: pytest.FixtureRequest) -> tuple[str, dict[str, Tensor]]:
     return request.param, by_torch(request.param)
 
 
@@ -177,7 +177,7 @@ CASES += [("experts without gates", split) for split in UNEVEN]
 
 @pytest.mark.parametrize(("reference", "split"), CASES, indirect=["reference"])
 def test_updates_are_torchs_under_every_split(
-    split: str, reference: tuple[str, dict[str, torch.Tensor]], worlds: Worlds
+    split: str, reference: tuple[str, dict[str, Tensor]], worlds: Worlds
 ) -> None:
     """What is made orthogonal are the whole matrices, each expert's its own; each on one rank if ranks have cut it."""
     name, want = reference
@@ -225,7 +225,7 @@ def test_a_cut_that_no_rank_can_undo_is_refused(worlds: Worlds) -> None:
 MUON = SMALL_HYBRID | FLOAT64 | {"optimizer.name": "muon", "training.steps": 6, "lr_scheduler.total_steps": 6}
 
 
-def run_on_rank(rank: int, world_size: int, argv: list[str]) -> dict[str, torch.Tensor]:
+def run_on_rank(rank: int, world_size: int, argv: list[str]) -> dict[str, Tensor]:
     """A run with its checkpoints; the whole weights after it."""
     OWN["hybrid"] |= OWN_FLAVORS
     try:

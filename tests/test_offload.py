@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
@@ -73,7 +73,7 @@ def test_a_step_that_is_not_finite_and_a_stop(corpus: Path, worlds: Worlds) -> N
         assert all(torch.equal(weights[name], w) for name, w in want_weights.items())
 
 
-def train_on(rank: int, world_size: int, argv: list[str]) -> tuple[bool, dict[str, torch.Tensor]]:
+def train_on(rank: int, world_size: int, argv: list[str]) -> tuple[bool, dict[str, Tensor]]:
     """A whole run, which saves; whether FSDP2 had the model, and the weights after it."""
     OWN["hybrid"] |= OWN_FLAVORS
     trainer = Trainer(load_config(argv))
@@ -95,7 +95,7 @@ def test_a_run_resumes_with_and_without(
         "training.local_batch_size": 2,
     }
 
-    def train(processes: int, steps: int, folder: str, more: dict) -> tuple[bool, dict[str, torch.Tensor]]:
+    def train(processes: int, steps: int, folder: str, more: dict) -> tuple[bool, dict[str, Tensor]]:
         argv = arguments(corpus, FLOAT64, keys, more, {"training.steps": steps, "job.dump_folder": tmp_path / folder})
         (tmp_path / folder).mkdir(exist_ok=True)
         check_resume(load_config(argv))

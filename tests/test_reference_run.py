@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from tests.refusals import is_refused
 from tests.test_train import arguments
@@ -43,7 +43,7 @@ def exported_model(folder: Path, device: torch.device) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).train()
 
 
-def document_by_document(model: nn.Module, batch: Batch) -> torch.Tensor:
+def document_by_document(model: nn.Module, batch: Batch) -> Tensor:
     """The sum of cross-entropies: this model knows of no documents, so each is run by itself."""
     total = torch.zeros(())
     for begin, end in pairwise(batch.cu_seqlens.tolist()):
@@ -107,7 +107,7 @@ def test_documents_as_fla_takes_them(edges: list[int], monkeypatch: pytest.Monke
     class Model:
         lm_head = nn.Linear(4, 16)
 
-        def model(self, **given: torch.Tensor) -> list[torch.Tensor]:
+        def model(self, **given: Tensor) -> list[Tensor]:
             seen.update(given)
             return [given["input_ids"]]
 

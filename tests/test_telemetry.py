@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from tests.data.conftest import random_documents
 from tests.keys import argv_of
@@ -143,7 +143,7 @@ def test_of_one_process(folder: Path, alone: tuple, worlds: Worlds) -> None:
     assert all(torch.equal(both[1], weights[name][1]) for name, both in without[2].items())
 
 
-def rule_inputs(mixer: DeltaMixer, x: torch.Tensor, edges: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def rule_inputs(mixer: DeltaMixer, x: Tensor, edges: Tensor) -> tuple[Tensor, ...]:
     """q, k, v, g, β of a delta rule."""
     projected = [
         (proj(x), conv.weight)
@@ -161,15 +161,15 @@ def rule_inputs(mixer: DeltaMixer, x: torch.Tensor, edges: torch.Tensor) -> tupl
     return q, k, v, g, beta.sigmoid() * mixer.beta_range
 
 
-Definition = tuple[Callable, dict[str, torch.Tensor], torch.Tensor]  # a recurrence, its inputs by token, log decays
+Definition = tuple[Callable, dict[str, Tensor], Tensor]  # a recurrence, its inputs by token, log decays
 
 
-def delta_rule(mixer: DeltaMixer, x: torch.Tensor, edges: torch.Tensor) -> Definition:
+def delta_rule(mixer: DeltaMixer, x: Tensor, edges: Tensor) -> Definition:
     q, k, v, g, beta = rule_inputs(mixer, x, edges)
     return recurrent_delta_rule, {"v": v, "q": q, "k": k, "g": g, "beta": beta}, g
 
 
-def ssd(mixer: Mamba2Mixer, x: torch.Tensor, edges: torch.Tensor) -> Definition:
+def ssd(mixer: Mamba2Mixer, x: Tensor, edges: Tensor) -> Definition:
     convolved = (
         direct_causal_conv1d(proj(x), conv.weight, conv.bias, activation="silu", cu_seqlens=edges)[0]
         for proj, conv in (
@@ -185,7 +185,7 @@ def ssd(mixer: Mamba2Mixer, x: torch.Tensor, edges: torch.Tensor) -> Definition:
     return partial(recurrent_ssd, A=A, D=mixer.D), {"x": x_, "dt": dt, "B": B, "C": C}, dt * A
 
 
-def lightning(mixer: LightningMixer, x: torch.Tensor, layer: int, layers: int) -> Definition:
+def lightning(mixer: LightningMixer, x: Tensor, layer: int, layers: int) -> Definition:
     q, k, v = (F.silu(p(x)).unflatten(-1, (mixer.heads, -1)) for p in (mixer.q_proj, mixer.k_proj, mixer.v_proj))
     depth = 1 - layer / (layers - 1 + 1e-5) + 1e-5
     slopes = torch.tensor([2 ** (-8 * (h + 1) / mixer.heads) * depth for h in range(mixer.heads)], dtype=x.dtype)
@@ -193,7 +193,7 @@ def lightning(mixer: LightningMixer, x: torch.Tensor, layer: int, layers: int) -
     return partial(recurrent_simple_gla, scale=1.0), {"v": v, "q": q, "k": k, "g": g}, g
 
 
-def rwkv7(mixer: RWKV7Mixer, x: torch.Tensor, edges: torch.Tensor, first: torch.Tensor | None) -> Definition:
+def rwkv7(mixer: RWKV7Mixer, x: Tensor, edges: Tensor, first: Tensor | None) -> Definition:
     """first: [1, T, heads·K], the first layer's values, in others."""
     before = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
     before[:, edges[:-1]] = 0
@@ -209,7 +209,7 @@ def rwkv7(mixer: RWKV7Mixer, x: torch.Tensor, edges: torch.Tensor, first: torch.
     return partial(recurrent_dplr, scale=1.0), tokens, w
 
 
-def definition(layers: int, i: int, layer: nn.Module, inputs: tuple, edges: torch.Tensor) -> Definition | None:
+def definition(layers: int, i: int, layer: nn.Module, inputs: tuple, edges: Tensor) -> Definition | None:
     """That of layer i, whose inputs are given; of softmax attention there is none."""
     x = layer.mixer_input(inputs[0])
     match layer.mixer:
@@ -224,7 +224,7 @@ def definition(layers: int, i: int, layer: nn.Module, inputs: tuple, edges: torc
     return None
 
 
-def of_recurrence(definition: Definition, edges: torch.Tensor) -> dict[str, torch.Tensor]:
+def of_recurrence(definition: Definition, edges: Tensor) -> dict[str, Tensor]:
     """By head, token by token. What the longest document's second half has of its first is its output if it adds
     nothing to the state that it gets."""
     rule, inputs, g = definition
@@ -244,12 +244,12 @@ def of_recurrence(definition: Definition, edges: torch.Tensor) -> dict[str, torc
     }
 
 
-def g_of_heads(g: torch.Tensor) -> torch.Tensor:
+def g_of_heads(g: Tensor) -> Tensor:
     """Means [HV] of log decays [1, T, HV] or [1, T, HV, K]."""
     return g.movedim(2, 0).flatten(1).mean(1)
 
 
-def of_attention(mixer: nn.Module, x: torch.Tensor, edges: torch.Tensor, plan: BatchPlan) -> dict[str, torch.Tensor]:
+def of_attention(mixer: nn.Module, x: Tensor, edges: Tensor, plan: BatchPlan) -> dict[str, Tensor]:
     """By head, of 32 queries at equal distances, one after the other."""
     if isinstance(mixer, MLAMixer):
         latent, shared = mixer.kv_a_proj(x).split(mixer.latent_dims, -1)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -263,9 +264,7 @@ def arguments(corpus: Path, *overrides: dict) -> list[str]:
     return argv_of(keys)
 
 
-def train_on_rank(
-    rank: int, world_size: int, argv: list[str]
-) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+def train_on_rank(rank: int, world_size: int, argv: list[str]) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Losses and gradient norms of all steps, and the whole weights after them."""
     OWN["hybrid"] |= OWN_FLAVORS
     warnings.filterwarnings("error", message="FSDP2-wrapped")
@@ -274,7 +273,7 @@ def train_on_rank(
     return [n["loss"] for n in numbers], [n["grad_norm"] for n in numbers], whole_weights(trainer)
 
 
-def whole_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
     get = gather(trainer.model)
     return {name: get(name) for name, _ in trainer.model.named_parameters()}
 
@@ -330,7 +329,7 @@ def sums_over_replicas(rank: int, world_size: int, argv: list[str]) -> tuple[int
     trainer = Trainer(load_config(argv))
     (replicas, _), sums, add_up = trainer.dims.fsdp_mesh.get_all_groups(), [], dist.all_reduce
 
-    def count(x: torch.Tensor, *args: object, **options: object) -> object:
+    def count(x: Tensor, *args: object, **options: object) -> object:
         sums.append(options.get("group") is replicas)
         return add_up(x, *args, **options)
 
@@ -460,7 +459,7 @@ def poisoned(rank: int, world_size: int, argv: list[str]) -> tuple[str, bool, in
     return message, same, trainer.skipped
 
 
-def _local(x: torch.Tensor) -> torch.Tensor:
+def _local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
@@ -563,7 +562,7 @@ class Reads(TorchDispatchMode):
     def __enter__(self) -> Reads:
         self.patch = pytest.MonkeyPatch()
         for name in ("tolist", "numpy", "cpu"):  # on a CPU they are not dispatched
-            self.patch.setattr(torch.Tensor, name, self._counted(getattr(torch.Tensor, name)))
+            self.patch.setattr(Tensor, name, self._counted(getattr(Tensor, name)))
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
@@ -639,7 +638,7 @@ def test_ranks_wait_for_a_slow_disk(corpus: Path, worlds: Worlds, tmp_path: Path
 # --- On GPUs ---------------------------------------------------------------------------------------------------------
 
 
-def train_on_gpus(rank: int, world_size: int, argv: list[str]) -> dict[str, torch.Tensor]:
+def train_on_gpus(rank: int, world_size: int, argv: list[str]) -> dict[str, Tensor]:
     """A whole run with deterministic algorithms; the whole weights after it."""
     be_deterministic()
     try:
@@ -674,7 +673,7 @@ def test_resumed_on_two_gpus(
         "checkpoint.async_mode": async_mode,
     }
 
-    def train(folder: str, steps: int) -> list[dict[str, torch.Tensor]]:
+    def train(folder: str, steps: int) -> list[dict[str, Tensor]]:
         argv = arguments(corpus, keys, {"training.steps": steps, "job.dump_folder": tmp_path / folder})
         (tmp_path / folder).mkdir(exist_ok=True)  # which a run that holds its folder has made
         preflight(load_config(argv), world_size=2)

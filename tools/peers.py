@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titan_linear.config import Config
 from titan_linear.data import IGNORE, Batch, StreamLoader, build_tokenizer
@@ -29,7 +29,7 @@ from titan_linear.storage.hf_writing import find_family
 FAMILIES = ("KDAForCausalLM", "GatedDeltaNetForCausalLM", "RWKV7ForCausalLM")  # that FLA has, of those that we export
 # Keys of an exported config.json that are not FLA's, and one of which its default is faster.
 OURS = ("architectures", "auto_map", "fuse_norm", "model_type", "pattern", "post_norm", "zero_centred_norm")
-Loss = Callable[[nn.Module, Batch], torch.Tensor]
+Loss = Callable[[nn.Module, Batch], Tensor]
 
 
 def split_keys(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -86,7 +86,7 @@ def fla_model(
     return found
 
 
-def fla_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+def fla_loss(model: nn.Module, batch: Batch) -> Tensor:
     """The sum of a batch's cross-entropies, by FLA's fused head and loss, which keeps no logits."""
     from fla.modules import FusedLinearCrossEntropyLoss
 

@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tests.ops.inputs import boundaries, call, leaves, raw_gate_inputs, relative_error, tokens_of
 from tests.worlds import Worlds
@@ -27,7 +28,7 @@ BOUNDS = {**dict.fromkeys(("kda", "gdn", "conv", *OVER_HEADS), 1e-9), **dict.fro
 
 
 @cache
-def inputs_of(op: str, heads: int) -> dict[str, torch.Tensor]:
+def inputs_of(op: str, heads: int) -> dict[str, Tensor]:
     rng, T = torch.Generator().manual_seed(0), sum(LENGTHS)
     if op == "conv":
         shapes = {"x": (1, T, 3), "weight": (3, 4)}
@@ -39,7 +40,7 @@ def inputs_of(op: str, heads: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=rng, dtype=torch.float64) for name, shape in shapes.items()}
 
 
-def results(op: str, x: dict[str, torch.Tensor], mine: torch.Tensor, **where: object) -> dict[str, torch.Tensor]:
+def results(op: str, x: dict[str, Tensor], mine: Tensor, **where: object) -> dict[str, Tensor]:
     """The output and every gradient, of these tokens of inputs of all."""
     x = leaves({name: t if name in PARAMETERS else t[:, mine] for name, t in x.items()})
     if op == "conv":
@@ -80,7 +81,7 @@ def test_over_heads_with_rows_of_dt_bias_apart() -> None:
     bias = x["dt_bias"].view(-1, 4)
     apart = x | {"dt_bias": torch.cat([bias, bias], -1)[:, :4]}
 
-    def on_rank(group: LocalGroup) -> list[torch.Tensor]:
+    def on_rank(group: LocalGroup) -> list[Tensor]:
         context = build_cp_context(cu, group)
         mine = tokens_of(context)
         of_rank = ({name: t if name in PARAMETERS else t[:, mine] for name, t in given.items()} for given in (x, apart))
@@ -93,7 +94,7 @@ def test_over_heads_with_rows_of_dt_bias_apart() -> None:
 def check(world_size: int, heads: int, ops: tuple[str, ...], layout: str, node_size: int | None = None) -> None:
     cu = boundaries(LENGTHS)
 
-    def on_rank(group: LocalGroup) -> tuple[torch.Tensor, dict[str, dict[str, torch.Tensor]]]:
+    def on_rank(group: LocalGroup) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
         context = build_cp_context(cu, group, layout=layout, node_size=node_size)
         mine = tokens_of(context)
         return mine, {op: results(op, inputs_of(op, heads), mine, cp_context=context) for op in ops}
@@ -110,7 +111,7 @@ def check(world_size: int, heads: int, ops: tuple[str, ...], layout: str, node_s
             assert (got - want).norm() <= BOUNDS[op] * want.norm(), (op, name)
 
 
-def every_collective(group: LocalGroup) -> list[torch.Tensor]:
+def every_collective(group: LocalGroup) -> list[Tensor]:
     rank, W = group.rank(), group.size()
     x = torch.arange(2.0 * W) + 100 * rank
     summed, most = x.clone(), x.clone()
@@ -134,7 +135,7 @@ def every_collective(group: LocalGroup) -> list[torch.Tensor]:
     return [summed, most, gathered, part, came, arrived]
 
 
-def same_with_gloo(rank: int, world_size: int) -> list[torch.Tensor]:
+def same_with_gloo(rank: int, world_size: int) -> list[Tensor]:
     return every_collective(dist.group.WORLD)
 
 
@@ -185,19 +186,17 @@ def test_ranks_that_cannot_go_on_say_why(on_rank: Callable, message: str, defaul
 # --- Rounding --------------------------------------------------------------------------------------------------------
 
 
-def slow_decay(op: str, T: int, K: int) -> dict[str, torch.Tensor]:
+def slow_decay(op: str, T: int, K: int) -> dict[str, Tensor]:
     """Gates of about −7e-4 a token, whose parameters have gradients: a state lasts over a thousand tokens."""
     x = raw_gate_inputs(op, T, H=2, HV=2, K=K, V=K)
     return x | {"A_log": torch.full_like(x["A_log"], math.log(1e-3)), "dt_bias": 0.1 * x["dt_bias"]}
 
 
-def of_one_document(
-    op: str, x: dict[str, torch.Tensor], dy: torch.Tensor, size: int, layout: str, impl: str
-) -> dict[str, torch.Tensor]:
+def of_one_document(op: str, x: dict[str, Tensor], dy: Tensor, size: int, layout: str, impl: str) -> dict[str, Tensor]:
     """The output and every gradient, of so many ranks together."""
     T, device = dy.shape[1], dy.device
 
-    def on_rank(group: LocalGroup) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def on_rank(group: LocalGroup) -> tuple[Tensor, dict[str, Tensor]]:
         context = build_cp_context(boundaries([T]), group, layout=layout, device=device)
         mine = tokens_of(context).to(device)
         own = leaves({name: t if name in PARAMETERS else t[:, mine] for name, t in x.items()})

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from titan_linear.distributed.one_process import LocalGroup, run_ranks
 from titan_linear.distributed.tensor_parallel import apply_tp, tensor_splits
@@ -80,7 +81,7 @@ def test_every_token_of_the_vocabulary_is_some_rank_s() -> None:
     tokens = torch.arange(32)[None]
     plan, labels = BatchPlan(tokens[0], cu_seqlens=torch.tensor([0, 32], dtype=torch.int32)), tokens.flip(1)
 
-    def on_rank(group: LocalGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    def on_rank(group: LocalGroup) -> tuple[Tensor, Tensor]:
         part = copy.deepcopy(whole)
         apply_tp(part, Ranks(group.group_name, 2, group.rank()))
         with torch.no_grad():
@@ -100,7 +101,7 @@ def test_gradients_of_a_vocabulary_in_parts() -> None:
     labels = torch.tensor([0, 5, IGNORE, 6, 11, IGNORE, 3])
     chunked_cross_entropy(x, weight, labels, 3).backward()
 
-    def on_rank(group: LocalGroup) -> tuple[torch.Tensor, ...]:
+    def on_rank(group: LocalGroup) -> tuple[Tensor, ...]:
         own = weight.detach().chunk(2)[group.rank()].requires_grad_()
         mine = x.detach().requires_grad_()
         loss = chunked_cross_entropy(mine, own, labels, 3, Ranks(group.group_name, 2, group.rank()))

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import transformers
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import (
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
@@ -211,15 +212,13 @@ def randomise(model: PreTrainedModel) -> PreTrainedModel:
     return model.eval()
 
 
-def save(model: PreTrainedModel, folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:
+def save(model: PreTrainedModel, folder: Path) -> tuple[dict, dict[str, Tensor]]:
     """Saved by transformers: its config.json and its tensors."""
     model.save_pretrained(folder)
     return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
 
 
-def reference(
-    model: PreTrainedModel, tokens: torch.Tensor, bounds: list[int]
-) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
+def reference(model: PreTrainedModel, tokens: Tensor, bounds: list[int]) -> tuple[Tensor, float, dict[str, Tensor]]:
     """Logits [T, vocab], the summed loss and every gradient, by the live names; each document on its own."""
     model.zero_grad()
     logits, total = [], 0.0

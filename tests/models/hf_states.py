@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from functools import reduce
 
 import torch
+from torch import Tensor
 
 from titan_linear.models.adapters import Shapes, placements
 from titan_linear.models.config import ModelConfig
 
 
-def state_from_hf(tensors: Mapping[str, torch.Tensor], config: ModelConfig, family: str) -> dict[str, torch.Tensor]:
+def state_from_hf(tensors: Mapping[str, Tensor], config: ModelConfig, family: str) -> dict[str, Tensor]:
     """Tensors of a folder -> our parameters by name, whole and each in its sources' dtype (the wider of several)."""
     table = placements(config, family, {name: tuple(t.shape) for name, t in tensors.items()})
     state = {}
@@ -25,10 +26,10 @@ def state_from_hf(tensors: Mapping[str, torch.Tensor], config: ModelConfig, fami
 
 
 def state_to_hf(
-    state: Mapping[str, torch.Tensor], config: ModelConfig, family: str, on_disk: Shapes | None = None
-) -> dict[str, torch.Tensor]:
+    state: Mapping[str, Tensor], config: ModelConfig, family: str, on_disk: Shapes | None = None
+) -> dict[str, Tensor]:
     """Our parameters by name -> tensors of a folder, in the spelling of `transformers` or of `on_disk`."""
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for placement in placements(config, family, on_disk):
         ours = state[placement.name].reshape(-1, placement.width)
         for source, start, stop, row in placement.pieces():

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.ops.inputs import tokens_of
 from titan_linear.models.config import ModelConfig
@@ -16,10 +16,10 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.cross_entropy import IGNORE
 
-State = dict[str, torch.Tensor]
+State = dict[str, Tensor]
 
 
-def labels_of(tokens: torch.Tensor, bounds: list[int]) -> torch.Tensor:
+def labels_of(tokens: Tensor, bounds: list[int]) -> Tensor:
     """The next token, none at the last of each document."""
     labels = tokens.roll(-1)
     labels[torch.tensor(bounds[1:]) - 1] = IGNORE
@@ -37,8 +37,8 @@ def use_methods(
 def run(
     config: ModelConfig,
     state: State,
-    tokens: torch.Tensor,
-    labels: torch.Tensor,
+    tokens: Tensor,
+    labels: Tensor,
     plan: BatchPlan,
     softmax_method: str = "auto",
 ) -> tuple:
@@ -57,11 +57,11 @@ def run(
     )
 
 
-def positions(bounds: list[int]) -> torch.Tensor:
+def positions(bounds: list[int]) -> Tensor:
     return torch.cat([torch.arange(b - a) for a, b in pairwise(bounds)])
 
 
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+def relative(a: Tensor, b: Tensor) -> float:
     return ((a - b).norm() / b.norm().clamp(min=1e-30)).item() if b.any() else float(a.abs().max())
 
 
@@ -70,7 +70,7 @@ def run_on_rank(
     world_size: int,
     config: ModelConfig,
     state: State,
-    tokens: torch.Tensor,
+    tokens: Tensor,
     bounds: list[int],
     layout: str,
     softmax_method: str = "auto",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import (
     KimiLinearConfig,
     KimiLinearForCausalLM,
@@ -48,8 +49,8 @@ class Case:
     config: ModelConfig | None
     disk: State  # as saved by transformers
     live: State  # as in its module
-    tokens: torch.Tensor  # [T]
-    references: dict[str, tuple[torch.Tensor, float, State]]  # documents -> logits, loss, gradients by our names
+    tokens: Tensor  # [T]
+    references: dict[str, tuple[Tensor, float, State]]  # documents -> logits, loss, gradients by our names
 
     @property
     def state(self) -> State:
@@ -87,7 +88,7 @@ def not_ours(config: ModelConfig, family: str, names: Iterable[str]) -> set[str]
     return ignored(config, family, dict.fromkeys(names, ()))
 
 
-def check(ours: tuple[torch.Tensor, float, State], theirs: tuple[torch.Tensor, float, State]) -> None:
+def check(ours: tuple[Tensor, float, State], theirs: tuple[Tensor, float, State]) -> None:
     assert relative(ours[0], theirs[0]) < 1e-5
     assert abs(ours[1] - theirs[1]) < 1e-5 * theirs[1]
     errors = {name: relative(ours[2][name], grad) for name, grad in theirs[2].items()}
@@ -182,7 +183,7 @@ def test_every_row_is_used_once(name: str, case: Callable[[str], Case]) -> None:
     """The table is a bijection, and pieces of a slice are the slice of the pieces."""
     c = case(name)
     for on_disk in (None, *({n: tuple(t.shape) for n, t in x.items()} for x in (c.disk, c.live))):
-        used: dict[str, torch.Tensor] = {}
+        used: dict[str, Tensor] = {}
         table = placements(c.config, c.family, on_disk)
         assert [e.name for e in table] == [n for n, _ in Decoder(c.config).named_parameters()]
         for placement in table:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titan_linear.distributed.parallelize import set_dtype
 from titan_linear.models.config import MixerOptions, ModelConfig
@@ -62,11 +62,11 @@ def errors(mixer: MixerOptions, device: torch.device, backend: str) -> dict[str,
     return {name: ((ours[name] - exact[name]).norm() / sizes.get(name, exact[name]).norm()).item() for name in exact}
 
 
-def listen(mixer: nn.Module) -> list[torch.Tensor]:
+def listen(mixer: nn.Module) -> list[Tensor]:
     """What the mixer will make its decays of, [1, T, HV], once it runs."""
     gates, compute = [], mixer._gates
 
-    def heard(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def heard(x: Tensor) -> tuple[Tensor, ...]:
         gate, *others = compute(x)
         gates.append(gate)
         return gate, *others
@@ -75,7 +75,7 @@ def listen(mixer: nn.Module) -> list[torch.Tensor]:
     return gates
 
 
-def magnitudes(mixer: nn.Module, gate: torch.Tensor, d_gate: torch.Tensor) -> dict[str, torch.Tensor]:
+def magnitudes(mixer: nn.Module, gate: Tensor, d_gate: Tensor) -> dict[str, Tensor]:
     """Σ_t |·| of the terms of dA_log = Σ_t dg_t g_t and ddt_bias = Σ_t dg_t g'_t, for g = -exp(A_log) softplus."""
     raw = gate + mixer.dt_bias
     d_A_log = d_gate * torch.nn.functional.softplus(raw) / torch.sigmoid(raw)

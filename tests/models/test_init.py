@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.worlds import Worlds
 from titan_linear.models import init
@@ -22,7 +22,7 @@ from titan_linear.models.presets import preset
 N = 1 << 20
 
 
-def drawn(name: str = "a", seed: int = 0, n: int = N) -> torch.Tensor:
+def drawn(name: str = "a", seed: int = 0, n: int = N) -> Tensor:
     return Elements(stream(seed, name), np.arange(n, dtype=np.uint64)).normal()
 
 
@@ -86,7 +86,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(init, "BUFFER", 1 << 18)
 
 
-def part(shape: tuple[int, ...], box: tuple[slice, ...]) -> torch.Tensor:
+def part(shape: tuple[int, ...], box: tuple[slice, ...]) -> Tensor:
     local = torch.full([s.stop - s.start for s in box], float("nan"))
     with ThreadPoolExecutor(2) as pool:
         fill(local, shape, tuple(s.start for s in box), normal(1.0), stream(0, "a"), pool)
@@ -119,7 +119,7 @@ SHAPES = {"matrix": (13, 10), "long": (40, 3), "experts": (5, 6, 7), "vector": (
 class Parameters(nn.Module):
     """Parameters of these shapes, whole or as `split` gives them."""
 
-    def __init__(self, split: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor):
+    def __init__(self, split: Callable[[Tensor], Tensor] = lambda tensor: tensor):
         super().__init__()
         self.config = SimpleNamespace(init_std=0.02)
         self.initial = {"norm": ones, "vector": time_step_bias}
@@ -127,7 +127,7 @@ class Parameters(nn.Module):
             setattr(self, name, nn.Parameter(split(torch.full(shape, float("nan")))))
 
 
-def whole_parameters() -> dict[str, torch.Tensor]:
+def whole_parameters() -> dict[str, Tensor]:
     model = Parameters()
     initialise(model, 3)
     return {name: p.detach() for name, p in model.named_parameters()}
@@ -150,7 +150,7 @@ def shard_on_rank(rank: int, world_size: int) -> list[str]:
     ]
     for mesh, placements in cases:
 
-        def split(tensor: torch.Tensor, mesh=mesh, placements=placements) -> torch.Tensor:
+        def split(tensor: Tensor, mesh=mesh, placements=placements) -> Tensor:
             own = [p if p.is_replicate() or p.dim < tensor.dim() else Replicate() for p in placements]
             return distribute_tensor(tensor, mesh, own)
 

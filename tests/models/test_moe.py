@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.ops.inputs import tokens_of
 from tests.worlds import Worlds
@@ -44,7 +45,7 @@ def build(config: MoEConfig) -> MoE:
     return moe
 
 
-def token_by_token(moe: MoE, x: torch.Tensor) -> torch.Tensor:
+def token_by_token(moe: MoE, x: Tensor) -> Tensor:
     """[T, dim] -> [T, dim], as the papers write it."""
     c, out = moe.config, []
     for x_t in x:
@@ -69,7 +70,7 @@ def token_by_token(moe: MoE, x: torch.Tensor) -> torch.Tensor:
     return torch.stack(out)
 
 
-def inputs(T: int) -> torch.Tensor:
+def inputs(T: int) -> Tensor:
     return torch.randn(T, DIM, generator=generator(1), dtype=torch.float64)
 
 
@@ -106,7 +107,7 @@ def test_load_balance_loss_is_that_of_transformers() -> None:
     assert (grads[0] - grads[1]).norm() < 1e-5 * grads[1].norm()
 
 
-def balance_on_rank(rank: int, world_size: int, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+def balance_on_rank(rank: int, world_size: int, layout: str) -> tuple[Tensor, Tensor]:
     """The load-balance loss of two streams over the ranks, and its gradient."""
     import torch.distributed as dist
 
@@ -133,7 +134,7 @@ def test_load_balance_loss_of_each_stream_under_cp(layout: str, worlds: Worlds) 
         assert abs(loss - alone) < 1e-12 and (split_grad - grad).abs().max() < 1e-12
 
 
-def loads_on_rank(rank: int, world_size: int) -> torch.Tensor:
+def loads_on_rank(rank: int, world_size: int) -> Tensor:
     from titan_linear.step.update import move_selection_biases
 
     moe, x = build(replace(SIGMOID, bias_update_rate=0.125)), inputs(64)
@@ -224,7 +225,7 @@ def test_the_load_balance_loss_is_a_mean_over_all_tokens(labelled: int) -> None:
     labels = tokens.clone()
     labels[1], labels[0, :, labelled:] = IGNORE, IGNORE
 
-    def gradients(model: Decoder) -> list[torch.Tensor]:
+    def gradients(model: Decoder) -> list[Tensor]:
         model.zero_grad()
         for x, y in zip(tokens, labels, strict=True):
             batch = MicroBatch(x, y, plan, (0,))

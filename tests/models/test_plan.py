@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tests.dispatch import Inside
@@ -101,8 +102,8 @@ class HostWork(Inside):
         self.device, self.seen = device, Counter()
 
     def ran(self, op: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
-        inputs = [x for x in args if isinstance(x, torch.Tensor) and x.dim()]  # one without dimensions is a number
-        devices = {x.device.type for x in (*inputs, out) if isinstance(x, torch.Tensor)}
+        inputs = [x for x in args if isinstance(x, Tensor) and x.dim()]  # one without dimensions is a number
+        devices = {x.device.type for x in (*inputs, out) if isinstance(x, Tensor)}
         if op in (aten.lift_fresh.default, aten.lift_fresh_copy.default):
             self.seen["built"] += 1
         reads = op in (aten._local_scalar_dense.default, aten.item.default)
@@ -118,7 +119,7 @@ def work_on_host(device: torch.device) -> Iterator[Counter]:
     which loop over entries on the host, derive there for all layers."""
     work, make, derived = HostWork(device), torch.from_numpy, Boundaries.derived
 
-    def from_numpy(array: np.ndarray) -> torch.Tensor:
+    def from_numpy(array: np.ndarray) -> Tensor:
         work.seen["built"] += 1
         return make(array)
 

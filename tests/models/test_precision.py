@@ -7,7 +7,7 @@ from copy import deepcopy
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.layers import GatedRMSNorm, RMSNorm
@@ -17,7 +17,7 @@ from titan_linear.ops.cross_entropy import chunked_cross_entropy
 ONCE = 2**-8 * 1.001  # half a unit of the last place of bfloat16, relative
 
 
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
@@ -30,7 +30,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
         (GatedRMSNorm(512, 1e-6, "sigmoid"), (randn(64, 512), randn(64, 512, seed=1))),
     ],
 )
-def test_norms_round_once(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+def test_norms_round_once(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
     with torch.no_grad():
         module.weight.copy_(randn(512, seed=2))
         got = deepcopy(module).bfloat16()(*arguments)

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 from torch.nn.functional import softplus
 
 from titan_linear.distributed.one_process import LocalGroup, run_ranks
@@ -44,7 +45,7 @@ GATES = {"slow": 1e-3, "usual": 1.0, "safe": 5.0, "fast": 20.0}  # largest decay
 JUMPS = [{20: -168.0}, dict.fromkeys(range(3, 23), -5.0), {3: -100.0}, {3: -100.0, 70: -168.0, 90: -100.0}]
 
 
-def boundaries(lengths: list[int]) -> torch.Tensor:
+def boundaries(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)])
 
 
@@ -53,7 +54,7 @@ def device_of(impl: str) -> str:
     return DEVICE if impl == "triton" else "cpu"
 
 
-def tokens_of(ctx: CPContext) -> torch.Tensor:
+def tokens_of(ctx: CPContext) -> Tensor:
     """[T_local] int64: which of the stream's tokens this rank has, in the order in which it has them."""
     return torch.cat([torch.arange(*ends) for ends in ctx.fragments])
 
@@ -69,11 +70,11 @@ def make_inputs(
     B: int = 1,
     gate: str = "usual",
     seed: int = 0,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Float64 inputs of chunk_kda ("kda") or chunk_gated_delta_rule ("gdn") with q, k normalised and log gates."""
     rng = torch.Generator().manual_seed(seed)
 
-    def randn(*shape: int) -> torch.Tensor:
+    def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=rng, dtype=torch.float64)
 
     g_shape = (B, T, HV, K) if op == "kda" else (B, T, HV)
@@ -83,7 +84,7 @@ def make_inputs(
     return x
 
 
-def raw_gate_inputs(op: str, T: int, **shape: int) -> dict[str, torch.Tensor]:
+def raw_gate_inputs(op: str, T: int, **shape: int) -> dict[str, Tensor]:
     """As make_inputs, with q, k not normalised and g raw, and A_log and dt_bias that differ from head to head."""
     x = make_inputs(op, T, **shape)
     rng = torch.Generator().manual_seed(1)
@@ -106,12 +107,12 @@ def decaying_inputs(
     B: int = 1,
     bias: float = 0.0,
     seed: int = 0,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Float64 inputs of chunk_ssd ("ssd"), raw time steps with `dt_bias` about `bias`, or of chunk_simple_gla ("gla")
     with the decays of such time steps; they differ from head to head."""
     rng = torch.Generator().manual_seed(seed)
 
-    def randn(*shape: int) -> torch.Tensor:
+    def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=rng, dtype=torch.float64)
 
     C, B_, x = randn(B, T, G, N), randn(B, T, G, N), randn(B, T, heads, P)
@@ -124,12 +125,12 @@ def decaying_inputs(
 
 def dplr_inputs(
     T: int, *, H: int = 2, K: int = 16, V: int = 24, B: int = 1, gate: str = "usual", seed: int = 0
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Float64 inputs of chunk_dplr_delta_rule as RWKV-7 has them: a reads along a unit vector, b takes a share of its
     own from each channel."""
     rng = torch.Generator().manual_seed(seed)
 
-    def randn(*shape: int) -> torch.Tensor:
+    def randn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=rng, dtype=torch.float64)
 
     x = {"q": randn(B, T, H, K), "k": randn(B, T, H, K), "v": randn(B, T, H, V)}
@@ -150,7 +151,7 @@ SMALL = {  # sizes and slow decay, for many tokens
 }
 
 
-def call(op: str, x: dict[str, torch.Tensor], **options) -> tuple[torch.Tensor, torch.Tensor | None]:
+def call(op: str, x: dict[str, Tensor], **options) -> tuple[Tensor, Tensor | None]:
     """The op under test on make_inputs, raw_gate_inputs or decaying_inputs."""
     if op == "ssd":
         options = {"dt_softplus": True} | options
@@ -159,9 +160,7 @@ def call(op: str, x: dict[str, torch.Tensor], **options) -> tuple[torch.Tensor, 
     return OPS[op](**x, **options)
 
 
-def oracle(
-    op: str, x: dict[str, torch.Tensor], lower_bound: float | None = None, **options
-) -> tuple[torch.Tensor, torch.Tensor]:
+def oracle(op: str, x: dict[str, Tensor], lower_bound: float | None = None, **options) -> tuple[Tensor, Tensor]:
     """The token-by-token result for the same inputs."""
     for name in ("disable_recompute", "safe_gate"):
         options.pop(name, None)
@@ -185,7 +184,7 @@ def oracle(
     return recurrent_delta_rule(**x, initial_state=initial_state, **options)
 
 
-def gradients(outputs: list[torch.Tensor], x: dict[str, torch.Tensor], seed: int = 2) -> list[torch.Tensor]:
+def gradients(outputs: list[Tensor], x: dict[str, Tensor], seed: int = 2) -> list[Tensor]:
     """Outputs and the gradients of every input for fixed random output gradients."""
     rng = torch.Generator().manual_seed(seed)
     douts = [torch.randn(o.shape, generator=rng, dtype=torch.float64).to(o) for o in outputs]
@@ -193,7 +192,7 @@ def gradients(outputs: list[torch.Tensor], x: dict[str, torch.Tensor], seed: int
 
 
 def errors(
-    op: str, x: dict[str, torch.Tensor], cu: torch.Tensor | None = None, *, impl: str = "torch", **options
+    op: str, x: dict[str, Tensor], cu: Tensor | None = None, *, impl: str = "torch", **options
 ) -> dict[str, float]:
     """`relative_error` of o, the final states and the gradients of all inputs, from random initial states, against the
     oracle of the same numbers."""
@@ -212,20 +211,20 @@ def errors(
     return {name: relative_error(a.cpu(), b) for name, a, b in zip(["o", "final", *x], got, want, strict=True)}
 
 
-def compare(op: str, x: dict[str, torch.Tensor], cu: torch.Tensor | None = None, **options) -> None:
+def compare(op: str, x: dict[str, Tensor], cu: Tensor | None = None, **options) -> None:
     """The same in float64, to float64's precision."""
     found = errors(op, x, cu, **options)
     assert max(found["o"], found["final"]) < FORWARD and max(found.values()) < GRADIENTS, found
 
 
-def compare_four_ranks(op: str, x: dict[str, torch.Tensor], cu: torch.Tensor, layout: str, tolerance: float) -> None:
+def compare_four_ranks(op: str, x: dict[str, Tensor], cu: Tensor, layout: str, tolerance: float) -> None:
     """The kernels' float32 output and gradients of all inputs under context parallelism; those of parameters add up."""
     x = {name: t.float() for name, t in x.items()}
     exact = leaves({name: t.double() for name, t in x.items()})
     want = gradients([oracle(op, exact, cu_seqlens=cu)[0]], exact)
     do = torch.randn(want[0].shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
-    def on_rank(group: LocalGroup) -> list[torch.Tensor]:
+    def on_rank(group: LocalGroup) -> list[Tensor]:
         ctx = build_cp_context(cu, group, device=DEVICE, layout=layout)
         mine = tokens_of(ctx)
         own = leaves({name: (t[:, mine] if t.dim() > 2 else t).to(DEVICE) for name, t in x.items()})
@@ -239,15 +238,13 @@ def compare_four_ranks(op: str, x: dict[str, torch.Tensor], cu: torch.Tensor, la
         assert relative_error(whole, right) < tolerance, name
 
 
-def check_neighbours(
-    op: str, base: dict[str, torch.Tensor], lengths: list[int], documents: Iterable[int], **options
-) -> None:
+def check_neighbours(op: str, base: dict[str, Tensor], lengths: list[int], documents: Iterable[int], **options) -> None:
     """Whatever one of these documents holds, the others' outputs and gradients are what they are without it, to the
     last bit; and a second run gives the same bits."""
     device, cu = device_of(options.get("impl", "torch")), boundaries(lengths)
     tokens = [name for name, t in base.items() if t.dim() > 2]
 
-    def results(given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    def results(given: dict[str, Tensor]) -> list[Tensor]:
         x = leaves({name: t.to(device) for name, t in given.items()})
         return gradients([call(op, x, cu_seqlens=cu.to(device), **options)[0]], x)
 
@@ -265,11 +262,11 @@ def check_neighbours(
                     assert torch.equal(a, b), (name, i, value)
 
 
-def leaves(x: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def leaves(x: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.detach().clone().requires_grad_() for name, t in x.items()}
 
 
-def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
+def relative_error(a: Tensor, b: Tensor) -> float:
     """‖a − b‖ / ‖b‖; infinite where a is not finite."""
     error = (a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-300)
     return error.item() if torch.isfinite(a).all() else float("inf")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.ops.inputs import device_of, gradients, leaves, make_inputs, raw_gate_inputs, relative_error
 from titan_linear.distributed.experts import _Exchange
@@ -22,25 +22,25 @@ T = 70
 RULES = {"kda": chunk_kda, "gdn": chunk_gated_delta_rule}
 
 
-def of_rule(op: str) -> tuple[Callable, dict[str, torch.Tensor]]:
+def of_rule(op: str) -> tuple[Callable, dict[str, Tensor]]:
     options = {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True}
     return lambda impl, **x: RULES[op](**x, **options, impl=impl)[0], raw_gate_inputs(op, T, K=16, V=16)
 
 
-def of_convolution() -> tuple[Callable, dict[str, torch.Tensor]]:
+def of_convolution() -> tuple[Callable, dict[str, Tensor]]:
     x = {"x": torch.randn(1, T, 8), "weight": torch.randn(8, 4), "bias": torch.randn(8)}
     return lambda impl, **x: causal_conv1d(**x, activation="silu", impl=impl)[0], x
 
 
-def of_attention() -> tuple[Callable, dict[str, torch.Tensor]]:
+def of_attention() -> tuple[Callable, dict[str, Tensor]]:
     return lambda impl, **x: attention(**x), {name: torch.randn(1, T, 2, 8) for name in "qkv"}
 
 
-def of_swiglu() -> tuple[Callable, dict[str, torch.Tensor]]:
+def of_swiglu() -> tuple[Callable, dict[str, Tensor]]:
     return lambda impl, **x: swiglu(**x, impl=impl), {"gate_up": torch.randn(T, 16), "weight": torch.randn(4, 8)}
 
 
-def apart(x: torch.Tensor) -> torch.Tensor:
+def apart(x: Tensor) -> Tensor:
     """Its numbers, every second one of memory in the last dimension, the others NaN."""
     wide = x.new_full((*x.shape, 2), torch.nan)
     wide[..., 0] = x

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.ops.inputs import boundaries, call, device_of, leaves, make_inputs, raw_gate_inputs
 from tests.ops.triton.bfloat16 import interpret_bfloat16
@@ -20,12 +21,12 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
         interpret_bfloat16(monkeypatch)
 
 
-def spoilt(x: torch.Tensor, own: torch.Tensor, value: float) -> torch.Tensor:
+def spoilt(x: Tensor, own: Tensor, value: float) -> Tensor:
     """x [B, T, ...] with a value at the tokens that are not `own` [B, T]."""
     return torch.where(own.view(*own.shape, *[1] * (x.dim() - 2)), x, value)
 
 
-def own_tokens(packed: bool, device: str) -> torch.Tensor:
+def own_tokens(packed: bool, device: str) -> Tensor:
     """[B, T] bool: the second of three packed documents, or the first of two rows."""
     own = torch.zeros((1, 2 * OTHERS + OWN) if packed else (2, OWN), dtype=torch.bool, device=device)
     own[0, OTHERS : OTHERS + OWN if packed else 0] = True
@@ -33,7 +34,7 @@ def own_tokens(packed: bool, device: str) -> torch.Tensor:
     return own
 
 
-def documents(packed: bool, device: str) -> torch.Tensor | None:
+def documents(packed: bool, device: str) -> Tensor | None:
     return boundaries([OTHERS, OWN, OTHERS]).to(device) if packed else None
 
 
@@ -51,7 +52,7 @@ def test_delta_rules(op: str, impl: str, dtype: torch.dtype, raw: bool, packed: 
     x = {name: t.to(device, dtype if name in TOKENS else torch.float32) for name, t in x.items()}
     do = torch.randn(x["v"].shape, generator=torch.Generator().manual_seed(4)).to(x["v"])
 
-    def results(value: float | None, *names: str) -> list[torch.Tensor]:
+    def results(value: float | None, *names: str) -> list[Tensor]:
         """The own document's last state, outputs and gradients of tokens; those of A_log and dt_bias are of all."""
         given = {name: spoilt(t, own, value) if name in names else t for name, t in (x | {"do": do}).items()}
         d_out, given = given.pop("do"), leaves(given)
@@ -74,7 +75,7 @@ def test_convolution(impl: str, norm_dim: int | None, dtype: torch.dtype, packed
     own = own_tokens(packed, device)
     x, weight, dy = torch.randn(3, *own.shape, 8, generator=torch.Generator().manual_seed(0)).to(device, dtype)
 
-    def results(value: float | None) -> list[torch.Tensor]:
+    def results(value: float | None) -> list[Tensor]:
         given, d_out = (x, dy) if value is None else (spoilt(t, own, value) for t in (x, dy))
         given = given.clone().requires_grad_()
         cu = documents(packed, device)

@@ -7,6 +7,7 @@ from functools import cache, partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tests.ops.inputs import (
     DEVICE,
@@ -36,7 +37,7 @@ PARAMETERS = {"A_log", "A", "D", "dt_bias", "weight", "bias"}
 LAYOUTS = ["contiguous", "zigzag"]
 
 
-def inputs_of(op: str, lengths: list[int], streams: int = 1) -> dict[str, torch.Tensor]:
+def inputs_of(op: str, lengths: list[int], streams: int = 1) -> dict[str, Tensor]:
     """Every rank and the reference draw the same tensors from the op's name and the documents."""
     T = sum(lengths) * streams
     if op == "conv":
@@ -50,19 +51,19 @@ def inputs_of(op: str, lengths: list[int], streams: int = 1) -> dict[str, torch.
     return MAKERS[op](T, **SMALL[op])
 
 
-def run_op(op: str, x: dict[str, torch.Tensor], **options) -> torch.Tensor:
+def run_op(op: str, x: dict[str, Tensor], **options) -> Tensor:
     if op == "conv":
         return causal_conv1d(**x, activation="silu", **options)[0]
     return call(op.partition("-")[0], x, cp_method="ulysses" if op == "ssd-heads" else "kcp", **options)[0]
 
 
-def output_gradient(op: str, like: torch.Tensor) -> torch.Tensor:
+def output_gradient(op: str, like: Tensor) -> Tensor:
     return torch.randn(like.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 
 
 def on_rank(
     rank: int, world_size: int, cases: list[tuple[str, list[int], str, int]], levels: tuple[Level, ...] = ()
-) -> list[list[torch.Tensor]]:
+) -> list[list[Tensor]]:
     """For each (op, lengths, layout, streams): this rank's output and gradients of its tokens and of the parameters.
     levels: by which states travel; (): directly."""
     with pytest.MonkeyPatch.context() as patch:
@@ -72,7 +73,7 @@ def on_rank(
 
 def results_of(
     group: dist.ProcessGroup | LocalGroup, cases: list[tuple[str, list[int], str, int]]
-) -> list[list[torch.Tensor]]:
+) -> list[list[Tensor]]:
     results = []
     for op, lengths, layout, streams in cases:
         ctx = build_cp_context(boundaries(lengths * streams), group, layout=layout, num_streams=streams)
@@ -89,7 +90,7 @@ def check(world: World, cases: list[tuple[str, list[int], str, int]], levels: tu
     compare(world.run(on_rank, cases, levels), cases)
 
 
-def compare(ranks: list[list[list[torch.Tensor]]], cases: list[tuple[str, list[int], str, int]]) -> None:
+def compare(ranks: list[list[list[Tensor]]], cases: list[tuple[str, list[int], str, int]]) -> None:
     for i, (op, lengths, layout, streams) in enumerate(cases):
         cu = boundaries(lengths * streams)
         where = {"layout": layout, "num_streams": streams, "world_size": len(ranks)}
@@ -104,7 +105,7 @@ def compare(ranks: list[list[list[torch.Tensor]]], cases: list[tuple[str, list[i
 
 
 @cache
-def by_one_process(op: str, lengths: tuple[int, ...], streams: int) -> dict[str, torch.Tensor]:
+def by_one_process(op: str, lengths: tuple[int, ...], streams: int) -> dict[str, Tensor]:
     """The output and the gradients of all inputs, for every world and layout."""
     x = leaves(inputs_of(op, list(lengths), streams))
     y = run_op(op, x, cu_seqlens=boundaries(list(lengths) * streams))
@@ -165,13 +166,13 @@ def test_gradients_of_a_token_in_several_halos_are_added_in_order(
     than the halo, there is one call."""
     fragments = {"contiguous": 4, "zigzag": 8}[layout]
     cu, shared = boundaries([fragments * size]), size < 3
-    index_add, calls = torch.Tensor.index_add_, []
+    index_add, calls = Tensor.index_add_, []
 
-    def recorded(x: torch.Tensor, dim: int, rows: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    def recorded(x: Tensor, dim: int, rows: Tensor, source: Tensor) -> Tensor:
         calls.append(rows.tolist())
         return index_add(x, dim, rows, source)
 
-    def added(group: LocalGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    def added(group: LocalGroup) -> tuple[Tensor, Tensor]:
         ctx = build_cp_context(cu, group, layout=layout, device=DEVICE)
         routes, draw = ctx.halo_of(3), torch.Generator().manual_seed(ctx.rank)
         dx, d_halo = (torch.randn(*shape, generator=draw).to(DEVICE) for shape in ((ctx.tokens, 8), (ctx.slots, 3, 8)))
@@ -179,14 +180,14 @@ def test_gradients_of_a_token_in_several_halos_are_added_in_order(
         return dx, routes.rows[: int(routes.send_counts.sum())].cpu()
 
     first = run_ranks(added, 4)
-    monkeypatch.setattr(torch.Tensor, "index_add_", recorded)
+    monkeypatch.setattr(Tensor, "index_add_", recorded)
     again = run_ranks(added, 4)
     assert all(torch.equal(x, y) for (x, _), (y, _) in zip(first, again, strict=True))
     assert any(len(rows.unique()) < len(rows) for _, rows in again) == shared
     assert all(len(set(rows)) == len(rows) for rows in calls) and (len(calls) == 4) != shared
 
 
-def perturbed(rank: int, world_size: int, op: str, lengths: list[int], layout: str) -> list[list[torch.Tensor]]:
+def perturbed(rank: int, world_size: int, op: str, lengths: list[int], layout: str) -> list[list[Tensor]]:
     """Output and gradients on this rank, as is, then with each document in turn replaced."""
     cu = boundaries(lengths)
     ctx = build_cp_context(cu, dist.group.WORLD, layout=layout)
@@ -216,7 +217,7 @@ def test_documents_do_not_touch_each_other(worlds: Worlds, layout: str) -> None:
             assert outside.all() or not torch.equal(changed[0], before[0])
 
 
-def outside(group: LocalGroup, i: int, op: str, lengths: list[int], layout: str) -> list[list[torch.Tensor]]:
+def outside(group: LocalGroup, i: int, op: str, lengths: list[int], layout: str) -> list[list[Tensor]]:
     """Output and gradients of this rank's tokens outside document i, as is and with all inputs of i NaN."""
     cu, results = boundaries(lengths), []
     ctx = build_cp_context(cu, group, layout=layout)
@@ -307,7 +308,7 @@ def test_the_state_kept_for_backward_is_one_per_fragment(worlds: Worlds) -> None
 
 def kept_states(rank: int, world_size: int, lengths: list[int]) -> int:
     ctx = build_cp_context(boundaries(lengths), dist.group.WORLD)
-    saved: list[torch.Tensor] = []
+    saved: list[Tensor] = []
     x = leaves({n: t[:, tokens_of(ctx)] for n, t in inputs_of("kda", lengths).items()})
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         run_op("kda", x, cp_context=ctx)

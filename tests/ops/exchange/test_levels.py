@@ -11,6 +11,7 @@ from itertools import chain
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.ops.inputs import boundaries
 from titan_linear.distributed.one_process import LocalGroup, run_ranks
@@ -26,7 +27,7 @@ Ways = Sequence[tuple[Level, ...]]
 
 def states_by(
     group: LocalGroup, ways: Ways, lengths: list[int], layout: str, streams: int, shapes: Sequence[tuple[int, ...]]
-) -> list[list[torch.Tensor]]:
+) -> list[list[Tensor]]:
     """In both directions, the states that come directly and in each of these ways, where what nobody asked for is NaN;
     shapes: of a slot's S_ext and M."""
     context, results = build_cp_context(boundaries(lengths * streams), group, layout=layout, num_streams=streams), []
@@ -91,13 +92,13 @@ def test_ranks_have_equal_shares(monkeypatch: pytest.MonkeyPatch, world_size: in
     found: dict[str, Counter[int]] = defaultdict(Counter)
     all_to_all, act = levels.all_to_all, folds.act
 
-    def exchanged(x: torch.Tensor, sent: list[int], received: list[int], name: str) -> torch.Tensor:
+    def exchanged(x: Tensor, sent: list[int], received: list[int], name: str) -> Tensor:
         rank = group_named(name).rank()
         for what, sizes in (("sent", sent), ("received", received)):
             found[what][rank] += x.itemsize * (sum(sizes) - sizes[rank])
         return all_to_all(x, sent, received, name)
 
-    def acted(M: torch.Tensor, S: torch.Tensor, reverse: bool) -> torch.Tensor:
+    def acted(M: Tensor, S: Tensor, reverse: bool) -> Tensor:
         found["multiplied"][int(threading.current_thread().name.removeprefix("rank "))] += S.numel() * M.shape[-1]
         return act(M, S, reverse)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.models.ours import use_methods
@@ -92,7 +92,7 @@ def plan_of(
     return plan
 
 
-def results(mode: str, block: nn.Module, dtype: torch.dtype, **cut: Any) -> tuple[list[torch.Tensor], Counter]:
+def results(mode: str, block: nn.Module, dtype: torch.dtype, **cut: Any) -> tuple[list[Tensor], Counter]:
     """Output, gradients, and the work of forward and backward."""
     use_methods([block.mixer], **cut)
     plan = plan_of(**cut)  # a plan of its own: the first layer that asks derives tables
@@ -171,18 +171,18 @@ def test_exchanges_between_ranks(worlds: Worlds) -> None:
 
 
 @kept
-def doubled(x: torch.Tensor, calls: list[int]) -> tuple[torch.Tensor, None]:
+def doubled(x: Tensor, calls: list[int]) -> tuple[Tensor, None]:
     calls.append(1)
     return tripled(2 * x, calls)
 
 
 @kept
-def tripled(x: torch.Tensor, calls: list[int]) -> tuple[torch.Tensor, None]:
+def tripled(x: Tensor, calls: list[int]) -> tuple[Tensor, None]:
     calls.append(1)
     return 3 * x, None
 
 
-def run_once(calls: list[int]) -> tuple[Run, torch.Tensor]:
+def run_once(calls: list[int]) -> tuple[Run, Tensor]:
     first, again = contexts()
     with first:
         out, _ = doubled(torch.ones(2), calls)

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ops.triton.kda_compile import kda_case, launch, results_of
+from tests.ops.triton.kda_compile import N, T, kda_case, launch, meta, results_of, stream
 
 SHARED_LIMIT = 232448  # bytes a program may use on sm_90
 # Case (as printed) -> why its spills are accepted. float32 and head dims of 256 may spill: right, not fast.
@@ -210,51 +210,34 @@ def conv1d_case(dtype: str, W: int, by_index: bool = False, norm_dim: int | None
 def gdn_case(dtype: str, K: int, V: int, R: int = 1, plain: bool = False, HV: int = 64) -> None:
     """All stages; plain: normalised inputs, no states (what is timed); else gate, β's sigmoid and states by
     index in the kernels."""
-    import torch
-
     from titan_linear.ops.triton import gdn
-    from titan_linear.ops.triton.chunks import max_chunks
 
-    def meta(*shape, kind=dtype):
-        return torch.empty(*shape, dtype=getattr(torch, kind), device="meta")
-
-    T, H, N = 32768, HV // R, 10
-    q, k, v, do = meta(T, H, K), meta(T, H, K), meta(T, HV, V), meta(T, HV, V)
+    H = HV // R
+    q, k, v, do = (meta(T, *of_head, kind=dtype) for of_head in ((H, K), (H, K), (HV, V), (HV, V)))
     g, beta = meta(T, HV, kind="float32"), meta(T, HV, kind="float32")
     gate = (None, None) if plain else (meta(HV, kind="float32"), meta(HV, kind="float32"))
-    state, rows = (None, None) if plain else (meta(N, HV, K, V, kind="float32"), meta(N, kind="int32"))
-    entries, NT = meta(2, kind="int32"), max_chunks(T, N, 64)
-    chunks = [meta(N + 1, kind="int32"), meta(NT, 2, kind="int32"), meta(N + 1, kind="int32")]
-    states, numbers = [state, rows], (0.5, None if plain else 2.0)
+    chunks, states, entries, wanted = stream(HV, K, V, plain)
+    numbers = (0.5, None if plain else 2.0)
     inputs = [q, k, v, g, beta, *gate]
     tiles = list(launch(gdn.gdn_prepare, inputs, chunks, *numbers))
     launch(gdn.gdn_scan, q, k, v, tiles, chunks, states, 0 if plain else N, 0.5)
     launch(gdn.gdn_backward, do, inputs, tiles, chunks, states, states, not plain, *numbers)
-    launch(gdn.gdn_boundary, k, v, tiles, chunks, entries, None if plain else entries)
-    launch(gdn.gdn_boundary_bwd, do, q, k, tiles, chunks, entries, None if plain else entries, 0.5)
+    launch(gdn.gdn_boundary, k, v, tiles, chunks, entries, wanted)
+    launch(gdn.gdn_boundary_bwd, do, q, k, tiles, chunks, entries, wanted, 0.5)
 
 
-def ssd_case(dtype: str, heads: int, P: int, N: int, G: int, plain: bool = False, gla: bool = False) -> None:
+def ssd_case(dtype: str, heads: int, P: int, K: int, G: int, plain: bool = False, gla: bool = False) -> None:
     """All stages; plain: no states (what is timed); else states by index; gla: log decays, and factors of none."""
-    import torch
-
     from titan_linear.ops.triton import ssd
-    from titan_linear.ops.triton.chunks import max_chunks
 
-    def meta(*shape, kind=dtype):
-        return torch.empty(*shape, dtype=getattr(torch, kind), device="meta")
-
-    T, entries, width = 32768, 10, heads * P
-    x, B, C = meta(T, width + 2 * G * N).split([width, G * N, G * N], -1)  # as the mixer gives them
-    v, k, q, do = x.unflatten(-1, (heads, P)), *(y.unflatten(-1, (G, N)) for y in (B, C)), meta(T, heads, P)
-    g, A, D, bias = meta(T, heads), *(None if gla else meta(heads, kind="float32") for _ in range(3))
-    state = None if plain else meta(entries, heads, N, P, kind="float32")
-    rows, two = None if plain else meta(entries, kind="int32"), meta(2, kind="int32")
-    NT, wanted, states = max_chunks(T, entries, 64), None if plain else two, [state, rows]
-    chunks = [meta(entries + 1, kind="int32"), meta(NT, 2, kind="int32"), meta(entries + 1, kind="int32")]
+    width, of = heads * P, {"kind": dtype}
+    x, B, C = meta(T, width + 2 * G * K, **of).split([width, G * K, G * K], -1)  # as the mixer gives them
+    v, k, q, do = x.unflatten(-1, (heads, P)), *(y.unflatten(-1, (G, K)) for y in (B, C)), meta(T, heads, P, **of)
+    g, A, D, bias = meta(T, heads, **of), *(None if gla else meta(heads, kind="float32") for _ in range(3))
+    chunks, states, two, wanted = stream(heads, K, P, plain)
     limits = (not gla, 0.0, float("inf"))
     gates = launch(ssd.ssd_prepare, g, A, bias, chunks, 2 if dtype == "float32" else 1, *limits)
-    launch(ssd.ssd_scan, q, k, v, D, gates, chunks, states, 0 if plain else entries, 1.0)
+    launch(ssd.ssd_scan, q, k, v, D, gates, chunks, states, 0 if plain else N, 1.0)
     launch(ssd.ssd_boundary, k, v, gates, chunks, two, wanted)
     launch(ssd.ssd_boundary_bwd, do, q, gates, chunks, two, wanted, 1.0)
     inputs = [q, k, v, g, A, D, bias]
@@ -263,21 +246,12 @@ def ssd_case(dtype: str, heads: int, P: int, N: int, G: int, plain: bool = False
 
 def rwkv7_case(dtype: str, K: int, V: int, plain: bool = False) -> None:
     """All stages; plain: no states (what is timed), and raw gates; else states by index, and log decays."""
-    import torch
-
     from titan_linear.ops.triton import rwkv7
-    from titan_linear.ops.triton.chunks import max_chunks
 
-    def meta(*shape, kind=dtype):
-        return torch.empty(*shape, dtype=getattr(torch, kind), device="meta")
-
-    T, H, N = 32768, 64, 10
-    inputs = [*(meta(T, H, dim) for dim in (K, K, V, K, K)), meta(T, H, K, kind=dtype if plain else "float32")]
-    do = meta(T, H, V)
-    state, rows = (None, None) if plain else (meta(N, H, K, V, kind="float32"), meta(N, kind="int32"))
-    two, NT, states = meta(2, kind="int32"), max_chunks(T, N, 64), [state, rows]
-    chunks = [meta(N + 1, kind="int32"), meta(NT, 2, kind="int32"), meta(N + 1, kind="int32")]
-    wanted = None if plain else two
+    H = 64
+    *of_heads, do = (meta(T, H, dim, kind=dtype) for dim in (K, K, V, K, K, V))
+    inputs = [*of_heads, meta(T, H, K, kind=dtype if plain else "float32")]
+    chunks, states, two, wanted = stream(H, K, V, plain)
     numbers = (1.0, -0.6 if plain else None)
     tiles = list(launch(rwkv7.rwkv7_prepare, inputs, chunks, *numbers))
     launch(rwkv7.rwkv7_recompute, inputs, chunks, tiles[4], *numbers)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -44,7 +45,7 @@ TOLERANCE = 2e-5  # float32 sums of up to 130 terms, through exponentials
 GATE_TOLERANCE = TOLERANCE * (4 if DEVICE == "cuda" else 1)
 
 
-def check(op: str, x: dict[str, torch.Tensor], cu: torch.Tensor | None = None, **options) -> None:
+def check(op: str, x: dict[str, Tensor], cu: Tensor | None = None, **options) -> None:
     found = errors(op, {name: t.float() for name, t in x.items()}, cu, impl="triton", **options)
     assert all(e < (GATE_TOLERANCE if n in ("A_log", "dt_bias") else TOLERANCE) for n, e in found.items()), found
 
@@ -168,7 +169,7 @@ def test_planned_segments_are_those_of_the_device() -> None:
         assert torch.equal(found.chunk_index[: len(rows)].cpu(), torch.from_numpy(rows))
 
 
-def in_a_context(run: Callable, x: dict[str, torch.Tensor], lengths: list[int], *programs: int) -> list[torch.Tensor]:
+def in_a_context(run: Callable, x: dict[str, Tensor], lengths: list[int], *programs: int) -> list[Tensor]:
     """The output and gradients, in float32."""
     ctx = build_cp_context(boundaries(lengths), rank=0, world_size=1, device=DEVICE, programs=programs)
     ctx.mark_dynamic()
@@ -250,7 +251,7 @@ def test_compiles_without_a_break(op: str, K: int, V: int) -> None:
     made = raw_gate_inputs(op, 40, H=1, HV=2, K=K, V=V, gate="usual") | {"initial_state": torch.randn(2, 2, K, V)}
     x = leaves({n: t.float().to(DEVICE) for n, t in made.items()})
 
-    def forward(x: dict[str, torch.Tensor], cu: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(x: dict[str, Tensor], cu: Tensor) -> tuple[Tensor, Tensor]:
         return call(op, x, cu_seqlens=cu, impl="triton", output_final_state=True)
 
     want, got = forward(x, cu), torch.compile(forward, backend="aot_eager", fullgraph=True)(x, cu)
@@ -293,9 +294,7 @@ def test_selective_checkpointing_names_the_operators(op: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def on_rank(
-    rank: int, world_size: int, op: str, lengths: list[int], layout: str, K: int, V: int
-) -> list[list[torch.Tensor]]:
+def on_rank(rank: int, world_size: int, op: str, lengths: list[int], layout: str, K: int, V: int) -> list[list[Tensor]]:
     """This rank's outputs and gradients from both implementations."""
     ctx = build_cp_context(boundaries(lengths), dist.group.WORLD, layout=layout)
     mine = tokens_of(ctx)

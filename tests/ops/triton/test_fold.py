@@ -7,19 +7,20 @@ from itertools import chain, pairwise
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.ops.inputs import DEVICE, relative_error
 from titan_linear.ops.triton.fold import fold, fold_entries, fold_entries_back, fold_segments
 
 
-def transitions(count: int, K: int, of: str) -> tuple[torch.Tensor, torch.Tensor]:
+def transitions(count: int, K: int, of: str) -> tuple[Tensor, Tensor]:
     """M [count, 2, ...] in float32: matrices, diagonals, or one number for each; and as matrices in float64."""
     shape = {"matrix": (K, K), "diagonal": (K,), "number": (1,)}[of]
     M = torch.randn(count, 2, *shape, generator=torch.Generator().manual_seed(1)) / K ** (0.5 if of == "matrix" else 0)
     return M, M.double() if of == "matrix" else torch.diag_embed(M.double().expand(count, 2, K))
 
 
-def folded(S_ext: torch.Tensor, M: torch.Tensor, chains: list[list[tuple[int, int]]], reverse: bool) -> torch.Tensor:
+def folded(S_ext: Tensor, M: Tensor, chains: list[list[tuple[int, int]]], reverse: bool) -> Tensor:
     states = []
     for links in chains:
         S = torch.zeros_like(S_ext[0])

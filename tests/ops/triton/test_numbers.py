@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import normalize
 
 from tests.ops.inputs import boundaries, call, leaves, make_inputs, raw_gate_inputs, relative_error
@@ -30,11 +31,11 @@ GATE = {
 }
 
 
-def to_device(x: dict[str, torch.Tensor], dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+def to_device(x: dict[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     return {n: t.to("cuda", torch.float32 if n in FLOAT32 else dtype) for n, t in x.items()}
 
 
-def run(op: str, x: dict[str, torch.Tensor], weights: list[torch.Tensor], **options) -> dict[str, torch.Tensor]:
+def run(op: str, x: dict[str, Tensor], weights: list[Tensor], **options) -> dict[str, Tensor]:
     """Outputs and, of Σ weights·outputs, every gradient."""
     x = leaves(x)
     outputs = [y for y in call(op, x, **options) if y is not None]
@@ -43,7 +44,7 @@ def run(op: str, x: dict[str, torch.Tensor], weights: list[torch.Tensor], **opti
     return dict(zip(names, [y.detach() for y in outputs] + list(torch.autograd.grad(loss, list(x.values())))))
 
 
-def errors(op: str, x: dict[str, torch.Tensor], **options) -> dict[str, float]:
+def errors(op: str, x: dict[str, Tensor], **options) -> dict[str, float]:
     """Of Triton's results for x, which is rounded to what the kernels get."""
     torch.manual_seed(0)
     shape = x["v"].shape
@@ -128,7 +129,7 @@ def test_long(op: str, gate: str) -> None:
     assert not {n: e for n, e in found.items() if not e <= PROMISED[n]}
 
 
-def hard_inputs(op: str, kind: str, T: int, K: int) -> dict[str, torch.Tensor]:
+def hard_inputs(op: str, kind: str, T: int, K: int) -> dict[str, Tensor]:
     """Slow decay; nearly collinear keys with β near 1; one key repeated; q and k far from zero mean; keys that are
     alike with slow gates (q ~ N(1, 1), k ~ N(−50, 10): the case of docs/kernels.md)."""
     x = make_inputs(op, T, H=4, HV=4, K=K, V=K, gate="slow" if kind in ("slow", "repeated") else "usual")
@@ -233,7 +234,7 @@ def test_more_elements_than_32_bits_count(op: str) -> None:
     do = torch.randn(1, T, H, K, device="cuda", dtype=torch.bfloat16)
     flags = {"safe_gate": True} if op == "kda" else {}
 
-    def results(x: dict[str, torch.Tensor], do: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
+    def results(x: dict[str, Tensor], do: Tensor, lengths: list[int]) -> list[Tensor]:
         x = leaves(x)
         o = call(op, x, cu_seqlens=boundaries(lengths).cuda(), impl="triton", **flags)[0]
         return [t[:, -short:].clone() for t in (o.detach(), *torch.autograd.grad(o, list(x.values()), do))]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops.inputs import DEVICE, boundaries, make_inputs, raw_gate_inputs, relative_error
@@ -34,11 +35,11 @@ def rule(op: str, inputs: Inputs, options: DeltaRuleOptions = OPTIONS) -> Triton
     return RULES[op](inputs, options, chunks_of(boundaries(LENGTHS).to(DEVICE, torch.int32), sum(LENGTHS)), ())
 
 
-def numbers(values: list[int]) -> torch.Tensor:
+def numbers(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
-def randn(*shape: int) -> torch.Tensor:
+def randn(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(5)).to(DEVICE)
 
 
@@ -66,14 +67,14 @@ def test_views_of_one_projection_are_not_copied(op: str) -> None:
     inputs = normed(flat_inputs(op, raw_gate_inputs, HV=2))
     do, options = randn(*inputs.v.shape), replace(OPTIONS, gate_in_kernel=True)
 
-    def strided(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    def strided(*tensors: Tensor) -> list[Tensor]:
         together = torch.cat([x.flatten(1) for x in tensors], 1).split([x[0].numel() for x in tensors], 1)
         return [part.unflatten(1, x.shape[1:]) for part, x in zip(together, tensors, strict=True)]
 
     q, k, v, g, beta, *parameters = inputs
     views = Inputs(*strided(q, k, v), *strided(g, beta), *parameters)
 
-    def results(tensors: Inputs, do: torch.Tensor) -> list[torch.Tensor]:
+    def results(tensors: Inputs, do: Tensor) -> list[Tensor]:
         r = rule(op, tensors, options)
         r = RULES[op](tensors, options, r.chunks, r.kept[2:])
         boundary = *r.entry_transitions(numbers([0])), r.entry_gradients(do, numbers([0]))
@@ -110,7 +111,7 @@ def test_states_by_index(op: str) -> None:
     state_index, final_index = [1, -1, 0], [1, 0, -1]
     initial, d_final, do = randn(2, 1, 32, 32), randn(2, 1, 32, 32), randn(sum(LENGTHS), 1, 32)
 
-    def of_all(states: torch.Tensor, index: list[int]) -> States:
+    def of_all(states: Tensor, index: list[int]) -> States:
         return States(torch.stack([torch.zeros_like(states[0]) if i < 0 else states[i] for i in index]))
 
     o, final = r.forward(of_all(initial, state_index), True)
