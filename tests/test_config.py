@@ -189,7 +189,7 @@ def test_tables_inside_a_section_are_merged_key_by_key(toml):
         (["--model.kda=3"], r"--model.kda=3 is not a key; did you mean .* or the table of a mixer, \[model.kda\]\?"),
         (["--model.mixers=3"], r"model.mixers = 3 must be a table, \[model.mixers\]"),
         (["--model.dimm=3"], r"--model.dimm=3 is not a key; did you mean model.dim\?"),
-        (["--model.pattern=kda"], r"model.pattern = 'kda' must be a list, \[\"kda\", \"attention\"\]"),
+        (["--float8.filter_fqns=o_proj"], r"float8.filter_fqns = 'o_proj' must be a list, \[\"…\", \"…\"\]"),
         (["--model.heads=3"], r"--model.heads=3 is not a key: each mixer has its own, model.kda.heads"),
     ],
 )

@@ -328,7 +328,7 @@ def _explain(error: Any) -> str:
     if kind == "missing":
         return f"{key} is missing; give it"
     if kind == "list_type":
-        items = _example(table) if table else '"kda", "attention"'  # of model.pattern
+        items = _example(table) if table else '"…", "…"'
         return f"{key} = {value!r} must be a list, [{items}]"
     if kind == "dict_type":
         return f"{key} = {value!r} must be a table, [{key}]"
