@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -181,13 +182,16 @@ def test_tables_inside_a_section_are_merged_key_by_key(toml):
     config = load_config([*argv, "--model.kda.head_dim=4", "--model.kda.lower_bound", "", "--model.dim=7"])
     assert config.model.mixers == {"kda": {"heads": 1, "head_dim": 4, "lower_bound": ""}, "gdn": {"heads": 3}}
     assert load_config(toml(config_to_toml(config))) == config
+    for argv in itertools.permutations(["--model.kda={heads=1}", "--model.kda.head_dim=4", "--model.mixers={gdn={}}"]):
+        assert load_config([*argv]).model.mixers == {"kda": {"heads": 1, "head_dim": 4}, "gdn": {}}
 
 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
         (["--model.kda=3"], r"--model.kda=3 is not a key; did you mean .* or the table of a mixer, \[model.kda\]\?"),
-        (["--model.mixers=3"], r"model.mixers = 3 must be a table, \[model.mixers\]"),
+        (["--model.mixers=3", "--model.kda.heads=2"], r"model.mixers = 3 must be a table, \[model.mixers\]"),
+        (["--model.moe=3", "--model.moe.top_k=2"], r"model.moe = 3 must be a table, \[model.moe\]"),
         (["--model.dimm=3"], r"--model.dimm=3 is not a key; did you mean model.dim\?"),
         (["--float8.filter_fqns=o_proj"], r"float8.filter_fqns = 'o_proj' must be a list, \[\"…\", \"…\"\]"),
         (["--model.heads=3"], r"--model.heads=3 is not a key: each mixer has its own, model.kda.heads"),

@@ -73,7 +73,8 @@ def _with_mixers(tables: dict[str, Any]) -> dict[str, Any]:
         return tables
     own = {name: table for name, table in model.items() if isinstance(table, dict) and f"model.{name}" not in KEYS}
     rest = {name: value for name, value in model.items() if name not in own}
-    return {**tables, "model": _merged(rest, {"mixers": own}) if own else rest}
+    merges = own and isinstance(rest.get("mixers", {}), dict)  # else validation refuses it
+    return {**tables, "model": _merged(rest, {"mixers": own}) if merges else rest}
 
 
 def config_to_toml(config: Config, origins: Mapping[str, str] | None = None) -> str:
@@ -165,10 +166,10 @@ def _read_command_line(argv: list[str]) -> dict[str, dict[str, Any]]:
     for dotted, text in vars(given).items():
         section, key, *inner = dotted.split(".")
         table = tables.setdefault(section, {})
-        if inner:
-            table.setdefault(key, {})[inner[0]] = _toml(text)
-        else:
-            table[key] = _typed(text, KEYS[dotted].annotation) if dotted in KEYS else _toml(text)
+        value = _typed(text, KEYS[dotted].annotation) if dotted in KEYS else _toml(text)
+        parts = [table.get(key, {}), {inner[0]: value} if inner else value]  # model.kda and model.kda.heads, say
+        wrong = [part for part in parts if not isinstance(part, dict)]
+        table[key] = wrong[0] if wrong else parts[0] | parts[1]
     return tables
 
 
