@@ -569,7 +569,7 @@ def test_a_model_that_does_not_fit_is_narrowed_and_that_is_said(corpus: Path) ->
         "layers 24 → 4, one period of their pattern",
         f"widths / 16: dim 2048 → {found.model.dim}",
     )
-    assert found.model.layers[0].mixer.head_dim == 128 and found.model.layers[0].mixer.heads % 2 == 0
+    assert found.model.layers[0].mixers[0].head_dim == 128 and found.model.layers[0].mixers[0].heads % 2 == 0
 
 
 @pytest.mark.parametrize(("top_groups", "experts"), [(4, [32, 16, 64, 64]), (1, [32, 64, 64, 64])])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -169,7 +169,9 @@ def test_projections_are_the_parameters_that_a_token_meets(name: str, flavor: st
         if config.has_experts(layer):
             met += config.moe.top_k * sum(p[0].numel() for p in block.mlp.experts.parameters())
     tokens = Documents(tokens=1, pairs=0, chunk_pairs=0)
-    states = sum(6 * m.v_heads * m.head_dim * m.v_head_dim for m, _ in config.layers if m.linear)
+    states = sum(
+        6 * m.v_heads * m.head_dim * m.v_head_dim for m in chain(*(x.mixers for x in config.layers)) if m.linear
+    )
     sums = sum(2 * config.moe.top_k * config.dim for i in range(config.num_layers) if config.has_experts(i))
     assert forward_flops(config, tokens) == 2 * met + states + sums
 

@@ -129,10 +129,10 @@ def test_of_one_process(folder: Path, alone: tuple, worlds: Worlds) -> None:
             squares[unit] = squares.get(unit, 0.0) + both[n].square().sum().item()
         assert list(squares) == ["embedding", *layers, "head"]
         assert close(seen[quantity], {unit: square**0.5 for unit, square in squares.items()}, 1e-8)
-    linear = [name for name, of in zip(layers, SMALL.layers, strict=True) if of.mixer.linear]
+    linear = [name for name, of in zip(layers, SMALL.layers, strict=True) if of.mixers[0].linear]
     for quantity in ("half_life", "state_norm", "carried_share"):
         assert list(seen[quantity]) == linear
-        assert all(len(seen[quantity][f"layers.{i}"]) == SMALL.layers[i].mixer.v_heads for i in range(2))
+        assert all(len(seen[quantity][f"layers.{i}"]) == SMALL.layers[i].mixers[0].v_heads for i in range(2))
     assert all(0 < share < 1 for by_head in seen["carried_share"].values() for share in by_head)
     assert all(0 < e <= 1 for by_head in seen["attention_entropy"].values() for e in by_head)
     assert set(seen["attention_entropy"]) == set(layers) - set(linear)
@@ -209,18 +209,19 @@ def rwkv7(mixer: RWKV7Mixer, x: Tensor, edges: Tensor, first: Tensor | None) -> 
     return partial(recurrent_dplr, scale=1.0), tokens, w
 
 
-def definition(layers: int, i: int, layer: nn.Module, inputs: tuple, edges: Tensor) -> Definition | None:
-    """That of layer i, whose inputs are given; of softmax attention there is none."""
-    x = layer.mixer_input(inputs[0])
-    match layer.mixer:
+def definition(
+    layers: int, i: int, mixer: nn.Module, x: Tensor, values: Tensor | None, edges: Tensor
+) -> Definition | None:
+    """That of a mixer of layer i, which is given x and the first layer's values; of softmax attention there is none."""
+    match mixer:
         case DeltaMixer():
-            return delta_rule(layer.mixer, x, edges)
+            return delta_rule(mixer, x, edges)
         case Mamba2Mixer():
-            return ssd(layer.mixer, x, edges)
+            return ssd(mixer, x, edges)
         case LightningMixer():
-            return lightning(layer.mixer, x, i, layers)
+            return lightning(mixer, x, i, layers)
         case RWKV7Mixer():
-            return rwkv7(layer.mixer, x, edges, inputs[3])
+            return rwkv7(mixer, x, edges, values)
     return None
 
 
@@ -278,15 +279,14 @@ def second_step(rank: int, world_size: int, argv: list[str]) -> tuple[dict, Obse
     edges = batch.plan.cp_context.cu_seqlens_cpu.long()
 
     def note(i: int, layer: nn.Module, inputs: tuple) -> None:
-        if layer.mixer is None:
+        if not layer.mixers:
             return
-        rule = definition(len(trainer.model.layers), i, layer, inputs, edges)
-        if rule is None:
-            found = of_attention(layer.mixer, layer.mixer_input(inputs[0]), edges, batch.plan)
-        else:
-            found = of_recurrence(rule, edges)
-        for quantity, by_head in found.items():
-            want.setdefault(quantity, {})[f"layers.{i}"] = by_head.tolist()
+        x = layer.mixer_input(inputs[0])
+        for where, mixer in zip((f"layers.{i}", f"layers.{i}.mixer1"), layer.mixers):
+            rule = definition(len(trainer.model.layers), i, mixer, x, inputs[3], edges)
+            found = of_attention(mixer, x, edges, batch.plan) if rule is None else of_recurrence(rule, edges)
+            for quantity, by_head in found.items():
+                want.setdefault(quantity, {})[where] = by_head.tolist()
 
     hooks = [layer.register_forward_pre_hook(partial(note, i)) for i, layer in enumerate(trainer.model.layers)]
     with torch.no_grad():
@@ -339,7 +339,8 @@ def shares_of_fragments(rank: int, world_size: int, argv: list[str], layout: str
     edges, shares = batch.plan.cp_context.cu_seqlens_cpu.long(), {}
 
     def note(i: int, layer: nn.Module, inputs: tuple) -> None:
-        rule, tokens, _ = definition(len(trainer.model.layers), i, layer, inputs, edges)
+        x = layer.mixer_input(inputs[0])
+        rule, tokens, _ = definition(len(trainer.model.layers), i, layer.mixer, x, inputs[3], edges)
         o, _ = rule(**tokens, cu_seqlens=edges)
         sums = torch.zeros(2, o.shape[2], dtype=o.dtype)
         for r in range(2):
@@ -382,7 +383,7 @@ def layers_in_turn(rank: int, world_size: int, argv: list[str]) -> list[list[str
 
 
 def test_layers_take_turns(folder: Path, worlds: Worlds) -> None:
-    kinds = [layer.mixer.linear for layer in SMALL.layers]
+    kinds = [layer.mixers[0].linear for layer in SMALL.layers]
     n = len(kinds)
     turns = [[i for i in range(n) if kinds[i] and (i - 2 * turn) % n < 2] for turn in range(1, 5)]
     assert {i for turn in turns for i in turn} == {i for i in range(n) if kinds[i]} != set(turns[0])

@@ -44,7 +44,7 @@ def run(
 ) -> tuple:
     """Logits [T, vocab], summed loss and gradients of our model."""
     model = Decoder(config)
-    use_methods((layer.mixer for layer in model.layers if layer.mixer is not None), softmax_method)
+    use_methods((mixer for layer in model.layers for mixer in layer.mixers), softmax_method)
     model.load_state_dict(state, strict=not config.tie_embeddings)
     loss = model(tokens.unsqueeze(0), plan, labels.unsqueeze(0), loss_chunk=48)
     loss.backward()

@@ -321,7 +321,7 @@ def test_rope_by_type_of_layer(case: Callable[[str], Case]) -> None:
     written = config_to_hf(c.family, c.config)
     plain = {"rope_type": "default", "rope_theta": 123.0, "partial_rotary_factor": 0.5}
     for rope in (plain, {"full_attention": plain, "linear_attention": {"rope_theta": 5.0}}):
-        attention = config_from_hf(written | {"rope_parameters": rope})[1].layers[1].mixer
+        attention = config_from_hf(written | {"rope_parameters": rope})[1].layers[1].mixers[0]
         assert (attention.rope_theta, attention.rotary_fraction) == (123.0, 0.5)
 
 
@@ -448,7 +448,7 @@ def test_positions_are_said_or_refused() -> None:
     for rope in (None, {}, {"rope_type": "default"}):
         with pytest.raises(ValueError, match="rope_parameters has no 'rope_theta'; set it: null"):
             config_from_hf(written | {"rope_parameters": rope})
-    assert config_from_hf(written | {"rope_parameters": {"rope_theta": None}})[1].layers[3].mixer.rope_theta is None
+    assert config_from_hf(written | {"rope_parameters": {"rope_theta": None}})[1].layers[3].mixers[0].rope_theta is None
 
 
 def without_shared_experts() -> dict[str, torch.nn.Module]:
@@ -614,7 +614,7 @@ def test_fla_hybrids() -> None:
     )
     family, config = config_from_hf(written)
     assert [layer.name for layer in config.layers] == ["kda", "attention"] * 2
-    assert config.hidden_dim == 256 and config.layers[1].mixer.rope_theta == 5000.0
+    assert config.hidden_dim == 256 and config.layers[1].mixers[0].rope_theta == 5000.0
     names = {s.name for e in placements(config, family) for s in e.sources}
     assert {"model.layers.1.attn.q_proj.weight", "model.layers.1.attn_norm.weight", "model.embeddings.weight"} <= names
     assert "model.layers.1.attn.A_log" not in names and "model.layers.0.attn.g_proj.1.bias" in names

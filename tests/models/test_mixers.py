@@ -10,7 +10,7 @@ import torch
 
 from titan_linear.distributed.parallelize import replicated_parameters, set_dtype
 from titan_linear.models import layers
-from titan_linear.models.config import MixerOptions, differences
+from titan_linear.models.config import Entry, MixerOptions, differences, fingerprint
 from titan_linear.models.decoder import Decoder, LayerCache
 from titan_linear.models.init import initialise
 from titan_linear.models.mixers import (
@@ -45,7 +45,7 @@ OPTIONS: dict[str, MixerOptions] = {
 }
 
 
-def build(mixer: MixerOptions) -> Decoder:
+def build(mixer: Entry) -> Decoder:
     model = Decoder(replace(preset("hybrid", "debug"), pattern=(mixer,), num_layers=1))
     initialise(model, seed=0)
     return model
@@ -88,7 +88,7 @@ def test_what_grows_in_its_cache(name: str) -> None:
     for length in (5, 9):
         cache = LayerCache()
         model(torch.arange(length).unsqueeze(0), BatchPlan(torch.arange(length)), caches=[cache])
-        caches.append(cache)
+        caches.append(cache["mixer"])
     short, long = caches
     assert {entry for entry in short if short[entry].shape != long[entry].shape} == set(OPTIONS[name].growing)
     assert all((short[e].shape[1], long[e].shape[1]) == (5, 9) for e in OPTIONS[name].growing)
@@ -133,6 +133,29 @@ def test_rotary_channels() -> None:
     assert replace(OPTIONS["attention"], rope_theta=None).rotary is None
 
 
+def test_mixers_side_by_side() -> None:
+    """A layer adds what each of them gives."""
+    kda, attention = OPTIONS["kda"], OPTIONS["attention"]
+    model = build((kda, attention, replace(kda, conv_size=3))).double()
+    block, x = model.layers[0], torch.randn(1, 9, 128, dtype=torch.float64)
+    plan = BatchPlan(torch.arange(9))
+    names = {name.partition(".")[0] for name, _ in block.named_parameters()}
+    assert names == {"mixer_norm", "mixer", "mixer1", "mixer2", "mlp_norm", "mlp"}
+    given = block.mixer_norm(x)
+    mixed = x + (block.mixer(given, plan) + block.mixer1(given, plan) + block.mixer2(given, plan))
+    assert torch.equal(block(x, plan)[0], mixed + block.mlp(block.mlp_norm(mixed)))
+    assert model.config.layers[0].name == "kda+attention+kda" and len(model.config.mixers) == 3
+
+
+@torch.no_grad()
+def test_caches_of_mixers_side_by_side() -> None:
+    model = build((OPTIONS["kda"], OPTIONS["mamba2"], OPTIONS["attention"])).double()
+    tokens = torch.arange(9).unsqueeze(0)
+    caches = [LayerCache()]
+    parts = [model(tokens[:, a:b], BatchPlan(torch.arange(a, b)), caches=caches) for a, b in ((0, 5), (5, 6), (6, 9))]
+    torch.testing.assert_close(torch.cat(parts, 1), model(tokens, BatchPlan(torch.arange(9))), rtol=1e-9, atol=1e-12)
+
+
 def test_differences_of_models() -> None:
     """Of the function alone: a pattern and its repetition are the same, and so are models trained in other ways."""
     ours = preset("hybrid", "debug")
@@ -145,3 +168,9 @@ def test_differences_of_models() -> None:
     assert differences(ours, replace(ours, pattern=(first,))) == {
         "layers": (("kda", "gdn", "attention"), ("kda", "kda", "kda"))
     }
+    beside = replace(ours, pattern=(tuple(rest),))
+    gdn, attention = rest
+    other = replace(beside, pattern=((gdn, replace(attention, kv_heads=1)),))
+    assert differences(beside, other) == {"attention.kv_heads": (2, 1)} and fingerprint(beside) != fingerprint(other)
+    grouped = [replace(ours, num_layers=2, pattern=pattern) for pattern in (((first, gdn), gdn), (first, (gdn, gdn)))]
+    assert fingerprint(grouped[0]) != fingerprint(grouped[1])

@@ -220,6 +220,15 @@ def test_keys_change_sizes_pattern_and_options() -> None:
     assert resized_by(["--model.moe={num_experts = 4, top_k = 2, hidden_dim = 8}"]).moe == MoEConfig(4, 2, 8)
 
 
+def test_keys_put_mixers_side_by_side() -> None:
+    keys = ['--model.pattern=["kda+attention", "gdn"]', "--model.attention.kv_heads=1", "--model.gdn.conv_size=3"]
+    kda, gdn, attention = preset("hybrid", "debug").pattern
+    assert resized_by(keys).pattern == ((kda, replace(attention, kv_heads=1)), replace(gdn, conv_size=3))
+    beside = replace(preset("hybrid", "debug"), pattern=((kda, attention),))
+    given = load_config(["--model.attention.kv_heads=1"]).model.model_dump()
+    assert resized(beside, given).pattern == ((kda, replace(attention, kv_heads=1)),)
+
+
 def test_options_apply_to_each_layer_of_their_kind() -> None:
     kda = preset("kda", "debug").pattern[0]
     model = replace(preset("kda", "debug"), pattern=(kda, replace(kda, lower_bound=None)))
@@ -258,6 +267,8 @@ def test_the_largest_sizes_can_be_counted() -> None:
             ['--model.pattern=["mamba"]'],
             r"\['mamba'\] has 'mamba'; use kda, gdn, .*, mla, mlp, moe",
         ),
+        (['--model.pattern=["kda+mlp"]'], r"has 'kda\+mlp'; use kda, .*, moe, or mixers with \+ between them"),
+        (['--model.pattern=["kda+"]'], r"has 'kda\+'; use kda"),
         (
             ["--model.attention.rope_scaling={factor = 2.0}"],
             r"model.attention.rope_scaling lacks rope_type, which this model.flavor does not have; give",

@@ -84,7 +84,7 @@ def test_the_context_that_a_folder_does_not_name() -> None:
     written = config_to_hf("Qwen3_5ForCausalLM", preset("qwen3.5", "2B")) | {"max_position_embeddings": 262144}
     old = {"type": "yarn", "factor": 4, "beta_fast": None, "low_freq_factor": 3.0, "mrope_section": [11, 11, 10]}
     for key in ("rope_parameters", "rope_scaling"):
-        attention = config_from_hf(written | {key: {**old, "rope_theta": 1e7}})[1].layers[3].mixer
+        attention = config_from_hf(written | {key: {**old, "rope_theta": 1e7}})[1].layers[3].mixers[0]
         assert attention.rope_scaling == RopeScaling(rope_type="yarn", **LONG)
         assert (attention.rope_theta, attention.rotary_fraction) == (1e7, 0.25)
 

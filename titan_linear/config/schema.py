@@ -79,7 +79,8 @@ class Model(Section):
     """Hidden channels of each layer's MLP; 0: the flavor's."""
     pattern: list[str] = []
     """Mixers of the first layers, which further layers repeat: ["kda", "kda", "kda", "attention"]; []: the flavor's.
-    An MLP or experts follow each, unless "mlp" or "moe" is in the list: then a layer is what the list names."""
+    "mamba2+attention" is a layer of two side by side, whose outputs add. An MLP or experts follow each, unless "mlp" or
+    "moe" is in the list: then a layer is what the list names."""
     mixers: dict[str, dict[str, Any]] = {}
     """Options of mixers that differ from the flavor's. Each mixer has a table of its own: kda = {heads = 8, …}, or
     --model.kda.heads 8 (--help flavors lists all options). The empty string stands for none."""

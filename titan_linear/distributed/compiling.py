@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
+from titan_linear.models.config import BESIDE
 from titan_linear.models.decoder import Block, Decoder
 from titan_linear.ops.runtime.operators import SPECS
 
@@ -42,7 +43,7 @@ def apply_compile(model: Decoder, backend: str) -> None:
     for i, layer in enumerate(model.layers):
         kind = layer.options.name
         experts = model.config.has_experts(i)
-        name = f"forward_{len(codes)}_{kind}{'_experts' if experts else ''}"
+        name = f"forward_{len(codes)}_{kind.replace(BESIDE, '_')}{'_experts' if experts else ''}"
         code = codes.setdefault(layer.options, Block.forward.__code__.replace(co_name=name))
         forward = FunctionType(code, Block.forward.__globals__, name, Block.forward.__defaults__)
         compiled = torch.compile(MethodType(forward, layer), backend=compiler)

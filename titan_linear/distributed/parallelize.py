@@ -59,8 +59,8 @@ def apply_cp(model: Decoder, parallelism: Parallelism) -> None:
     """Have each mixer exchange what crosses ranks: linear ones states by KCP, or heads; softmax ones keys, around a
     ring or gathered, or heads. What there is to exchange follows from a batch's documents, and is in its plan."""
     for options, layer in zip(model.config.layers, model.layers, strict=True):
-        if options.mixer is not None:
-            layer.mixer.cp_method = cp_method(options.mixer, parallelism)
+        for mixer, of in zip(layer.mixers, options.mixers, strict=True):
+            mixer.cp_method = cp_method(of, parallelism)
 
 
 def cp_method(mixer: MixerOptions, parallelism: Parallelism) -> str:

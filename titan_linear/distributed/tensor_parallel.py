@@ -62,7 +62,7 @@ def apply_tp(model: Decoder, ranks: Ranks) -> dict[str, int]:
     if model.config.tie_embeddings:
         model.head.weight = model.embedding.weight
     for layer in model.layers:
-        for part in filter(None, (layer.mixer, layer.mlp)):
+        for part in filter(None, (*layer.mixers, layer.mlp)):
             _share(part, ranks, _moe if isinstance(part, MoE) else _on_all_tokens)
     _share(model.embedding, ranks, _embed)
     _share(model.head, ranks, _head)

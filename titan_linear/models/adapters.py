@@ -150,7 +150,7 @@ def config_to_hf(family: str, config: ModelConfig, **extra: object) -> dict[str,
     default no tokens are special), max_position_embeddings, ... ValueError for a model that is not of this family."""
     if family not in FAMILIES:
         raise ValueError(f"family = {family!r} is unknown; use one of {', '.join(FAMILIES)}")
-    if unknown := {layer.name for layer in config.layers if type(layer.mixer) not in FAMILIES[family].layers}:
+    if unknown := {layer.name for layer in config.layers if layer.kinds not in FAMILIES[family].layers}:
         raise ValueError(f"{family} cannot hold this model: it has no layers {', '.join(sorted(unknown))}; use another")
     written = FAMILIES[family].config_to_hf(config)
     if found := differences(config, FAMILIES[family].config_from_hf(written)):
@@ -181,11 +181,11 @@ def _layouts(config: ModelConfig, family: str, ours: Shapes, on_disk: Shapes | N
     for spellings in has.model:
         if set(spellings[0].ours) <= ours.keys():
             yield [_resolve(layout, "", prefix, ours) for layout in spellings]
-    for i, (mixer, mlp) in enumerate(config.layers):
+    for i, layer in enumerate(config.layers):
         mine, theirs = f"layers.{i}.", f"{prefix}layers.{i}."
-        of_mixer = has.layers[type(mixer)]
-        of_mlp = has.experts if isinstance(mlp, MoEConfig) else has.mlp
-        for spellings in of_mixer + of_mlp:
+        mixer = layer.mixers[0] if layer.mixers else None
+        of_mlp = has.experts if isinstance(layer.mlp, MoEConfig) else has.mlp
+        for spellings in has.layers[layer.kinds] + of_mlp:
             fitting = [s for s in spellings if all(mine + name in ours for name in s.ours)]
             if fitting:
                 yield [_resolve(s, mine, theirs, ours, mixer, num_experts) for s in fitting]

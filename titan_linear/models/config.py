@@ -111,22 +111,38 @@ class MixerOptions(ABC):
 
 
 class Layer(NamedTuple):
-    """A layer's branches: a mixer, then an MLP, or only one of the two. Each adds to what the layer was given."""
+    """A layer's branches: mixers side by side, whose outputs add, then an MLP; or no mixers, or no MLP."""
 
-    mixer: MixerOptions | None
+    mixers: tuple[MixerOptions, ...]
     mlp: MLPOptions | None
 
     @property
     def name(self) -> str:
         """Its name in a model's pattern."""
-        return (self.mixer or self.mlp).name
+        return BESIDE.join(part.name for part in self.mixers or (self.mlp,))
+
+    @property
+    def kinds(self) -> tuple[type[MixerOptions], ...]:
+        """Of its mixers."""
+        return tuple(map(type, self.mixers))
+
+
+BESIDE = "+"  # between the names of mixers side by side
+Entry = MixerOptions | tuple[MixerOptions, ...] | Literal["mlp", "moe"]  # of a pattern
+
+
+def mixers_of(entry: Entry) -> tuple[MixerOptions, ...]:
+    """Those of a layer."""
+    if isinstance(entry, MixerOptions):
+        return (entry,)
+    return entry if isinstance(entry, tuple) else ()
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     vocab_size: int
     dim: int
-    pattern: tuple[MixerOptions | Literal["mlp", "moe"], ...]  # of the first layers; further layers repeat it
+    pattern: tuple[Entry, ...]  # of the first layers; further layers repeat it
     num_layers: int
     hidden_dim: int  # of MLPs; 0: there are none, except experts
     moe: MoEConfig | None = None
@@ -137,7 +153,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     norm_eps: float = 1e-5
     init_std: float = 0.02
-    one_branch: bool = False  # a layer is what the pattern names; else a mixer and the MLP or experts that follow it
+    one_branch: bool = False  # a layer is what the pattern names; else mixers and the MLP or experts that follow them
     activation: DenseActivation = "swiglu"  # of MLPs
     embedding_factor: float = 1.0  # on the embedding's output
     residual_factor: float = 1.0  # on what each branch adds
@@ -150,19 +166,19 @@ class ModelConfig:
         """What every layer is made of."""
         return tuple(self._layer(i, self.pattern[i % len(self.pattern)]) for i in range(self.num_layers))
 
-    def _layer(self, i: int, entry: MixerOptions | str) -> Layer:
+    def _layer(self, i: int, entry: Entry) -> Layer:
         dense = Dense(self.hidden_dim, self.activation) if self.hidden_dim else None
         if isinstance(entry, str):
-            return Layer(None, self.moe if entry == MoEConfig.name else dense)
-        if type(entry) not in map(type, self.pattern[:i]):
-            entry = entry.first
+            return Layer((), self.moe if entry == MoEConfig.name else dense)
+        earlier = {type(mixer) for before in self.pattern[:i] for mixer in mixers_of(before)}
+        mixers = tuple(mixer if type(mixer) in earlier else mixer.first for mixer in mixers_of(entry))
         mlp = dense if self.moe is None or i in self.dense_layers else self.moe
-        return Layer(entry, None if self.one_branch else mlp)
+        return Layer(mixers, None if self.one_branch else mlp)
 
     @property
     def mixers(self) -> tuple[MixerOptions, ...]:
         """The different mixers, in the order of their first layers."""
-        return tuple(dict.fromkeys(layer.mixer for layer in self.layers if layer.mixer is not None))
+        return tuple(dict.fromkeys(mixer for layer in self.layers for mixer in layer.mixers))
 
     @property
     def mlps(self) -> tuple[MLPOptions, ...]:
@@ -203,7 +219,7 @@ OR_NONE = ("hidden_dim", "shared_hidden_dim", "latent_dim")  # may be 0: there i
 def mistake(model: ModelConfig) -> str | None:
     """What no model can have, worded for a message: a value of another type than its option, too small or too large, or
     values that contradict each other; None if there is nothing."""
-    mixers = [mixer for mixer in model.pattern if isinstance(mixer, MixerOptions)]
+    mixers = [mixer for entry in model.pattern for mixer in mixers_of(entry)]
     nested = [x for mixer in mixers for x in vars(mixer).values() if is_dataclass(x)]
     parts = (*([] if model.moe is None else [model.moe]), *mixers, *nested)
     for part in (model, *parts):
@@ -260,7 +276,8 @@ def differences(ours: ModelConfig, theirs: ModelConfig) -> dict[str, tuple[objec
     kinds = [tuple(layer.name for layer in model.layers) for model in (ours, theirs)]
     pairs = [("", *({**_without_mixers(model), "layers": kind} for model, kind in zip((ours, theirs), kinds)))]
     if kinds[0] == kinds[1]:
-        pairs += [(f"{a.name}.", vars(a.mixer), vars(b.mixer)) for a, b in zip(ours.layers, theirs.layers) if a.mixer]
+        of_both = ((m for layer in model.layers for m in layer.mixers) for model in (ours, theirs))
+        pairs += [(f"{a.name}.", vars(a), vars(b)) for a, b in zip(*of_both)]
     found: dict[str, tuple[object, object]] = {}
     for prefix, a, b in pairs:
         for option in a:
@@ -272,7 +289,8 @@ def differences(ours: ModelConfig, theirs: ModelConfig) -> dict[str, tuple[objec
 def fingerprint(model: ModelConfig) -> str:
     """A hash of what the model computes: two models with the same hash have no `differences`. An option that a later
     version adds, with a default that changes nothing, leaves the hash as it is."""
-    mixers = [(layer.name, _chosen(layer.mixer, vars(layer.mixer)) if layer.mixer else {}) for layer in model.layers]
+    of_layers = [(layer.name, [_chosen(mixer, vars(mixer)) for mixer in layer.mixers]) for layer in model.layers]
+    mixers = [(name, *(options or [{}])) for name, options in of_layers]
     moe = model.moe and _chosen(model.moe, vars(_without_mixers(model)["moe"]))
     rest = {name: value for name, value in _chosen(model, _without_mixers(model)).items() if name != "moe"}
     return hashlib.sha256(repr((rest, moe, mixers)).encode()).hexdigest()[:16]

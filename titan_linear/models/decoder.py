@@ -1,4 +1,4 @@
-"""The decoder: embedding, blocks of a mixer and an MLP, final norm, head. Plain single-device modules."""
+"""The decoder: embedding, blocks of mixers and an MLP, final norm, head. Plain single-device modules."""
 
 from __future__ import annotations
 
@@ -22,12 +22,17 @@ def norm_of(config: ModelConfig) -> nn.Module:
     return RMSNorm(config.dim, config.norm_eps, config.zero_centred_norm)
 
 
-class LayerCache(UserDict[str, Tensor]):
-    """What a mixer keeps of earlier tokens. Not a dict: FSDP copies dicts (and subclasses) among arguments."""
+class LayerCache(UserDict[str, UserDict[str, Tensor]]):
+    """What each branch keeps of earlier tokens. Not a dict: FSDP copies dicts (and subclasses) among arguments."""
+
+    def __missing__(self, branch: str) -> UserDict[str, Tensor]:
+        self[branch] = UserDict()
+        return self[branch]
 
 
 class Block(nn.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x)), or one of the two; post-norm: x + norm(mixer(x)), x + norm(mlp(x)).
+    Of mixers side by side it is the sum of their outputs; the first is the module `mixer`, others `mixer1`, ….
     `config.residual_factor` multiplies what is added, `kept_factor` what it is added to: x, or norm(x) if
     `normed_residual`."""
 
@@ -38,11 +43,13 @@ class Block(nn.Module):
         self.normed_residual = config.normed_residual
         self.factor = config.residual_factor
         self.kept_factor = config.kept_factor
-        self.takes = options.mixer is not None and options.mixer.takes > 0
-        self.mixer = self.mlp = None
-        if options.mixer is not None:
+        self.mixer_names = tuple(f"mixer{n or ''}" for n in range(len(options.mixers)))
+        self.takes = tuple(mixer.takes > 0 for mixer in options.mixers)
+        self.mlp = None
+        if options.mixers:
             self.mixer_norm = norm_of(config)
-            self.mixer = options.mixer.build(config, layer)
+        for name, mixer in zip(self.mixer_names, options.mixers, strict=True):
+            setattr(self, name, mixer.build(config, layer))
         if options.mlp is not None:
             self.mlp_norm = norm_of(config)
             self.mlp = options.mlp.build(config.dim, layer / config.num_layers)
@@ -53,17 +60,33 @@ class Block(nn.Module):
         """x [B, T, dim] -> [B, T, dim], the load-balance loss of the experts, if there is one, and the values that
         later layers take, if this is the layer that gives them."""
         balance = own = None
-        if self.mixer is not None:
+        if self.mixers:
             given = self.mixer_input(x)
-            y = self.mixer(given, plan, cache, values) if self.takes else self.mixer(given, plan, cache)
-            y, own = y if isinstance(y, tuple) else (y, None)
+            y, own = self._mixed(given, plan, cache, values)
             x = self._added(x, given, y, self.mixer_norm)
         if self.mlp is not None:
             given = x if self.post_norm else self.mlp_norm(x)
-            y = self.mlp(given, plan, cache)
+            y = self.mlp(given, plan, None if cache is None else cache["mlp"])
             y, balance = y if isinstance(y, tuple) else (y, None)
             x = self._added(x, given, y, self.mlp_norm)
         return x, balance, own
+
+    @property
+    def mixers(self) -> list[nn.Module]:
+        """In the order of `options.mixers`."""
+        return [getattr(self, name) for name in self.mixer_names]
+
+    def _mixed(
+        self, x: Tensor, plan: BatchPlan, cache: LayerCache | None, values: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The sum of the mixers' outputs, and the values that one of them gives to later layers."""
+        outputs, own = [], None
+        for name, takes in zip(self.mixer_names, self.takes):
+            taken = (values,) if takes else ()
+            y = getattr(self, name)(x, plan, None if cache is None else cache[name], *taken)
+            y, own = y if isinstance(y, tuple) else (y, own)
+            outputs.append(y)
+        return sum(outputs[1:], outputs[0]), own
 
     def mixer_input(self, x: Tensor) -> Tensor:
         return x if self.post_norm else self.mixer_norm(x)
@@ -130,11 +153,12 @@ class Decoder(nn.Module):
         self.implementations = choose_implementations(self.config.ops(tp), impl, device, dtype)
         self.head.implementations = self.implementations
         for layer in self.layers:
-            ops = {} if layer.options.mixer is None else layer.options.mixer.ops
-            own = choose_implementations(ops, impl, device, dtype)  # mixers of one op may differ in dims
-            for module in layer.modules():
-                if hasattr(module, "implementations"):
-                    module.implementations = self.implementations | own
+            of_mixers = zip(layer.mixers, layer.options.mixers, strict=True)
+            for part, ops in [(layer, {}), *((mixer, options.ops) for mixer, options in of_mixers)]:
+                own = choose_implementations(ops, impl, device, dtype)  # mixers of one op may differ in dims
+                for module in part.modules():
+                    if hasattr(module, "implementations"):
+                        module.implementations = self.implementations | own
         return self
 
     def _embedded(self, tokens: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from typing import Any, TypeVar
 
-from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig, mistake
+from titan_linear.models.config import BESIDE, Entry, MixerOptions, ModelConfig, MoEConfig, mistake, mixers_of
 from titan_linear.models.families import PUBLISHED
 from titan_linear.models.mixers import GDN, KDA, MIXERS, Attention
 from titan_linear.models.mlps import Dense
@@ -76,18 +76,19 @@ def resized(model: ModelConfig, keys: Mapping[str, Any]) -> ModelConfig:
     sizes = {name: keys[name] for name in ("vocab_size", "dim", "num_layers", "hidden_dim") if keys[name]}
     if keys["moe"]:
         sizes["moe"] = _with_options(MoEConfig, model.moe, keys["moe"], "model.moe")
-    bases = {mixer.name: mixer for mixer in reversed(model.pattern) if isinstance(mixer, MixerOptions)}
-    kinds = keys["pattern"] or [entry if isinstance(entry, str) else entry.name for entry in model.pattern]
-    for name in kinds:
-        if name not in (*MIXERS, *ALONE):
-            raise ValueError(f"model.pattern = {kinds} has {name!r}; use {', '.join((*MIXERS, *ALONE))}")
+    bases = {mixer.name: mixer for entry in reversed(model.pattern) for mixer in mixers_of(entry)}
+    kinds = keys["pattern"] or [_name(entry) for entry in model.pattern]
+    names = [name for kind in kinds for name in kind.split(BESIDE)]
+    for kind in kinds:
+        if kind not in ALONE and not MIXERS.keys() >= set(kind.split(BESIDE)):
+            known = ", ".join((*MIXERS, *ALONE))
+            raise ValueError(f"model.pattern = {kinds} has {kind!r}; use {known}, or mixers with {BESIDE} between them")
     for name in keys["mixers"]:
         if name not in MIXERS:
             raise ValueError(f"model.{name} is neither a key nor a mixer; mixers are {', '.join(MIXERS)}")
-        if name not in kinds:
+        if name not in names:
             raise ValueError(f"model.{name} is not used: model.pattern = {kinds} has no {name!r}; add it, or remove it")
-    pattern = [bases.get(name, name) for name in kinds] if keys["pattern"] else model.pattern
-    pattern = tuple(_entry(entry, keys["mixers"]) for entry in pattern)
+    pattern = tuple(_entry(entry, bases, keys["mixers"]) for entry in keys["pattern"] or model.pattern)
     one_branch = model.one_branch or any(name in ALONE for name in kinds)
     model = replace(model, pattern=pattern, one_branch=one_branch, **sizes)
     if wrong := mistake(model):
@@ -95,11 +96,22 @@ def resized(model: ModelConfig, keys: Mapping[str, Any]) -> ModelConfig:
     return model
 
 
-def _entry(entry: MixerOptions | str, given: Mapping[str, Any]) -> MixerOptions | str:
-    """An entry of a pattern with the options that the keys give; a name stands for a mixer without a base."""
+def _name(entry: Entry) -> str:
+    return entry if isinstance(entry, str) else BESIDE.join(mixer.name for mixer in mixers_of(entry))
+
+
+def _entry(entry: Entry | str, bases: Mapping[str, MixerOptions], given: Mapping[str, Any]) -> Entry:
+    """An entry of a pattern, or the mixers that its name has of `bases`, with the options that the keys give."""
     if entry in ALONE:
         return entry
-    base, name = (None, entry) if isinstance(entry, str) else (entry, entry.name)
+    parts = [bases.get(name, name) for name in entry.split(BESIDE)] if isinstance(entry, str) else mixers_of(entry)
+    mixers = tuple(_mixer(part, given) for part in parts)
+    return mixers if len(mixers) > 1 else mixers[0]
+
+
+def _mixer(base: MixerOptions | str, given: Mapping[str, Any]) -> MixerOptions:
+    """A mixer with the options that the keys give; a name stands for one without a base."""
+    name, base = (base, None) if isinstance(base, str) else (base.name, base)
     return _with_options(MIXERS[name], base, given.get(name, {}), f"model.{name}")
 
 

@@ -41,7 +41,7 @@ def training_flops(model: ModelConfig, documents: Documents) -> int:
 
 def forward_flops(model: ModelConfig, documents: Documents) -> int:
     layers = model.layers
-    mixers = sum(layer.mixer.flops(model.dim, documents) for layer in layers if layer.mixer is not None)
+    mixers = sum(mixer.flops(model.dim, documents) for layer in layers for mixer in layer.mixers)
     per_token = sum(layer.mlp.flops(model.dim) for layer in layers if layer.mlp is not None)
     return mixers + documents.tokens * (per_token + 2 * model.dim * model.vocab_size)
 

@@ -129,16 +129,19 @@ class Telemetry(Hook):
 
     @torch.no_grad()
     def _look_at(self, name: str, window: Window, layer: Block, inputs: tuple[Tensor, ...]) -> None:
-        """Let a layer's mixer watch. inputs: the layer's, x [1, T, dim] first; under tensor parallelism x has this
-        rank's tokens. The mixer gets all tokens if the window has fragments, else at least the window's."""
-        if not hasattr(layer.mixer, "watch"):
+        """Let a layer's mixers watch. inputs: the layer's, x [1, T, dim] first; under tensor parallelism x has this
+        rank's tokens. Mixers get all tokens if the window has fragments, else at least the window's."""
+        if not any(hasattr(mixer, "watch") for mixer in layer.mixers):
             return
         x = inputs[0] if window.fragments else inputs[0][:, : window.tokens]
         if self.dims.tp > 1:
             x = gather_along(x, 1, self.dims.tp_ranks.group, self.dims.tp)
-        taken = inputs[3:] if layer.takes else ()
-        for quantity, pair in layer.mixer.watch(layer.mixer_input(x), window, *taken).items():
-            self._parts[quantity, name] = Part(torch.stack(pair), _by_head)
+        x = layer.mixer_input(x)
+        for mixer, takes, of in zip(layer.mixers, layer.takes, layer.mixer_names, strict=True):
+            where = name if of == "mixer" else f"{name}.{of}"
+            taken = inputs[3:] if takes else ()
+            seen = mixer.watch(x, window, *taken) if hasattr(mixer, "watch") else {}
+            self._parts |= {(quantity, where): Part(torch.stack(pair), _by_head) for quantity, pair in seen.items()}
 
     def _add_losses(self, batch: MicroBatch, losses: Tensor) -> None:
         """losses: [T] nats; under tensor parallelism those from this rank's part of the vocabulary."""

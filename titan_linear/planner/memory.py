@@ -266,10 +266,10 @@ def _last_layer(model: ModelConfig, batch: Batch, shift: int) -> Layer:
         block.mlp.experts.forward = partial(_one_expert, block.mlp.experts)
     cp = context(batch)
     values = None
-    if mixer := block.options.mixer:
-        block.mixer.cp_method = batch.linear_method if mixer.linear else batch.softmax_method
-        if mixer.takes:
-            values = x.new_empty(1, len(cp.position_ids), mixer.takes // batch.tp, requires_grad=True)
+    for mixer, of in zip(block.mixers, block.options.mixers, strict=True):
+        mixer.cp_method = batch.linear_method if of.linear else batch.softmax_method
+        if of.takes:
+            values = x.new_empty(1, len(cp.position_ids), of.takes // batch.tp, requires_grad=True)
     return count(block, x, BatchPlan(cp.position_ids, cp_context=cp, num_streams=batch.streams), values)
 
 

@@ -94,8 +94,8 @@ class Clock:
         _, self.longest = attended(batch)
         self.gathered = context(batch).gathered
 
-    def of(self, mixer: MixerOptions, work: Work, calls: Sequence[Call]) -> Pass:
-        """The time of this work. calls: those of `work` that run."""
+    def of(self, mixers: Sequence[MixerOptions], work: Work, calls: Sequence[Call]) -> Pass:
+        """The time of this work, of a layer of these mixers. calls: those of `work` that run."""
         parts = dict.fromkeys(PARTS, 0.0)
         times = work.products + Counter({size: (WIDE - 1) * n for size, n in work.wide_products.items()})
         parts["products"] = sum(self.rates.product(size) * n for size, n in times.items())
@@ -113,7 +113,7 @@ class Clock:
             elif kind == "convolution":
                 parts["delta rule"] += self.rates.operators[call.name][0] * call.arguments["x"].numel() * 1e-9
             elif kind == "delta rule" and call.name in self.rates.operators:
-                parts["delta rule"] += self._delta_rule(call.name, mixer, segments)
+                parts["delta rule"] += self._delta_rule(call.name, mixers, segments)
             elif kind == "float8":
                 a, b = call.arguments["a"], call.arguments["b"]
                 parts["products"] += self.rates.float8_product((len(a), len(b), a.shape[1]))
@@ -161,9 +161,11 @@ class Clock:
             seconds = hops * (self.cp.message + own / self.cp.neighbour)
         return max(seconds - compute, seconds / slices)
 
-    def _delta_rule(self, name: str, mixer: MixerOptions, segments: int) -> float:
-        """Seconds for all heads, plus the time by which one head's scan outlasts what the GPU needs for all of them."""
+    def _delta_rule(self, name: str, mixers: Sequence[MixerOptions], segments: int) -> float:
+        """Seconds for all heads of the first recurrence, plus the time by which one head's scan outlasts what the GPU
+        needs for all of them."""
         operators = self.rates.operators
+        mixer, dims = next((of, dims) for of in mixers for dims in of.ops.values() if "V" in dims)
         delta = mixer if isinstance(mixer, DeltaOptions) else None
         each, of_chain = operators.get(f"{name} any", operators[name]) if delta and delta.any_gate else operators[name]
         of_mixer = delta.v_heads if delta else mixer.head_counts["heads"]
@@ -172,7 +174,6 @@ class Clock:
         if self.batch.linear_method == "ulysses":
             tokens *= self.batch.cp
             heads /= self.batch.cp
-        dims = next(dims for dims in mixer.ops.values() if "V" in dims)
         K, V = kernel_dims(dims["K"], dims["V"])
         chain = tokens / segments if segments else self.longest
         alone = max(chain - tokens * heads * V / 64 / PROGRAMS, 0.0)
@@ -284,20 +285,20 @@ def passes_of(clock: Clock, config: Config, model: ModelConfig) -> list[tuple[Pa
     """Forward and backward of each layer."""
     modes = [layer_checkpointing(config.activation_checkpoint, i) for i in range(model.num_layers)]
     each = zip(modes, model.layers, layers(model, clock.batch), strict=True)
-    return [_passes(clock, mode, of.mixer, counted) for mode, of, counted in each]
+    return [_passes(clock, mode, of.mixers, counted) for mode, of, counted in each]
 
 
-def _passes(clock: Clock, mode: str, mixer: MixerOptions, layer: Layer) -> tuple[Pass, Pass]:
+def _passes(clock: Clock, mode: str, mixers: Sequence[MixerOptions], layer: Layer) -> tuple[Pass, Pass]:
     """A layer's forward and backward; backward begins with recomputation, if there is any."""
-    forward = clock.of(mixer, layer.forward, layer.forward.calls)
-    backward = clock.of(mixer, layer.backward, layer.backward.calls)
+    forward = clock.of(mixers, layer.forward, layer.forward.calls)
+    backward = clock.of(mixers, layer.backward, layer.backward.calls)
     if mode == "none":
         return forward, backward
     calls = layer.forward.calls
     if mode == "selective" and not clock.compiled:
         calls = [call for call in calls if not call.spec.of_driver]
     calls = [call for call in calls if mode not in call.spec.kept_by]
-    again = clock.of(mixer, layer.forward, calls)
+    again = clock.of(mixers, layer.forward, calls)
     both = {part: again.parts[part] + backward.parts[part] for part in PARTS}
     return forward, Pass(both, again.launches + backward.launches)
 

@@ -60,11 +60,12 @@ def cases(subject: Subject) -> Iterator[Case]:
     """For each kind of mixer its ops, then the mixer itself."""
     whole = subject.whole(torch.float64)
     for kind in subject.model.mixers:
-        layers = tuple(i for i, layer in enumerate(subject.model.layers) if layer.mixer == kind)
+        layers = tuple(i for i, layer in enumerate(subject.model.layers) if kind in layer.mixers)
         draw = _Draws(subject, kind)
         for of_op in kind.cases(draw):
             yield _op(of_op, layers, draw)
-        yield _mixer(kind, layers, draw, whole.layers[layers[0]].mixer)
+        of_first = zip(subject.model.layers[layers[0]].mixers, whole.layers[layers[0]].mixers, strict=True)
+        yield _mixer(kind, layers, draw, dict(of_first)[kind])
 
 
 class _Draws:
@@ -355,7 +356,6 @@ def repeatable() -> Iterator[None]:
 def may_differ(subject: Subject, layers: Iterable[int]) -> float:
     """Bound on the number of results that differ when these layers run again: 0, except for softmax attention on GPUs,
     whose fastest kernels do not repeat their bits unless the run sets debug.deterministic."""
-    mixers = filter(None, (subject.model.layers[i].mixer for i in layers))
-    softmax = not all(mixer.linear for mixer in mixers)
+    softmax = not all(mixer.linear for i in layers for mixer in subject.model.layers[i].mixers)
     repeats = subject.device.type == "cpu" or subject.config.debug.deterministic
     return float("inf") if softmax and not repeats else 0

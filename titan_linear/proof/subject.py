@@ -17,7 +17,7 @@ from titan_linear.config import Config, changed, check_config
 from titan_linear.data import IGNORE, Batch, Stream, StreamLoader, Streams, Tokenizer
 from titan_linear.distributed.parallelize import cp_method
 from titan_linear.distributed.process import own_device
-from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig
+from titan_linear.models.config import Entry, MixerOptions, ModelConfig, MoEConfig, mixers_of
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.draws import generator
 from titan_linear.models.init import count_parameters, initialise
@@ -254,8 +254,12 @@ def _thinner(model: ModelConfig, factor: int, config: Config) -> ModelConfig:
         dim=_divided(model.dim, factor, 2),
         hidden_dim=_divided(model.hidden_dim, factor, tp),
         moe=moe,
-        pattern=tuple(e if isinstance(e, str) else _fewer_heads(e, factor, config) for e in model.pattern),
+        pattern=tuple(_thinner_entry(entry, factor, config) for entry in model.pattern),
     )
+
+
+def _thinner_entry(entry: Entry, factor: int, config: Config) -> Entry:
+    return tuple(_fewer_heads(mixer, factor, config) for mixer in mixers_of(entry)) or entry
 
 
 def _divided(count: int, factor: int, multiple: int) -> int:

@@ -116,7 +116,7 @@ def prefill(model: Decoder, prompts: Sequence[Sequence[int]], *, chunk: int, dev
     """Read the prompts (each of one token or more), `chunk` tokens at a time."""
     read = [_prefill_one(model, prompt, chunk, device) for prompt in prompts]
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    growing = [() if layer.mixer is None else layer.mixer.growing for layer in model.config.layers]
+    growing = [{name for mixer in layer.mixers for name in mixer.growing} for layer in model.config.layers]
     caches = [_batched([caches[i] for caches, _ in read], names) for i, names in enumerate(growing)]
     return Rows(caches, lengths, torch.cat([logits for _, logits in read]))
 
@@ -142,15 +142,15 @@ def _prefill_one(
     return caches, logits
 
 
-def _batched(caches: list[LayerCache], growing: Sequence[str]) -> LayerCache:
+def _batched(caches: list[LayerCache], growing: set[str]) -> LayerCache:
     """Merge one layer's caches of single rows into that of a batch; what grows is padded in front to the longest."""
     batch = LayerCache()
-    for name in caches[0]:
-        parts = [cache[name] for cache in caches]
+    for branch, name in [(branch, name) for branch, kept in caches[0].items() for name in kept]:
+        parts = [cache[branch][name] for cache in caches]
         if name in growing:
             longest = max(x.shape[1] for x in parts)
             parts = [F.pad(x, (0, 0) * (x.dim() - 2) + (longest - x.shape[1], 0)) for x in parts]
-        batch[name] = torch.cat(parts)
+        batch[branch][name] = torch.cat(parts)
     return batch
 
 

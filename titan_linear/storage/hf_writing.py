@@ -59,7 +59,7 @@ def find_family(model: ModelConfig, tokenizer: Files | None = None) -> str:
         ValueError: none does.
     """
     reasons = []
-    kinds = {type(layer.mixer) for layer in model.layers}
+    kinds = {layer.kinds for layer in model.layers}
     for family, has in FAMILIES.items():
         if kinds <= set(has.layers) and (has.experts if model.moe else has.mlp):
             try:

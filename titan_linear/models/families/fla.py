@@ -129,7 +129,7 @@ def _to_hf(config: ModelConfig, kind: type[KDA] | type[GDN]) -> Json:
     if isinstance(linear, KDA):
         written |= dict(safe_gate=linear.lower_bound is not None, lower_bound=linear.lower_bound)
     if attention := options_of(config, Attention):
-        softmax = [i for i, layer in enumerate(config.layers) if isinstance(layer.mixer, Attention)]
+        softmax = [i for i, layer in enumerate(config.layers) if isinstance(layer.mixers[0], Attention)]
         written["attn"] = dict(
             layers=softmax,
             num_heads=attention.heads,
@@ -141,9 +141,10 @@ def _to_hf(config: ModelConfig, kind: type[KDA] | type[GDN]) -> Json:
     return written
 
 
+SOFTMAX = {(Attention,): FLA_ATTENTION}
 FLA_KDA_FAMILY = Family(
-    FLA_MODEL, {KDA: FLA_KDA, Attention: FLA_ATTENTION}, MLP, (), lambda c: _from_hf(c, KDA), lambda c: _to_hf(c, KDA)
+    FLA_MODEL, {(KDA,): FLA_KDA, **SOFTMAX}, MLP, (), lambda c: _from_hf(c, KDA), lambda c: _to_hf(c, KDA)
 )
 FLA_GDN_FAMILY = Family(
-    FLA_MODEL, {GDN: FLA_GDN, Attention: FLA_ATTENTION}, MLP, (), lambda c: _from_hf(c, GDN), lambda c: _to_hf(c, GDN)
+    FLA_MODEL, {(GDN,): FLA_GDN, **SOFTMAX}, MLP, (), lambda c: _from_hf(c, GDN), lambda c: _to_hf(c, GDN)
 )

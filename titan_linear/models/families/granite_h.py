@@ -47,8 +47,8 @@ EXPERTS = (
     *_mlp("mlp.shared."),
 )
 LAYERS = {
-    Mamba2: (*NORMS, *mamba2("mamba.")),
-    Attention: (*NORMS, *weights("mixer.", "self_attn.", "q_proj", "k_proj", "v_proj", "o_proj")),
+    (Mamba2,): (*NORMS, *mamba2("mamba.")),
+    (Attention,): (*NORMS, *weights("mixer.", "self_attn.", "q_proj", "k_proj", "v_proj", "o_proj")),
 }
 
 # --- config.json -----------------------------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ def _to_hf(config: ModelConfig) -> Json:
 
 
 KIMI_LINEAR = Family(
-    MODEL, {KDA: KIMI_KDA, MLA: KIMI_MLA}, swiglu("mlp.", *PLACES), EXPERTS, _from_hf, _to_hf, ties=False
+    MODEL, {(KDA,): KIMI_KDA, (MLA,): KIMI_MLA}, swiglu("mlp.", *PLACES), EXPERTS, _from_hf, _to_hf, ties=False
 )
 
 # --- Presets ---------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ class Layout:
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]  # a name with {e} stands for one tensor per expert
-    groups: str | None = None  # the mixer's option that is the number of groups; None: one group
+    groups: str | None = None  # the first mixer's option that is the number of groups; None: one group
     form: str = "matrix"  # the shape on disk: a key of `shape_on_disk`
     equal: bool = False  # `theirs` are of equal size (the last may be smaller), whatever the sizes of `ours`
 
@@ -57,7 +57,7 @@ class OwnTokenizer:
 @dataclass(frozen=True)
 class Family:
     model: tuple[Spellings, ...]
-    layers: Mapping[type, tuple[Spellings, ...]]  # by options of the mixer, norms included; NoneType: without a mixer
+    layers: Mapping[tuple[type, ...], tuple[Spellings, ...]]  # by `Layer.kinds`, norms included
     mlp: tuple[Spellings, ...]
     experts: tuple[Spellings, ...]
     config_from_hf: Callable[[Json], ModelConfig]
@@ -233,7 +233,7 @@ def shortest(layers: list[MixerOptions]) -> tuple[MixerOptions, ...]:
 
 
 def layer_types(config: ModelConfig) -> list[str]:
-    return ["linear_attention" if layer.mixer.linear else "full_attention" for layer in config.layers]
+    return ["linear_attention" if layer.mixers[0].linear else "full_attention" for layer in config.layers]
 
 
 def options_of(config: ModelConfig, kind: type[Options]) -> Options | None:

@@ -24,13 +24,13 @@ from titan_linear.models.mixers import Attention, ShortConv
 MODEL = outside_layers("embed_tokens", "embedding_norm")
 _NORMS = weights("", "", mixer_norm="operator_norm", mlp_norm="ffn_norm")
 LAYERS = {
-    ShortConv: (
+    (ShortConv,): (
         *_NORMS,
         fused(("b_proj", "c_proj", "x_proj"), "conv.in_proj.weight"),
         fused(("conv1d",), "conv.conv.weight", form="conv"),
         *weights("mixer.", "conv.", o_proj="out_proj"),
     ),
-    Attention: (
+    (Attention,): (
         *_NORMS,
         *weights(
             "mixer.",
@@ -86,7 +86,7 @@ def _to_hf(config: ModelConfig) -> Json:
     written |= dict(
         model_type="lfm2",
         norm_eps=written.pop("rms_norm_eps"),
-        layer_types=["conv" if layer.mixer.linear else "full_attention" for layer in config.layers],
+        layer_types=["conv" if layer.mixers[0].linear else "full_attention" for layer in config.layers],
         intermediate_size=config.hidden_dim,
         block_auto_adjust_ff_dim=False,
         conv_bias=False,

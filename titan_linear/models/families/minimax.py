@@ -25,12 +25,12 @@ from titan_linear.models.mixers import Attention, Lightning
 # --- Tensors ---------------------------------------------------------------------------------------------------------
 
 LAYERS = {
-    Lightning: (
+    (Lightning,): (
         *NORMS,
         fused(("q_proj", "k_proj", "v_proj"), "self_attn.qkv_proj.weight", groups="heads"),
         *weights("mixer.", "self_attn.", g_proj="output_gate", o_norm="norm", o_proj="out_proj"),
     ),
-    Attention: (*NORMS, *weights("mixer.", "self_attn.", "q_proj", "k_proj", "v_proj", "o_proj")),
+    (Attention,): (*NORMS, *weights("mixer.", "self_attn.", "q_proj", "k_proj", "v_proj", "o_proj")),
 }
 PLACES = ("block_sparse_moe.", "mlp.")  # on disk, and in the module of `transformers`
 EXPERTS = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from types import NoneType
 
 from titan_linear.models.config import ModelConfig, MoEConfig
 from titan_linear.models.families.layout import (
@@ -44,9 +43,9 @@ EXPERTS = (
     *weights("mlp.shared.", "mixer.shared_experts.", *_MLP),
 )
 LAYERS = {
-    Mamba2: (*_NORM, *mamba2("mixer.")),
-    Attention: (*_NORM, *weights("mixer.", "mixer.", "q_proj", "k_proj", "v_proj", "o_proj")),
-    NoneType: weights("", "", mlp_norm="norm"),
+    (Mamba2,): (*_NORM, *mamba2("mixer.")),
+    (Attention,): (*_NORM, *weights("mixer.", "mixer.", "q_proj", "k_proj", "v_proj", "o_proj")),
+    (): weights("", "", mlp_norm="norm"),
 }
 
 # --- config.json -----------------------------------------------------------------------------------------------------

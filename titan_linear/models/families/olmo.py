@@ -97,7 +97,7 @@ def _to_hf(config: ModelConfig) -> Json:
     return written
 
 
-OLMO_HYBRID = Family(MODEL, {GDN: OLMO_GDN, Attention: OLMO_ATTENTION}, MLP, (), _from_hf, _to_hf)
+OLMO_HYBRID = Family(MODEL, {(GDN,): OLMO_GDN, (Attention,): OLMO_ATTENTION}, MLP, (), _from_hf, _to_hf)
 
 # --- Presets ---------------------------------------------------------------------------------------------------------
 

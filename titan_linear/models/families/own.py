@@ -18,4 +18,5 @@ def _to_hf(config: ModelConfig) -> Json:
 
 OWN_ATTENTION = (*FLA_ATTENTION, *weights("mixer.", "attn.", "q_norm", "k_norm", "g_proj"))
 
-OWN_FAMILY = Family(FLA_MODEL, {KDA: FLA_KDA, GDN: FLA_GDN, Attention: OWN_ATTENTION}, MLP, (), from_remote, _to_hf)
+LAYERS = {(KDA,): FLA_KDA, (GDN,): FLA_GDN, (Attention,): OWN_ATTENTION}
+OWN_FAMILY = Family(FLA_MODEL, LAYERS, MLP, (), from_remote, _to_hf)

@@ -161,7 +161,7 @@ _TOKENIZER = OwnTokenizer(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"), _is_qw
 # --- The families ----------------------------------------------------------------------------------------------------
 
 _VISION = (r"model\.visual\..*", r"mtp\..*")  # and multi-token prediction
-_QWEN3_5_LAYERS = {GDN: QWEN3_5_GDN, Attention: ATTENTION}
+_QWEN3_5_LAYERS = {(GDN,): QWEN3_5_GDN, (Attention,): ATTENTION}
 
 QWEN3_5 = Family(
     MODEL,
@@ -187,7 +187,7 @@ QWEN3_5_MOE = Family(
 )
 QWEN3_NEXT = Family(
     MODEL,
-    {GDN: QWEN3_NEXT_GDN, Attention: ATTENTION},
+    {(GDN,): QWEN3_NEXT_GDN, (Attention,): ATTENTION},
     MLP,
     EXPERTS,
     *_both_ways("qwen3_next"),

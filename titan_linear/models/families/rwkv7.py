@@ -100,7 +100,7 @@ def _to_hf(config: ModelConfig) -> Json:
     )
 
 
-RWKV7_FAMILY = Family(MODEL, {RWKV7: TIME_MIXING}, CHANNEL_MIXING, (), _from_hf, _to_hf)
+RWKV7_FAMILY = Family(MODEL, {(RWKV7,): TIME_MIXING}, CHANNEL_MIXING, (), _from_hf, _to_hf)
 
 # --- RWKV-LM's files -------------------------------------------------------------------------------------------------
 
