@@ -153,7 +153,7 @@ def test_what_is_fused() -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["hybrid", "nemotron-h"])
+@pytest.mark.parametrize("name", ["hybrid", "nemotron-h", "falcon-h1"])
 def test_every_split_is_counted(name: str, keys: dict[str, object]) -> None:
     """Exchanges are seen, and work is shared."""
     model = preset(name, "debug")

@@ -186,6 +186,7 @@ IN_FLOAT8 = {
     "kimi-linear/48B-A3B": BRANCH | SWIGLU | {"mixer.q_proj", "mlp.shared.gate_proj + mlp.shared.up_proj"},
     "nemotron-h/8B": {"mixer.o_proj", "mixer.q_proj", "mlp.up_proj", "mlp.down_proj"},
     "granite-h/micro": SWIGLU | {"mixer.o_proj", "mixer.q_proj"},
+    "falcon-h1/7B": SWIGLU | {"mixer.o_proj"},
     "lfm2/1.2B": SWIGLU | {"mixer.o_proj", "mixer.q_proj"},
     "minimax/text-01": {"mixer.o_proj", "mixer.q_proj"},
     "rwkv7/1.5B": {*(f"mixer.{x}_proj" for x in "rkvo"), "mlp.up_proj", "mlp.down_proj"},

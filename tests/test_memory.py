@@ -74,7 +74,7 @@ def test_compiled_layers_and_checkpointing_keep_less() -> None:
         assert layer.plain.working > 0 and layer.compiled.working > 0
 
 
-@pytest.mark.parametrize("name", ["hybrid", "kimi-linear", "nemotron-h"])
+@pytest.mark.parametrize("name", ["hybrid", "kimi-linear", "nemotron-h", "falcon-h1"])
 def test_checkpointing_takes_memory_in_order(name: str) -> None:
     sums = []
     for mode in ("full", "attention", "selective", "none"):

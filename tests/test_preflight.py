@@ -95,6 +95,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         ("qwen3.5", 3, r"320 rows of the vocabulary \(model.vocab_size\)"),
         ("nemotron-h", 4, "the 2 groups of mamba2, 2 key heads of attention in .* 'debug'; use 1 or 2$"),
         ("granite-h", 8, "4 query heads of attention"),
+        ("falcon-h1", 4, "the 2 groups of mamba2, 2 key heads of attention in .* 'debug'; use 1 or 2$"),
     ],
 )
 def test_what_tensor_parallelism_cannot_split(name: str, degree: int, said: str, tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def delta_rule(mixer: DeltaMixer, x: Tensor, edges: Tensor) -> Definition:
 
 def ssd(mixer: Mamba2Mixer, x: Tensor, edges: Tensor) -> Definition:
     convolved = (
-        direct_causal_conv1d(proj(x), conv.weight, conv.bias, activation="silu", cu_seqlens=edges)[0]
+        direct_causal_conv1d(proj(x) * conv.factor, conv.weight, conv.bias, activation="silu", cu_seqlens=edges)[0]
         for proj, conv in (
             (mixer.x_proj, mixer.x_conv1d),
             (mixer.b_proj, mixer.b_conv1d),
@@ -180,7 +180,7 @@ def ssd(mixer: Mamba2Mixer, x: Tensor, edges: Tensor) -> Definition:
     )
     dims = mixer.head_dim, mixer.state_dim, mixer.state_dim
     x_, B, C = (y.unflatten(-1, (-1, dim)) for y, dim in zip(convolved, dims))
-    dt = F.softplus(mixer.dt_proj(x) + mixer.dt_bias).clamp(*mixer.dt_limit)  # [1, T, heads]
+    dt = F.softplus(mixer.dt_proj(x) * mixer.dt_factor + mixer.dt_bias).clamp(*mixer.dt_limit)  # [1, T, heads]
     A = -mixer.A_log.exp()
     return partial(recurrent_ssd, A=A, D=mixer.D), {"x": x_, "dt": dt, "B": B, "C": C}, dt * A
 
@@ -303,7 +303,7 @@ def second_step(rank: int, world_size: int, argv: list[str]) -> tuple[dict, Obse
     return want, trainer.telemetry.seen, norm
 
 
-@pytest.mark.parametrize("name", ["hybrid", "kimi-linear", "nemotron-h", "granite-h", "minimax", "rwkv7"])
+@pytest.mark.parametrize("name", ["hybrid", "kimi-linear", "nemotron-h", "granite-h", "falcon-h1", "minimax", "rwkv7"])
 def test_against_definitions(name: str, folder: Path, worlds: Worlds) -> None:
     argv = arguments(folder, {"model.name": name, "model.flavor": "small" if name == "hybrid" else "debug"})
     ((want, seen, norm),) = worlds(1).run(second_step, argv)

@@ -28,7 +28,7 @@ from titan_linear.config import Training, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.distributed.groups import set_timeout
 from titan_linear.distributed.process import be_deterministic
-from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig
+from titan_linear.models.config import Entry, ModelConfig, MoEConfig
 from titan_linear.models.mixers import RWKV7, Attention, Mamba2, ShortConv
 from titan_linear.models.presets import OWN, PUBLISHED
 from titan_linear.models.rope import RopeScaling
@@ -90,8 +90,10 @@ def cut(model: ModelConfig) -> ModelConfig:
     """Four of its layers, softmax among them if it has some, a 16th as wide: a quarter of the experts, and of Mamba-2's
     heads and groups; as many heads of other mixers."""
 
-    def thin(part: MixerOptions | MoEConfig | str) -> MixerOptions | MoEConfig | str:
+    def thin(part: Entry | MoEConfig) -> Entry | MoEConfig:
         match part:
+            case tuple():
+                return tuple(map(thin, part))
             case ShortConv():
                 return replace(part, channels=part.channels // 16)
             case RWKV7():
@@ -118,6 +120,7 @@ OWN_FLAVORS = {
     "experts": EXPERTS,
     "nano-3": cut(PUBLISHED["nemotron-h"]["nano-3-30B-A3B"]),
     "granite-tiny": cut(PUBLISHED["granite-h"]["tiny"]),
+    "falcon-0.5B": cut(PUBLISHED["falcon-h1"]["0.5B"]),
     "lfm2-350M": cut(PUBLISHED["lfm2"]["350M"]),
     "rwkv7-0.1B": cut(PUBLISHED["rwkv7"]["0.1B"]),
 }
@@ -374,10 +377,12 @@ def test_a_compiled_run_is_equal(corpus: Path, worlds: Worlds, one_process: Call
     experts = FLOAT64 | {"training.steps": 3, "model.name": "hybrid", "model.flavor": "experts"}
     rwkv7 = FLOAT64 | {"training.steps": 3, "model.name": "rwkv7", "model.num_layers": 2}  # a layer gives values
     compiled = {"compile.enable": "true", "compile.backend": "aot_eager"}
+    falcon = FLOAT64 | {"training.steps": 3, "model.name": "falcon-h1", "model.num_layers": 1}
     full = {"activation_checkpoint.mode": "full", "training.local_batch_size": 2}  # two micro-steps
     for keys, (processes, split), more in (
         (softmax, SPLITS["cp 2 zig-zag"], {"training.enable_cpu_offload": "true"}),
         (rwkv7, SPLITS["tp 2"], full),
+        (falcon, SPLITS["tp 2"], {"activation_checkpoint.mode": "selective"}),
         (experts, EXPERT_SPLITS["ep 2, dp 2"], {}),
     ):
         one = one_process(keys)
@@ -396,6 +401,8 @@ MIXTURES = {
     "minimax": ("tp 2 x cp 2 zig-zag",),
     "nano-3": ("tp 2 x cp 2 zig-zag", "ep 2, HSDP x cp 2 x tp 2"),
     "granite-tiny": ("ep 2, dp 2",),
+    "falcon-h1": ("tp 2 x cp 2 zig-zag", "cp 4", "HSDP x cp"),
+    "falcon-0.5B": ("tp 2 x cp 2 zig-zag",),
     "lfm2-350M": ("tp 2 x cp 2 zig-zag",),
     "rwkv7-0.1B": ("tp 2 x cp 2 zig-zag", "HSDP x cp"),
 }
@@ -404,7 +411,7 @@ MIXTURES = {
 @pytest.mark.parametrize("name", MIXTURES)
 def test_mixtures_of_experts(name: str, corpus: Path, worlds: Worlds, one_process: Callable[[dict], tuple]) -> None:
     """A load-balance loss, a selection bias that moves, latent attention, Lightning attention, Mamba-2 of one group and
-    of several, over FSDP and both layouts; 20 steps of published shapes, cut."""
+    of several, mixers side by side, over FSDP and both layouts; 20 steps of published shapes, cut."""
     keys = FLOAT64 | {"training.steps": 3, "model.name": name, "activation_checkpoint.mode": "full"}
     if name in OWN_FLAVORS:
         short = {"training.steps": 20, "training.seq_len": 32, "activation_checkpoint.mode": "none"}

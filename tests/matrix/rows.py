@@ -89,6 +89,7 @@ MODELS: dict[str, tuple[Variant, ...]] = {
         preset("nemotron-h", "nano-3-30B-A3B", **SIX, moe__num_experts=16, experts=True, lr=1e-5),
         preset("granite-h", "tiny", **SIX, moe__num_experts=16, experts=True, scheduled=True),
         preset("granite-h", "micro", **SIX),
+        preset("falcon-h1", "0.5B", num_layers=8, vocab_size=8192),
     ),
     "others": (
         preset("rwkv7", "0.4B", vocab_size=8192),

@@ -12,6 +12,8 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
+    FalconH1Config,
+    FalconH1ForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
     KimiLinearConfig,
@@ -107,6 +109,29 @@ GRANITE = (
     )
 )
 
+FALCON = (
+    SIZES
+    | HEADS
+    | dict(
+        head_dim=16,
+        intermediate_size=48,
+        mamba_d_ssm=48,
+        mamba_n_heads=4,
+        mamba_d_state=8,
+        mamba_chunk_size=32,
+        mamba_norm_before_gate=False,
+        embedding_multiplier=2.5,
+        lm_head_multiplier=0.3,
+        key_multiplier=0.7,
+        attention_in_multiplier=1.3,
+        attention_out_multiplier=0.9,
+        ssm_in_multiplier=1.25,
+        ssm_multipliers=[0.6, 1.4, 0.8, 1.7, 1.1],
+        ssm_out_multiplier=0.45,
+        mlp_multipliers=[0.85, 0.55],
+    )
+)
+
 
 def nemotron(pattern: str, **options: object) -> PreTrainedModel:
     """Its Mamba-2 layers take `time_step_limit` for the limits of time steps, as the trainer of the published models
@@ -146,6 +171,12 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "Nemotron 3": lambda: nemotron("ME*EM", moe_latent_size=12, norm_topk_prob=False, time_step_limit=(2e-2, 5e-2)),
     "Granite-H": lambda: GraniteMoeHybridForCausalLM(
         GraniteMoeHybridConfig(**GRANITE, num_local_experts=8, num_experts_per_tok=3, tie_word_embeddings=True)
+    ),
+    "Falcon-H1": lambda: FalconH1ForCausalLM(
+        FalconH1Config(**FALCON, mamba_rms_norm=True, mamba_n_groups=2, time_step_limit=(0.9, 1.4))
+    ),
+    "Falcon-H1, no norm": lambda: FalconH1ForCausalLM(
+        FalconH1Config(**FALCON, mamba_conv_bias=False, tie_word_embeddings=True, rope_parameters=dict(LLAMA3))
     ),
     "LFM2": lambda: Lfm2ForCausalLM(
         Lfm2Config(
@@ -199,7 +230,7 @@ def randomise(model: PreTrainedModel) -> PreTrainedModel:
     rng = torch.Generator().manual_seed(0)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         noise = torch.randn(tensor.shape, generator=rng)
-        if name.endswith(("inv_freq", "slope_rate", "_decay")):
+        if name.endswith(("inv_freq", "slope_rate", "_decay", "mup_vector")):
             continue
         if "kv_a_proj" in name:  # latents so small that the eps of their norm shows
             tensor.copy_(noise * 1e-3 * tensor.shape[-1] ** -0.5)

@@ -53,7 +53,12 @@ MODELS: dict[str, ModelConfig] = {
     "zero-centred, partial rotary, YaRN": replace(
         HYBRID,
         zero_centred_norm=True,
-        pattern=(_KDA, replace(_ATTENTION, rotary_fraction=0.25, rope_theta=500.0, rope_scaling=YARN)),
+        pattern=(
+            _KDA,
+            replace(
+                _ATTENTION, rotary_fraction=0.25, rope_theta=500.0, rope_scaling=YARN, key_factor=0.7, out_factor=0.6
+            ),
+        ),
     ),
     "post-norm, over the width": replace(
         HYBRID,

@@ -42,6 +42,9 @@ COUNTS = {
     ("granite-h", "micro"): 3_191_396_096,
     ("granite-h", "tiny"): 6_939_037_248,
     ("granite-h", "small"): 32_207_337_984,
+    ("falcon-h1", "0.5B"): 521_411_104,
+    ("falcon-h1", "1.5B-deep"): 1_554_872_208,
+    ("falcon-h1", "7B"): 7_585_648_736,
 }
 BY_THEIR_AUTHORS = {  # of models that transformers lacks
     ("rwkv7", "0.1B"): 191_034_624,
@@ -218,6 +221,45 @@ def test_keys_change_sizes_pattern_and_options() -> None:
         expected = RopeScaling(**yarn) if "yarn" in keys[0] else None
         assert resized_by(keys).pattern[2] == replace(preset("hybrid", "debug").pattern[2], rope_scaling=expected)
     assert resized_by(["--model.moe={num_experts = 4, top_k = 2, hidden_dim = 8}"]).moe == MoEConfig(4, 2, 8)
+
+
+def test_falcon_h1_as_published() -> None:
+    published = dict(
+        architectures=["FalconH1ForCausalLM"],
+        attention_in_multiplier=1.0,
+        attention_out_multiplier=0.9375,
+        embedding_multiplier=5.656854249492381,
+        head_dim=64,
+        hidden_act="silu",
+        hidden_size=1024,
+        intermediate_size=2048,
+        key_multiplier=0.39062499999999994,
+        lm_head_multiplier=0.0390625,
+        mamba_conv_bias=True,
+        mamba_d_conv=4,
+        mamba_d_head=64,
+        mamba_d_ssm=1536,
+        mamba_d_state=128,
+        mamba_expand=2,
+        mamba_n_groups=1,
+        mamba_n_heads=24,
+        mamba_norm_before_gate=False,
+        mamba_rms_norm=False,
+        mlp_multipliers=[0.8838834764831844, 0.5859375],
+        num_attention_heads=8,
+        num_hidden_layers=36,
+        num_key_value_heads=2,
+        rms_norm_eps=1e-5,
+        rope_scaling=None,
+        rope_theta=1e11,
+        ssm_in_multiplier=1.25,
+        ssm_multipliers=[0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+        ssm_out_multiplier=0.23570226039551587,
+        tie_word_embeddings=False,
+        vocab_size=32784,
+    )
+    found = config_from_hf(published), config_from_hf(published | {"mamba_d_head": "auto"})
+    assert found == (("FalconH1ForCausalLM", preset("falcon-h1", "0.5B")),) * 2
 
 
 def test_keys_put_mixers_side_by_side() -> None:

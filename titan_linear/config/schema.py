@@ -63,6 +63,7 @@ class Model(Section):
         "kimi-linear",
         "nemotron-h",
         "granite-h",
+        "falcon-h1",
         "lfm2",
         "minimax",
         "rwkv7",

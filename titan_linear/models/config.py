@@ -159,6 +159,8 @@ class ModelConfig:
     residual_factor: float = 1.0  # on what each branch adds
     kept_factor: float = 1.0  # on what it adds that to
     normed_residual: bool = False  # that is the norm of the layer's input, which the branch has too
+    gate_factor: float = 1.0  # on what gates a SwiGLU
+    mlp_factor: float = 1.0  # on the outputs of MLPs and experts
     logits_divisor: float = 1.0
 
     @property
@@ -167,7 +169,7 @@ class ModelConfig:
         return tuple(self._layer(i, self.pattern[i % len(self.pattern)]) for i in range(self.num_layers))
 
     def _layer(self, i: int, entry: Entry) -> Layer:
-        dense = Dense(self.hidden_dim, self.activation) if self.hidden_dim else None
+        dense = Dense(self.hidden_dim, self.activation, self.gate_factor) if self.hidden_dim else None
         if isinstance(entry, str):
             return Layer((), self.moe if entry == MoEConfig.name else dense)
         earlier = {type(mixer) for before in self.pattern[:i] for mixer in mixers_of(before)}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_linear.models.config import ModelConfig
-from titan_linear.models.layers import LayerNorm, RMSNorm
+from titan_linear.models.layers import LayerNorm, RMSNorm, scaled
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.cross_entropy import chunked_cross_entropy
 from titan_linear.ops.registry import choose_implementations
@@ -43,6 +43,7 @@ class Block(nn.Module):
         self.normed_residual = config.normed_residual
         self.factor = config.residual_factor
         self.kept_factor = config.kept_factor
+        self.mlp_factor = config.mlp_factor
         self.mixer_names = tuple(f"mixer{n or ''}" for n in range(len(options.mixers)))
         self.takes = tuple(mixer.takes > 0 for mixer in options.mixers)
         self.mlp = None
@@ -68,7 +69,7 @@ class Block(nn.Module):
             given = x if self.post_norm else self.mlp_norm(x)
             y = self.mlp(given, plan, None if cache is None else cache["mlp"])
             y, balance = y if isinstance(y, tuple) else (y, None)
-            x = self._added(x, given, y, self.mlp_norm)
+            x = self._added(x, given, scaled(y, self.mlp_factor), self.mlp_norm)
         return x, balance, own
 
     @property
@@ -94,9 +95,8 @@ class Block(nn.Module):
     def _added(self, x: Tensor, given: Tensor, y: Tensor, norm: nn.Module) -> Tensor:
         """given: what the branch got; y: what came of it."""
         x = given if self.normed_residual else x
-        x = x if self.kept_factor == 1 else x * self.kept_factor
         y = norm(y) if self.post_norm else y
-        return x + (y if self.factor == 1 else y * self.factor)
+        return scaled(x, self.kept_factor) + scaled(y, self.factor)
 
 
 class Head(nn.Module):
@@ -162,9 +162,7 @@ class Decoder(nn.Module):
         return self
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        factor = self.config.embedding_factor
-        return self.embedding_norm(x if factor == 1 else x * factor)
+        return self.embedding_norm(scaled(self.embedding(tokens), self.config.embedding_factor))
 
     def forward(
         self,

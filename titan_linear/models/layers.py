@@ -31,6 +31,10 @@ def widen(x: Tensor) -> Tensor:
     return x.to(widened(x.dtype))
 
 
+def scaled(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1 else x * factor
+
+
 def projection(inputs: int, outputs: int) -> nn.Linear:
     """A projection, which has no bias."""
     return nn.Linear(inputs, outputs, bias=False)
@@ -161,10 +165,12 @@ def attention_entropy(q: Tensor, k: Tensor, cu_seqlens: Tensor, scale: float | N
 
 
 class ConvWeight(nn.Module):
-    """The weight [D, W] of a short depthwise convolution, and its bias [D], which is drawn as zeros, if it has one."""
+    """The weight [D, W] of a short depthwise convolution, and its bias [D], which is drawn as zeros, if it has one.
+    factor: on its inputs."""
 
-    def __init__(self, dim: int, width: int, bias: bool = False):
+    def __init__(self, dim: int, width: int, bias: bool = False, factor: float = 1.0):
         super().__init__()
+        self.factor = factor
         self.weight = nn.Parameter(torch.empty(dim, width))
         self.bias = nn.Parameter(torch.empty(dim)) if bias else None
         self.initial = {"bias": zeros}

@@ -216,6 +216,7 @@ class Attention(nn.Module):
         self.rotary = options["rope_theta"], rotated, tuple(scaling.items())
         self.qk_norm = options["qk_norm"]
         self.scale = options.get("scale")
+        self.key_factor, self.out_factor = (options.get(f"{name}_factor", 1.0) for name in ("key", "out"))
         dim = config.hidden_size
         self.q_proj = nn.Linear(dim, self.heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(dim, self.kv_heads * self.head_dim, bias=False)
@@ -235,6 +236,7 @@ class Attention(nn.Module):
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
+        k = k * self.key_factor
         if self.rotary[0] is not None:
             cos, sin = tokens.angles(self.rotary, q.dtype)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
@@ -245,7 +247,8 @@ class Attention(nn.Module):
         mask = tokens.mask(k.shape[2])
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale)
         o = o.transpose(1, 2).flatten(2)
-        return self.o_proj(o if self.g_proj is None else o * self.g_proj(x).sigmoid())
+        o = o if self.g_proj is None else o * self.g_proj(x).sigmoid()
+        return self.o_proj(o) * self.out_factor
 
 
 def rotate(x, cos, sin):

@@ -1,4 +1,4 @@
-"""SwiGLU and the projection that follows it: (silu(gate) · up) Wᵀ (Shazeer 2020).
+"""SwiGLU and the projection that follows it: (silu(factor · gate) · up) Wᵀ (Shazeer 2020).
 
 Of the activations only gate and up are saved for backward, side by side as one product gave them: the pass that
 computes their gradients recomputes the input of the projection.
@@ -22,7 +22,13 @@ from titan_linear.ops.triton.configs import with_kernels
 Pair = tuple[Tensor, Tensor]
 
 
-def swiglu(gate_up: Tensor, weight: Tensor, impl: str | Choice = "auto", product: Product = F.linear) -> Tensor:
+def swiglu(
+    gate_up: Tensor,
+    weight: Tensor,
+    impl: str | Choice = "auto",
+    product: Product = F.linear,
+    gate_factor: float = 1.0,
+) -> Tensor:
     """gate_up [.., 2 H], gate before up, weight [D, H] -> [.., D]. Elementwise work is done in float32 or wider.
 
     impl: "torch", "triton", or "auto" (ops/runtime/support.py). product: of x [.., K] and weight [N, K], x weightᵀ.
@@ -33,20 +39,22 @@ def swiglu(gate_up: Tensor, weight: Tensor, impl: str | Choice = "auto", product
             f"gate_up {tuple(gate_up.shape)} and weight {tuple(weight.shape)} must be [.., 2 H] and [D, H]"
         )
     check_floats(gate_up=gate_up, weight=weight)
-    return _SwiGLU.apply(gate_up, weight, SWIGLU.implementation(impl, gate_up.device, gate_up.dtype), product)
+    name = SWIGLU.implementation(impl, gate_up.device, gate_up.dtype)
+    return _SwiGLU.apply(gate_up, weight, name, product, float(gate_factor))
 
 
-def _forward(gate_up: Tensor) -> Tensor:
+def _forward(gate_up: Tensor, factor: float) -> Tensor:
     gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, -1)
-    return (F.silu(gate) * up).to(gate_up.dtype)
+    return (F.silu(gate * factor) * up).to(gate_up.dtype)
 
 
-def _backward(gate_up: Tensor, dy: Tensor) -> Pair:
+def _backward(gate_up: Tensor, dy: Tensor, factor: float) -> Pair:
     wide = torch.promote_types(gate_up.dtype, torch.float32)
     gate, up = gate_up.to(wide).chunk(2, -1)
+    gate = gate * factor
     dy, sigmoid = dy.to(wide), gate.sigmoid()
     silu = gate * sigmoid
-    d = torch.cat([dy * up * sigmoid * (1 + gate * (1 - sigmoid)), dy * silu], -1)
+    d = torch.cat([dy * up * sigmoid * (1 + gate * (1 - sigmoid)) * factor, dy * silu], -1)
     return d.to(gate_up.dtype), (silu * up).to(gate_up.dtype)
 
 
@@ -61,16 +69,17 @@ SWIGLU = Op("swiglu", with_kernels(_triton, lambda: (_forward, _backward), slowe
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, name: str, product: Product) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, name: str, product: Product, factor: float) -> Tensor:
         ctx.save_for_backward(gate_up, weight)
-        ctx.name, ctx.product = name, product
-        return product(SWIGLU.load(name)[0](gate_up.contiguous()), weight)
+        ctx.name, ctx.product, ctx.factor = name, product, factor
+        return product(SWIGLU.load(name)[0](gate_up.contiguous(), factor), weight)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         check_first_derivative()
         gate_up, weight = ctx.saved_tensors
         dy = dy.to(weight.dtype)  # dy has autocast's dtype if only forward ran in autocast
-        d, activated = SWIGLU.load(ctx.name)[1](gate_up.contiguous(), ctx.product(dy, weight.T).contiguous())
+        dactivated = ctx.product(dy, weight.T).contiguous()
+        d, activated = SWIGLU.load(ctx.name)[1](gate_up.contiguous(), dactivated, ctx.factor)
         dweight = dy.reshape(-1, dy.shape[-1]).T @ activated.reshape(-1, activated.shape[-1])
-        return d, dweight, None, None
+        return d, dweight, None, None, None

@@ -298,7 +298,7 @@ def swiglu_case(dtype: str = "bfloat16") -> None:
     from titan_linear.ops.triton import swiglu
 
     gate_up = torch.empty(1, 2048, 2 * 2816, device="meta", dtype=getattr(torch, dtype))
-    launch(swiglu.swiglu_backward, gate_up, launch(swiglu.swiglu_forward, gate_up))
+    launch(swiglu.swiglu_backward, gate_up, launch(swiglu.swiglu_forward, gate_up, 0.5), 0.5)
 
 
 CASES: dict[str, tuple[Callable, tuple]] = {

@@ -4,6 +4,7 @@ A new family takes a file here and its lines in these tables; one with sizes of 
 """
 
 from titan_linear.models.config import ModelConfig
+from titan_linear.models.families.falcon_h1 import FALCON_H1, FALCON_H1_MODELS
 from titan_linear.models.families.fla import FLA_GDN_FAMILY, FLA_KDA_FAMILY
 from titan_linear.models.families.granite_h import GRANITE_H, GRANITE_H_MODELS
 from titan_linear.models.families.kimi import KIMI_LINEAR, KIMI_LINEAR_MODELS
@@ -24,6 +25,7 @@ FAMILIES: dict[str, Family] = {  # by architecture
     "KimiLinearForCausalLM": KIMI_LINEAR,
     "NemotronHForCausalLM": NEMOTRON_H,
     "GraniteMoeHybridForCausalLM": GRANITE_H,
+    "FalconH1ForCausalLM": FALCON_H1,
     "Lfm2ForCausalLM": LFM2,
     "MiniMaxForCausalLM": MINIMAX,
     "RWKV7ForCausalLM": RWKV7_FAMILY,
@@ -39,6 +41,7 @@ PUBLISHED: dict[str, dict[str, ModelConfig]] = {  # by name and flavor, from the
     "kimi-linear": KIMI_LINEAR_MODELS,
     "nemotron-h": NEMOTRON_H_MODELS,
     "granite-h": GRANITE_H_MODELS,
+    "falcon-h1": FALCON_H1_MODELS,
     "lfm2": LFM2_MODELS,
     "minimax": MINIMAX_MODELS,
     "rwkv7": RWKV7_MODELS,

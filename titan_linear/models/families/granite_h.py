@@ -5,6 +5,7 @@ from __future__ import annotations
 from titan_linear.models.config import ModelConfig, MoEConfig
 from titan_linear.models.families.layout import (
     HEADS,
+    MAMBA2_SIZES,
     MODEL,
     NORMS,
     Family,
@@ -55,14 +56,6 @@ LAYERS = {
 
 FACTORS = dict(
     embedding_factor="embedding_multiplier", residual_factor="residual_multiplier", logits_divisor="logits_scaling"
-)
-MAMBA2_SIZES = dict(
-    heads="mamba_n_heads",
-    head_dim="mamba_d_head",
-    state_dim="mamba_d_state",
-    groups="mamba_n_groups",
-    conv_size="mamba_d_conv",
-    conv_bias="mamba_conv_bias",
 )
 MOE_SIZES = dict(num_experts="num_local_experts", top_k="num_experts_per_tok", hidden_dim="intermediate_size")
 

@@ -301,6 +301,14 @@ def common_to_hf(config: ModelConfig) -> Json:
     return named(config, COMMON) | fixed | dict(layer_types=layer_types(config))
 
 
+MAMBA2_SIZES = dict(
+    heads="mamba_n_heads",
+    head_dim="mamba_d_head",
+    state_dim="mamba_d_state",
+    groups="mamba_n_groups",
+    conv_size="mamba_d_conv",
+    conv_bias="mamba_conv_bias",
+)  # in Granite's and Falcon's families
 GDN_SIZES = dict(
     heads="linear_num_key_heads",
     v_heads="linear_num_value_heads",

@@ -10,7 +10,17 @@ from torch import Tensor, nn
 
 from titan_linear.models.cases import Draws, OpCase, attention_case
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
-from titan_linear.models.layers import Cache, OpDims, RMSNorm, attention_entropy, grown, projection, rotate, widened
+from titan_linear.models.layers import (
+    Cache,
+    OpDims,
+    RMSNorm,
+    attention_entropy,
+    grown,
+    projection,
+    rotate,
+    scaled,
+    widened,
+)
 from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.models.rope import RopeScaling, Rotary
 from titan_linear.ops import attention
@@ -28,6 +38,8 @@ class Attention(MixerOptions):
     rope_scaling: RopeScaling | None = None
     output_gate: bool = False
     scale: float | None = None  # of the scores; None: head_dim^−½
+    key_factor: float = 1.0
+    out_factor: float = 1.0
 
     name: ClassVar[str] = "attention"
     growing: ClassVar[tuple[str, ...]] = ("k", "v")
@@ -83,6 +95,8 @@ class AttentionMixer(nn.Module):
         self.rotary = options.rotary
         self.qk_norm = options.qk_norm
         self.scale = options.scale
+        self.key_factor = options.key_factor
+        self.out_factor = options.out_factor
         q_dim = options.heads * self.head_dim
         k_dim = options.kv_heads * self.head_dim
         self.cp_method = "auto"  # "auto" or one of SOFTMAX_METHODS, under context parallelism
@@ -104,15 +118,17 @@ class AttentionMixer(nn.Module):
         k, v = grown(cache, k=k, v=v)
         documents = {"first_key": plan.first_key, **plan.documents}
         o = attention(q, k, v, scale=self.scale, method=self.cp_method, **documents).flatten(-2)
-        return self.o_proj(o if self.g_proj is None else o * self.g_proj(x).sigmoid())
+        o = o if self.g_proj is None else o * self.g_proj(x).sigmoid()
+        return scaled(self.o_proj(o), self.out_factor)
 
     def watch(self, x: Tensor, window: Window) -> dict[str, tuple[Tensor, Tensor]]:
         q, k = self._queries_and_keys(x[:, : window.tokens], window.plan)
         return {"attention_entropy": attention_entropy(q, k, window.plan.cu_seqlens, self.scale)}
 
     def _queries_and_keys(self, x: Tensor, plan: BatchPlan) -> tuple[Tensor, Tensor]:
-        """q [B, T, H, D], k [B, T, Hkv, D], normed and rotated."""
+        """q [B, T, H, D], k [B, T, Hkv, D], normed, scaled and rotated."""
         q, k = self._normed(self.q_proj(x), self.k_proj(x))
+        k = scaled(k, self.key_factor)
         if self.rotary is None:
             return q, k
         cos, sin = plan.angles(self.rotary, widened(q.dtype))

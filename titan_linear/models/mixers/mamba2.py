@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from titan_linear.models.cases import Draws, OpCase, Tensors, convolution_case
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.draws import ones, time_step_bias, uniform_decay
-from titan_linear.models.layers import ConvWeight, OpDims, cut, project, projection, widen
+from titan_linear.models.layers import ConvWeight, OpDims, cut, project, projection, scaled, widen
 from titan_linear.models.mixers.recurrent import Cache, Inputs, RecurrentMixer, RecurrentOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_ssd
@@ -32,6 +32,13 @@ class Mamba2(RecurrentOptions):
     conv_bias: bool = True
     dt_min: float = 0.0  # limits of the time steps
     dt_max: float = math.inf
+    z_factor: float = 1.0  # on the projections to z, x, B, C and Δ, and from the output
+    x_factor: float = 1.0
+    b_factor: float = 1.0
+    c_factor: float = 1.0
+    dt_factor: float = 1.0
+    out_factor: float = 1.0
+    output_norm: bool = True  # else the output is only gated
 
     name: ClassVar[str] = "mamba2"
     op: ClassVar[str] = "chunk_ssd"
@@ -102,6 +109,11 @@ class Mamba2(RecurrentOptions):
         return Mamba2Mixer(self, config)
 
 
+def gated(x: Tensor, z: Tensor) -> Tensor:
+    """x · silu(z), in float32 or wider."""
+    return widen(x) * F.silu(widen(z))
+
+
 class GroupedRMSNorm(nn.Module):
     """RMSNorm(x · silu(z)) over each group of channels, times a weight."""
 
@@ -116,7 +128,7 @@ class GroupedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         """x, z [.., dim], of which a rank of tensor parallelism has whole groups, or its part of the only one."""
-        wide = widen(x) * F.silu(widen(z))
+        wide = gated(x, z)
         grouped = wide.unflatten(-1, (-1, min(self.width, wide.shape[-1])))
         squares = grouped.square().sum(-1, keepdim=True)
         if grouped.shape[-1] < self.width:
@@ -141,15 +153,19 @@ class Mamba2Mixer(RecurrentMixer):
         self.head_dim = options.head_dim
         self.state_dim = options.state_dim
         self.dt_limit = (options.dt_min, options.dt_max)
+        self.z_factor = options.z_factor
+        self.dt_factor = options.dt_factor
+        self.out_factor = options.out_factor
+        conv_factors = options.x_factor, options.b_factor, options.c_factor  # a convolution is linear
         inner, *_ = widths = options.widths
         self.x_proj, self.b_proj, self.c_proj = (projection(config.dim, w) for w in widths)
         self.z_proj = projection(config.dim, inner)
         self.dt_proj = projection(config.dim, options.heads)
         self.x_conv1d, self.b_conv1d, self.c_conv1d = (
-            ConvWeight(w, options.conv_size, options.conv_bias) for w in widths
+            ConvWeight(w, options.conv_size, options.conv_bias, f) for w, f in zip(widths, conv_factors, strict=True)
         )
         self.A_log, self.D, self.dt_bias = (nn.Parameter(torch.empty(options.heads)) for _ in range(3))
-        self.o_norm = GroupedRMSNorm(inner, options.groups, config.norm_eps)
+        self.o_norm = GroupedRMSNorm(inner, options.groups, config.norm_eps) if options.output_norm else None
         self.o_proj = projection(inner, config.dim)
         self.initial = {"A_log": uniform_decay(1.0), "D": ones, "dt_bias": time_step_bias}
         if options.groups > 1:
@@ -163,7 +179,7 @@ class Mamba2Mixer(RecurrentMixer):
         xbc, z, dt = cut(project(x, *projections), x_dim + b_dim + c_dim, z_dim, heads)
         convolutions = [self.x_conv1d, self.b_conv1d, self.c_conv1d]
         x, B, C = self._convolved(xbc, convolutions, (self.head_dim, self.state_dim, self.state_dim), plan, cache)
-        return (x, dt, B, C), z
+        return (x, scaled(dt, self.dt_factor), B, C), scaled(z, self.z_factor)
 
     def _rule(self, inputs: Inputs, **how: Any) -> tuple[Tensor, Tensor | None]:
         x, dt, B, C = inputs
@@ -183,7 +199,9 @@ class Mamba2Mixer(RecurrentMixer):
         )
 
     def _output(self, o: Tensor, gate: Tensor) -> Tensor:
-        return self.o_proj(self.o_norm(o.flatten(-2), gate))
+        o = o.flatten(-2)
+        o = gated(o, gate).to(o.dtype) if self.o_norm is None else self.o_norm(o, gate)
+        return scaled(self.o_proj(o), self.out_factor)
 
     def _log_decay(self, inputs: Inputs) -> Tensor:
         _, dt, _, _ = inputs

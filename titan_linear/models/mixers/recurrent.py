@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_linear.models.config import MixerOptions
-from titan_linear.models.layers import Cache, ConvWeight, convolve, widen, widened
+from titan_linear.models.layers import Cache, ConvWeight, convolve, scaled, widen, widened
 from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.ops.runtime.support import Choice
 
@@ -119,7 +119,7 @@ class RecurrentMixer(nn.Module):
         """x [B, T, D], the inputs of these convolutions side by side -> the output of each, [B, T, ., dim], after a
         silu. They are one convolution: one halo under context parallelism. norm_dim: they give q, k and v, and heads of
         q and k have this many channels and length 1."""
-        weights = [c.weight for c in convolutions]
+        weights = [scaled(c.weight, c.factor) for c in convolutions]
         biases = [c.bias for c in convolutions]
         bias = None if biases[0] is None else torch.cat(biases)
         options = {"bias": bias, "activation": "silu", "widths": [*map(len, weights)], "norm_dim": norm_dim}

@@ -24,13 +24,16 @@ DenseActivation = Literal[Activation, "shifted_relu2"]
 class Dense(MLPOptions):
     hidden_dim: int
     activation: DenseActivation = "swiglu"
+    gate_factor: float = 1.0  # of a SwiGLU
 
     name: ClassVar[str] = "mlp"
 
     def build(self, dim: int, depth: float = 0.0) -> SwiGLU | ReLU2:
-        if self.activation == "shifted_relu2":
-            return ShiftedReLU2(dim, self.hidden_dim, depth)
-        return {"swiglu": SwiGLU, "relu2": ReLU2}[self.activation](dim, self.hidden_dim)
+        if self.activation == "swiglu":
+            return SwiGLU(dim, self.hidden_dim, self.gate_factor)
+        if self.activation == "relu2":
+            return ReLU2(dim, self.hidden_dim)
+        return ShiftedReLU2(dim, self.hidden_dim, depth)
 
     def ops(self, dim: int, tp: int) -> OpDims:
         return {"swiglu": {"swiglu": {}}, "relu2": {}, "shifted_relu2": SHIFT_OPS}[self.activation]
@@ -49,13 +52,14 @@ def matrices(activation: DenseActivation) -> int:
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) · up(x)).  [.., dim] -> [.., dim]"""
+    """down(silu(factor · gate(x)) · up(x)).  [.., dim] -> [.., dim]"""
 
     split: ClassVar[dict[str, int]] = {"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1}
     float8: ClassVar = (("gate_proj", "up_proj"), ("down_proj",))
 
-    def __init__(self, dim: int, hidden_dim: int):
+    def __init__(self, dim: int, hidden_dim: int, gate_factor: float = 1.0):
         super().__init__()
+        self.gate_factor = gate_factor
         self.gate_proj = projection(dim, hidden_dim)
         self.up_proj = projection(dim, hidden_dim)
         self.down_proj = projection(hidden_dim, dim)
@@ -64,7 +68,7 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor, plan: BatchPlan | None = None, cache: Cache = None) -> Tensor:
         impl = self.implementations.get("swiglu", "auto")
         gate_up = project(x, self.gate_proj, self.up_proj)
-        return swiglu(gate_up, self.down_proj.weight, impl, product_of(self.down_proj))
+        return swiglu(gate_up, self.down_proj.weight, impl, product_of(self.down_proj), self.gate_factor)
 
 
 class ReLU2(nn.Module):

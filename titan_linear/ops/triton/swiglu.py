@@ -1,4 +1,5 @@
-"""silu(gate) · up with gate and up side by side; one pass in backward gives both gradients, and the product again."""
+"""silu(factor · gate) · up with gate and up side by side; one pass in backward gives both gradients, and the product
+again."""
 
 from __future__ import annotations
 
@@ -14,26 +15,26 @@ TILE = {"ROWS": 8, "BH": 256, "num_warps": 4}  # rows and channels per program
 
 
 @Kernel
-def swiglu_fwd_kernel(gate_up, y, rows, H, ROWS: tl.constexpr, BH: tl.constexpr):
+def swiglu_fwd_kernel(gate_up, y, rows, H, FACTOR: tl.constexpr, ROWS: tl.constexpr, BH: tl.constexpr):
     o_r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     o_h = tl.program_id(1) * BH + tl.arange(0, BH)[None, :]
     m = (o_r < rows) & (o_h < H)
-    b_gate = tl.load(gate_up + o_r * 2 * H + o_h, mask=m, other=0).to(tl.float32)
+    b_gate = FACTOR * tl.load(gate_up + o_r * 2 * H + o_h, mask=m, other=0).to(tl.float32)
     b_up = tl.load(gate_up + o_r * 2 * H + H + o_h, mask=m, other=0).to(tl.float32)
     tl.store(y + o_r * H + o_h, (b_gate * tl.sigmoid(b_gate) * b_up).to(y.dtype.element_ty), mask=m)
 
 
 @Kernel
-def swiglu_bwd_kernel(gate_up, dy, d, y, rows, H, ROWS: tl.constexpr, BH: tl.constexpr):
+def swiglu_bwd_kernel(gate_up, dy, d, y, rows, H, FACTOR: tl.constexpr, ROWS: tl.constexpr, BH: tl.constexpr):
     o_r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     o_h = tl.program_id(1) * BH + tl.arange(0, BH)[None, :]
     m = (o_r < rows) & (o_h < H)
-    b_gate = tl.load(gate_up + o_r * 2 * H + o_h, mask=m, other=0).to(tl.float32)
+    b_gate = FACTOR * tl.load(gate_up + o_r * 2 * H + o_h, mask=m, other=0).to(tl.float32)
     b_up = tl.load(gate_up + o_r * 2 * H + H + o_h, mask=m, other=0).to(tl.float32)
     b_dy = tl.load(dy + o_r * H + o_h, mask=m, other=0).to(tl.float32)
     b_sigmoid = tl.sigmoid(b_gate)
     b_silu = b_gate * b_sigmoid
-    b_dgate = b_dy * b_up * b_sigmoid * (1 + b_gate * (1 - b_sigmoid))
+    b_dgate = FACTOR * b_dy * b_up * b_sigmoid * (1 + b_gate * (1 - b_sigmoid))
     tl.store(d + o_r * 2 * H + o_h, b_dgate.to(d.dtype.element_ty), mask=m)
     tl.store(d + o_r * 2 * H + H + o_h, (b_dy * b_silu).to(d.dtype.element_ty), mask=m)
     tl.store(y + o_r * H + o_h, (b_silu * b_up).to(y.dtype.element_ty), mask=m)
@@ -44,30 +45,30 @@ def _grid(rows: int, H: int) -> tuple[int, int]:
 
 
 @operator
-def swiglu_forward(gate_up: Tensor) -> Tensor:
+def swiglu_forward(gate_up: Tensor, factor: float) -> Tensor:
     """gate_up [.., 2 H] contiguous -> [.., H]."""
     H = gate_up.shape[-1] // 2
     y = gate_up.new_empty(*gate_up.shape[:-1], H)
     rows = y.numel() // H
-    swiglu_fwd_kernel[_grid(rows, H)](gate_up, y, rows, H, **TILE)
+    swiglu_fwd_kernel[_grid(rows, H)](gate_up, y, rows, H, FACTOR=factor, **TILE)
     return y
 
 
 @operator
-def swiglu_backward(gate_up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu_backward(gate_up: Tensor, dy: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     """gate_up [.., 2 H], dy [.., H], both contiguous -> the gradient of gate_up, and what forward returned."""
     d, y = torch.empty_like(gate_up), torch.empty_like(dy)
     H = dy.shape[-1]
     rows = dy.numel() // H
-    swiglu_bwd_kernel[_grid(rows, H)](gate_up, dy, d, y, rows, H, **TILE)
+    swiglu_bwd_kernel[_grid(rows, H)](gate_up, dy, d, y, rows, H, FACTOR=factor, **TILE)
     return d, y
 
 
 @register_fake(swiglu_forward)
-def _(gate_up):
+def _(gate_up, factor):
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
 @register_fake(swiglu_backward)
-def _(gate_up, dy):
+def _(gate_up, dy, factor):
     return torch.empty_like(gate_up), torch.empty_like(dy)
