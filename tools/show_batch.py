@@ -21,7 +21,7 @@ import numpy as np
 
 from titan_linear.commands import command_parser
 from titan_linear.config import Config, load_config
-from titan_linear.data import IGNORE, MixedStreams, Stream, Streams, Tokenizer, build_tokenizer
+from titan_linear.data import IGNORE, Stream, Streams, Tokenizer, build_tokenizer
 from titan_linear.distributed.process import refusing, run_command
 from titan_linear.run.build import tokenizer_path
 from titan_linear.run.data import build_streams
@@ -57,7 +57,8 @@ def shown(args: argparse.Namespace, config: Config, streams: Streams, tokenizer:
     for i in args.stream or losses or range(first, first + G):
         if not first <= i < first + G:
             raise ValueError(f"--stream {i} is not of step {step}; its streams are {first} to {first + G - 1}")
-        source = f", source {streams.source(i)[0]!r}" if isinstance(streams, MixedStreams) else ""
+        name, _ = streams.source(i)
+        source = f", source {name!r}" if name else ""
         loss = f", its micro-batch's loss {losses[i]}" if i in losses else ""
         yield f"\nstream {i}{source}{loss}"
         yield from documents(streams[i], tokenizer, args.characters)

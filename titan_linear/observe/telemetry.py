@@ -76,8 +76,7 @@ class Telemetry(Hook):
         self.dims = dims
         self.device = device
         self.streams = streams
-        mixed = isinstance(streams, MixedStreams)
-        self.sources = list(streams.sources) if mixed else []
+        self.sources = list(streams.sources) if isinstance(streams, MixedStreams) else []
         self.groups = groups
         self.buckets = config.training.seq_len.bit_length()
         self.units = list(dict.fromkeys(_unit(name) for name, _ in model.named_parameters()))

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan_linear.data import IGNORE, Batch, MixedStreams, StreamLoader
+from titan_linear.data import IGNORE, Batch, StreamLoader
 from titan_linear.proof.findings import Finding, Findings
 from titan_linear.proof.ranks import LocalDims, on_ranks, sharding_of
 from titan_linear.proof.subject import STREAMS, Subject
@@ -43,17 +43,13 @@ def labels(subject: Subject) -> Findings:
 
 
 def _all_trained_on(subject: Subject) -> bool:
-    corpora = subject.streams.sources.values() if isinstance(subject.streams, MixedStreams) else [subject.streams]
-    return all(streams.corpus.answers is None for streams in corpora)
+    return all(streams.corpus.answers is None for streams in subject.streams.sources.values())
 
 
 def _first_of_next(subject: Subject, i: int) -> int:
     """The token after the last one of stream i, if its document goes on."""
-    streams = subject.streams
-    if isinstance(streams, MixedStreams):
-        name, i = streams.source(i)
-        streams = streams.sources[name]
-    return int(streams[i + 1].tokens[0])
+    name, own = subject.streams.source(i)
+    return int(subject.streams.sources[name][own + 1].tokens[0])
 
 
 def cut(subject: Subject) -> Findings:

@@ -72,7 +72,7 @@ def check_size(tokens: int, config: Config) -> None:
 
 def tokens_of(streams: Streams) -> int:
     """Number of tokens in an epoch of all sources."""
-    return sum(s.num_tokens for s in (streams.sources.values() if isinstance(streams, MixedStreams) else [streams]))
+    return sum(source.num_tokens for source in streams.sources.values())
 
 
 def build_streams(config: Config, tokenizer: Tokenizer, progress: Progress | None) -> tuple[Streams, Streams | None]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from titan_linear.data.corpus.corpus import Corpus
-from titan_linear.data.streams.mixture import MixedStreams, Streams
+from titan_linear.data.streams.mixture import Streams
 
 _PART = re.compile(r"\*\*/|\*\*|.", re.DOTALL)
 _WILD = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
@@ -33,17 +33,15 @@ class FileGroups:
     def __init__(self, streams: Streams, patterns: Mapping[str, str], other: str):
         self.streams = streams
         self.names = [*patterns, other]
-        sources = streams.sources if isinstance(streams, MixedStreams) else {"": streams}
-        corpora = {name: source.corpus for name, source in sources.items()}
+        corpora = {name: source.corpus for name, source in streams.sources.items()}
         of_files = _grouped(corpora, patterns)
         self._edges = {name: _edges(corpus) for name, corpus in corpora.items()}
         self._groups = {name: of_files.get(name, np.array([len(patterns)])) for name in corpora}
 
     def of_stream(self, i: int) -> np.ndarray:
         """For each token of stream i, its group's place in `names`, [T] int64."""
-        name, own = self.streams.source(i) if isinstance(self.streams, MixedStreams) else ("", i)
-        packed = self.streams.sources[name] if isinstance(self.streams, MixedStreams) else self.streams
-        starts, lengths = packed.runs(own)
+        name, own = self.streams.source(i)
+        starts, lengths = self.streams.sources[name].runs(own)
         files = np.searchsorted(self._edges[name][1:], starts, side="right")
         return np.repeat(self._groups[name][files], lengths)
 

@@ -216,9 +216,17 @@ class PackedStreams:
         seq_len = self.lengths[n].seq_len
         return self._begin[n] + (i - start) * seq_len, seq_len
 
+    # As a mixture of one source, which has no name.
+
+    @property
+    def sources(self) -> dict[str, PackedStreams]:
+        return {"": self}
+
+    def source(self, i: int) -> tuple[str, int]:
+        return "", i
+
     @property
     def fingerprints(self) -> dict[str, str]:
-        """That of the corpus, as a mixture's by name."""
         return {"": self.corpus.fingerprint}
 
     def __len__(self) -> int:
