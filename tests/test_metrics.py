@@ -253,7 +253,7 @@ def test_weights_and_biases(tmp_path, monkeypatch, clock):
         logger.log(1, tokens=1000, **VALUES)
         broken = {"layers.0": [1.0, math.inf], "layers.1": [math.nan, math.nan]}  # a histogram of one, and of none
         logger.log_telemetry(1, {"half_life": broken, "loss_by_position": {"1": 2.0}})
-        logger.log_text(1, "sample", "a < b")
+        logger.log_sample(1, "a < b")
         logger.close()
     assert started[0]["id"] == started[1]["id"] and started[0]["resume"] == "allow" and started[0]["notes"] == "why"
     numbers, seen, text, end = logged[:4]

@@ -71,7 +71,7 @@ def test_an_interrupted_command_is_silent() -> None:
         "import signal, sys\n"
         "from titan_linear.distributed.process import run_command\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job ignores it
-        "run_command(lambda argv: print('begun', flush=True) or sys.stdin.read())\n"
+        "run_command(lambda argv: print('begun') or sys.stdin.read())\n"
     )
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen([sys.executable, "-c", code], text=True, **pipes) as command:
@@ -133,10 +133,10 @@ def test_nobody_reads_what_a_run_prints(stream: str) -> None:
         "import sys\n"
         "from titan_linear.distributed.process import outliving_readers\n"
         "with outliving_readers():\n"
-        f"    print('before', file=sys.{stream}, flush=True)\n"
+        f"    print('before', file=sys.{stream})\n"
         "    sys.stdin.read()\n"
         "    for _ in range(3):\n"
-        f"        print('x' * 100_000, file=sys.{stream}, flush=True)\n"
+        f"        print('x' * 100_000, file=sys.{stream})\n"
         f"    print('kept for the end', file=sys.{stream})\n"
         "sys.exit(7)\n"
     )

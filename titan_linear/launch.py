@@ -129,7 +129,7 @@ def run_workers(config: Config, node: Node, module: str = "titan_linear.train") 
         SystemExit: after a signal, if there were no workers yet or it was a second Ctrl-C.
     """
     if node.count > 1:
-        print(f"node {node.rank} of {node.count} meets the others at {node.address}:{node.port}", flush=True)
+        print(f"node {node.rank} of {node.count} meets the others at {node.address}:{node.port}")
     with TemporaryDirectory(prefix="titan_linear_") as folder:
         checked = Path(folder, CONFIG)
         agreed = Path(folder, "agreed")
@@ -260,7 +260,7 @@ class Workers(threading.Thread):
             sys.exit(128 + (self.stop or number))
         self.stop, self.stopped_at = number, time.monotonic()
         after = "after a last save" if self.saves else "after this step, without a save (checkpoint.enable = false)"
-        print(f"stopping {after}; Ctrl-C again stops at once", file=sys.stderr, flush=True)
+        print(f"stopping {after}; Ctrl-C again stops at once", file=sys.stderr)
 
     def _pass_on(self) -> None:
         """After a request, send SIGTERM to workers that have not had it; some may have been about to start."""

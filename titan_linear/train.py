@@ -258,7 +258,7 @@ class Trainer:
         """
         if why and dist.get_rank() == 0:
             grace = self.config.checkpoint.grace_seconds
-            print(f"stopping after step {self.step}: {why} (checkpoint.grace_seconds = {grace})", flush=True)
+            print(f"stopping after step {self.step}: {why} (checkpoint.grace_seconds = {grace})")
         self.passes.drop()
         self.optimizer.zero_grad(set_to_none=True)
         if self.step:
@@ -274,13 +274,13 @@ class Trainer:
                 export_last(self.config, self.model, self.tokenizer)
             text = self.evaluation.text(self.config.sample.prompt, self.config.sample.max_new_tokens)
             if text and dist.get_rank() == 0:
-                print(f"--- sample\n{text}\n---", flush=True)
+                print(f"--- sample\n{text}\n---")
         if self.exports:
             self.exports.finish(self.stop)
             self.checkpointer.prune(self.step)  # checkpoints that were kept for exports
             self.exports.report(self.stop)
         if dist.get_rank() == 0:
-            print(ended(self.config, self.step, bool(self.stop.agreed)), flush=True)
+            print(ended(self.config, self.step, bool(self.stop.agreed)))
 
 
 # --- One process of a run --------------------------------------------------------------------------------------------

@@ -247,7 +247,7 @@ def print_rows(args: argparse.Namespace, flush: Tensor) -> None:
                 name = f"{op}, {whose}" if whose else op
                 forms = [".2f"] * 5 + [".0f"]
                 cells = [format(x, form) if math.isfinite(x) else "–" for x, form in zip(times, forms, strict=True)]
-                print(line([name, T, case.heads, documents, layout, *cells, rates]), flush=True)
+                print(line([name, T, case.heads, documents, layout, *cells, rates]))
 
 
 # --- Without GPUs ----------------------------------------------------------------------------------------------------
@@ -321,7 +321,7 @@ def print_rank(args: argparse.Namespace, keys: list[str]) -> None:
     print(header(), end="\n\n")
     try:
         for row in one_rank.rows(keys, args.as_rank, args.of, args.tokens[0], "H200", args.node_size or 8):
-            print(row, flush=True)
+            print(row)
     except RankFailed as failed:
         raise failed.__cause__ from None
 

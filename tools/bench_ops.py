@@ -381,10 +381,10 @@ def print_rows(
         except Exception as error:  # of another library: its reason instead of a row
             if not name:
                 raise
-            print(f"{case.op} {name}{gates}: {str(error).partition(chr(10))[0]}", flush=True)
+            print(f"{case.op} {name}{gates}: {str(error).partition(chr(10))[0]}")
             continue
         setting = f"{case.op} {name}".strip() + gates, str(case.T), case.heads, f"{case.K}×{case.V}", documents
-        print(line([*setting, *figures(case, x, bandwidth, measured)]), flush=True)
+        print(line([*setting, *figures(case, x, bandwidth, measured)]))
 
 
 def shapes(args: argparse.Namespace) -> Iterator[tuple[str, int, tuple[int, int], tuple[int, int]]]:

@@ -408,7 +408,7 @@ def measured(device: torch.device, rank: int) -> dict[str, Any]:
         figures = measure()
         found |= figures
         if rank == 0:
-            print(f"{part}, {time.perf_counter() - begin:.0f} s: {json.dumps(figures)}", file=sys.stderr, flush=True)
+            print(f"{part}, {time.perf_counter() - begin:.0f} s: {json.dumps(figures)}", file=sys.stderr)
     fastest = max(rate for _, rate in found["products"])
     source = (
         f"tools/bench_rates.py, torch {torch.__version__}, {dist.get_world_size() if found['node'] else 1} processes, "

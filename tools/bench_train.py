@@ -414,11 +414,11 @@ def main(argv: list[str]) -> int:
     rows = []
     with process_group(timedelta(minutes=30)):
         if first:
-            print(f"{where}\n\n{table([title for title, *_ in COLUMNS], [])}", flush=True)
+            print(f"{where}\n\n{table([title for title, *_ in COLUMNS], [])}")
         for row in measured(args, keys):
             rows.append(row)
             if first:
-                print(line(cells(row)) if isinstance(row, Row) else row, flush=True)
+                print(line(cells(row)) if isinstance(row, Row) else row)
     rows = [row for row in rows if isinstance(row, Row)]
     if first and args.out:
         fields = [field for _, field, _ in COLUMNS] + ["step_ms"]

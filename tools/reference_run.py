@@ -101,7 +101,7 @@ def train_peer(
         while peer.step < t.steps and time.perf_counter() - begin < seconds:
             line = timed_step(peer)
             print(json.dumps(line), file=file, flush=True)
-            print(f"step {peer.step}/{t.steps}  loss {line['loss']:.4f}  grad {line['grad_norm']:.3g}", flush=True)
+            print(f"step {peer.step}/{t.steps}  loss {line['loss']:.4f}  grad {line['grad_norm']:.3g}")
     torch.save(peer.state(), folder / f"{STATE}.new")
     os.replace(folder / f"{STATE}.new", folder / STATE)
     return peer.step == t.steps

@@ -132,7 +132,7 @@ def measure(kernel: str, candidate: dict[str, int], args: argparse.Namespace) ->
     except (OutOfResources, CompilationError) as failure:
         return f"{type(failure).__name__}: {failure}"
     except RuntimeError as failure:
-        print(f"{type(failure).__name__}: {str(failure).splitlines()[0]}", flush=True)
+        print(f"{type(failure).__name__}: {str(failure).splitlines()[0]}")
         os._exit(1)
 
 
@@ -147,15 +147,15 @@ def tune(kernel: str, args: argparse.Namespace) -> None:
         except BrokenProcessPool:
             found, pool = "faults", None
         if isinstance(found, str):
-            print(f"{kernel} {candidate}: {found[:100]}", flush=True)
+            print(f"{kernel} {candidate}: {found[:100]}")
             continue
         error, ms = found
-        print(f"{kernel} {candidate}: error {error:.2f} of its bound, {ms:.3f} ms", flush=True)
+        print(f"{kernel} {candidate}: error {error:.2f} of its bound, {ms:.3f} ms")
         timed += [(ms, candidate)] if error <= 1 else []
     if pool:
         pool.shutdown()
     fastest = min(timed, key=lambda t: t[0], default="none: no candidate is within its bound")
-    print(f"{kernel}: shipped {shipped}; fastest {fastest}\n", flush=True)
+    print(f"{kernel}: shipped {shipped}; fastest {fastest}\n")
 
 
 def reason(kernel: str, args: argparse.Namespace) -> str | None:

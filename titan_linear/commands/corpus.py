@@ -24,7 +24,7 @@ from pathlib import Path
 
 from titan_linear.commands import command_parser
 from titan_linear.config import SECTIONS
-from titan_linear.data import Corpus, Texts, build_tokenizer, load_corpus, tokenise_corpus, verify_corpus
+from titan_linear.data import Texts, build_tokenizer, load_corpus, tokenise_corpus, verify_corpus
 from titan_linear.data.corpus.cache import remove_cache
 from titan_linear.data.corpus.corpus import CACHE_NAME
 from titan_linear.data.corpus.sources import FIELD_SOURCES, FORMATS, TEXT_SOURCES
@@ -114,13 +114,14 @@ def days(cache: Path) -> float:
 def check(folders: list[Path]) -> int:
     damaged = 0
     for folder in folders:
-        if CACHE_NAME.fullmatch(folder.name) and temporary_folder(folder).exists() and not folder.exists():
+        lacking = CACHE_NAME.fullmatch(folder.name) and not folder.exists()
+        if lacking and temporary_folder(folder).exists():
             print(f"{folder.name}: unfinished")
             continue
         try:
-            if CACHE_NAME.fullmatch(folder.name) and not folder.exists():
+            if lacking:
                 raise ValueError(f"{folder} is not there; titan-linear corpus list names the token caches")
-            corpus: Corpus = load_corpus(folder)
+            corpus = load_corpus(folder)
             verify_corpus(corpus)
             print(f"{folder}: whole, {corpus.num_tokens:,} tokens")
         except ValueError as error:

@@ -94,12 +94,14 @@ class _Around:
 
 class _Escaping(_Around):
     """Shows what a terminal would obey, and what the stream's encoding does not have, as escapes: samples, prompts and
-    the names of files may hold anything."""
+    the names of files may hold anything. A line is shown as it ends, to a file or a pipe too."""
 
     def write(self, text: str) -> int:
         shown = OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
         encoding = self.stream.encoding or "utf-8"
         self.stream.write(shown.encode(encoding, "backslashreplace").decode(encoding))
+        if "\n" in text:
+            self.flush()
         return len(text)
 
 

@@ -203,11 +203,11 @@ class MetricsLogger:
         self._write(step, {"validation_loss": loss})
         self._print(step, [("validation loss", f"{loss:.4f}", 35)])
 
-    def log_text(self, step: int, name: str, text: str) -> None:
+    def log_sample(self, step: int, text: str) -> None:
         """Report a text after `step`."""
-        print(f"--- {name}, step {step}\n{text}\n---", file=self.out, flush=True)
+        print(f"--- sample, step {step}\n{text}\n---", file=self.out, flush=True)
         for board in self.boards:
-            board.add_text(name, textwrap.indent(text, "    "), step)
+            board.add_text("sample", textwrap.indent(text, "    "), step)
             board.flush()
 
     @contextmanager

@@ -60,7 +60,6 @@ class Profiler(Hook):
             print(
                 f"no trace was written: the first begins with step {first} of a start (profiling.profile_freq = "
                 f"{p.profile_freq}), and this run ended sooner",
-                flush=True,
             )
 
     def after_step(self, done: StepResult) -> None:
@@ -115,10 +114,10 @@ class MemorySnapshots(Hook):
         try:
             self._write("out_of_memory", sys.stderr)
         except OSError as error:
-            print(f"rank {os.environ['RANK']}: no snapshot of the GPU's memory: {error}", file=sys.stderr, flush=True)
+            print(f"rank {os.environ['RANK']}: no snapshot of the GPU's memory: {error}", file=sys.stderr)
 
     def _write(self, name: str, said: TextIO) -> None:
-        print(f"rank {os.environ['RANK']}: {write_memory_snapshot(self.config, name)}", file=said, flush=True)
+        print(f"rank {os.environ['RANK']}: {write_memory_snapshot(self.config, name)}", file=said)
 
 
 def write_memory_snapshot(config: Config, name: str) -> str:

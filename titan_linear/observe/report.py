@@ -80,7 +80,7 @@ class Report(Hook):
     def after_validation(self, step: int, loss: float, text: str) -> None:
         self.logger.log_validation(step, loss)
         if text:
-            self.logger.log_text(step, "sample", text)
+            self.logger.log_sample(step, text)
 
     def __exit__(self, *raised: object) -> None:
         if raised[0] is None:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from titan_linear.config import load_config
 from titan_linear.distributed.ending import report
 from titan_linear.distributed.groups import process_group
-from titan_linear.distributed.process import FAILED, ignore_warnings_of_torch
+from titan_linear.distributed.process import FAILED, ignore_warnings_of_torch, run_command
 from titan_linear.ops.runtime.support import short
 from titan_linear.proof import compiled, data, definitions, hf, model, ops, processes, resume
 from titan_linear.proof.findings import Finding, Findings, Note
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
         subject = subject_of(load_config(argv), show_progress=True)
         first = os.environ.get("RANK", "0") == "0"
         if first:
-            print(_introduction(subject), flush=True)
+            print(_introduction(subject))
         found = list(_of_processes(subject)) if "WORLD_SIZE" in os.environ else []
         if not first:  # the first one reports, and proves the rest
             return 0
@@ -129,7 +129,7 @@ def _introduction(subject: Subject) -> str:
 def _report(found: Findings) -> int:
     begin, lines = time.perf_counter(), []
     for finding in found:
-        print(finding, flush=True)
+        print(finding)
         lines += [] if isinstance(finding, Note) else [finding]
     failed = [finding for finding in lines if not finding.holds]
     seconds = time.perf_counter() - begin
@@ -152,4 +152,4 @@ def one_process() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from titan_linear.data import IGNORE
+from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.models.cases import DELTA, Tensors
 from titan_linear.models.decoder import Decoder
 from titan_linear.ops.runtime.support import short
@@ -125,16 +126,17 @@ def _together(subject: Subject, traces: list[tuple[LocalDims, Trace]]) -> list[T
     ranks = [trace.passed() for _, trace in traces]
     wholes = [x.new_empty(1, subject.batch.tokens.shape[1], x.shape[2]) for x in ranks[0]]
     for (dims, _), passed in zip(traces, ranks, strict=True):
-        mine = traced_tokens(subject, dims.dp_rank, dims.cp_group.rank(), dims.tp_group.rank())
+        mine = traced_tokens(subject, dims)
         for x, whole in zip(passed, wholes, strict=True):
             whole[:, mine.to(whole.device)] = x
     return wholes
 
 
-def traced_tokens(subject: Subject, dp_rank: int, cp_rank: int, tp_rank: int) -> Tensor:
+def traced_tokens(subject: Subject, dims: LocalDims | ParallelDims) -> Tensor:
     """[T_local] int64: indices in the batch of a rank's tokens between layers, one micro-step's stream after the
     other."""
-    streams = range(dp_rank, STREAMS * subject.degrees.dp, subject.degrees.dp)  # one per micro-step
+    cp_rank, tp_rank = dims.cp_group.rank(), dims.tp_group.rank()
+    streams = range(dims.dp_rank, STREAMS * subject.degrees.dp, subject.degrees.dp)  # one per micro-step
     return torch.cat([tokens_in(subject, [i], cp_rank).chunk(subject.degrees.tp)[tp_rank] for i in streams])
 
 

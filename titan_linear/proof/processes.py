@@ -77,7 +77,7 @@ def _of_processes(
 
 def _first_wrong(subject: Subject, dims: ParallelDims, trace: Trace, stations: list[Station]) -> Wrong | None:
     """`first_wrong` for this rank's tokens."""
-    mine = traced_tokens(subject, dims.dp_rank, dims.cp_group.rank(), dims.tp_group.rank()).to(subject.device)
+    mine = traced_tokens(subject, dims).to(subject.device)
     wholes = (at.exact.index_copy(1, mine, x) for at, x in zip(stations, trace.passed(), strict=True))
     return first_wrong(subject, wholes, stations)
 

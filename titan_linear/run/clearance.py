@@ -23,10 +23,10 @@ def cleared(config: Config, argv: list[str], world_size: int, node_size: int, *,
         ValueError, SystemExit: as `claimed`, `check_resume`, `preflight` and `prove`.
     """
     if warning := copied_configuration(config):
-        print(warning, flush=True)
+        print(warning)
     with claimed(config) if first else nullcontext():
         for change in check_resume(config):
-            print(f"resuming with {change}", flush=True)
+            print(f"resuming with {change}")
         from titan_linear.run.preflight import preflight, prove  # slow to import; --help and misspelt keys do without
 
         preflight(config, world_size, node_size)

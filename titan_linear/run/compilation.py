@@ -39,7 +39,7 @@ class Compilation(Hook):
             return
         if dist.get_rank() == 0:
             before, now = (seq_len_at(self.config.training, n) for n in (step - 1, step))
-            print(f"from step {step} on streams have {now} tokens (before: {before})", flush=True)
+            print(f"from step {step} on streams have {now} tokens (before: {before})")
         set_timeout(self.dims.groups, timedelta(seconds=self.config.comm.init_timeout_seconds))
         self.left = self.first_steps
         if self.graphs:
@@ -70,7 +70,7 @@ class Compilation(Hook):
     def _look(self, kind: str, step: int) -> None:
         """After passes of this kind, warn if layers were compiled again."""
         if self.graphs and dist.get_rank() == 0 and (warning := self.graphs.after(kind)):
-            print(f"step {step}: {warning}", flush=True)
+            print(f"step {step}: {warning}")
 
 
 class Graphs:

@@ -139,7 +139,7 @@ def export_last(config: Config, model: Decoder, tokenizer: Tokenizer) -> None:
     dtype = config.checkpoint.export_dtype
     export(path, config, model.config, tokenizer, gather(model), dtype=dtype)
     if dist.get_rank() == 0:
-        print(f"exported '{path}'", flush=True)
+        print(f"exported '{path}'")
 
 
 class Exports(Hook):
@@ -195,17 +195,14 @@ class Exports(Hook):
         """Say which exports are not made, once the checkpoints are removed that were kept for them."""
         whole = self._whole()
         if gone := [f"step-{step}" for step in self.waiting if step not in whole]:
-            print(f"warning: not exported: {', '.join(gone)} (no checkpoint there any more)", flush=True)
+            print(f"warning: not exported: {', '.join(gone)} (no checkpoint there any more)")
         if whole and not stop.agreed:  # the run is complete: no later start will make these
-            print(not_exported(whole), flush=True)
+            print(not_exported(whole))
 
     def _whole(self) -> list[int]:
         """Those of the waiting steps whose checkpoints are whole."""
         whole = whole_steps(self.folder)
         return [step for step in self.waiting if step in whole]
-
-    def _path(self, step: int) -> Path:
-        return export_folder(self.config, step)
 
     def _begin(self, step: int) -> None:
         self.waiting.remove(step)
@@ -216,7 +213,7 @@ class Exports(Hook):
             # Whatever bytes the process writes are shown.
             self.output = tempfile.TemporaryFile("w+", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
             self.process = subprocess.Popen(
-                command(checkpoint, self._path(step), dtype),
+                command(checkpoint, export_folder(self.config, step), dtype),
                 env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=self.output,
@@ -236,7 +233,7 @@ class Exports(Hook):
         self.exporting = self.process = None
         self.in_use.discard(step)
         failed = f"warning: exporting step-{step} failed: {problem}"
-        print(failed if problem else f"exported '{self._path(step)}'", flush=True)
+        print(failed if problem else f"exported '{export_folder(self.config, step)}'")
 
 
 def command(checkpoint: Path, folder: Path, dtype: str) -> list[str]:

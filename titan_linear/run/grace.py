@@ -66,7 +66,7 @@ class Grace(Hook):
             self.step_seconds = time.monotonic() - self.begun
         self.first = False
         if (warning := self.warning()) and dist.get_rank() == 0:
-            print(warning, flush=True)
+            print(warning)
 
     def ask(self, done: int) -> None:
         """Ask all ranks for a signal, before a micro-step. done: number of this step's micro-steps that are done.

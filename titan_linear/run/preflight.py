@@ -68,13 +68,13 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
             "to false"
         )
     tokenizer = open_tokenizer(config)
-    print(tokenizer.summary, flush=True)
+    print(tokenizer.summary)
     model = model_config(config, tokenizer)
     if line := vocabulary(config, model, tokenizer):
-        print(line, flush=True)
+        print(line)
     check_prompts(config, tokenizer)
     if warning := check_model(model, config, world_size, node_size or world_size):
-        print(warning, flush=True)
+        print(warning)
     _check_hugging_face(config, model, tokenizer)
     implementations(config, model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     progress = _check_checkpoint(config, model, tokenizer) if config.checkpoint.enable else None
@@ -87,14 +87,14 @@ def _check_data(config: Config, tokenizer: Tokenizer, model: ModelConfig, progre
     """Check every corpus against its checksums, and that the streams are those of the run so far."""
     for corpus in open_corpora(config, tokenizer, show_progress=True):
         (verify_corpus if config.training.verify == "always" else verify_changed)(corpus)
-        print(corpus.summary, flush=True)
+        print(corpus.summary)
     streams, held_out = build_streams(config, tokenizer, progress)
     if warning := repeats(config, streams):
-        print(warning, flush=True)
+        print(warning)
     if held_out is not None:
         check_held_out(config, held_out)
     if groups := file_groups(config, streams):
-        print(groups.summary, flush=True)
+        print(groups.summary)
     if progress:
         check_content(config, progress.content, content_of(config, tokenizer, model, streams, held_out))
 
@@ -130,7 +130,6 @@ def _check_checkpoint(config: Config, model: ModelConfig, tokenizer: Tokenizer) 
         print(
             f"resuming from step {step}: the run went back to checkpoint.load_step = {c.load_step} before; to do so "
             f"again, move '{folder / REWOUND}' away",
-            flush=True,
         )
     if step >= config.training.steps and (c.load_step == -1 or rewound):
         print(finished(config, step))
@@ -163,7 +162,7 @@ def _check_initial(given: Path, model: ModelConfig, tokenizer: Tokenizer) -> Non
     content = read_progress(path).content
     known = content.tokenizer if content else None
     if warning := other_tokenizer(known, tokenizer, f"checkpoint.initial_load_path = '{path}'"):
-        print(warning, flush=True)
+        print(warning)
 
 
 def check_schedule(config: Config, step: int, length: int) -> None:
@@ -237,5 +236,5 @@ def prove(argv: list[str], world_size: int) -> None:
     command = [sys.executable, "-m", "titan_linear.proof.doctor", *argv]
     code = subprocess.run(command, env=environment | {"NGPU": str(world_size)}, check=False).returncode
     if code:
-        print("doctor.at_start = true: the run is not started", file=sys.stderr, flush=True)
+        print("doctor.at_start = true: the run is not started", file=sys.stderr)
         raise SystemExit(code)

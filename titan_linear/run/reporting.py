@@ -77,4 +77,4 @@ def write_down(
         f"resuming from step {step}" if step else first_weights(config),
         no_peak(config, device) if peak_tflops(config, device) is None else "",
     ]
-    print("\n".join(filter(None, lines)), flush=True)
+    print("\n".join(filter(None, lines)))

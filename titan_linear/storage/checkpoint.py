@@ -161,7 +161,7 @@ class Checkpointer:
         """Before this process ends for another error: wait for the async save under way."""
         if self._pending is None or self._pending.done():
             return
-        print(f"rank {self.rank}: waiting for the save under way, {AT_LAST:.0f} s at most", file=sys.stderr, flush=True)
+        print(f"rank {self.rank}: waiting for the save under way, {AT_LAST:.0f} s at most", file=sys.stderr)
         futures.wait([self._pending], AT_LAST)
 
     def is_saved(self) -> bool:
@@ -170,7 +170,7 @@ class Checkpointer:
             self.wait()
         except SaveFailed as failed:
             if self.rank == 0:
-                print(f"warning: {failed}", flush=True)
+                print(f"warning: {failed}")
             return False
         return True
 
@@ -238,7 +238,7 @@ class Checkpointer:
             manifest, altered = self._fill(tmp, state, progress, planner)
             if altered:
                 if self.rank == 0:
-                    print(f"warning: saving step-{step}: {altered}; it is written once more", flush=True)
+                    print(f"warning: saving step-{step}: {altered}; it is written once more")
                 manifest, altered = self._fill(tmp, state, progress, planner)
             if altered:
                 raise OSError(altered)
@@ -333,7 +333,7 @@ def _discard(path: Path) -> None:
     try:
         remove(path.rename(doomed))
     except OSError as error:
-        print(f"warning: '{path}' is no longer needed and could not be removed: {error.strerror or error}", flush=True)
+        print(f"warning: '{path}' is no longer needed and could not be removed: {error.strerror or error}")
 
 
 class _Summed(FileSystem):

@@ -149,7 +149,7 @@ def set_aside(folder: Path, paths: Sequence[Path], why: str, what: str = "") -> 
             (aside / name.parent).mkdir(parents=True, exist_ok=True)
             path.rename(aside / name)
             names.append(str(name))
-        print(f"{what}{', '.join(names)} moved to '{aside}': {why}", flush=True)
+        print(f"{what}{', '.join(names)} moved to '{aside}': {why}")
 
 
 def unused(path: Path) -> Path:

@@ -260,7 +260,7 @@ def _tokenise_into(folder: Path, texts: Texts) -> None:
     new = Journal(texts.key, texts.content, answers=texts.format == ANSWERS_FORMAT)
     journal = _resumable(folder, texts) or new
     if journal.read:
-        print(f"continuing where tokenising was stopped, after {journal.num_documents:,} documents", flush=True)
+        print(f"continuing where tokenising was stopped, after {journal.num_documents:,} documents")
     with closing(_tokenised(texts, journal)) as documents:  # its processes end with the writing, however that ends
         write_into(folder, documents, texts.tokenizer, journal, texts.dataset, texts.files)
 

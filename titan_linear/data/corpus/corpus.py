@@ -199,7 +199,6 @@ def verify_corpus(corpus: Corpus) -> None:
         print(
             f"reading {size / 1e9:,.0f} GB in {corpus.folder} against their checksums (with training.verify = "
             "'changed', a run does so again only if a file has changed)",
-            flush=True,
         )
     for name in names:
         expected = corpus.info["files"][name]["crc32"]
@@ -231,7 +230,6 @@ def verify_changed(corpus: Corpus) -> None:
         print(
             f"warning: {note} cannot be written ({error}), so the next start reads all of {corpus.folder} again; set "
             "XDG_CACHE_HOME to a folder that can",
-            flush=True,
         )
 
 

@@ -105,7 +105,7 @@ def locked(folder: Path) -> Iterator[None]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open_own(lock_file(folder), "a") as file:
         if not lock(file):
-            print(f"waiting for another process that writes {folder}", flush=True)
+            print(f"waiting for another process that writes {folder}")
             lock(file, wait=True)
         yield
 
@@ -141,7 +141,7 @@ def write_into(
         sync(folder.parent)
     except BaseException as stop:
         if isinstance(stop, (KeyboardInterrupt, SystemExit, BadDocument)) and (temporary / JOURNAL).exists():
-            print(f"what is tokenised is kept in {temporary}: the same command resumes from it", flush=True)
+            print(f"what is tokenised is kept in {temporary}: the same command resumes from it")
         else:  # a full disk, say: leave no half corpus to fill it
             shutil.rmtree(temporary, ignore_errors=True)
         raise

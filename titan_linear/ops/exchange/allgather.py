@@ -196,6 +196,7 @@ def _slices(
 
 
 def _come(keys: Arriving, rows: Arriving) -> Came:
+    """What comes, of which the caller then holds nothing else."""
     return *keys(), rows()
 
 

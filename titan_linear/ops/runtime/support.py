@@ -62,12 +62,10 @@ def on_cpu(t: Target) -> str | None:
     return None if t.device == "cpu" else f"it needs tensors on the CPU, not on {t.device}"
 
 
-def at_least(oldest: tuple[int, int]) -> Check:
-    def check(t: Target) -> str | None:
-        old = t.capability is not None and t.capability < oldest
-        return f"compute capability {dotted(t.capability)} is below {dotted(oldest)}" if old else None
-
-    return check
+def on_ampere(t: Target) -> str | None:
+    """Or newer."""
+    old = t.capability is not None and t.capability < (8, 0)
+    return f"compute capability {dotted(t.capability)} is below 8.0" if old else None
 
 
 def capability_in(known: tuple[tuple[int, int], ...]) -> Check:

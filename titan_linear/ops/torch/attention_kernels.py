@@ -19,11 +19,11 @@ from titan_linear.ops.runtime.support import (
     Implementation,
     Op,
     Target,
-    at_least,
     capability_in,
     dims_up_to,
     dtype_in,
     instead_of,
+    on_ampere,
     on_cpu,
     on_gpu,
     without_autocast,
@@ -299,12 +299,12 @@ ATTENTION = Op(
         ),
         "flash": Implementation(
             lambda: Kernel(_flash_forward, _flash_backward),
-            (*IN_HALF, at_least((8, 0)), WIDE),
+            (*IN_HALF, on_ampere, WIDE),
             instead_of("flash4", WITHOUT_FLASH4, on=FLASH4),
         ),
         "efficient": Implementation(
             lambda: Kernel(_efficient_forward, _efficient_backward),
-            (on_gpu, dtype_in(torch.float32), at_least((8, 0)), WIDE, may_vary),
+            (on_gpu, dtype_in(torch.float32), on_ampere, WIDE, may_vary),
         ),
         "tiled": Implementation(
             lambda: Kernel(_tiled_forward, _tiled_backward),
