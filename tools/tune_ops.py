@@ -3,7 +3,7 @@
     python -m tools.tune_ops                                    # every kernel of all ops, K = V = 128, bfloat16
     python -m tools.tune_ops --kernels "gdn scan" --dims 64x64 --dtype float16
     python -m tools.tune_ops --kernels "gdn boundary" --heads 16      # runs where documents are cut into segments only
-    python -m tools.tune_ops --kernels "ssd scan" "ssd pass" "ssd gradients" --heads 1/128 --dims 128x64 \\
+    python -m tools.tune_ops --kernels "ssd scan" "ssd pass" "ssd carried" "ssd pairs" --heads 1/128 --dims 128x64 \\
         --candidates BV=32,64 STAGES=2,3 num_warps=4,8             # a minute for each kernel
 
 For each kernel, all candidates run in turn in place of the shipped configuration (ops/triton/configs.py). A candidate
