@@ -33,6 +33,7 @@ MODELS = {
     "softplus gates, no positions": replace(
         preset("hybrid", "debug"), pattern=(replace(KDA, lower_bound=None), GDN, replace(ATTENTION, rope_theta=None))
     ),
+    "side by side": replace(preset("hybrid", "debug"), pattern=((KDA, GDN, ATTENTION),), num_layers=2),
     "latent attention, experts": replace(preset("hybrid", "debug"), pattern=(KDA, LATENT), num_layers=2, moe=MOE),
 }
 
@@ -152,7 +153,8 @@ def sharded(rank: int, world_size: int, name: str, tp: int, ep: int) -> list[lis
 
 
 @pytest.mark.parametrize(
-    ("name", "tp", "ep"), [("bounded gates", 1, 1), ("bounded gates", 2, 1), ("latent attention, experts", 1, 2)]
+    ("name", "tp", "ep"),
+    [("bounded gates", 1, 1), ("bounded gates", 2, 1), ("side by side", 2, 1), ("latent attention, experts", 1, 2)],
 )
 def test_a_model_that_ranks_share_says_the_same(name: str, tp: int, ep: int, worlds: Worlds) -> None:
     model = build(MODELS[name])
