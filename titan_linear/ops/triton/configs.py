@@ -60,13 +60,7 @@ HOPPER_KDA_SCAN: dict[tuple[int, int], Config] = {
     (4, 128): {"BV": 16, "STAGES": 1, "num_warps": 8},
     (4, 256): {"BV": 16, "STAGES": 1, "num_warps": 4},
 }
-HOPPER_GDN_LOOP: dict[tuple[int, int], Config] = {
-    (2, 128): {"BV": 64, "STAGES": 3, "num_warps": 4},
-    (2, 256): {"BV": 32, "STAGES": 2, "num_warps": 4},
-    (4, 64): {"BV": 32, "STAGES": 2, "num_warps": 4},
-    (4, 256): {"BV": 16, "STAGES": 2, "num_warps": 4},
-}
-HOPPER_DECAY_LOOP: dict[tuple[int, int], Config] = {
+HOPPER_LOOP: dict[tuple[int, int], Config] = {
     (2, 128): {"BV": 64, "STAGES": 3, "num_warps": 4},
     (2, 256): {"BV": 32, "STAGES": 2, "num_warps": 4},
     (4, 64): {"BV": 32, "STAGES": 2, "num_warps": 4},
@@ -92,8 +86,8 @@ CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
     (10, 0): {kernel: table for kernel, table in GENERAL.items() if not kernel.startswith("gdn")},
     (12, 0): GENERAL,
     (9, 0): {
-        "ssd scan": HOPPER_DECAY_LOOP,
-        "ssd pass": HOPPER_DECAY_LOOP,
+        "ssd scan": HOPPER_LOOP,
+        "ssd pass": HOPPER_LOOP,
         "ssd groups": {(2, 256): {"num_warps": 8, "num_stages": 1}, (4, 256): {"num_warps": 8, "num_stages": 1}},
         "ssd carried": HOPPER_DECAY_GRADIENTS | {(2, 128): {"BV": 32, "STAGES": 3, "num_warps": 4}},
         "ssd pairs": HOPPER_DECAY_GRADIENTS,
@@ -152,10 +146,10 @@ CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
             (2, 256): {"num_warps": 4},
             (4, 256): {"num_warps": 8},
         },
-        "gdn scan": HOPPER_GDN_LOOP,
-        "gdn boundary": HOPPER_GDN_LOOP,
-        "gdn states": HOPPER_GDN_LOOP | {(2, 128): {"BV": 64, "STAGES": 4, "num_warps": 4}},
-        "gdn reverse": HOPPER_GDN_LOOP,
+        "gdn scan": HOPPER_LOOP,
+        "gdn boundary": HOPPER_LOOP,
+        "gdn states": HOPPER_LOOP | {(2, 128): {"BV": 64, "STAGES": 4, "num_warps": 4}},
+        "gdn reverse": HOPPER_LOOP,
         "gdn gradients": {
             (2, 128): {"BV": 64, "STAGES": 2, "num_warps": 4},
             (2, 256): {"BV": 32, "STAGES": 2, "num_warps": 8},
