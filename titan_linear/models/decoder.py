@@ -61,7 +61,7 @@ class Block(nn.Module):
         """x [B, T, dim] -> [B, T, dim], the load-balance loss of the experts, if there is one, and the values that
         later layers take, if this is the layer that gives them."""
         balance = own = None
-        if self.mixers:
+        if self.mixer_names:
             given = self.mixer_input(x)
             y, own = self._mixed(given, plan, cache, values)
             x = self._added(x, given, y, self.mixer_norm)
@@ -82,9 +82,9 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """The sum of the mixers' outputs, and the values that one of them gives to later layers."""
         outputs, own = [], None
-        for name, takes in zip(self.mixer_names, self.takes):
+        for name, mixer, takes in zip(self.mixer_names, self.mixers, self.takes):
             taken = (values,) if takes else ()
-            y = getattr(self, name)(x, plan, None if cache is None else cache[name], *taken)
+            y = mixer(x, plan, None if cache is None else cache[name], *taken)
             y, own = y if isinstance(y, tuple) else (y, own)
             outputs.append(y)
         return sum(outputs[1:], outputs[0]), own
