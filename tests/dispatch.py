@@ -1,14 +1,37 @@
-"""A dispatch mode that sees every operator of PyTorch that runs, those inside of this project's operators too."""
+"""Dispatch modes that look at the operators that run."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+class AsPromised(TorchDispatchMode):
+    """Each of this project's operators returns the shapes, strides and types that compiled code expects of it."""
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = op(*args, **kwargs)
+        if op.namespace == "titan_linear":
+            with FakeTensorMode() as mode:
+                promised = op(*tree_map(lambda x: mode.from_tensor(x) if isinstance(x, Tensor) else x, args), **kwargs)
+            given, promised = ([layout(x) for x in tree_leaves(y) if x is not None] for y in (out, promised))
+            assert given == promised, f"{op}: {given}, promised {promised}"
+        return out
+
+
+def layout(x: Tensor) -> tuple[torch.Size, list[int], torch.dtype]:
+    """Shape, strides of dimensions above 1, type."""
+    return x.shape, [step for step, n in zip(x.stride(), x.shape, strict=True) if n > 1], x.dtype
 
 
 class Inside(TorchDispatchMode):
-    """`ran` is called after each."""
+    """Sees every operator of PyTorch, those inside of this project's operators too; `ran` is called after each."""
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -161,6 +161,12 @@ def test_rows() -> None:
         assert all(rows[i - 1][1:] == row[1:] for i, row in peers.items())
 
 
+def test_every_op_has_a_shape_unless_told() -> None:
+    args, _ = bench_cp.parse([])
+    dims = {op: shape for op, _, _, shape in bench_ops.shapes(args)}
+    assert list(dims) == args.ops and dims["rwkv7"] == (64, 64) and dims["ring"] == dims["kda"] == (128, 128)
+
+
 def test_rows_by_levels() -> None:
     rows = list(bench_cp.rows("kda", ["one"], ["contiguous", "zigzag", "heads"], fla=False, by_levels=True))
     ways = [(layout, how) for how, _, layout in rows[1:]]

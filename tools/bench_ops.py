@@ -390,7 +390,8 @@ def print_rows(
 def shapes(args: argparse.Namespace) -> Iterator[tuple[str, int, tuple[int, int], tuple[int, int]]]:
     """(op, T, (H, HV), (K, V)) of all that the options ask for."""
     for op in args.ops:
-        yield from product([op], args.tokens, args.heads, args.dims or [OPS[op].dims])
+        usual = OPS[op].dims if op in OPS else (128, 128)  # attention's, in tools.bench_cp
+        yield from product([op], args.tokens, args.heads, args.dims or [usual])
 
 
 def head_dims(text: str) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.dispatch import Inside
+from tests.dispatch import AsPromised, Inside
 from tests.ops.inputs import tokens_of
 from tests.ops.test_attention import error, make, run
 from titan_linear.distributed.one_process import run_ranks
@@ -155,6 +155,18 @@ def check_in_one_process(world_size, names, layout, method, causal, heads, **mor
             lambda g, case=case: errors_on_rank(g.rank(), world_size, *case, group=g, heads=heads, **more), world_size
         )
         assert max(map(max, errors)) <= 1e-12, name
+
+
+def run_as_promised(rank, world_size, layout, method, expected):
+    with AsPromised():
+        all_errors(rank, world_size, layout, method, True, expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("method", METHODS)
+def test_operators_return_what_compiled_code_expects(worlds, layout, method):
+    names = "one document", "seed 001", "two streams, packed"
+    worlds(4).run(run_as_promised, layout, method, {name: on_one_process(name, True) for name in names})
 
 
 def poisoned_runs(rank, world_size, layout, method, name, group=None):

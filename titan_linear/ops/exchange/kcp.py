@@ -46,7 +46,7 @@ def kcp_incoming(S_ext: Tensor, M: Tensor, tables: list[Tensor], group: str, rev
     if not c.crosses.item():  # the same on every rank
         return torch.zeros_like(S_ext)
     if levels := route(c.most.item(), group_named(group).size(), c.node_size.item(), sizes_of(S_ext, M)):
-        return incoming_by_levels(S_ext, M, c, levels, group, reverse)
+        return incoming_by_levels(S_ext, M, c, levels, group, reverse).contiguous()
     return fold_chains(*exchange(S_ext, M, c, group), c, reverse)
 
 
