@@ -76,11 +76,12 @@ def test_compiled_layers_and_checkpointing_keep_less() -> None:
 
 @pytest.mark.parametrize("name", ["hybrid", "kimi-linear", "nemotron-h", "falcon-h1"])
 def test_checkpointing_takes_memory_in_order(name: str) -> None:
-    sums = []
+    model, kept, sums = preset(name, "debug"), [], []
     for mode in ("full", "attention", "selective", "none"):
         config = load_config(["--model.name", name, "--activation_checkpoint.mode", mode], cuda=True)
-        sums.append(memory.memory(config, preset(name, "debug"), gpus=1)["activations"])
-    assert sums == sorted(set(sums))
+        kept.append(sum(memory.saved(config, memory.layers(model, memory.Batch.of(config)))))
+        sums.append(sum(memory.moments(config, model, gpus=1)["fullest layer"].values()))
+    assert kept == sorted(set(kept)) and sums == sorted(sums) and sums[0] < sums[-1]
 
 
 @pytest.mark.parametrize("compiled", ["false", "true"])
@@ -89,13 +90,19 @@ def test_layers_that_are_not_recomputed_keep_what_they_keep(compiled: str) -> No
     model = replace(preset("hybrid", "debug"), num_layers=7)
 
     def of(mode: str, option: str = "op") -> tuple[list[int], float]:
+        """What each layer keeps, and the most that is alive in backward."""
         keys = {"activation_checkpoint.mode": mode, "activation_checkpoint.selective_ac_option": option}
         config = changed(load_config([f"--compile.enable={compiled}"], cuda=True), keys)
         counted = memory.layers(model, memory.Batch.of(config))
-        return memory.saved(config, counted), memory.moments(config, model, 1)["last layer"]["activations"]
+        fullest = memory.moments(config, model, 1)["fullest layer"]
+        return memory.saved(config, counted), fullest["activations"] + fullest["working"]
 
+    counted = memory.layers(model, memory.Batch.of(load_config([], cuda=True)))
+    working = [(layer.compiled if compiled == "true" else layer.plain).working for layer in counted]
     (whole, plain), (inputs, full) = of("none"), of("full")
     third, most = of("selective", "3")
     assert third == [inputs[i] if i in (2, 5) else whole[i] for i in range(7)]
-    assert most == sum(third) + max(whole[2], whole[5]) and full < most < plain
+    needed = [sum(third[: i + 1]) + (whole[i] if i in (2, 5) else 0) + working[i] for i in range(7)]
+    assert most - max(needed) == plain - max(sum(whole[: i + 1]) + working[i] for i in range(7)) > 0
+    assert full < most < plain
     assert of("selective", "1") == (inputs, full) and of("selective", "8") == (whole, plain)

@@ -1,7 +1,7 @@
 """Plan a run's memory per GPU, by running its layers on the meta device, where nothing is allocated (counting.py).
 
-The parts are bytes of the GPU that holds most, at the moment when it holds most: in the head, in backward of the last
-or of the first layer, or after backward. A part that does not exist at that moment is 0.
+The parts are bytes of the GPU that holds most, at the moment when it holds most: in the head, in backward of the layer
+at which activations take most or of the first one, or after backward. A part that does not exist at that moment is 0.
 
     parameters, gradients, optimizer   this GPU's shards, and what FSDP leaves whole. Without gradient accumulation
                                        there are no gradients before backward
@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -297,11 +298,13 @@ def moments(config: Config, model: ModelConfig, gpus: int, mean: int | None = No
     accumulates = micro_steps(config, gpus) > 1
     accumulated = stored if accumulates else 0
     kept, copies = saved(config, counted), _copies(config, u)
-    again = _again(config, counted)
-    working = _working(config, model, u, batch, counted)
+    held = list(accumulate(kept))  # when a layer's backward begins
+    again, working = zip(*(_in_backward(config, i, layer) for i, layer in enumerate(counted)), strict=True)
+    fullest = max(range(len(counted)), key=lambda i: held[i] + again[i] + working[i])
+    around = _around(model, u, batch)
     optimizer = 2 * stored - (0 if u.offloaded else u.muon * u.types.stored)
     begins = {"gradients": accumulated, "copies": copies, "activations": sum(kept)}
-    ends = {"gradients": stored, "copies": copies, "activations": kept[0] + again, "working": working}
+    ends = {"gradients": stored, "copies": copies, "activations": held[0] + again[0], "working": around + working[0]}
     update = {"gradients": stored, "copies": copies, "working": u.muon * MUON_WORKING}
     if copies and not u.sharded:
         # All parameters have copies: gradients are first those of the copies, then widened to the parameters' dtype,
@@ -310,7 +313,7 @@ def moments(config: Config, model: ModelConfig, gpus: int, mean: int | None = No
         update["copies"] = 2 * copies + (u.own * u.types.stored if accumulates else 0)
     found = {
         "head": begins | _head(config, model, u, batch),
-        "last layer": begins | {"activations": sum(kept) + again, "working": working},
+        "fullest layer": begins | {"activations": held[fullest] + again[fullest], "working": around + working[fullest]},
         "first layer": ends,
         "update": update,
     }
@@ -345,18 +348,16 @@ def _memory_of(config: Config, layer: Layer) -> Memory:
     return layer.compiled if config.compile.enable else layer.plain
 
 
-def _again(config: Config, counted: list[Layer]) -> int:
-    """The most that a layer keeps while it is recomputed; 0 without checkpointing."""
-    ac = config.activation_checkpoint
-    recomputed = [layer for i, layer in enumerate(counted) if layer_checkpointing(ac, i) != "none"]
-    return max((_memory_of(config, layer).kept for layer in recomputed), default=0)
+def _in_backward(config: Config, i: int, layer: Layer) -> tuple[int, int]:
+    """What layer i keeps while it is recomputed, 0 if it is not, and the most that its backward takes beside that."""
+    of = _memory_of(config, layer)
+    recomputed = layer_checkpointing(config.activation_checkpoint, i) != "none"
+    return of.kept if recomputed else 0, of.working
 
 
-def _working(config: Config, model: ModelConfig, u: Units, batch: Batch, counted: list[Layer]) -> int:
-    """The most that a layer's backward takes, plus the gradient of the residual stream (for the final norm in
-    float32 too) and the gradient of the head's weight."""
-    around = model.dim * batch.tokens * (u.types.compute + 4) + u.vocabulary * u.types.compute
-    return around + max(_memory_of(config, layer).working for layer in counted)
+def _around(model: ModelConfig, u: Units, batch: Batch) -> int:
+    """The gradient of the residual stream (for the final norm in float32 too) and the gradient of the head's weight."""
+    return model.dim * batch.tokens * (u.types.compute + 4) + u.vocabulary * u.types.compute
 
 
 def _copies(config: Config, u: Units) -> int:
