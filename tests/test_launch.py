@@ -437,6 +437,7 @@ def test_main_on_one_of_several_nodes(calls, monkeypatch):
         ({"NNODES": "2", "NODE_RANK": "0"}, "NNODES = 2 needs MASTER_ADDR"),
         ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "no host"}, "MASTER_ADDR = 'no host'"),
         ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}, "MASTER_PORT = '0' must"),
+        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_PORT": "99999"}, "MASTER_PORT = 99999 is no port"),
     ],
 )
 def test_wrong_nodes_are_refused(calls, capsys, monkeypatch, environment, message):

@@ -80,6 +80,8 @@ def this_node() -> Node:
         return Node(processes)
     rank = _number("NODE_RANK", "", 0)
     port = _number("MASTER_PORT", "29500", 1)
+    if port > 65535:
+        raise ValueError(f"MASTER_PORT = {port} is no port; use one below 65536")
     if rank >= nodes:
         raise ValueError(f"NODE_RANK = {rank} must be less than NNODES = {nodes}; nodes are numbered from 0")
     address = os.environ.get("MASTER_ADDR", "")

@@ -367,7 +367,11 @@ def _nearest(key: str) -> str:
     alike = [dotted for dotted in KEYS if words <= set(re.split("[._]", dotted))]
     alike = alike or [dotted for dotted in KEYS if dotted.endswith(f".{name}")]
     sure = difflib.get_close_matches(key, known, 1, 0.9) or difflib.get_close_matches(key, alike, 1, 0.0)
-    near = sure or difflib.get_close_matches(key, known, 1, 0.6)
+    near = sure or [
+        dotted
+        for dotted in difflib.get_close_matches(key, known, 1, 0.6)
+        if difflib.get_close_matches(name, [dotted.rpartition(".")[2]], 1, 0.5)  # not its section alone
+    ]
     tables = [f"the table of a mixer, [{key}]"] if key.startswith("model.") and not sure else []
     return f"; did you mean {' or '.join([*near, *tables])}?" if near or tables else "; --help lists all keys"
 
