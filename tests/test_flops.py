@@ -32,6 +32,8 @@ MIXERS: dict[str, MixerOptions] = {
     "attention": Attention(heads=4, kv_heads=2, head_dim=8, qk_norm="head", output_gate=True),
     "plain attention": Attention(heads=2, kv_heads=2, head_dim=12),
     "mla": MLA(heads=4, kv_rank=16, nope_dim=8, shared_k_dim=4, v_dim=12),  # the CPU pads v to the keys
+    "mla, positions": MLA(heads=4, kv_rank=16, nope_dim=8, shared_k_dim=4, v_dim=12, rope_theta=1e4, head_gate=True),
+    "kda, whole gates": KDA(heads=2, v_heads=4, head_dim=8, v_head_dim=12, low_rank_gates=False),
     "kda": KDA(heads=2, v_heads=4, head_dim=8, v_head_dim=12),
     "kda, softplus gate": KDA(heads=2, v_heads=2, head_dim=8, v_head_dim=12, lower_bound=None, conv_size=3),
     "gdn": GDN(heads=2, v_heads=4, head_dim=8, v_head_dim=12),

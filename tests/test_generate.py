@@ -26,7 +26,7 @@ from titan_linear.storage.tensors import named_parameters
 CPU = torch.device("cpu")
 PROMPTS = [list(range(1, 1 + n)) for n in (5, 1, 70)]  # one token; longer than a chunk of the delta rule
 KDA, GDN, ATTENTION = preset("hybrid", "debug").pattern
-LATENT = MLA(heads=4, kv_rank=16, nope_dim=16, shared_k_dim=8, v_dim=16)
+LATENT = MLA(heads=4, kv_rank=16, nope_dim=16, shared_k_dim=8, v_dim=16, rope_theta=1e4, head_gate=True)
 MOE = MoEConfig(num_experts=8, top_k=2, hidden_dim=32, shared_hidden_dim=32, score="sigmoid", selection_bias=True)
 MODELS = {
     "bounded gates": preset("hybrid", "debug"),

@@ -57,6 +57,7 @@ MODELS: dict[str, ModelConfig] = {
     "RWKV7ForCausalLM": replace(preset("rwkv7", "debug"), vocab_size=VOCAB),
     "MiniMaxForCausalLM": replace(preset("minimax", "debug"), vocab_size=VOCAB),
     "KimiLinearForCausalLM": replace(preset("kimi-linear", "debug"), vocab_size=VOCAB),
+    "BailingHybridForCausalLM": replace(preset("ling-3", "debug"), vocab_size=VOCAB),
     "KDAForCausalLM": replace(preset("kda", "debug"), vocab_size=VOCAB),
     "GatedDeltaNetForCausalLM": replace(preset("gdn", "debug"), vocab_size=VOCAB),
     "TitanLinearForCausalLM": replace(preset("hybrid", "debug"), vocab_size=VOCAB),

@@ -255,6 +255,12 @@ def of_attention(mixer: nn.Module, x: Tensor, edges: Tensor, plan: BatchPlan) ->
     if isinstance(mixer, MLAMixer):
         latent, shared = mixer.kv_a_proj(x).split(mixer.latent_dims, -1)
         q = mixer.q_proj(x).unflatten(-1, (-1, mixer.q_dim))
+        if mixer.rotary:
+            theta, dim, _ = mixer.rotary
+            turns = plan.position_ids[..., None] * theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+            own, turned = q.split([mixer.q_dim - dim, dim], -1)
+            q = torch.cat([own, turned_by(turns[..., None, :], turned)], -1)
+            shared = turned_by(turns, shared)
         k, _ = mixer._keys_and_values(mixer.kv_norm(latent), shared)
     else:
         q, k = mixer._queries_and_keys(x, plan)
@@ -267,6 +273,13 @@ def of_attention(mixer: nn.Module, x: Tensor, edges: Tensor, plan: BatchPlan) ->
             p = ((keys * q[0, i]).sum(-1) * scale).softmax(0)
             shares.append(-(p * p.log()).sum(0) / math.log(len(keys)))
     return {"attention_entropy": torch.stack(shares).mean(0)}
+
+
+def turned_by(turns: Tensor, x: Tensor) -> Tensor:
+    """Neighbouring channels of x [.., D] as complex numbers, turned by turns [.., D / 2]."""
+    return torch.view_as_real(
+        torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * torch.polar(torch.ones_like(turns), turns)
+    ).flatten(-2)
 
 
 def second_step(rank: int, world_size: int, argv: list[str]) -> tuple[dict, Observed, float]:
@@ -303,7 +316,9 @@ def second_step(rank: int, world_size: int, argv: list[str]) -> tuple[dict, Obse
     return want, trainer.telemetry.seen, norm
 
 
-@pytest.mark.parametrize("name", ["hybrid", "kimi-linear", "nemotron-h", "granite-h", "falcon-h1", "minimax", "rwkv7"])
+@pytest.mark.parametrize(
+    "name", ["hybrid", "kimi-linear", "ling-3", "nemotron-h", "granite-h", "falcon-h1", "minimax", "rwkv7"]
+)
 def test_against_definitions(name: str, folder: Path, worlds: Worlds) -> None:
     argv = arguments(folder, {"model.name": name, "model.flavor": "small" if name == "hybrid" else "debug"})
     ((want, seen, norm),) = worlds(1).run(second_step, argv)

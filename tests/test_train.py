@@ -395,6 +395,7 @@ EXPERT_RUNS = ("accumulation", "dp 2", "dp 2 x cp 2", "tp 2 x cp 2 zig-zag", *EX
 # One family is split in every way, the others in those that their own parts see: heads, groups, means over ranks.
 MIXTURES = {
     "kimi-linear": EXPERT_RUNS,
+    "ling-3": ("tp 2 x cp 2 zig-zag", "ep 2, dp 2", "cp 4"),
     "qwen3.5": ("dp 2 x cp 2", "tp 2 x cp 2 zig-zag", "ep 2, dp 2"),
     "nemotron-h": ("tp 2 x cp 2 zig-zag", "ep 2, dp 2"),
     "granite-h": ("tp 2 x cp 2 zig-zag",),
@@ -410,8 +411,9 @@ MIXTURES = {
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_mixtures_of_experts(name: str, corpus: Path, worlds: Worlds, one_process: Callable[[dict], tuple]) -> None:
-    """A load-balance loss, a selection bias that moves, latent attention, Lightning attention, Mamba-2 of one group and
-    of several, mixers side by side, over FSDP and both layouts; 20 steps of published shapes, cut."""
+    """A load-balance loss, a selection bias that moves, latent attention with positions and without, Lightning
+    attention, Mamba-2 of one group and of several, mixers side by side, over FSDP and both layouts; 20 steps of
+    published shapes, cut."""
     keys = FLOAT64 | {"training.steps": 3, "model.name": name, "activation_checkpoint.mode": "full"}
     if name in OWN_FLAVORS:
         short = {"training.steps": 20, "training.seq_len": 32, "activation_checkpoint.mode": "none"}
@@ -423,7 +425,7 @@ def test_mixtures_of_experts(name: str, corpus: Path, worlds: Worlds, one_proces
         got = worlds(processes).run(train_on_rank, arguments(corpus, keys, split))[0]
         check_equal(got, one)
     bias = one[2].get("layers.1.mlp.router.selection_bias")
-    assert (bias is not None and bool(bias.any())) == (name in ("kimi-linear", "nemotron-h"))
+    assert (bias is not None and bool(bias.any())) == (name in ("kimi-linear", "ling-3", "nemotron-h"))
 
 
 def test_how_experts_are_balanced(corpus: Path) -> None:

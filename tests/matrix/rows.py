@@ -82,6 +82,7 @@ MODELS: dict[str, tuple[Variant, ...]] = {
     "kimi-linear": (
         preset("kimi-linear", "48B-A3B", vocab_size=8192, moe__num_experts=16, experts=True),
         preset("kimi-linear", "48B-A3B", vocab_size=8192, moe__num_experts=16, experts=True, scheduled=True),
+        preset("ling-3", "flash", **SIX, moe__num_experts=16, experts=True),
     ),
     "mamba-2": (
         # Its routers see little but the last bytes at first: a context (a tenth of all tokens are spaces among spaces)

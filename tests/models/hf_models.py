@@ -12,6 +12,8 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
+    BailingHybridConfig,
+    BailingHybridForCausalLM,
     FalconH1Config,
     FalconH1ForCausalLM,
     GraniteMoeHybridConfig,
@@ -70,6 +72,24 @@ KIMI = SIZES | dict(
 )
 KIMI_MOE = dict(
     num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, n_shared_experts=2, n_group=4, topk_group=2
+)
+LING = SIZES | dict(
+    intermediate_size=48,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=8,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=12,
+    rope_parameters=dict(rope_type="default", rope_theta=100.0),
+    first_k_dense_replace=1,
+    num_local_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    n_group=4,
+    topk_group=2,
+    pad_token_id=0,
 )
 NEMOTRON = dict(
     vocab_size=VOCAB,
@@ -166,6 +186,10 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "Kimi-Linear": lambda: KimiLinearForCausalLM(
         KimiLinearConfig(**KIMI, **KIMI_MOE, layer_types=["linear_attention", "full_attention"])
+    ),
+    "Ling 3": lambda: BailingHybridForCausalLM(BailingHybridConfig(**LING, layer_group_size=2)),
+    "Ling 3, unbounded": lambda: BailingHybridForCausalLM(
+        BailingHybridConfig(**LING, layer_types=["full_attention", "linear_attention"], kda_safe_gate=False)
     ),
     "Nemotron-H": lambda: nemotron("M*-M"),
     "Nemotron 3": lambda: nemotron("ME*EM", moe_latent_size=12, norm_topk_prob=False, time_step_limit=(2e-2, 5e-2)),

@@ -50,11 +50,11 @@ MODELS: dict[str, ModelConfig] = {
             replace(_GDN, beta_range=2.0, conv_size=3, v_head_dim=48),
         ),
     ),
-    "zero-centred, partial rotary, YaRN": replace(
+    "zero-centred, whole gates, partial rotary, YaRN": replace(
         HYBRID,
         zero_centred_norm=True,
         pattern=(
-            _KDA,
+            replace(_KDA, low_rank_gates=False),
             replace(
                 _ATTENTION, rotary_fraction=0.25, rope_theta=500.0, rope_scaling=YARN, key_factor=0.7, out_factor=0.6
             ),

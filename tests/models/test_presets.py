@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BailingHybridConfig
 
 from titan_linear.config import load_config
 from titan_linear.config.reading import toml_value
@@ -30,6 +30,7 @@ COUNTS = {
     ("qwen3-next", "80B-A3B"): 79_674_391_296,
     ("olmo-hybrid", "7B"): 7_430_870_688,  # as its authors count
     ("kimi-linear", "48B-A3B"): 49_122_675_072,  # and 26 selection biases of 256
+    ("ling-3", "flash"): 124_414_191_072,  # and 40 selection biases of 512
     ("nemotron-h", "4B"): 4_489_223_040,
     ("nemotron-h", "8B"): 8_100_852_736,
     ("nemotron-h", "nano-9B-v2"): 8_888_227_328,
@@ -221,6 +222,12 @@ def test_keys_change_sizes_pattern_and_options() -> None:
         expected = RopeScaling(**yarn) if "yarn" in keys[0] else None
         assert resized_by(keys).pattern[2] == replace(preset("hybrid", "debug").pattern[2], rope_scaling=expected)
     assert resized_by(["--model.moe={num_experts = 4, top_k = 2, hidden_dim = 8}"]).moe == MoEConfig(4, 2, 8)
+
+
+def test_ling_3_as_published() -> None:
+    """The defaults of its configuration are those of Ling-3.0-Flash."""
+    published = BailingHybridConfig().to_dict() | {"architectures": ["BailingHybridForCausalLM"]}
+    assert config_from_hf(published) == ("BailingHybridForCausalLM", preset("ling-3", "flash"))
 
 
 def test_falcon_h1_as_published() -> None:

@@ -61,6 +61,7 @@ class Model(Section):
         "qwen3-next",
         "olmo-hybrid",
         "kimi-linear",
+        "ling-3",
         "nemotron-h",
         "granite-h",
         "falcon-h1",

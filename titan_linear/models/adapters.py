@@ -108,7 +108,11 @@ def ignored(config: ModelConfig, family: str, on_disk: Shapes) -> set[str]:
     patterns = [*FAMILIES[family].ignored, *([r"lm_head\.weight"] if config.tie_embeddings else [])]
     if config.moe is not None and config.moe.shared_hidden_dim == 0:
         patterns.append(r".*\.shared_expert_gate\.weight")
-    return {n for n, shape in on_disk.items() if 0 in shape or any(re.fullmatch(p, n) for p in patterns)}
+    found = {n for n, shape in on_disk.items() if 0 in shape or any(re.fullmatch(p, n) for p in patterns)}
+    if FAMILIES[family].mtp_layers:
+        layers = ((n, re.search(r"layers\.(\d+)\.", n)) for n in on_disk)
+        found |= {n for n, layer in layers if layer and int(layer[1]) >= config.num_layers}
+    return found
 
 
 def config_from_hf(config: Mapping[str, object]) -> tuple[str, ModelConfig]:

@@ -171,12 +171,16 @@ class KDA(DeltaLayer):
         super().__init__(config, options, torch.sigmoid)
         self.lower_bound = options["lower_bound"]
         dim = config.hidden_size
-        rank = self.v_head_dim
         gate_dim = self.v_heads * self.head_dim
-        self.f_proj = nn.Sequential(nn.Linear(dim, rank, bias=False), nn.Linear(rank, gate_dim, bias=False))
-        self.g_proj = nn.Sequential(
-            nn.Linear(dim, rank, bias=False), nn.Linear(rank, self.widths[2], bias=options["gate_bias"])
+        low_rank = options.get("low_rank_gates", True)
+        rank = self.v_head_dim if low_rank else dim
+        f_proj, g_proj = (
+            nn.Linear(rank, gate_dim, bias=False),
+            nn.Linear(rank, self.widths[2], bias=options["gate_bias"]),
         )
+        if low_rank:
+            f_proj, g_proj = (nn.Sequential(nn.Linear(dim, rank, bias=False), second) for second in (f_proj, g_proj))
+        self.f_proj, self.g_proj = f_proj, g_proj
         self.dt_bias = nn.Parameter(torch.zeros(gate_dim))
 
     def gate(self, x):

@@ -10,6 +10,7 @@ from titan_linear.models.families.granite_h import GRANITE_H, GRANITE_H_MODELS
 from titan_linear.models.families.kimi import KIMI_LINEAR, KIMI_LINEAR_MODELS
 from titan_linear.models.families.layout import Family
 from titan_linear.models.families.lfm2 import LFM2, LFM2_MODELS
+from titan_linear.models.families.ling import LING_3, LING_3_MODELS
 from titan_linear.models.families.minimax import MINIMAX, MINIMAX_MODELS
 from titan_linear.models.families.nemotron_h import NEMOTRON_H, NEMOTRON_H_MODELS
 from titan_linear.models.families.olmo import OLMO_HYBRID, OLMO_HYBRID_MODELS
@@ -23,6 +24,7 @@ FAMILIES: dict[str, Family] = {  # by architecture
     "Qwen3NextForCausalLM": QWEN3_NEXT,
     "OlmoHybridForCausalLM": OLMO_HYBRID,
     "KimiLinearForCausalLM": KIMI_LINEAR,
+    "BailingHybridForCausalLM": LING_3,
     "NemotronHForCausalLM": NEMOTRON_H,
     "GraniteMoeHybridForCausalLM": GRANITE_H,
     "FalconH1ForCausalLM": FALCON_H1,
@@ -39,6 +41,7 @@ PUBLISHED: dict[str, dict[str, ModelConfig]] = {  # by name and flavor, from the
     "qwen3-next": QWEN3_NEXT_MODELS,
     "olmo-hybrid": OLMO_HYBRID_MODELS,
     "kimi-linear": KIMI_LINEAR_MODELS,
+    "ling-3": LING_3_MODELS,
     "nemotron-h": NEMOTRON_H_MODELS,
     "granite-h": GRANITE_H_MODELS,
     "falcon-h1": FALCON_H1_MODELS,

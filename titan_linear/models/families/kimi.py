@@ -81,13 +81,13 @@ def _from_hf(config: Json) -> ModelConfig:
     key.only("mla_use_nope", True)
     key.only("moe_router_activation_func", "sigmoid")
     linear = key("linear_attn_config", None) or {}
-    dense, sparse = _mlp_types(key)
+    dense, sparse = mlp_types(key, first_sparse=1)
     return ModelConfig(
         **common_from_hf(key),
-        pattern=key.pattern(_mla_from_hf, lambda key: _kda_from_hf(key, linear), lambda i: _is_softmax(i, linear)),
+        pattern=key.pattern(mla_from_hf, lambda key: _kda_from_hf(key, linear), lambda i: _is_softmax(i, linear)),
         hidden_dim=key("intermediate_size"),
         dense_layers=dense,
-        moe=_moe_from_hf(key) if sparse else None,
+        moe=moe_from_hf(key) if sparse else None,
     )
 
 
@@ -105,11 +105,11 @@ def _kda_from_hf(key: Keys, linear: Json) -> KDA:
     )
 
 
-def _mla_from_hf(key: Keys) -> MLA:
+def mla_from_hf(key: Keys, **more: object) -> MLA:
     heads = key("num_attention_heads")
     if key("num_key_value_heads", None) not in (None, heads):
         raise ValueError(f"config.json: num_key_value_heads = {key('num_key_value_heads')}; only {heads} is known")
-    return MLA(**key.options(MLA_SIZES))
+    return MLA(**key.options(MLA_SIZES), **more)
 
 
 def _is_softmax(layer: int, linear: Json) -> bool:
@@ -118,17 +118,17 @@ def _is_softmax(layer: int, linear: Json) -> bool:
     return layer > 0 and layer % 4 == 0
 
 
-def _mlp_types(key: Keys) -> tuple[tuple[int, ...], bool]:
-    """The layers without experts and True; or (), False if no layer has experts."""
+def mlp_types(key: Keys, first_sparse: int) -> tuple[tuple[int, ...], bool]:
+    """The layers without experts and True; or (), False if no layer has experts. first_sparse: unless a key says so."""
     layers = key("num_hidden_layers")
-    first = key("first_k_dense_replace", 1)
+    first = key("first_k_dense_replace", first_sparse)
     types = key("mlp_layer_types", None) or ["dense" if i < first else "sparse" for i in range(layers)]
     key.only("moe_layer_freq", 1)
     dense = tuple(i for i, t in enumerate(types) if t == "dense")
     return (dense, True) if len(dense) < layers else ((), False)
 
 
-def _moe_from_hf(key: Keys) -> MoEConfig:
+def moe_from_hf(key: Keys) -> MoEConfig:
     hidden = key("moe_intermediate_size")
     return MoEConfig(
         num_experts=_first(key, "num_experts", "num_local_experts"),
@@ -155,14 +155,23 @@ def _to_hf(config: ModelConfig) -> Json:
     written = dict(
         model_type="kimi_linear",
         **common_to_hf(config),
-        intermediate_size=config.hidden_dim,
+        **mlps_to_hf(config),
         q_lora_rank=None,
-        mlp_layer_types=["sparse" if config.has_experts(i) else "dense" for i in range(config.num_layers)],
     )
     if kda := options_of(config, KDA):
         written |= dict(linear_num_heads=kda.heads, linear_head_dim=kda.head_dim, linear_conv_kernel_dim=kda.conv_size)
-    if mla := options_of(config, MLA):
-        written |= dict(num_key_value_heads=mla.heads, **named(mla, MLA_SIZES))
+    return written | mla_to_hf(config)
+
+
+def mla_to_hf(config: ModelConfig) -> Json:
+    mla = options_of(config, MLA)
+    return dict(num_key_value_heads=mla.heads, **named(mla, MLA_SIZES)) if mla else {}
+
+
+def mlps_to_hf(config: ModelConfig) -> Json:
+    """Which layers have experts, and of what sizes."""
+    types = ["sparse" if config.has_experts(i) else "dense" for i in range(config.num_layers)]
+    written = dict(intermediate_size=config.hidden_dim, mlp_layer_types=types)
     if (moe := config.moe) is not None:
         written |= dict(
             num_experts=moe.num_experts,

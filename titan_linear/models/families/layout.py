@@ -67,6 +67,7 @@ class Family:
     wrappers: tuple[str, ...] = ()  # architectures that contain this one as their language model
     own_tokenizer: OwnTokenizer | None = None
     ties: bool = True  # whether transformers ties the head where config.json says so; if not, folders have the head too
+    mtp_layers: bool = False  # whether layers after the last predict further tokens: they are ignored
 
 
 # --- Tensors ----------------------------------------------------------------------------------------------------------

@@ -178,6 +178,7 @@ class DeltaMixer(RecurrentMixer):
 class KDA(DeltaOptions):
     lower_bound: float | None = -5.0  # of the bounded gate, whose kernels are faster; None: −exp(A_log)·softplus(…)
     gate_bias: bool = True  # a bias in the output gate
+    low_rank_gates: bool = True  # each gate by way of `v_head_dim` channels; else by one projection
 
     name: ClassVar[str] = "kda"
     op: ClassVar[str] = "chunk_kda"
@@ -193,10 +194,10 @@ class KDA(DeltaOptions):
         return super().contradiction
 
     def gate_flops(self, dim: int) -> int:
-        """Each gate is a projection to `v_head_dim` channels, followed by one from them."""
+        """Each gate is a projection to `v_head_dim` channels, followed by one from them; or one projection."""
         rank = self.v_head_dim
         widths = self.v_heads * (self.head_dim + self.v_head_dim)
-        return 2 * rank * (2 * dim + widths)
+        return 2 * rank * (2 * dim + widths) if self.low_rank_gates else 2 * dim * widths
 
     def cases(self, draw: Draws) -> Iterator[OpCase]:
         gates = (self.v_heads, self.head_dim)
@@ -207,31 +208,36 @@ class KDA(DeltaOptions):
 
 
 class KDAMixer(DeltaMixer):
-    """The gate and the output gate come from low-rank projections."""
+    """The gate and the output gate come from low-rank projections, or from whole ones."""
 
     split: ClassVar[dict[str, int]] = {  # of the low-rank projections, the second factors only
         **DeltaMixer.split,
-        "f_proj.1.weight": 0,
-        "g_proj.1.weight": 0,
-        "g_proj.1.bias": 0,
+        **{f"{gate}_proj.{part}": 0 for gate in "fg" for part in ("weight", "bias", "1.weight", "1.bias")},
     }
 
     def __init__(self, options: KDA, config: ModelConfig):
         A_log = uniform_decay(1.0) if options.lower_bound is None else zeros
         super().__init__(options, config, "sigmoid", A_log)
         self.lower_bound = options.lower_bound
-        rank = self.v_head_dim
         gate_dim = options.v_heads * self.head_dim
         value_dim = options.v_heads * self.v_head_dim
-        self.f_proj = nn.Sequential(projection(config.dim, rank), projection(rank, gate_dim))
-        self.g_proj = nn.Sequential(projection(config.dim, rank), nn.Linear(rank, value_dim, bias=options.gate_bias))
+        self.low_rank_gates = options.low_rank_gates
+        rank = self.v_head_dim if self.low_rank_gates else config.dim
+        f_proj, g_proj = projection(rank, gate_dim), nn.Linear(rank, value_dim, bias=options.gate_bias)
+        if self.low_rank_gates:
+            f_proj, g_proj = (nn.Sequential(projection(config.dim, rank), second) for second in (f_proj, g_proj))
+        self.f_proj, self.g_proj = f_proj, g_proj
         self.A_log = nn.Parameter(torch.empty(options.v_heads))
         self.dt_bias = nn.Parameter(torch.empty(gate_dim))
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        (f_in, f_out), (g_in, g_out) = self.f_proj, self.g_proj
-        f, g = project_each(x, f_in, g_in)
-        return f_out(f).unflatten(-1, (-1, self.head_dim)), self.b_proj(x), g_out(g)
+        if self.low_rank_gates:
+            (f_in, f_out), (g_in, g_out) = self.f_proj, self.g_proj
+            f, g = project_each(x, f_in, g_in)
+            f, g = f_out(f), g_out(g)
+        else:
+            f, g = self.f_proj(x), self.g_proj(x)
+        return f.unflatten(-1, (-1, self.head_dim)), self.b_proj(x), g
 
     def _log_decay(self, inputs: Inputs) -> Tensor:
         _, _, _, gate, _ = inputs

@@ -1,4 +1,5 @@
-"""Multi-head latent attention (DeepSeek-V2, section 2.1) without positions, as in Kimi Linear."""
+"""Multi-head latent attention (DeepSeek-V2, section 2.1): without positions, as in Kimi Linear, or with rotary ones and
+gated heads, as in Ling 3."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 
 from titan_linear.models.cases import Draws, OpCase, attention_case
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
-from titan_linear.models.layers import Cache, OpDims, RMSNorm, attention_entropy, grown, projection
+from titan_linear.models.layers import Cache, OpDims, RMSNorm, attention_entropy, grown, projection, rotate, widened
 from titan_linear.models.plan import BatchPlan, Window
+from titan_linear.models.rope import Rotary
 from titan_linear.ops import attention
 
 LATENT_EPS = 1e-6  # eps of the latent's norm, whatever the model's norm_eps
@@ -25,27 +27,38 @@ class MLA(MixerOptions):
     nope_dim: int  # channels of q and k that are each head's own
     shared_k_dim: int  # channels of q and k for which all heads share a key (DeepSeek-V2's rotary part)
     v_dim: int
+    rope_theta: float | None = None  # of those channels, rotated in pairs of neighbours; None: no positions
+    head_gate: bool = False  # a gate on each head's output
 
     name: ClassVar[str] = "mla"
     growing: ClassVar[tuple[str, ...]] = ("latent", "shared")
 
     @property
+    def head_dim(self) -> int:
+        """Of q and k."""
+        return self.nope_dim + self.shared_k_dim
+
+    @property
+    def rotary(self) -> Rotary | None:
+        return None if self.rope_theta is None else (self.rope_theta, self.shared_k_dim, ())
+
+    @property
     def ops(self) -> OpDims:
-        return {"attention": {"D": self.nope_dim + self.shared_k_dim, "Dv": self.v_dim}}
+        return {"attention": {"D": self.head_dim, "Dv": self.v_dim}}
 
     def flops(self, dim: int, documents: Documents) -> int:
-        """Projections to q, the latent, k and v from it, and o; scores and their use, on pairs that the mask leaves."""
-        q_dim = self.nope_dim + self.shared_k_dim
-        widths = self.heads * (q_dim + self.v_dim) + self.kv_rank + self.shared_k_dim
+        """Projections to q, the latent, k and v from it, the gate and o; scores and their use, on pairs that the mask
+        leaves."""
+        widths = self.heads * (self.head_dim + self.v_dim + self.head_gate) + self.kv_rank + self.shared_k_dim
         per_token = 2 * dim * widths + 2 * self.kv_rank * self.heads * (self.nope_dim + self.v_dim)
-        return per_token * documents.tokens + 2 * (q_dim + self.v_dim) * self.heads * documents.pairs
+        return per_token * documents.tokens + 2 * (self.head_dim + self.v_dim) * self.heads * documents.pairs
 
     @property
     def head_counts(self) -> dict[str, int]:
         return {"query heads": self.heads}
 
     def cases(self, draw: Draws) -> Iterator[OpCase]:
-        yield attention_case(self.heads, self.heads, self.nope_dim + self.shared_k_dim, self.v_dim)
+        yield attention_case(self.heads, self.heads, self.head_dim, self.v_dim)
 
     def build(self, config: ModelConfig, layer: int) -> MLAMixer:
         return MLAMixer(self, config)
@@ -54,10 +67,13 @@ class MLA(MixerOptions):
 class MLAMixer(nn.Module):
     """Keys and values come from one latent of `kv_rank` per token; a part of each key is shared by all heads.
 
-    The cache holds `latent` [B, tokens, kv_rank], normed, and `shared` [B, tokens, shared_k_dim].
+    The cache holds `latent` [B, tokens, kv_rank], normed, and `shared` [B, tokens, shared_k_dim], rotated.
     """
 
-    split: ClassVar[dict[str, int]] = {"q_proj.weight": 0, "kv_b_proj.weight": 0, "o_proj.weight": 1}  # not the latent
+    split: ClassVar[dict[str, int]] = {  # not the latent
+        **dict.fromkeys(("q_proj.weight", "kv_b_proj.weight", "g_proj.weight"), 0),
+        "o_proj.weight": 1,
+    }
     float8: ClassVar = (("q_proj",), ("kv_a_proj",), ("kv_b_proj",), ("o_proj",))
 
     def __init__(self, options: MLA, config: ModelConfig):
@@ -65,29 +81,43 @@ class MLAMixer(nn.Module):
         self.cp_method = "auto"  # as in `AttentionMixer`
         self.latent_dims = (options.kv_rank, options.shared_k_dim)
         self.kv_dims = (options.nope_dim, options.v_dim)
-        self.q_dim = options.nope_dim + options.shared_k_dim
+        self.q_dim = options.head_dim
+        self.rotary = options.rotary
         self.q_proj = projection(config.dim, options.heads * self.q_dim)
         self.kv_a_proj = projection(config.dim, sum(self.latent_dims))
         self.kv_norm = RMSNorm(options.kv_rank, LATENT_EPS)
         self.kv_b_proj = projection(options.kv_rank, options.heads * sum(self.kv_dims))
+        self.g_proj = projection(config.dim, options.heads) if options.head_gate else None
         self.o_proj = projection(options.heads * options.v_dim, config.dim)
 
     def forward(self, x: Tensor, plan: BatchPlan, cache: Cache = None) -> Tensor:
         """x [B, T, dim] -> [B, T, dim]. A cache holds the normed latents and shared keys of earlier tokens."""
-        q = self.q_proj(x).unflatten(-1, (-1, self.q_dim))
-        latent, shared = self.kv_a_proj(x).split(self.latent_dims, -1)  # [B, T, rank], [B, T, shared]
-        latent, shared = grown(cache, latent=self.kv_norm(latent), shared=shared)
-        k, v = self._keys_and_values(latent, shared)
+        q, latent, shared = self._queries_and_latents(x, plan)
+        k, v = self._keys_and_values(*grown(cache, latent=latent, shared=shared))
         documents = {"first_key": plan.first_key, **plan.documents}
         o = attention(q, k, v.contiguous(), method=self.cp_method, **documents)
+        o = o if self.g_proj is None else o * self.g_proj(x).sigmoid().unsqueeze(-1)
         return self.o_proj(o.flatten(-2))
 
     def watch(self, x: Tensor, window: Window) -> dict[str, tuple[Tensor, Tensor]]:
-        x = x[:, : window.tokens]
-        latent, shared = self.kv_a_proj(x).split(self.latent_dims, -1)
-        k, _ = self._keys_and_values(self.kv_norm(latent), shared)
-        q = self.q_proj(x).unflatten(-1, (-1, self.q_dim))
+        q, *latents = self._queries_and_latents(x[:, : window.tokens], window.plan)
+        k, _ = self._keys_and_values(*latents)
         return {"attention_entropy": attention_entropy(q, k, window.plan.cu_seqlens)}
+
+    def _queries_and_latents(self, x: Tensor, plan: BatchPlan) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, T, H, nope + shared], rotated; latents [B, T, rank], normed; the shared keys, rotated."""
+        q = self.q_proj(x).unflatten(-1, (-1, self.q_dim))
+        latent, shared = self.kv_a_proj(x).split(self.latent_dims, -1)
+        if self.rotary is not None:
+            own, rotated = q.split([self.q_dim - shared.shape[-1], shared.shape[-1]], -1)
+            q = torch.cat([own, self._rotated(rotated, plan)], -1)
+            shared = self._rotated(shared.unsqueeze(2), plan).squeeze(2)
+        return q, self.kv_norm(latent), shared
+
+    def _rotated(self, x: Tensor, plan: BatchPlan) -> Tensor:
+        """x [B, T, H, D], whose neighbouring channels are pairs; the result has first the pairs' first channels."""
+        halves = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return rotate(halves, *plan.angles(self.rotary, widened(x.dtype)))
 
     def _keys_and_values(self, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
         """latent [B, T, rank], normed, shared [B, T, shared] -> k [B, T, H, nope + shared], v [B, T, H, V]."""
