@@ -378,11 +378,16 @@ def test_numbers_at_odds_are_refused(model: tuple[str, str], change: dict, words
         ("falcon-h1", {"ssm_multipliers": [1, 2, 3, 4]}, "ssm_multipliers = [1, 2, 3, 4]; give 5 numbers"),
         ("falcon-h1", {"key_multiplier": "a"}, "a value is of another kind"),
         ("falcon-h1", {"lm_head_multiplier": -1.0}, "logits_divisor = -1.0, which is too small"),
+        ("ling-3", {"q_lora_rank": 16}, "q_lora_rank = 16; only None is known"),
+        ("ling-3", {"num_key_value_heads": 2}, "num_key_value_heads = 2; only 4 is known"),
+        ("ling-3", {"kda_lower_bound": -6.0}, "kda lower_bound = -6.0, which must be null or lie in [-5, 0)"),
+        ("ling-3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "only rope_type 'default' is known"),
+        ("ling-3", {"qk_rope_head_dim": 15}, "mla 15 channels to rotate, which must be even"),
         ("minimax", {"mlp_alpha_factor": 1.0}, "'mlp_alpha_factor': 1.0} must be one number; fetch it again"),
         ("granite-h", {"architectures": None, "ssm_cfg": {"layer": "Mamba2"}}, "mamba_ssm's own format is not read"),
     ],
 )
-def test_what_is_not_mamba_2_as_we_have_it_is_refused(name: str, change: dict, words: str) -> None:
+def test_what_is_not_as_we_have_it_is_refused(name: str, change: dict, words: str) -> None:
     written = config_to_hf(find_family(MODELS[name]["debug"]), MODELS[name]["debug"]) | change
     with pytest.raises(ValueError, match=re.escape(words)):
         config_from_hf({key: value for key, value in written.items() if value is not None})
@@ -494,6 +499,18 @@ def test_vision_language_folders(case: Callable[[str], Case]) -> None:
     named |= {"model.visual.blocks.0.weight": torch.zeros(2), "mtp.fc.weight": torch.zeros(2)}
     state = state_from_hf(named, c.config, c.family)
     assert all(torch.equal(state[n], t) for n, t in c.state.items())
+
+
+def test_layers_that_predict_further_tokens(case: Callable[[str], Case]) -> None:
+    """Ling 3 has them after its last layer."""
+    for name in ("Ling 3", "Kimi-Linear"):
+        c = case(name)
+        more = c.disk | {f"model.layers.{c.config.num_layers}.eh_proj.weight": torch.zeros(2)}
+        if name == "Ling 3":
+            assert state_from_hf(more, c.config, c.family).keys() == c.state.keys()
+        else:
+            with pytest.raises(ValueError, match=r"model.layers.2.eh_proj.weight \[2\]: not used"):
+                state_from_hf(more, c.config, c.family)
 
 
 # --- flash-linear-attention: what its modules compute, in models of transformers after renaming ----------------------
