@@ -405,7 +405,8 @@ MIXTURES = {
     "falcon-h1": ("tp 2 x cp 2 zig-zag", "cp 4", "HSDP x cp"),
     "falcon-0.5B": ("tp 2 x cp 2 zig-zag",),
     "lfm2-350M": ("tp 2 x cp 2 zig-zag",),
-    "rwkv7-0.1B": ("tp 2 x cp 2 zig-zag", "HSDP x cp"),
+    "rwkv7": ("HSDP x cp",),
+    "rwkv7-0.1B": ("tp 2 x cp 2 zig-zag",),
 }
 
 

@@ -231,13 +231,12 @@ class KDAMixer(DeltaMixer):
         self.dt_bias = nn.Parameter(torch.empty(gate_dim))
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        f_out, g_out = self.f_proj, self.g_proj
+        f = g = x
         if self.low_rank_gates:
-            (f_in, f_out), (g_in, g_out) = self.f_proj, self.g_proj
+            (f_in, f_out), (g_in, g_out) = f_out, g_out
             f, g = project_each(x, f_in, g_in)
-            f, g = f_out(f), g_out(g)
-        else:
-            f, g = self.f_proj(x), self.g_proj(x)
-        return f.unflatten(-1, (-1, self.head_dim)), self.b_proj(x), g
+        return f_out(f).unflatten(-1, (-1, self.head_dim)), self.b_proj(x), g_out(g)
 
     def _log_decay(self, inputs: Inputs) -> Tensor:
         _, _, _, gate, _ = inputs
