@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -18,11 +17,15 @@ class AsPromised(TorchDispatchMode):
         kwargs = kwargs or {}
         out = op(*args, **kwargs)
         if op.namespace == "titan_linear":
-            with FakeTensorMode() as mode:
-                promised = op(*tree_map(lambda x: mode.from_tensor(x) if isinstance(x, Tensor) else x, args), **kwargs)
+            promised = op(*tree_map(without_numbers, args), **kwargs)
             given, promised = ([layout(x) for x in tree_leaves(y) if x is not None] for y in (out, promised))
             assert given == promised, f"{op}: {given}, promised {promised}"
         return out
+
+
+def without_numbers(x: Any) -> Any:
+    """A tensor like x on the meta device, where operators return what they promise."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
 
 
 def layout(x: Tensor) -> tuple[torch.Size, list[int], torch.dtype]:

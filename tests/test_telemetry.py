@@ -277,9 +277,8 @@ def of_attention(mixer: nn.Module, x: Tensor, edges: Tensor, plan: BatchPlan) ->
 
 def turned_by(turns: Tensor, x: Tensor) -> Tensor:
     """Neighbouring channels of x [.., D] as complex numbers, turned by turns [.., D / 2]."""
-    return torch.view_as_real(
-        torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * torch.polar(torch.ones_like(turns), turns)
-    ).flatten(-2)
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(turns), turns)).flatten(-2)
 
 
 def second_step(rank: int, world_size: int, argv: list[str]) -> tuple[dict, Observed, float]:

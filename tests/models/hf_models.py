@@ -56,40 +56,28 @@ OLMO = (
     | LINEAR
     | dict(layer_types=["linear_attention", "full_attention"], intermediate_size=48, pad_token_id=0, eos_token_id=1)
 )
-KIMI = SIZES | dict(
+LATENT = SIZES | dict(
     intermediate_size=48,
     num_attention_heads=4,
     num_key_value_heads=4,
-    linear_head_dim=8,
-    linear_num_heads=4,
     kv_lora_rank=16,
     qk_nope_head_dim=8,
     qk_rope_head_dim=4,
     v_head_dim=12,
     pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
 )
-KIMI_MOE = dict(
-    num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, n_shared_experts=2, n_group=4, topk_group=2
-)
-LING = SIZES | dict(
-    intermediate_size=48,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    head_dim=8,
-    kv_lora_rank=16,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=4,
-    v_head_dim=12,
-    rope_parameters=dict(rope_type="default", rope_theta=100.0),
-    first_k_dense_replace=1,
-    num_local_experts=8,
-    num_experts_per_tok=2,
-    moe_intermediate_size=16,
-    n_group=4,
-    topk_group=2,
-    pad_token_id=0,
+ROUTED = dict(num_experts_per_tok=2, moe_intermediate_size=16, n_group=4, topk_group=2)
+KIMI = LATENT | dict(linear_head_dim=8, linear_num_heads=4, bos_token_id=1, eos_token_id=2)
+KIMI_MOE = ROUTED | dict(num_experts=8, n_shared_experts=2)
+LING = (
+    LATENT
+    | ROUTED
+    | dict(
+        head_dim=8,
+        rope_parameters=dict(rope_type="default", rope_theta=100.0),
+        first_k_dense_replace=1,
+        num_local_experts=8,
+    )
 )
 NEMOTRON = dict(
     vocab_size=VOCAB,

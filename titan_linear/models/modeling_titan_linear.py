@@ -174,10 +174,8 @@ class KDA(DeltaLayer):
         gate_dim = self.v_heads * self.head_dim
         low_rank = options.get("low_rank_gates", True)
         rank = self.v_head_dim if low_rank else dim
-        f_proj, g_proj = (
-            nn.Linear(rank, gate_dim, bias=False),
-            nn.Linear(rank, self.widths[2], bias=options["gate_bias"]),
-        )
+        f_proj = nn.Linear(rank, gate_dim, bias=False)
+        g_proj = nn.Linear(rank, self.widths[2], bias=options["gate_bias"])
         if low_rank:
             f_proj, g_proj = (nn.Sequential(nn.Linear(dim, rank, bias=False), second) for second in (f_proj, g_proj))
         self.f_proj, self.g_proj = f_proj, g_proj

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import cache, partial
 
 import pytest
@@ -68,7 +67,7 @@ def on_rank(
 ) -> list[list[Tensor]]:
     """For each (op, lengths, layout, streams): this rank's output and gradients of its tokens and of the parameters.
     levels: by which states travel; (): directly."""
-    with pytest.MonkeyPatch.context() as patch, AsPromised() if levels else nullcontext():
+    with pytest.MonkeyPatch.context() as patch, AsPromised():
         patch.setattr(kcp, "route", lambda *_: levels)
         return results_of(dist.group.WORLD, cases)
 

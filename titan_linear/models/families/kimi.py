@@ -81,13 +81,10 @@ def _from_hf(config: Json) -> ModelConfig:
     key.only("mla_use_nope", True)
     key.only("moe_router_activation_func", "sigmoid")
     linear = key("linear_attn_config", None) or {}
-    dense, sparse = mlp_types(key, first_sparse=1)
     return ModelConfig(
         **common_from_hf(key),
         pattern=key.pattern(mla_from_hf, lambda key: _kda_from_hf(key, linear), lambda i: _is_softmax(i, linear)),
-        hidden_dim=key("intermediate_size"),
-        dense_layers=dense,
-        moe=moe_from_hf(key) if sparse else None,
+        **mlps_from_hf(key, first_sparse=1),
     )
 
 
@@ -118,17 +115,18 @@ def _is_softmax(layer: int, linear: Json) -> bool:
     return layer > 0 and layer % 4 == 0
 
 
-def mlp_types(key: Keys, first_sparse: int) -> tuple[tuple[int, ...], bool]:
-    """The layers without experts and True; or (), False if no layer has experts. first_sparse: unless a key says so."""
+def mlps_from_hf(key: Keys, first_sparse: int) -> Json:
+    """Options of MLPs and experts. first_sparse: the first layer with experts, unless a key says so."""
     layers = key("num_hidden_layers")
     first = key("first_k_dense_replace", first_sparse)
     types = key("mlp_layer_types", None) or ["dense" if i < first else "sparse" for i in range(layers)]
     key.only("moe_layer_freq", 1)
     dense = tuple(i for i, t in enumerate(types) if t == "dense")
-    return (dense, True) if len(dense) < layers else ((), False)
+    experts = dict(dense_layers=dense, moe=_moe_from_hf(key)) if len(dense) < layers else {}
+    return dict(hidden_dim=key("intermediate_size"), **experts)
 
 
-def moe_from_hf(key: Keys) -> MoEConfig:
+def _moe_from_hf(key: Keys) -> MoEConfig:
     hidden = key("moe_intermediate_size")
     return MoEConfig(
         num_experts=_first(key, "num_experts", "num_local_experts"),
@@ -169,7 +167,7 @@ def mla_to_hf(config: ModelConfig) -> Json:
 
 
 def mlps_to_hf(config: ModelConfig) -> Json:
-    """Which layers have experts, and of what sizes."""
+    """The inverse of `mlps_from_hf`."""
     types = ["sparse" if config.has_experts(i) else "dense" for i in range(config.num_layers)]
     written = dict(intermediate_size=config.hidden_dim, mlp_layer_types=types)
     if (moe := config.moe) is not None:

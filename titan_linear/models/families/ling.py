@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from titan_linear.models.config import ModelConfig, MoEConfig
-from titan_linear.models.families.kimi import mla_from_hf, mla_to_hf, mlp_types, mlps_to_hf, moe_from_hf
+from titan_linear.models.families.kimi import mla_from_hf, mla_to_hf, mlps_from_hf, mlps_to_hf
 from titan_linear.models.families.layout import (
     MLP,
     NORMS,
@@ -74,13 +74,10 @@ def _from_hf(config: Json) -> ModelConfig:
     key = Keys(config)
     key.only("q_lora_rank", None)
     period = key("layer_group_size", 6)
-    dense, sparse = mlp_types(key, first_sparse=2)
     return ModelConfig(
         **common_from_hf(key),
         pattern=key.pattern(_mla_from_hf, _kda_from_hf, lambda i: (i + 1) % period == 0),
-        hidden_dim=key("intermediate_size"),
-        dense_layers=dense,
-        moe=moe_from_hf(key) if sparse else None,
+        **mlps_from_hf(key, first_sparse=2),
     )
 
 
