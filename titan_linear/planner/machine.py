@@ -15,6 +15,7 @@ import pydantic
 from pydantic import Field
 
 from titan_linear.ops.layout.levels import FARTHER
+from titan_linear.ops.torch import flash4
 from titan_linear.planner.counting import Size
 from titan_linear.storage.files import read_json
 
@@ -126,11 +127,16 @@ class Machine:
     network: float  # bytes per second that a GPU sends to other nodes
     attention: str  # the kernel; "flash" stands in for "cudnn" where lengths do not recur
 
-    def attention_rates(self, D: int, recurring: bool) -> tuple[float, float]:
-        """TFLOP/s of forward, and of both passes, for heads of D channels: those of the nearest measured D."""
-        other = self.attention == "cudnn" and not (recurring and D <= 128) and "flash" in self.rates.attention
-        table = self.rates.attention["flash" if other else self.attention]
-        return table[min(table, key=lambda dim: abs(int(dim) - D))]
+    def attention_rates(self, D: int, Dv: int, recurring: bool) -> tuple[float, float]:
+        """TFLOP/s of forward, and of both passes, on heads of D and Dv channels: those of the least measured width that
+        holds both, without the work on padding."""
+        wide = max(D, Dv)
+        other = self.attention == "cudnn" and not (recurring and wide <= 128) and "flash" in self.rates.attention
+        kernel = "flash" if other else self.attention
+        computed = sum(flash4.widths(D, Dv)) if kernel == "flash4" else 2 * wide
+        by_width = {int(width): rates for width, rates in self.rates.attention[kernel].items()}
+        forward, both = by_width[min((w for w in by_width if w >= wide), default=max(by_width))]
+        return forward * (D + Dv) / computed, both * (D + Dv) / computed
 
     @property
     def offload(self) -> Offload:

@@ -137,9 +137,9 @@ class Clock:
             pairs = max(computed)
         else:  # of the ranks that are one on the ring
             pairs = sum(own[self.batch.cp - call.arguments["stride"] :])
-        D = q.shape[3]
-        flops = 2 * (D + v.shape[3]) * q.shape[2] * pairs
-        forward, both = self.machine.attention_rates(D, self.batch.mean is None)
+        D, Dv = q.shape[3], v.shape[3]
+        flops = 2 * (D + Dv) * q.shape[2] * pairs
+        forward, both = self.machine.attention_rates(D, Dv, self.batch.mean is None)
         seconds = flops / forward / 1e12
         return 3.5 * flops / both / 1e12 - seconds if backward else seconds
 

@@ -55,7 +55,9 @@ STREAMS = {
 def context(name, rank, world_size, layout, group=None, **more):
     boundaries, num_streams = STREAMS[name]
     kwargs = {"group": group} if group is not None else {"rank": rank, "world_size": world_size}
-    return build_cp_context(torch.tensor(boundaries), layout=layout, num_streams=num_streams, **kwargs, **more)
+    return build_cp_context(
+        torch.tensor(boundaries), layout=layout, num_streams=num_streams, pairs_per_row=0, **kwargs, **more
+    )
 
 
 def inputs(name, seed=0, heads=HEADS):
@@ -350,7 +352,7 @@ class PeakBytes(Inside):
 
 def peak_bytes(rank, world_size, method, heads=1, of=4, dtype=torch.float64):
     """Forward and backward of 64 tokens a rank, all one document; all-gather in slices of so many heads."""
-    cp = build_cp_context(torch.tensor([0, 64 * world_size]), dist.group.WORLD)
+    cp = build_cp_context(torch.tensor([0, 64 * world_size]), dist.group.WORLD, pairs_per_row=0)
     q, k, v, do = (x.detach().to(dtype) for x in make(1, 64, 64, of, of, 16, 16, seed=rank))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     with PeakBytes() as memory, pytest.MonkeyPatch.context() as patch:
@@ -408,7 +410,8 @@ def test_the_all_gather_sends_what_is_needed(monkeypatch):
         return original(x, send_sizes, receive_sizes, group)
 
     def on_rank(group):
-        cp = build_cp_context(torch.tensor(lengths(*[11, 19, 32, 25, 41, 14, 28, 22, 50, 14])), group)
+        documents = lengths(*[11, 19, 32, 25, 41, 14, 28, 22, 50, 14])
+        cp = build_cp_context(torch.tensor(documents), group, pairs_per_row=0)
         q, k, v, do = make(1, 64, 64, Hq, Hkv, D, Dv, seed=0)
         attention(q, k, v, cp_context=cp, method="allgather").backward(do)
         _, queries, keys, _ = cp.gathered

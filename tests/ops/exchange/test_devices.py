@@ -27,7 +27,7 @@ def on_rank(rank: int, world_size: int, method: str, layout: str) -> dict[str, t
     wrong = {}
     for lengths in LENGTHS:
         cu = boundaries(lengths)
-        cp = build_cp_context(cu.cuda(), dist.group.WORLD, layout=layout, cu_seqlens_cpu=cu)
+        cp = build_cp_context(cu.cuda(), dist.group.WORLD, layout=layout, cu_seqlens_cpu=cu, pairs_per_row=0)
         mine = tokens_of(cp).cuda()
         for heads in HEADS:
             for dtype, (o_bound, gradient_bound) in BOUNDS.items():

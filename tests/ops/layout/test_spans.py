@@ -11,7 +11,10 @@ import pytest
 
 from tests.ops.layout.documents import packed
 from titan_linear.ops.layout.fragments import cut
-from titan_linear.ops.layout.spans import ALL, GIVES, NOTHING, SOME, TAKES, Runs, balanced, entries, span_tables
+from titan_linear.ops.layout.spans import ALL, MARGIN, NOTHING, SOME, Runs, balanced, entries, span_tables
+from tools.bench_cp import boundaries
+
+GIVES = 1.02  # the least of the degrees
 
 
 def work(runs: Runs, world_size: int, causal: bool = True) -> float:
@@ -32,8 +35,8 @@ def test_work_is_balanced(kind: str) -> None:
         for seed in range(1 if kind == "one" else 2):
             documents = packed(kind, T, seed, streams)
             own = entries(cut(documents, streams, W, layout), documents)
-            runs = balanced(own, W, causal=True)
-            assert work(runs, W) <= TAKES < 1.05, (T, W, streams, layout, seed)
+            runs = balanced(own, W, causal=True, gives=GIVES)
+            assert work(runs, W) <= GIVES + MARGIN < 1.05, (T, W, streams, layout, seed)
             assert moved(runs) < 0.25
             if layout == "zigzag" and kind == "one":
                 assert runs is own  # balanced as it is
@@ -44,7 +47,7 @@ def test_work_is_balanced(kind: str) -> None:
 def test_what_moves() -> None:
     """One document on four ranks: the end of the fragments of the last two, in tiles, to the first two."""
     documents = packed("one", 131072, 0)
-    runs = balanced(entries(cut(documents, 1, 4, "contiguous"), documents), 4, causal=True)
+    runs = balanced(entries(cut(documents, 1, 4, "contiguous"), documents), 4, causal=True, gives=GIVES)
     away = runs.of(np.flatnonzero(runs.rank != runs.owner))
     assert list(zip(away.owner, away.rank, away.end, strict=True)) == [(3, 0, 131072), (2, 1, 98304)]
     assert not (away.start % 128).any()
@@ -57,11 +60,29 @@ def test_each_query_is_computed_once(causal: bool) -> None:
     for seed, (W, layout) in enumerate(product([2, 8], ["contiguous", "zigzag"])):
         documents = packed("mixed", 16384, seed, 2)
         own = entries(cut(documents, 2, W, layout), documents)
-        runs = balanced(own, W, causal)
+        runs = balanced(own, W, causal, GIVES)
         runs = runs.of(np.argsort(runs.start))
         assert runs.start[0] == 0 and runs.end[-1] == 32768 and (runs.end[:-1] == runs.start[1:]).all()
         assert (runs.first <= runs.start).all() and (runs.end <= runs.last).all()
         assert runs.pairs(causal).sum() == own.pairs(causal).sum()
+
+
+@pytest.mark.parametrize(
+    ("kind", "T", "degree"),
+    [("one", 32768, 1.02), ("web", 32768, 1.38), ("web", 131072, 1.3), ("mixed", 32768, 1.26), ("mixed", 131072, 1.2)],
+)
+def test_no_more_moves_than_pays(kind: str, T: int, degree: float) -> None:
+    """On four GPUs (docs/experiments.md) these took least time: one document evened out, short ones left where they
+    are, long ones among them in between."""
+    documents = boundaries(kind, T).numpy().astype(np.int64)
+    counted = [
+        span_tables(cut(documents, 1, 4, "contiguous"), documents, rank, 4, causal=True)["pairs"][1]["pairs"]
+        for rank in range(4)
+    ]
+    assert all((pairs == counted[0]).all() for pairs in counted)  # all ranks agree
+    own, computed = counted[0]
+    assert computed.sum() == own.sum()
+    assert computed.max() / own.mean() == pytest.approx(degree, abs=0.02)
 
 
 def test_how_keys_travel() -> None:
@@ -69,11 +90,9 @@ def test_how_keys_travel() -> None:
 
     def travel(edges: list[int]) -> int:
         documents = np.array(edges)
+        fragments = cut(documents, 1, 4, "contiguous")
         found = {
-            int(
-                span_tables(cut(documents, 1, 4, "contiguous"), documents, rank, 4, causal=True)["keys"][1]["travel"][0]
-            )
-            for rank in range(4)
+            int(span_tables(fragments, documents, rank, 4, 0, causal=True)["keys"][1]["travel"][0]) for rank in range(4)
         }
         assert len(found) == 1  # the same on all ranks
         return found.pop()

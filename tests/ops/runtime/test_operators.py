@@ -85,7 +85,7 @@ def plan_of(
     *, lengths: list[int] = LENGTHS, group: dist.ProcessGroup | None = None, layout: str = "contiguous", **_: str
 ) -> BatchPlan:
     ranks = {"group": group} if group is not None else {"rank": 0, "world_size": 1}
-    context = build_cp_context(boundaries(lengths), conv1d_kernel_size=4, layout=layout, **ranks)
+    context = build_cp_context(boundaries(lengths), conv1d_kernel_size=4, layout=layout, pairs_per_row=0, **ranks)
     context.mark_dynamic()  # as a compiled run does
     plan = BatchPlan(context.position_ids, cp_context=context)
     plan.prepare([m.rotary for m in MIXERS.values() if m.rotary is not None], torch.float64)

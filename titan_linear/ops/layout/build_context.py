@@ -35,7 +35,7 @@ from titan_linear.ops.layout.chains import Chains, blocks_wanted, chains
 from titan_linear.ops.layout.context import SOFTMAX_METHODS, CPContext
 from titan_linear.ops.layout.fragments import LAYOUTS, Fragments, HaloRoutes, cut, halo_routes, owned
 from titan_linear.ops.layout.rectangles import rectangles
-from titan_linear.ops.layout.spans import gathered, span_tables
+from titan_linear.ops.layout.spans import PAIRS_PER_ROW, gathered, span_tables
 
 
 @torch.inference_mode(False)  # a context built under inference mode must serve training, too
@@ -54,6 +54,7 @@ def build_cp_context(
     programs: Sequence[int] = (),
     stream_programs: Sequence[int] | None = None,
     attention: Collection[str] = SOFTMAX_METHODS,
+    pairs_per_row: int = PAIRS_PER_ROW,
 ) -> CPContext:
     """Cut a packed stream among the W ranks of a group, and derive what its layers need.
 
@@ -74,6 +75,8 @@ def build_cp_context(
         stream_programs: likewise for scans over the whole stream with a part of the heads (cp_method "ulysses"), which
             also read a chunk table of the stream; None: there are no such scans.
         attention: the methods of softmax attention to plan for; (): there is none.
+        pairs_per_row: query-key pairs that a rank computes in the time in which a row of K|V or of queries travels:
+            what all-gather attention evens out for. 0: ranks have equal work, whatever travels for it.
 
     Raises:
         ValueError: boundaries that do not start at 0, that decrease, or that differ from cu_seqlens_cpu; an unknown
@@ -96,7 +99,7 @@ def build_cp_context(
         "tokens": (_OfTokens, {"position_ids": positions, **slots}),
         "forward": (Chains, _chains(fragments, rank, world_size, entries, reverse=False) | of_all),
         "reverse": (Chains, _chains(fragments, rank, world_size, entries, reverse=True) | of_all),
-        **(span_tables(fragments, documents, rank, world_size, causal=True) if allgather else {}),
+        **(span_tables(fragments, documents, rank, world_size, pairs_per_row, causal=True) if allgather else {}),
         **_boundary_tables("entries", local, (CHUNK, CONV_RUN), programs, crossing, joined=world_size > 1),
     }
     whole = documents.astype(np.int32)
@@ -141,6 +144,7 @@ def build_cp_context(
         for_ring=rectangles(fragments, rank, world_size, causal=True) if "ring" in attention else None,
         for_allgather=gathered(moved) if allgather else None,
         for_nodes=for_nodes,
+        pairs_per_row=pairs_per_row,
     )
 
 

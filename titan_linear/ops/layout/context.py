@@ -55,6 +55,7 @@ class CPContext:
     for_ring: Rectangles | None  # for causal attention; None: not planned
     for_allgather: GatheredSpans | None  # likewise
     for_nodes: CPContext | None  # of a stream that nodes share as ranks do, for a ring of nodes; None: not planned
+    pairs_per_row: int
 
     @property
     def rectangles(self) -> Rectangles:
@@ -108,7 +109,7 @@ class CPContext:
     @cached_property
     def full_gathered(self) -> GatheredSpans:
         """`gathered` for attention without a causal mask."""
-        cut_by = self.all_fragments, self.documents, self.rank, self.world_size
+        cut_by = self.all_fragments, self.documents, self.rank, self.world_size, self.pairs_per_row
         return gathered(to_tensors(span_tables(*cut_by, causal=False), self.cu_seqlens.device))
 
     def mark_dynamic(self) -> None:

@@ -2,8 +2,9 @@
 
 Fragments alone leave the work uneven: with one document on W contiguous ranks, the last rank has 2W−1 times the
 query-key pairs of the first. So ranks with too many pairs give queries away: the last queries of the documents with the
-most keys, because these take the most pairs along per query, in few and long runs. The result depends only on documents
-and fragments, so all ranks agree.
+most keys, because these take the most pairs along per query, in few and long runs. They give away no more than pays:
+with short documents, rows that travel soon take longer than the pairs that they bring. The result depends only on
+documents and fragments, so all ranks agree.
 
 A *span* is a run of queries of one document with its keys: the document up to the run's end or, without the causal
 mask, the whole document. A rank's spans are its entries, without the queries that others compute, followed by the
@@ -27,9 +28,13 @@ from titan_linear.ops.layout.fragments import Fragments
 
 # --- Which rank computes which queries -------------------------------------------------------------------------------
 
-# Pairs of a rank over the mean of all ranks: a rank above GIVES gives queries away until it is down to GIVES, and no
-# rank takes queries beyond TAKES.
-GIVES, TAKES = 1.02, 1.04
+# Pairs of a rank over the mean of all ranks: a rank above `gives` gives queries away until it is down to that, and no
+# rank takes queries beyond `gives` + MARGIN. The degrees that are compared:
+DEGREES = (1.02, 1.1, 1.2, 1.4)
+MARGIN = 0.02
+# The pairs that are computed while a row travels, of K|V or of q and o: with 32 heads on four H200s the times of six
+# streams, each evened out to four degrees, fit 3,150 in forward, 3,450 in forward and backward (docs/experiments.md).
+PAIRS_PER_ROW = 3300
 TILE = 128  # query rows that the tiled kernel takes at a time
 
 
@@ -45,6 +50,10 @@ class Runs(NamedTuple):
 
     def of(self, index: np.ndarray) -> Runs:
         return Runs(*(column[index] for column in self))
+
+    def after(self, causal: bool) -> np.ndarray:
+        """[N] the token after each run's keys."""
+        return self.end if causal else self.last
 
     def pairs(self, causal: bool) -> np.ndarray:
         """[N] number of query-key pairs of each run."""
@@ -69,19 +78,21 @@ def entries(fragments: Fragments, documents: np.ndarray) -> Runs:
     return Runs(edges[:-1], edges[1:], documents[document], documents[document + 1], owner, owner)
 
 
-def balanced(runs: Runs, world_size: int, causal: bool) -> Runs:
-    """The runs, some of them cut in two or more, with ranks chosen so that all have about the same number of pairs."""
+def balanced(runs: Runs, world_size: int, causal: bool, gives: float) -> Runs:
+    """The runs, some of them cut in two or more, with ranks chosen so that none has many more than `gives` times the
+    mean number of pairs."""
     loads = pairs_by_rank(runs, world_size, causal)
     by_owner = np.argsort(runs.owner, kind="stable")
     begins = np.searchsorted(runs.owner[by_owner], np.arange(world_size + 1))
     mean = loads.mean()
-    keys_of_last = (runs.end if causal else runs.last) - runs.first
-    tile, moves = _tile(int(keys_of_last.max()), mean), []
+    keys_of_last = runs.after(causal) - runs.first
+    most = gives * mean, (gives + MARGIN) * mean
+    tile, moves = _tile(int(keys_of_last.max()), most[1] - mean), []
     for rank in np.argsort(-loads, kind="stable"):
-        if loads[rank] > GIVES * mean:
+        if loads[rank] > most[0]:
             own = by_owner[begins[rank] : begins[rank + 1]]
             longest_first = own[np.argsort(-keys_of_last[own], kind="stable")]
-            moves += _given_away(runs, longest_first, loads, mean, tile, causal)
+            moves += _given_away(runs, longest_first, loads, most, tile, causal)
     if not moves:
         return runs
     index, start, end, to = np.array(moves).T
@@ -98,19 +109,20 @@ def pairs_by_rank(runs: Runs, world_size: int, causal: bool) -> np.ndarray:
 
 
 def _given_away(
-    runs: Runs, own: np.ndarray, loads: np.ndarray, mean: float, tile: int, causal: bool
+    runs: Runs, own: np.ndarray, loads: np.ndarray, most: tuple[float, float], tile: int, causal: bool
 ) -> list[tuple[int, int, int, int]]:
     """The queries that a rank gives away: (run, start, end, receiver). Updates `loads` [W] in place.
 
-    own: the numbers of the rank's runs, those with the most keys first.
+    own: the numbers of the rank's runs, those with the most keys first. most: pairs that a giver keeps, that a rank has
+    after it took some.
     """
     moves, rank = [], runs.owner[own[0]]
     for i in own:
         start, end, first, last = (int(column[i]) for column in runs[:4])
-        while start < end and (surplus := loads[rank] - GIVES * mean) > 0:
+        while start < end and (surplus := loads[rank] - most[0]) > 0:
             pairs = partial(pairs_between, end=end, first=first, last=last, causal=causal)
             to = int(loads.argmin())
-            cut = _cut(range(start, end, tile), pairs, surplus, TAKES * mean - loads[to])
+            cut = _cut(range(start, end, tile), pairs, surplus, most[1] - loads[to])
             if cut is None:
                 return moves  # not even one tile fits on any rank
             loads[rank] -= pairs(cut)
@@ -138,11 +150,11 @@ def _cut(cuts: range, pairs: Callable[[int], int], surplus: float, room: float) 
     return cuts[fits] if fits < len(cuts) else None
 
 
-def _tile(longest: int, mean: float) -> int:
+def _tile(longest: int, room: float) -> int:
     """Number of queries that are given away together, so that those that stay end with a kernel's tile; smaller where a
-    tile of the longest document has too many pairs for the rank that has least, which is the mean or less."""
+    tile of the longest document has too many pairs for the room of a rank with the mean."""
     tile = TILE
-    while tile > 1 and tile * longest > (TAKES - 1) * mean:
+    while tile > 1 and tile * longest > room:
         tile //= 2
     return tile
 
@@ -234,15 +246,23 @@ def gathered(moved: Mapping[str, Any]) -> GatheredSpans:
     return GatheredSpans(moved["spans"], moved["queries"], moved["keys"], moved["pairs"].pairs)
 
 
-def span_tables(fragments: Fragments, documents: np.ndarray, rank: int, world_size: int, *, causal: bool) -> Tables:
-    """fragments: every rank's. documents: [N+1] int64 global boundaries."""
+def span_tables(
+    fragments: Fragments,
+    documents: np.ndarray,
+    rank: int,
+    world_size: int,
+    pairs_per_row: int = PAIRS_PER_ROW,
+    *,
+    causal: bool,
+) -> Tables:
+    """fragments: every rank's. documents: [N+1] int64 global boundaries. pairs_per_row: as in `build_cp_context`."""
     own = entries(fragments, documents)
-    runs = balanced(own, world_size, causal)
-    first = runs.first
-    after = runs.end if causal else runs.last  # of each run's keys
+    blocks = _blocks(fragments, world_size)
+    runs = evened(own, blocks, pairs_per_row, causal)
+    first, after = runs.first, runs.after(causal)
     here = np.flatnonzero(runs.rank == rank)
     here = here[np.lexsort((runs.start[here], runs.owner[here], runs.owner[here] != rank))]
-    needed = _Needed(*_union(runs.rank, first, after))
+    needed = _needed(runs, causal)
     q_lengths = (runs.end - runs.start)[here]
     k_lengths = (after - first)[here]
     q, k = (_bounds(lengths).astype(np.int32) for lengths in (q_lengths, k_lengths))
@@ -251,7 +271,7 @@ def span_tables(fragments: Fragments, documents: np.ndarray, rank: int, world_si
     return {
         "spans": (Spans, {"q": q, "k": k, "q_cpu": q, "k_cpu": k, **longest}),
         "queries": (QueryRoutes, _query_routes(fragments, runs, rank, world_size)),
-        "keys": (KeyRoutes, _key_routes(fragments, needed, first[here], after[here], rank, world_size)),
+        "keys": (KeyRoutes, _key_routes(fragments, blocks, needed, first[here], after[here], rank)),
         "pairs": (Pairs, {"pairs": pairs}),
     }
 
@@ -301,14 +321,46 @@ def _sums_below(edges: np.ndarray, x: np.ndarray) -> np.ndarray:
     return count * x - _bounds(edges)[count]
 
 
-def _key_routes(
-    fragments: Fragments, needed: _Needed, start: np.ndarray, end: np.ndarray, rank: int, world_size: int
-) -> dict[str, np.ndarray]:
-    """start, end: [.] key ranges of the rank's spans, in order."""
-    size = fragments[0].end
-    tokens = len(fragments) // world_size * fragments[0].end
+def _needed(runs: Runs, causal: bool) -> _Needed:
+    return _Needed(*_union(runs.rank, runs.first, runs.after(causal)))
+
+
+def _blocks(fragments: Fragments, world_size: int) -> np.ndarray:
+    """[W, slots, 2] the ranks' tokens: start and end of each fragment."""
     owners = np.array([f.rank for f in fragments])
-    blocks = np.argsort(owners, kind="stable").reshape(world_size, -1, 1) * size + [0, size]  # [W, slots, 2]
+    size = fragments[0].end
+    return np.argsort(owners, kind="stable").reshape(world_size, -1, 1) * size + [0, size]
+
+
+def evened(own: Runs, blocks: np.ndarray, pairs_per_row: int, causal: bool) -> Runs:
+    """The runs, evened out to the degree with which the rank that takes longest is done first."""
+    world_size = len(blocks)
+    loads = pairs_by_rank(own, world_size, causal)
+    candidates = [balanced(own, world_size, causal, gives) for gives in DEGREES if loads.max() > gives * loads.mean()]
+
+    def time(runs: Runs) -> int:
+        """In pairs: the most that a rank computes, and the most rows of K|V and of queries that one sends or gets."""
+        return pairs_by_rank(runs, world_size, causal).max() + pairs_per_row * _rows_of_busiest(runs, blocks, causal)
+
+    return min([own, *candidates], key=time)
+
+
+def _rows_of_busiest(runs: Runs, blocks: np.ndarray, causal: bool) -> int:
+    world_size = len(blocks)
+    moved = runs.of(np.flatnonzero(runs.rank != runs.owner))
+    queries = [np.bincount(of, moved.end - moved.start, world_size) for of in (moved.owner, moved.rank)]
+    keys = _needed(runs, causal).traffic(blocks)
+    return np.max(keys) + np.max(queries)
+
+
+def _key_routes(
+    fragments: Fragments, blocks: np.ndarray, needed: _Needed, start: np.ndarray, end: np.ndarray, rank: int
+) -> dict[str, np.ndarray]:
+    """blocks: [W, slots, 2], the ranks' tokens; start, end: [.] key ranges of the rank's spans, in order."""
+    world_size, slots, _ = blocks.shape
+    size = fragments[0].end
+    tokens = slots * size
+    owners = np.array([f.rank for f in fragments])
     received, sent = needed.traffic(blocks)
     # Where no document enters a fragment, the spans' keys are the rank's rows, each once and in order. A document that
     # goes on in the same rank's next fragment, as one across the middle of zig-zag does, needs no rows of other ranks,
