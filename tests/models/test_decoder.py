@@ -68,11 +68,12 @@ def test_the_ops_that_a_model_calls() -> None:
     """Those that a run says at its start are those that run, decided before the first step."""
     dense = preset("hybrid", "debug")
     moe = MoEConfig(num_experts=2, top_k=1, hidden_dim=16)
+    of_experts = {"expert_copies", "grouped_linear"}
     models = [
         (dense, {"swiglu"}),
-        (replace(dense, moe=moe), {"grouped_linear"}),
-        (replace(dense, moe=replace(moe, shared_hidden_dim=16)), {"grouped_linear", "swiglu"}),
-        (replace(dense, moe=moe, dense_layers=(0,)), {"grouped_linear", "swiglu"}),
+        (replace(dense, moe=moe), of_experts),
+        (replace(dense, moe=replace(moe, shared_hidden_dim=16)), {*of_experts, "swiglu"}),
+        (replace(dense, moe=moe, dense_layers=(0,)), {*of_experts, "swiglu"}),
     ]
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     for config, own in models:

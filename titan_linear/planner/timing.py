@@ -373,14 +373,14 @@ def _replicas(config: Config, u: Units, gpus: int, machine: Machine, passes: lis
 
 
 def _experts(config: Config, model: ModelConfig, batch: Batch, machine: Machine) -> float:
-    """Seconds in which a micro-step's rows travel to experts of other ranks and back: in forward, in backward, and
-    again where the layer is recomputed. In forward ranks first tell each other how many rows come."""
+    """Seconds in which a micro-step's tokens travel to other ranks with their experts and sums come back: in forward,
+    in backward, and again where the layer is recomputed. In forward ranks first tell each other how many come."""
     if model.moe is None or batch.ep == 1:
         return 0.0
     link = machine.group(batch.ep, batch.tp)
-    part = (batch.ep - 1) / batch.ep
-    rows = batch.tokens * batch.tp * model.moe.top_k * model.moe.width(model.dim) * batch.dtype.itemsize
-    exchange = link.message + rows * part / link.all_to_all
+    others = (batch.ep - 1) * (1 - (1 - 1 / batch.ep) ** model.moe.top_k)  # ranks that a token goes to, expected
+    rows = batch.tokens * batch.tp * others * model.moe.width(model.dim) * batch.dtype.itemsize
+    exchange = link.message + rows / link.all_to_all
     modes = [layer_checkpointing(config.activation_checkpoint, i) for i in range(model.num_layers)]
     times = [4 if mode == "none" else 6 for i, mode in enumerate(modes) if model.has_experts(i)]
     return len(times) * link.message + sum(times) * exchange

@@ -29,6 +29,7 @@ DIMS = {
     "causal_conv1d": {"W": 4},
     "cross_entropy": {},
     "swiglu": {},
+    "expert_copies": {},
     "grouped_linear": {"I": 128, "O": 64},
     "attention": {"D": 128, "Dv": 128, "recurring": 1},
 }

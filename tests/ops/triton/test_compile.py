@@ -301,10 +301,28 @@ def swiglu_case(dtype: str = "bfloat16") -> None:
     launch(swiglu.swiglu_backward, gate_up, launch(swiglu.swiglu_forward, gate_up, 0.5), 0.5)
 
 
+def copies_case(k: int, D: int, dtype: str) -> None:
+    import torch
+
+    from titan_linear.ops.triton import copies
+
+    x = torch.empty(2048, D, device="meta", dtype=getattr(torch, dtype))
+    slots = torch.empty(2048, k, device="meta", dtype=torch.int64)
+    weights = torch.empty(2048, k, device="meta", dtype=torch.float32)
+    y = torch.empty(2048 * k, D, device="meta", dtype=x.dtype)
+    launch(copies.collect_copies, y, slots, None)
+    launch(copies.collect_copies, y, slots, weights)
+    launch(copies.collect_copies_backward, x, slots, slots.flatten(), weights, y)
+
+
 CASES: dict[str, tuple[Callable, tuple]] = {
     f"conv1d {dtype} W={W}": (conv1d_case, (dtype, W)) for dtype in ("bfloat16", "float32") for W in (2, 4)
 }
 CASES["conv1d bfloat16 W=4 by index"] = (conv1d_case, ("bfloat16", 4, True))
+CASES |= {
+    f"copies k={k} D={D} {dtype}": (copies_case, (k, D, dtype))
+    for k, D, dtype in [(8, 2304, "bfloat16"), (1, 8, "float32"), (22, 1000, "float16")]
+}
 CASES |= {
     f"conv1d {dtype} W=4 by index K={K}": (conv1d_case, (dtype, 4, True, K))
     for dtype, K in [("bfloat16", 128), ("bfloat16", 64), ("bfloat16", 256), ("float32", 128)]

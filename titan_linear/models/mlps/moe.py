@@ -20,7 +20,7 @@ from titan_linear.models.layers import Cache, OpDims, projection, widen
 from titan_linear.models.mlps.dense import Activation, Dense, matrices
 from titan_linear.models.mlps.options import MLPOptions
 from titan_linear.models.plan import BatchPlan
-from titan_linear.ops.experts import grouped_linear, stream_means
+from titan_linear.ops.experts import by_expert, collect, grouped_linear, spread, stream_means
 from titan_linear.ops.runtime.support import Choice
 
 
@@ -77,14 +77,13 @@ class MoEConfig(MLPOptions):
             "O": self.width(dim),
         }  # of the last product; the first has O, then 2 I or I
         swiglu = {"swiglu": {}} if self.shared_hidden_dim and self.activation == "swiglu" else {}
-        return {**swiglu, "grouped_linear": sizes}
+        return {**swiglu, "expert_copies": {}, "grouped_linear": sizes}
 
     def flops(self, dim: int) -> int:
-        """The router, `top_k` experts and the sum of their outputs, projections to and from the latent, the shared
-        expert and its gate."""
+        """The router, `top_k` experts, projections to and from the latent, the shared expert and its gate."""
         width = self.width(dim)
         products = matrices(self.activation)
-        routed = 2 * dim * self.num_experts + self.top_k * (2 * products * width * self.hidden_dim + 2 * width)
+        routed = 2 * dim * self.num_experts + self.top_k * 2 * products * width * self.hidden_dim
         return routed + 4 * dim * self.latent_dim + 2 * dim * (products * self.shared_hidden_dim + self.shared_gate)
 
     @property
@@ -174,17 +173,27 @@ class Experts(nn.Module):
 class LocalDispatch:
     """The `dispatch` of a rank that has all experts, and the interface that `MoE` expects of any other."""
 
-    def __init__(self, rows: Tensor, counts: Tensor):
-        """rows [M, dim], sorted by expert; counts [E] int64, the number of rows of each."""
-        self.counts, self._rows = counts, rows
+    def __init__(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        counts: Tensor,
+        copies: int | None = None,
+        impl: str | Choice = "auto",
+    ):
+        """x [N, dim]; experts and weights [N, k] of each token, expert -1: none; counts [E] int64, the number of copies
+        for each expert; copies: their sum, unless every token has k."""
+        self.x, self.weights, self.counts, self.impl = x, weights, counts, impl
+        self.copies = by_expert(experts, len(counts), experts.numel() if copies is None else copies)
 
     def rows(self) -> Tensor:
-        """The rows for this rank's experts, sorted by expert, `counts` of each."""
-        return self._rows
+        """The copies for this rank's experts, sorted by expert, `counts` of each."""
+        return spread(self.x, self.copies, self.impl)
 
     def back(self, y: Tensor) -> Tensor:
-        """The experts' outputs for `rows()` -> the outputs for the rows given to `__init__`."""
-        return y
+        """The experts' outputs for `rows()` -> Σ weight · output of each token given to `__init__`, [N, dim]."""
+        return collect(y, self.copies, self.weights, self.impl)
 
 
 class MoE(nn.Module):
@@ -199,7 +208,8 @@ class MoE(nn.Module):
         shared = Dense(config.shared_hidden_dim, config.activation)
         self.shared = shared.build(dim) if config.shared_hidden_dim else None
         self.shared_gate = projection(dim, 1) if config.shared_gate else None
-        self.dispatch: Callable[[Tensor, Tensor], LocalDispatch] = LocalDispatch
+        self.dispatch: Callable[..., LocalDispatch] = LocalDispatch
+        self.implementations: dict[str, Choice] = {}
         # [E] int64, tokens sent to each expert in this step
         self.register_buffer("loads", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False)
 
@@ -207,23 +217,16 @@ class MoE(nn.Module):
         """x [B, T, dim] -> [B, T, dim], and this rank's part of the load-balance loss (None: not wanted)."""
         flat = x.flatten(0, 1)
         experts, weights, scores = self.router(flat)
-        order, counts = self._by_expert(experts)
+        counts = torch.zeros_like(self.loads).scatter_add_(0, experts.flatten(), torch.ones_like(experts).flatten())
         self._count(counts)
         given = self.latent_in_proj(flat) if self.config.latent_dim else flat
-        sent = self.dispatch(given[order // self.config.top_k], counts)
+        impl = self.implementations.get("expert_copies", "auto")
+        sent = self.dispatch(given, experts, weights, counts, impl=impl)
         shared = self._shared(flat)  # while rows travel
         y = sent.back(self.experts(sent.rows(), sent.counts))
-        y = y[order.argsort()].unflatten(0, (-1, self.config.top_k))  # [N, k, dim]
-        y = (weights.to(y.dtype).unsqueeze(1) @ y).squeeze(1)  # Σ weight · expert(x)
         y = self.latent_out_proj(y) if self.config.latent_dim else y
         y = y if shared is None else y + shared
         return y.view_as(x), self._balance_loss(experts, scores, plan)
-
-    def _by_expert(self, experts: Tensor) -> tuple[Tensor, Tensor]:
-        """experts [N, k] -> the order [N·k] that sorts copies of tokens by expert, and their number per expert [E]."""
-        by_expert, order = experts.flatten().sort(stable=True)
-        ends = torch.searchsorted(by_expert, torch.arange(self.config.num_experts, device=experts.device), right=True)
-        return order, ends.diff(prepend=ends.new_zeros(1))  # not bincount, which synchronises CUDA
 
     def _shared(self, x: Tensor) -> Tensor | None:
         if self.shared is None:
