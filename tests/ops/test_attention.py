@@ -130,6 +130,7 @@ def test_compiled_with_documents():
 
 def test_the_choice_of_the_kernel(monkeypatch):
     monkeypatch.setattr(flash4, "installed", lambda: "left out")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
 
     def choose(device, dtype, *shape):
         return blocks.block_kernel(torch.device(device), dtype, *shape)
@@ -138,7 +139,8 @@ def test_the_choice_of_the_kernel(monkeypatch):
     assert choose("cpu", bf16, 64, 64, 7, 7) == "cpu"
     assert choose("cuda", bf16, 128, 128, 4096, 8192) == "cudnn"
     assert choose("cuda", bf16, 128, 128, 4096, 1000) == "flash"  # a document's length: no plan for each
-    assert choose("cuda", bf16, 192, 128, 4096, 4096) == "flash"
+    assert choose("cuda", bf16, 192, 128, 4096, 4096) == choose("cuda", bf16, 256, 256, 128, 128) == "cudnn"
+    assert choose("cuda", bf16, 192, 128, 4096, 8192) == "flash"  # measured for squares alone
     assert choose("cuda", bf16, 320, 128, 4096, 4096) == "tiled"
     assert choose("cuda", torch.float32, 128, 128, 4096, 1000) == "efficient"
     assert choose("cuda", torch.float64, 128, 128, 4096, 4096) == "tiled"
@@ -197,12 +199,15 @@ ON_CUDA = {
     "cudnn, odd widths": ("cudnn", (1, 512, 512, 4, 2, 60, 36, True, None)),
     "cudnn, cross": ("cudnn", (1, 256, 1024, 4, 2, 128, 128, False, None)),
     "cudnn, decoding": ("cudnn", (1, 256, 1024, 4, 2, 128, 128, True, None)),
+    "cudnn, MLA": ("cudnn", (1, 512, 512, 4, 4, 192, 128, True, None)),
+    "cudnn, width 192": ("cudnn", (1, 512, 512, 4, 4, 192, 192, True, None)),
+    "cudnn, width 256": ("cudnn", (1, 512, 512, 4, 2, 256, 256, True, None)),
     "cudnn, few documents": ("cudnn", (1, 1024, 1024, 4, 2, 128, 128, True, [0, 256, 1024])),
     "flash, any length": ("flash", (2, 333, 333, 8, 2, 128, 128, True, None)),
     "flash, one query": ("flash", (2, 1, 333, 8, 2, 128, 128, True, None)),
     "flash, decoding": ("flash", (2, 100, 333, 8, 2, 64, 64, True, None)),
-    "flash, MLA": ("flash", (1, 512, 512, 4, 4, 192, 128, True, None)),
-    "flash, width 256": ("flash", (1, 512, 512, 4, 2, 256, 256, True, None)),
+    "flash, MLA": ("flash", (1, 500, 500, 4, 4, 192, 128, True, None)),
+    "flash, width 256": ("flash", (1, 500, 500, 4, 2, 256, 256, True, None)),
     "flash, packed": ("flash", (1, 640, 640, 8, 2, 128, 64, True, [0, 1, 2, 129, 256, 256, 257, 500, 640])),
     "flash, packed, not causal": ("flash", (1, 640, 640, 8, 2, 128, 128, False, [0, 1, 300, 640])),
     "tiled, wide": ("tiled", (1, 300, 300, 4, 2, 320, 320, True, None)),

@@ -125,15 +125,16 @@ class Machine:
     rates: Rates
     node_size: int  # GPUs per node
     network: float  # bytes per second that a GPU sends to other nodes
-    attention: str  # the kernel; "flash" stands in for "cudnn" where lengths do not recur
+    attention: str  # the kernel; "flash" stands in for "cudnn" where lengths do not recur, or heads are wider
 
     def attention_rates(self, D: int, Dv: int, recurring: bool) -> tuple[float, float]:
         """TFLOP/s of forward, and of both passes, on heads of D and Dv channels: those of the least measured width that
         holds both, without the work on padding."""
         wide = max(D, Dv)
-        other = self.attention == "cudnn" and not (recurring and wide <= 128) and "flash" in self.rates.attention
-        kernel = "flash" if other else self.attention
-        computed = sum(flash4.widths(D, Dv)) if kernel == "flash4" else 2 * wide
+        kernel = self.attention
+        if kernel == "cudnn" and not (recurring and wide <= max(map(int, self.rates.attention[kernel]))):
+            kernel = "flash" if "flash" in self.rates.attention else kernel
+        computed = 2 * wide if kernel == "flash" else sum(flash4.widths(D, Dv))
         by_width = {int(width): rates for width, rates in self.rates.attention[kernel].items()}
         forward, both = by_width[min((w for w in by_width if w >= wide), default=max(by_width))]
         return forward * (D + Dv) / computed, both * (D + Dv) / computed

@@ -261,7 +261,7 @@ def step(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: 
     everything = [p for pair in passes for p in pair]
     parts = {part: times * sum(p.parts[part] for p in everything) for part in PARTS}
     parts["head"] = times * _head(config, model, u, batch, machine)
-    parts["optimizer"] = _optimizer(u, times, machine)
+    parts["optimizer"] = _optimizer(config, u, times, machine)
     if config.optimizer.name == "muon":
         parts["optimizer"] += _muon(model, gpus, machine)
         if gpus > 1:
@@ -315,14 +315,18 @@ def _head(config: Config, model: ModelConfig, u: Units, batch: Batch, machine: M
     return products * chunks + moved / rates.elementwise
 
 
-def _optimizer(u: Units, times: int, machine: Machine) -> float:
-    """Seconds, by bytes: the gradient's norm and scaling, AdamW; if nothing is sharded, copies and their gradients in
-    every micro-step; on the host, gradient accumulation."""
+def _optimizer(config: Config, u: Units, times: int, machine: Machine) -> float:
+    """Seconds, by bytes: the gradient's norm and scaling, AdamW; in every micro-step copies and their gradients, where
+    FSDP2 takes what was gathered apart, and puts together what is reduced; on the host, gradient accumulation."""
     stored, compute = u.types.stored, u.types.compute
     if u.offloaded:
         return u.own * stored * (10 + 3 * (times - 1)) / machine.offload.adamw
-    copies = 0 if u.sharded or compute == stored else 2 * times * (stored + compute)
-    return u.own * (10 * stored + copies) / machine.rates.elementwise
+    if u.shards > 1:
+        gathers = 2 if config.parallelism.fsdp_reshard_after_forward == "always" else 1
+        copied = (sum(u.layers) + 2 * u.vocabulary) * (2 * gathers * compute + compute + u.types.reduce)
+    else:
+        copied = 0 if u.sharded or compute == stored else u.own * 2 * (stored + compute)
+    return (10 * u.own * stored + times * copied) / machine.rates.elementwise
 
 
 def _muon(model: ModelConfig, gpus: int, machine: Machine) -> float:

@@ -49,16 +49,17 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _flash4_forward(q, k, v, scale: float, causal: bool, varlen: Varlen | None = None) -> Pair:
-    q, k, v = _flash4_widths(q, k, v)
+    q, k, v = _two_widths(q, k, v)
     return flash4.forward(q, k, v, scale, causal, varlen)
 
 
 def _flash4_backward(do, q, k, v, o, lse, scale: float, causal: bool, varlen: Varlen | None = None) -> Triple:
-    q, k, v, do, o = _flash4_widths(q, k, v, do, o)
+    q, k, v, do, o = _two_widths(q, k, v, do, o)
     return flash4.backward(do, q, k, v, o, lse.contiguous(), scale, causal, varlen)
 
 
-def _flash4_widths(q: Tensor, k: Tensor, *as_v: Tensor) -> list[Tensor]:
+def _two_widths(q: Tensor, k: Tensor, *as_v: Tensor) -> list[Tensor]:
+    """Padded to one width but for MLA's two, which FlashAttention-4 and cuDNN have."""
     D, Dv = flash4.widths(q.shape[-1], as_v[0].shape[-1], grouped=q.shape[2] != k.shape[2])
     return [*_equal_width(q, k, at_least=D, multiple=8), *_equal_width(*as_v, at_least=Dv, multiple=8)]
 
@@ -82,14 +83,14 @@ def _cpu_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Pair:
-    q, k, v = _heads_first(*_equal_width(q, k, v, multiple=8))
+    q, k, v = _heads_first(*_two_widths(q, k, v))
     o, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)[:2]
     return o.transpose(1, 2), lse.reshape(q.shape[:3])
 
 
 def _cudnn_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
     Tq, Tk = q.shape[1], k.shape[1]
-    do, q, k, v, o = _heads_first(*_equal_width(do, q, k, v, o, multiple=8))
+    q, k, v, do, o = _heads_first(*_two_widths(q, k, v, do, o))
     lse = lse.contiguous().unsqueeze(-1)  # [B, Hq, Tq, 1]
     unused = torch.empty(2, dtype=torch.int64, device=q.device)[0]  # no dropout: neither seed nor offset is read
     grads = aten._scaled_dot_product_cudnn_attention_backward(
@@ -269,6 +270,14 @@ def lengths_recur(t: Target) -> str | None:
     return None if t.dims.get("recurring") else "it compiles a plan for every new pair of lengths"
 
 
+def cudnn_holds(t: Target) -> str | None:
+    """Wide heads where they were measured: squares on Hopper, with a cuDNN after 9.11 and 9.12, whose backward pass is
+    wrong for some widths there (release notes of cudnn-frontend 1.14.1)."""
+    wide = max(t.dims["D"], t.dims["Dv"])
+    measured = t.capability == (9, 0) and t.dims.get("square") and (torch.backends.cudnn.version() or 0) >= 91300
+    return None if wide <= (256 if measured else 128) else f"heads of {wide} channels are too wide"
+
+
 def may_vary(t: Target) -> str | None:
     """For a kernel that is not bitwise repeatable."""
     return "torch.use_deterministic_algorithms is on" if t.dims.get("deterministic") else None
@@ -284,7 +293,6 @@ def flash4_is_right(t: Target) -> str | None:
 
 IN_HALF = (on_gpu, dtype_in(*HALF))
 WIDE = dims_up_to(256, "D", "Dv")
-NARROW = dims_up_to(128, "D", "Dv")
 ATTENTION = Op(
     "attention",
     {
@@ -295,7 +303,7 @@ ATTENTION = Op(
         "cpu": Implementation(lambda: Kernel(_cpu_forward, _cpu_backward), (on_cpu,)),
         "cudnn": Implementation(
             lambda: Kernel(_cudnn_forward, _cudnn_backward),
-            (*IN_HALF, capability_in(CUDNN), NARROW, lengths_recur, may_vary),
+            (*IN_HALF, capability_in(CUDNN), cudnn_holds, lengths_recur, may_vary),
         ),
         "flash": Implementation(
             lambda: Kernel(_flash_forward, _flash_backward),
@@ -319,23 +327,30 @@ def block_kernel(device: torch.device, dtype: torch.dtype, D: int, Dv: int, Tq: 
 
     "flash4" FlashAttention-4 where it is installed (bf16, fp16; ops/torch/flash4.py): the fastest, for any lengths.
     "cpu"    PyTorch's flash attention for the CPU.
-    "cudnn"  cuDNN's, PyTorch's fastest on Hopper (bf16, fp16; D, Dv <= 128): 54 ms for 32768 causal tokens of 32 heads
-             of 128, forward and backward, where flash takes 97 (H100). But it compiles a plan for every new pair of
-             lengths (0.15 s), so it is used for lengths that recur in every batch, multiples of 128 (whole
-             fragments, whole streams), and not for the lengths of documents. Its dq is not bitwise repeatable, so
-             it is not used under torch.use_deterministic_algorithms.
+    "cudnn"  cuDNN's, PyTorch's fastest on Hopper (bf16, fp16; D, Dv <= 128, or 256 with as many keys as queries):
+             55 ms for 32768 causal tokens of 32 heads of 128, forward and backward, where flash takes 94 (H200), 76
+             and 161 with MLA's of 192 and 128. But it compiles a plan for every new pair of lengths (0.15 s), so
+             it is used for lengths that recur in every batch, multiples of 128 (whole fragments, whole streams),
+             and not for the lengths of documents. Its dq is not bitwise repeatable, so it is not used under
+             torch.use_deterministic_algorithms.
     "flash"  FlashAttention-2, through its function for packed sequences (bf16, fp16; D, Dv <= 256).
     "efficient" PyTorch's memory-efficient attention (fp32; D, Dv <= 256), whose products are as exact as fp32's: three
              products of parts in tf32.
     "tiled"  matrix products in tiles of 128 queries: fp64 on CUDA, and wider heads.
     """
     recurring = Tq % CUDNN_MULTIPLE == 0 and Tk % CUDNN_MULTIPLE == 0
-    return attention_kernel(device, dtype, D, Dv, recurring).implementation
+    return attention_kernel(device, dtype, D, Dv, recurring, square=Tq == Tk).implementation
 
 
-def attention_kernel(device: torch.device, dtype: torch.dtype, D: int, Dv: int, recurring: bool) -> Choice:
-    """The kernel of a block of attention; `recurring`: its lengths recur in every batch."""
-    facts = {"recurring": int(recurring), "deterministic": int(torch.are_deterministic_algorithms_enabled())}
+def attention_kernel(
+    device: torch.device, dtype: torch.dtype, D: int, Dv: int, recurring: bool, square: bool = True
+) -> Choice:
+    """The kernel of a block of attention; recurring: its lengths recur in every batch; square: they are the same."""
+    facts = {
+        "recurring": int(recurring),
+        "square": int(square),
+        "deterministic": int(torch.are_deterministic_algorithms_enabled()),
+    }
     return ATTENTION.choose("auto", device, dtype, D=D, Dv=Dv, **facts)
 
 
