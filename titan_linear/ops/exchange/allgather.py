@@ -301,12 +301,17 @@ class _Keys:
         """k [T_local, h, D], v [T_local, h, Dv] → k and v of this rank's spans."""
         if self.travel == NOTHING:
             return lambda: (k, v)
-        kv = torch.cat([k, v], dim=-1)
         if self.travel == ALL:
-            arrive = start_all_gather(kv, self.group)
+            arrive = start_all_gather(torch.cat([k, v], dim=-1), self.group)
         else:
-            arrive = start_all_to_all(_rows([kv[a:b] for a, b in self.sent], kv), self.leaving, self.coming, self.group)
-        return lambda: _rows(self._pieces_of(kv, arrive()), kv).split([k.shape[-1], v.shape[-1]], dim=-1)
+            leaves = [_rows([x[a:b] for a, b in self.sent], x) for x in (k, v)]
+            arrive = start_all_to_all(torch.cat(leaves, dim=-1), self.leaving, self.coming, self.group)
+
+        def arrived() -> Sequence[Tensor]:
+            came = arrive().split([k.shape[-1], v.shape[-1]], dim=-1)
+            return [_rows(self._pieces_of(*x), x[0]) for x in zip((k, v), came, strict=True)]
+
+        return arrived
 
     def send_home(self, dk: Tensor, dv: Tensor, tokens: int) -> Arriving:
         """dk [keys, h, D], dv [keys, h, Dv] of this rank's spans → dK|dV [T_local, h, D + Dv] of its tokens, summed
