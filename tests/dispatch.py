@@ -33,6 +33,30 @@ def layout(x: Tensor) -> tuple[torch.Size, list[int], torch.dtype]:
     return x.shape, [step for step, n in zip(x.stride(), x.shape, strict=True) if n > 1], x.dtype
 
 
+class AddsInAnyOrder(TorchDispatchMode):
+    """Which operators add floating-point numbers to one place that a GPU may add in any order: compiled code makes them
+    atomic additions, each rounded to the dtype."""
+
+    ADD = ("index_add", "index_put", "_index_put_impl", "_unsafe_index_put", "scatter_add")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        name = op.overloadpacket.__name__.rstrip("_")
+        if name in self.ADD and args[0].is_floating_point() and self.several(name, args):
+            self.found.append(name)
+        return op(*args, **(kwargs or {}))
+
+    @staticmethod
+    def several(name: str, args: tuple) -> bool:
+        """Whether a place gets more than one number; the gradient of an indexing always counts."""
+        if "put" in name:
+            return args[3:4] == (True,)
+        return any(len(row.unique()) < len(row) for row in args[2].reshape(-1, args[2].shape[-1]))
+
+
 class Inside(TorchDispatchMode):
     """Sees every operator of PyTorch, those inside of this project's operators too; `ran` is called after each."""
 

@@ -10,11 +10,13 @@ from functools import partialmethod
 import pytest
 import torch
 
+from tests.dispatch import AddsInAnyOrder
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.decoder import Decoder, LayerCache
 from titan_linear.models.init import count_parameters, initialise
 from titan_linear.models.plan import BatchPlan
-from titan_linear.models.presets import preset
+from titan_linear.models.presets import MODELS, preset
+from titan_linear.ops import build_cp_context
 from titan_linear.ops.runtime.support import Choice, Op
 
 
@@ -38,6 +40,19 @@ def build(seed: int = 0) -> Decoder:
 )
 def test_parameter_counts(name: str, flavor: str, millions: float) -> None:
     assert count_parameters(preset(name, flavor)) / 1e6 == pytest.approx(millions, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", [name for name, flavors in MODELS.items() if "debug" in flavors])
+def test_gradients_are_added_up_in_one_order(name: str) -> None:
+    """In float32 or wider, and the same on every run: nothing that compiled code would turn into atomic additions."""
+    model = Decoder(preset(name, "debug"))
+    initialise(model, seed=0)
+    tokens = torch.randint(model.config.vocab_size, (1, 70), generator=torch.Generator().manual_seed(0))
+    context = build_cp_context(torch.tensor([0, 30, 70]), rank=0, world_size=1)
+    plan = BatchPlan(context.position_ids, cp_context=context)
+    with AddsInAnyOrder() as sums:
+        model(tokens, plan, tokens).backward()
+    assert not sums.found
 
 
 def test_unknown_presets_are_refused() -> None:
