@@ -92,7 +92,8 @@ MUTANTS = [
     Mutant("least = -(-self.sums[-1] // min(counts))", "least = self.sums[-1] // min(counts)", "test_mixture.py"),
     Mutant("np.array([0, 0, 1, self.start]", "np.array([0, 0, 1, 0]", "test_mixture.py"),
     # --- the step
-    Mutant("y[self.order.argsort()]", "y[self.order]", "test_experts.py"),
+    Mutant("(experts >= 0) & (experts < len(self.counts))", "experts >= 0", "test_experts.py"),
+    Mutant("copy * weights[:, j, None]", "copy * weights[:, 0, None]", "test_copies.py"),
     Mutant("balance / moe.ranks.size", "balance", "test_train.py: mixtures and qwen"),
     Mutant("(name in splits or of_tp == 0)", "of_tp == 0", "test_train.py: float64 and tp"),
     Mutant("if name not in splits]", "if name in splits]", "test_train.py: float64 and tp"),

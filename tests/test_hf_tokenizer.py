@@ -52,6 +52,7 @@ MODELS: dict[str, ModelConfig] = {
     ),
     "NemotronHForCausalLM": replace(preset("nemotron-h", "debug"), vocab_size=VOCAB),
     "GraniteMoeHybridForCausalLM": replace(preset("granite-h", "debug"), vocab_size=VOCAB),
+    "BambaForCausalLM": replace(preset("bamba", "debug"), vocab_size=VOCAB),
     "FalconH1ForCausalLM": replace(preset("falcon-h1", "debug"), vocab_size=VOCAB),
     "Lfm2ForCausalLM": replace(preset("lfm2", "debug"), vocab_size=VOCAB),
     "RWKV7ForCausalLM": replace(preset("rwkv7", "debug"), vocab_size=VOCAB),

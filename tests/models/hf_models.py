@@ -14,6 +14,8 @@ from torch import Tensor
 from transformers import (
     BailingHybridConfig,
     BailingHybridForCausalLM,
+    BambaConfig,
+    BambaForCausalLM,
     FalconH1Config,
     FalconH1ForCausalLM,
     GraniteMoeHybridConfig,
@@ -116,7 +118,16 @@ GRANITE = (
         attention_multiplier=0.2,
     )
 )
-
+BAMBA = SIZES | dict(
+    intermediate_size=48,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    attn_layer_indices=[1],
+    mamba_n_heads=8,
+    mamba_d_state=8,
+    mamba_n_groups=2,
+    mamba_chunk_size=32,
+)
 FALCON = (
     SIZES
     | HEADS
@@ -184,6 +195,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "Granite-H": lambda: GraniteMoeHybridForCausalLM(
         GraniteMoeHybridConfig(**GRANITE, num_local_experts=8, num_experts_per_tok=3, tie_word_embeddings=True)
     ),
+    "Bamba": lambda: BambaForCausalLM(BambaConfig(**BAMBA, time_step_limit=(0.9, 1.4))),
     "Falcon-H1": lambda: FalconH1ForCausalLM(
         FalconH1Config(**FALCON, mamba_rms_norm=True, mamba_n_groups=2, time_step_limit=(0.9, 1.4))
     ),

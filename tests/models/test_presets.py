@@ -43,6 +43,7 @@ COUNTS = {
     ("granite-h", "micro"): 3_191_396_096,
     ("granite-h", "tiny"): 6_939_037_248,
     ("granite-h", "small"): 32_207_337_984,
+    ("bamba", "9B"): 9_780_235_392,  # 9.8B, as its authors say
     ("falcon-h1", "0.5B"): 521_411_104,
     ("falcon-h1", "1.5B-deep"): 1_554_872_208,
     ("falcon-h1", "7B"): 7_585_648_736,

@@ -64,6 +64,7 @@ class Model(Section):
         "ling-3",
         "nemotron-h",
         "granite-h",
+        "bamba",
         "falcon-h1",
         "lfm2",
         "minimax",

@@ -4,6 +4,7 @@ A new family takes a file here and its lines in these tables; one with sizes of 
 """
 
 from titan_linear.models.config import ModelConfig
+from titan_linear.models.families.bamba import BAMBA, BAMBA_MODELS
 from titan_linear.models.families.falcon_h1 import FALCON_H1, FALCON_H1_MODELS
 from titan_linear.models.families.fla import FLA_GDN_FAMILY, FLA_KDA_FAMILY
 from titan_linear.models.families.granite_h import GRANITE_H, GRANITE_H_MODELS
@@ -27,6 +28,7 @@ FAMILIES: dict[str, Family] = {  # by architecture
     "BailingHybridForCausalLM": LING_3,
     "NemotronHForCausalLM": NEMOTRON_H,
     "GraniteMoeHybridForCausalLM": GRANITE_H,
+    "BambaForCausalLM": BAMBA,
     "FalconH1ForCausalLM": FALCON_H1,
     "Lfm2ForCausalLM": LFM2,
     "MiniMaxForCausalLM": MINIMAX,
@@ -44,6 +46,7 @@ PUBLISHED: dict[str, dict[str, ModelConfig]] = {  # by name and flavor, from the
     "ling-3": LING_3_MODELS,
     "nemotron-h": NEMOTRON_H_MODELS,
     "granite-h": GRANITE_H_MODELS,
+    "bamba": BAMBA_MODELS,
     "falcon-h1": FALCON_H1_MODELS,
     "lfm2": LFM2_MODELS,
     "minimax": MINIMAX_MODELS,

@@ -67,17 +67,25 @@ def _from_hf(config: Json) -> ModelConfig:
     older = dict(mamba="linear_attention", attention="full_attention")
     return ModelConfig(
         **common_from_hf(key),
-        pattern=key.pattern(_attention_from_hf, _mamba2_from_hf, lambda i: False, **older),
+        pattern=key.pattern(_attention_from_hf, mamba2_from_hf, lambda i: False, **older),
         hidden_dim=key("shared_intermediate_size"),
         moe=_moe_from_hf(key) if key("num_local_experts", 0) else None,
         **key.options(FACTORS, **dict.fromkeys(FACTORS, 1.0)),
     )
 
 
-def _mamba2_from_hf(key: Keys) -> Mamba2:
+def mamba2_from_hf(key: Keys) -> Mamba2:
     sizes = key.options(MAMBA2_SIZES, head_dim="auto", groups=1, conv_size=4, conv_bias=True)
     sizes["head_dim"] = key("mamba_expand", 2) * key("hidden_size") // sizes["heads"]  # as transformers wants it
     return Mamba2(**sizes, **time_step_limit(key))
+
+
+def mamba2_to_hf(mamba: Mamba2, dim: int) -> Json:
+    return dict(
+        **named(mamba, MAMBA2_SIZES),
+        mamba_expand=mamba.heads * mamba.head_dim // dim,  # a whole number in transformers
+        **time_step_limit_to_hf(mamba.dt_min, mamba.dt_max),
+    )
 
 
 def _attention_from_hf(key: Keys) -> Attention:
@@ -108,11 +116,7 @@ def _to_hf(config: ModelConfig) -> Json:
         position_embedding_type="nope",
     )
     if mamba := options_of(config, Mamba2):
-        written |= dict(
-            **named(mamba, MAMBA2_SIZES),
-            mamba_expand=mamba.heads * mamba.head_dim // config.dim,  # a whole number in transformers
-            **time_step_limit_to_hf(mamba.dt_min, mamba.dt_max),
-        )
+        written |= mamba2_to_hf(mamba, config.dim)
     if attention := options_of(config, Attention):
         written |= dict(
             **named(attention, HEADS),
