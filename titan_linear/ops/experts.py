@@ -98,8 +98,8 @@ class _Collect(torch.autograd.Function):
 def _collect(y: Tensor, slots: Tensor, weights: Tensor | None) -> Tensor:
     x = y.new_zeros(len(slots), y.shape[1], dtype=torch.promote_types(y.dtype, torch.float32))
     for j, (copy, here) in enumerate(_each_copy(y, slots)):
-        x += (copy if weights is None else copy * weights[:, j, None]).where(here, 0.0)
-    return x.to(y.dtype)
+        x = x + (copy if weights is None else copy * weights[:, j, None]).where(here, 0.0)
+    return x.to(y.dtype, copy=True)  # compiled, torch 2.11 drops the gradient of what is returned as it is
 
 
 def _collect_backward(dx: Tensor, slots: Tensor, order: Tensor, weights: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
