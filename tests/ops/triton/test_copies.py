@@ -73,6 +73,23 @@ def test_copies_that_are_not_there_are_not_read(impl: str) -> None:
     assert torch.autograd.grad(x.sum(), y)[0].tolist() == [[3.0], [2.0]]
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_compiled(impl: str) -> None:
+    """The same gradients: torch 2.11 loses those of a tensor that a compiled function returns as it is."""
+    x, copies, weights = given(9, 3, 64, 0.4, torch.float32)
+    leaves = x.to(DEVICE).requires_grad_(), weights.to(DEVICE).requires_grad_()
+    copies = Copies(*(t.to(DEVICE) for t in copies))
+
+    def gradients(collected) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(collected(*leaves).square().sum(), leaves)
+
+    def collected(x: Tensor, weights: Tensor) -> Tensor:
+        return collect(spread(x, copies, impl).sin(), copies, weights, impl)
+
+    compiled = gradients(torch.compile(collected, backend="eager"))
+    assert all(map(torch.equal, compiled, gradients(collected)))
+
+
 def test_copies_are_sorted_by_expert() -> None:
     copies = by_expert(torch.tensor([[2, 0], [0, -1], [1, 2]]), 3, 5)
     assert copies.slots.tolist() == [[3, 0], [1, -1], [2, 4]]
