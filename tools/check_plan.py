@@ -76,12 +76,16 @@ def setting(keys: list[str], documents: str) -> str:
     config = load_config(keys, cuda=True)
     p, t = config.parallelism, config.training
     parts = [f"{config.model.name} {config.model.flavor}, {t.seq_len // 1024}k"]
+    parts += [f"{config.model.num_layers} layers"] if config.model.num_layers else []
     parts += [] if documents == "one" else [f"documents of {documents}"]
     if p.context_parallel_degree > 1:
         parts.append(f"cp {p.context_parallel_degree} {p.context_parallel_layout}")
     for name, degree in (("tp", p.tensor_parallel_degree), ("ep", p.expert_parallel_degree)):
         parts += [f"{name} {degree}"] if degree > 1 else []
-    parts.append(f"checkpointing {config.activation_checkpoint.mode}")
+    ac = config.activation_checkpoint
+    every = f" of {ac.selective_ac_option}" if ac.selective_ac_option.isdigit() else ""
+    parts.append(f"checkpointing {ac.mode}{every}")
+    parts += ["float8"] if config.float8.enable else []
     return ", ".join([*parts, "compiled" if config.compile.enable else "not compiled"])
 
 

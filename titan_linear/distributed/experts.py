@@ -47,7 +47,7 @@ class AllToAllDispatch:
         here = len(counts) // ranks.size  # experts of a rank
         wanted = torch.zeros(ranks.size, len(x), dtype=torch.bool, device=x.device)
         wanted.scatter_(0, (experts // here).T, torch.ones_like(experts.T, dtype=torch.bool))
-        to, of, self.copies, self.counts = _agree(counts, wanted, ranks)
+        to, of, self.total, self.counts = _agree(counts, wanted, ranks)
         self.sizes, self.group, self.impl = (to, of), ranks.group, impl
         places = wanted.flatten().cumsum(0).view_as(wanted) - 1
         self.sent = by_slot(places.where(wanted, -1).T.contiguous(), sum(to))  # a token's j-th copy is for rank j
@@ -66,7 +66,7 @@ class AllToAllDispatch:
         weights, experts = self.choices.chunk(2, 1)
         experts = experts.detach().long() - self.first
         experts = experts.where((experts >= 0) & (experts < len(self.counts)), -1)
-        self.here = LocalDispatch(self.arriving, experts, weights, self.counts, self.copies, self.impl)
+        self.here = LocalDispatch(self.arriving, experts, weights, self.counts, self.total, self.impl)
         return self.here.rows()
 
     def back(self, y: Tensor) -> Tensor:
