@@ -81,17 +81,16 @@ class _Collect(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, slots: Tensor, order: Tensor, weights: Tensor | None, name: str) -> Tensor:
         y = y.contiguous()
         weights = None if weights is None else weights.contiguous()
-        ctx.save_for_backward(slots, order, *(() if weights is None else (weights, y)))
-        ctx.name = name
+        ctx.save_for_backward(slots, *((order,) if weights is None else (weights, y)))
+        ctx.name, ctx.weighed = name, weights is not None
         return COPIES.load(name)[0](y, slots, weights)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None, Tensor | None, None]:
         check_first_derivative()
-        slots, order, *weighed = ctx.saved_tensors
-        if not weighed:
-            return dx[Copies(slots, order).tokens], None, None, None, None
-        dy, dweights = COPIES.load(ctx.name)[1](dx.contiguous(), slots, order, *weighed)
+        if not ctx.weighed:
+            return dx[Copies(*ctx.saved_tensors).tokens], None, None, None, None
+        dy, dweights = COPIES.load(ctx.name)[1](dx.contiguous(), *ctx.saved_tensors)
         return dy, None, None, dweights, None
 
 
@@ -102,9 +101,10 @@ def _collect(y: Tensor, slots: Tensor, weights: Tensor | None) -> Tensor:
     return x.to(y.dtype, copy=True)  # compiled, torch 2.11 drops the gradient of what is returned as it is
 
 
-def _collect_backward(dx: Tensor, slots: Tensor, order: Tensor, weights: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def _collect_backward(dx: Tensor, slots: Tensor, weights: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     wide = dx.to(torch.promote_types(dx.dtype, torch.float32))
-    dy = wide[Copies(slots, order).tokens] * weights.flatten()[order, None]
+    copies = by_slot(slots, len(y))
+    dy = wide[copies.tokens] * weights.flatten()[copies.order, None]
     dweights = [(wide * copy).where(here, 0.0).sum(1) for copy, here in _each_copy(y, slots)]
     return dy.to(y.dtype), torch.stack(dweights, 1).to(weights.dtype)
 

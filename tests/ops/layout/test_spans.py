@@ -12,7 +12,6 @@ import pytest
 from tests.ops.layout.documents import packed
 from titan_linear.ops.layout.fragments import cut
 from titan_linear.ops.layout.spans import ALL, MARGIN, NOTHING, SOME, Runs, balanced, entries, span_tables
-from tools.bench_cp import boundaries
 
 GIVES = 1.02  # the least of the degrees
 
@@ -74,7 +73,7 @@ def test_each_query_is_computed_once(causal: bool) -> None:
 def test_no_more_moves_than_pays(kind: str, T: int, degree: float) -> None:
     """On four GPUs (docs/experiments.md) these took least time: one document evened out, short ones left where they
     are, long ones among them in between."""
-    documents = boundaries(kind, T).numpy().astype(np.int64)
+    documents = packed(kind, T, 0)
     counted = [
         span_tables(cut(documents, 1, 4, "contiguous"), documents, rank, 4, causal=True)["pairs"][1]["pairs"]
         for rank in range(4)

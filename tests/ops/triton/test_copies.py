@@ -99,8 +99,8 @@ def test_copies_are_sorted_by_expert() -> None:
 
 def test_operators_are_well_formed() -> None:
     x, copies, weights = given(5, 3, 8, 0.5, torch.float32)
-    x, weights, slots, order = (t.to(DEVICE) for t in (x, weights, *copies))
-    y = torch.randn(len(order), 8, device=DEVICE)
+    x, weights, slots = (t.to(DEVICE) for t in (x, weights, copies.slots))
+    y = torch.randn(len(copies.order), 8, device=DEVICE)
     torch.library.opcheck(collect_copies.overload, (y, slots, weights))
     torch.library.opcheck(collect_copies.overload, (y, slots, None))
-    torch.library.opcheck(collect_copies_backward.overload, (x, slots, order, weights, y))
+    torch.library.opcheck(collect_copies_backward.overload, (x, slots, weights, y))

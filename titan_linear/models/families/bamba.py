@@ -16,6 +16,7 @@ from titan_linear.models.families.layout import (
     mamba2,
     options_of,
     outside_layers,
+    self_attention,
     shortest,
     swiglu,
     weights,
@@ -25,7 +26,7 @@ from titan_linear.models.mixers import Attention, Mamba2
 _NORMS = weights("", "", mixer_norm="input_layernorm", mlp_norm="pre_ff_layernorm")
 LAYERS = {
     (Mamba2,): (*_NORMS, *mamba2("mamba.")),
-    (Attention,): (*_NORMS, *weights("mixer.", "self_attn.", "q_proj", "k_proj", "v_proj", "o_proj")),
+    (Attention,): (*_NORMS, *self_attention()),
 }
 
 
@@ -42,8 +43,7 @@ def _from_hf(config: Json) -> ModelConfig:
 
 
 def _attention_from_hf(key: Keys) -> Attention:
-    head_dim = key("head_dim", None) or key("hidden_size") // key("num_attention_heads")
-    return Attention(**key.options(HEADS), head_dim=head_dim, **key.rope(1e4, 0.5))
+    return Attention(**key.options(HEADS), head_dim=key.head_dim(), **key.rope(1e4, 0.5))
 
 
 def _to_hf(config: ModelConfig) -> Json:
@@ -62,20 +62,30 @@ BAMBA = Family(
 )
 
 
-def _bamba(mamba: Mamba2, heads: int, kv_heads: int, head_dim: int, attention_every: int, **sizes: int) -> ModelConfig:
-    softmax = Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope_theta=1e4, rotary_fraction=0.5)
-    last = sizes["num_layers"] - 1
-    layers = [softmax if 0 < i < last and i % attention_every == 0 else mamba for i in range(last + 1)]
+def _bamba(mamba: Mamba2, softmax: Attention, of_attention: tuple[int, ...], **sizes: int) -> ModelConfig:
+    """of_attention: the layers that have it."""
+    layers = [softmax if i in of_attention else mamba for i in range(sizes["num_layers"])]
     return ModelConfig(pattern=shortest(layers), **sizes)
+
+
+def _attention(heads: int, kv_heads: int, head_dim: int) -> Attention:
+    return Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope_theta=1e4, rotary_fraction=0.5)
 
 
 BAMBA_MODELS = {
     "debug": _bamba(
-        Mamba2(heads=8, head_dim=32, state_dim=16), 4, 2, 32, 1, vocab_size=320, dim=128, num_layers=3, hidden_dim=192
+        Mamba2(heads=8, head_dim=32, state_dim=16),
+        _attention(4, 2, 32),
+        of_attention=(1,),
+        vocab_size=320,
+        dim=128,
+        num_layers=3,
+        hidden_dim=192,
     ),
     "9B": _bamba(
         Mamba2(heads=128, head_dim=64, state_dim=128),
-        *(32, 8, 128, 9),
+        _attention(32, 8, 128),
+        of_attention=(9, 18, 27),
         vocab_size=128256,
         dim=4096,
         num_layers=32,

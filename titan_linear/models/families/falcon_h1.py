@@ -16,6 +16,7 @@ from titan_linear.models.families.layout import (
     named,
     options_of,
     outside_layers,
+    self_attention,
     swiglu,
     time_step_limit,
     time_step_limit_to_hf,
@@ -29,7 +30,7 @@ LAYERS = {
     (Mamba2, Attention): (
         *weights("", "", mixer_norm="input_layernorm", mlp_norm="pre_ff_layernorm"),
         *mamba2("mamba."),
-        *weights("mixer1.", "self_attn.", "q_proj", "k_proj", "v_proj", "o_proj"),
+        *self_attention("mixer1."),
     ),
 }
 
@@ -83,7 +84,7 @@ def _attention_from_hf(key: Keys) -> Attention:
     factor = key("attention_in_multiplier", 1.0)
     return Attention(
         **key.options(HEADS),
-        head_dim=key("head_dim", None) or key("hidden_size") // key("num_attention_heads"),
+        head_dim=key.head_dim(),
         key_factor=factor**2 * key("key_multiplier", 1.0),
         out_factor=factor * key("attention_out_multiplier", 1.0),
         **key.rope(1e4),

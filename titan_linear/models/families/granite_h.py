@@ -18,6 +18,7 @@ from titan_linear.models.families.layout import (
     named,
     options_of,
     rope_to_hf,
+    self_attention,
     spelled,
     time_step_limit,
     time_step_limit_to_hf,
@@ -49,7 +50,7 @@ EXPERTS = (
 )
 LAYERS = {
     (Mamba2,): (*NORMS, *mamba2("mamba.")),
-    (Attention,): (*NORMS, *weights("mixer.", "self_attn.", "q_proj", "k_proj", "v_proj", "o_proj")),
+    (Attention,): (*NORMS, *self_attention()),
 }
 
 # --- config.json -----------------------------------------------------------------------------------------------------

@@ -102,6 +102,11 @@ def gates(theirs: str) -> tuple[Spellings, ...]:
     return tuple(spelled(f"mixer.{name}", f"{theirs}{name}") for name in ("A_log", "dt_bias"))
 
 
+def self_attention(ours: str = "mixer.", theirs: str = "self_attn.", *norms: str) -> tuple[Spellings, ...]:
+    """The four projections of softmax attention, and its norms."""
+    return weights(ours, theirs, "q_proj", "k_proj", "v_proj", "o_proj", *norms)
+
+
 def mamba2(theirs: str) -> tuple[Spellings, ...]:
     """A Mamba-2 mixer with mamba_ssm's fused tensors, and its own output norm."""
     of_conv = ("x_conv1d", "b_conv1d", "c_conv1d")
@@ -170,6 +175,10 @@ class Keys:
         """Refuse a value that is not in `known`, of which the first is the default."""
         if (value := self.config.get(key, known[0])) not in known:
             raise ValueError(f"config.json: {key} = {value!r}; only {' or '.join(map(repr, known))} is known")
+
+    def head_dim(self) -> int:
+        """Of softmax attention; heads share the width unless a key says otherwise."""
+        return self("head_dim", None) or self("hidden_size") // self("num_attention_heads")
 
     def rope(self, theta: float, fraction: float | None = None) -> Json:
         """Attention's options of positions; the arguments are defaults. NaN: there is no theta by default, and none

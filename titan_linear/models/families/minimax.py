@@ -17,6 +17,7 @@ from titan_linear.models.families.layout import (
     fused,
     named,
     options_of,
+    self_attention,
     spelled,
     weights,
 )
@@ -30,7 +31,7 @@ LAYERS = {
         fused(("q_proj", "k_proj", "v_proj"), "self_attn.qkv_proj.weight", groups="heads"),
         *weights("mixer.", "self_attn.", g_proj="output_gate", o_norm="norm", o_proj="out_proj"),
     ),
-    (Attention,): (*NORMS, *weights("mixer.", "self_attn.", "q_proj", "k_proj", "v_proj", "o_proj")),
+    (Attention,): (*NORMS, *self_attention()),
 }
 PLACES = ("block_sparse_moe.", "mlp.")  # on disk, and in the module of `transformers`
 EXPERTS = (
@@ -67,19 +68,15 @@ def _of_all(key: Keys, name: str) -> float:
     return factors.popitem()[1]
 
 
-def _head_dim(key: Keys) -> int:
-    return key("head_dim", None) or key("hidden_size") // key("num_attention_heads")
-
-
 def _lightning_from_hf(key: Keys) -> Lightning:
-    return Lightning(heads=key("num_attention_heads"), head_dim=_head_dim(key))
+    return Lightning(heads=key("num_attention_heads"), head_dim=key.head_dim())
 
 
 def _attention_from_hf(key: Keys) -> Attention:
     return Attention(
         **key.options(HEADS),
-        head_dim=_head_dim(key),
-        **key.rope(1e6, key("rotary_dim", _head_dim(key)) / _head_dim(key)),
+        head_dim=key.head_dim(),
+        **key.rope(1e6, key("rotary_dim", key.head_dim()) / key.head_dim()),
     )
 
 

@@ -16,6 +16,7 @@ from titan_linear.models.families.layout import (
     named,
     options_of,
     outside_layers,
+    self_attention,
     shortest,
     spelled,
     time_step_limit,
@@ -44,7 +45,7 @@ EXPERTS = (
 )
 LAYERS = {
     (Mamba2,): (*_NORM, *mamba2("mixer.")),
-    (Attention,): (*_NORM, *weights("mixer.", "mixer.", "q_proj", "k_proj", "v_proj", "o_proj")),
+    (Attention,): (*_NORM, *self_attention("mixer.", "mixer.")),
     (): weights("", "", mlp_norm="norm"),
 }
 

@@ -19,6 +19,7 @@ from titan_linear.models.families.layout import (
     gates,
     named,
     options_of,
+    self_attention,
     spelled,
     weights,
 )
@@ -40,7 +41,7 @@ OLMO_GDN = (
 OLMO_ATTENTION = (
     spelled("mixer_norm.weight", "feedforward_layer_norm.weight", "post_attention_layernorm.weight"),
     spelled("mlp_norm.weight", "post_feedforward_layernorm.weight"),
-    *weights("mixer.", "self_attn.", "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"),
+    *self_attention("mixer.", "self_attn.", "q_norm", "k_norm"),
 )
 
 # --- config.json -----------------------------------------------------------------------------------------------------

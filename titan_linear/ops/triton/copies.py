@@ -63,9 +63,7 @@ def collect_copies(y: Tensor, slots: Tensor, weights: Tensor | None) -> Tensor:
 
 
 @operator
-def collect_copies_backward(
-    dx: Tensor, slots: Tensor, order: Tensor, weights: Tensor, y: Tensor
-) -> tuple[Tensor, Tensor]:
+def collect_copies_backward(dx: Tensor, slots: Tensor, weights: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """dx [N, D] -> dy [rows, D], dweights [N, k]."""
     dy, dweights = torch.empty_like(y), torch.empty_like(weights)
     (N, k), D = slots.shape, y.shape[1]
@@ -80,5 +78,5 @@ def _(y, slots, weights):
 
 
 @register_fake(collect_copies_backward)
-def _(dx, slots, order, weights, y):
+def _(dx, slots, weights, y):
     return torch.empty_like(y), torch.empty_like(weights)
