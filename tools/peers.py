@@ -74,7 +74,8 @@ def fla_model(
     kind = getattr(peers, family)
     if weights is None:
         fields = {key: value for key, value in config_to_hf(family, model).items() if key not in OURS}
-        found = kind(getattr(peers, family.replace("ForCausalLM", "Config"))(**fields))
+        with device:  # RWKV-7 draws orthogonal matrices, which takes minutes on a CPU
+            found = kind(getattr(peers, family.replace("ForCausalLM", "Config"))(**fields))
     else:
         found = kind.from_pretrained(weights, dtype=torch.float32)
     found = found.to(device).train()

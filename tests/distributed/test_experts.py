@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 
 from tests.worlds import Worlds
 from titan_linear.config import ActivationCheckpoint
@@ -87,3 +88,29 @@ def test_the_host_reads_nothing_in_backward(worlds: Worlds) -> None:
     for of_rank in zip(*runs, strict=True):
         assert [(forward, backward) for forward, backward, _ in of_rank] == [(1, 0)] * len(ways)
         assert all((grad - of_rank[0][2]).abs().max() < 1e-14 for *_, grad in of_rank)
+
+
+def graphs_of_batches(rank: int, world_size: int) -> list[int]:
+    """Compiled graphs after each pass of a layer, in training and in validation, over other tokens each time."""
+    model = layer([0, 0, 0, 0]).bfloat16()
+    apply_ep(model, Ranks(dist.group.WORLD.group_name, world_size, rank))
+    apply_compile(model, "eager")
+    torch.compiler.reset()
+    counters.clear()
+    graphs = []
+    for seed, grad in enumerate([True, True, False, True, False, True]):
+        x = torch.randn(1, 40, 16, generator=torch.Generator().manual_seed(2 * seed + rank)).bfloat16()
+        with torch.set_grad_enabled(grad):
+            y, *_ = model.layers[0](x.requires_grad_(), BatchPlan(torch.arange(40)))
+        if grad:
+            y.square().sum().backward()
+        graphs.append(counters["stats"]["unique_graphs"])
+    return graphs
+
+
+def test_graphs_lie_between_exchanges(worlds: Worlds) -> None:
+    """A pass has seven graphs: what lies between exchanges, and between groups where a CPU takes them one by one. There
+    are passes of one number of rows, of any number, and in validation. Where the exchanges' own functions were compiled
+    too, for each of their uses, it was twice as many, and the compiler gave up."""
+    for graphs in worlds(2).run(graphs_of_batches):
+        assert graphs[0] <= 7 and graphs[-1] == graphs[2] <= 21

@@ -38,8 +38,12 @@ class AllToAllDispatch:
     To each rank that has some of a token's experts the token goes once, with its experts there and their weights; back
     comes the sum of their outputs. With 8 experts a token among 4 ranks 2.7 rows travel, and would be 6 if each expert
     had its own. Every token travels, however many an expert gets. The host reads these numbers once, in forward.
+
+    The compiler leaves all of it alone: it would compile each function by itself, for each use and number of rows,
+    until it gives up.
     """
 
+    @torch.compiler.disable
     def __init__(
         self, ranks: Ranks, x: Tensor, experts: Tensor, weights: Tensor, counts: Tensor, impl: str | Choice = "auto"
     ):
@@ -56,9 +60,10 @@ class AllToAllDispatch:
         self.first = here * ranks.rank
         self.pending: list[dist.Work] = []
         self.choices, self.arriving = (
-            _exchange(spread(given, self.sent, impl), to, of, self.group, self.pending) for given in (choices, x)
+            _Exchange.apply(spread(given, self.sent, impl), to, of, self.group, self.pending) for given in (choices, x)
         )
 
+    @torch.compiler.disable
     def rows(self) -> Tensor:
         """Copies of the tokens that have come, in the order of this rank's experts."""
         while self.pending:
@@ -69,16 +74,16 @@ class AllToAllDispatch:
         self.here = LocalDispatch(self.arriving, experts, weights, self.counts, self.total, self.impl)
         return self.here.rows()
 
+    @torch.compiler.disable
     def back(self, y: Tensor) -> Tensor:
         """Outputs for `rows()` → Σ weight · output of each token that this rank gave."""
         to, of = self.sizes
         pending: list[dist.Work] = []
-        sums = _exchange(self.here.back(y), of, to, self.group, pending)
+        sums = _Exchange.apply(self.here.back(y), of, to, self.group, pending)
         pending.pop().wait()
         return collect(sums, self.sent, None, self.impl)
 
 
-@torch.compiler.disable
 @partial(kept, modes=MODES)
 def _agree(counts: Tensor, wanted: Tensor, ranks: Ranks) -> tuple[list[int], list[int], int, Tensor]:
     """Copies for each expert [E] and tokens for each rank [ranks, N] -> numbers of tokens to each rank, of tokens from
@@ -106,6 +111,3 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         check_first_derivative()
         return all_to_all(grad.contiguous(), *ctx.sizes, ctx.group), None, None, None, None
-
-
-_exchange = torch.compiler.disable(_Exchange.apply)
