@@ -111,24 +111,40 @@ def test_slow_decay_after_fast(jumps: dict[int, float]) -> None:
     compare("gla", x)
 
 
+@OPS
+@pytest.mark.parametrize("pieces", [2, 4, 8])
+def test_documents_in_pieces(op: str, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many chunks, fewer than pieces, and none; little of the state decays on the way."""
+    lengths = [300, 0, 70, 1, 64]
+    monkeypatch.setattr(ssd, "SHORTEST", 1)
+    monkeypatch.setattr(ssd, "PROGRAMS", pieces * len(lengths) * SMALL["heads"])
+    assert ssd._pieces(sum(lengths), len(lengths), SMALL["heads"]) == pieces
+    compare(op, decaying_inputs(op, sum(lengths), bias=-5.0, **SMALL), boundaries(lengths))
+
+
 @pytest.mark.parametrize(
     ("dtype", "N", "P"), [(torch.bfloat16, 64, 32), (torch.bfloat16, 256, 80), (torch.float16, 64, 32)]
 )
+@pytest.mark.parametrize("pieces", [1, 8])
 @OPS
-def test_half_precision(op: str, dtype: torch.dtype, N: int, P: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_precision(
+    op: str, pieces: int, dtype: torch.dtype, N: int, P: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Documents of one token, shorter than a chunk and longer; o within 1.5 units of 2^-8, dB and dC within 3, and what
     decays depend on within 6."""
     if DEVICE == "cpu":
         interpret_bfloat16(monkeypatch)
-    monkeypatch.setattr(ssd, "PROGRAMS", 1)
+    monkeypatch.setattr(ssd, "PROGRAMS", 1 if pieces == 1 else 256)
+    monkeypatch.setattr(ssd, "SHORTEST", 1)
     lengths = [1, 20, 109]
     x = decaying_inputs(op, sum(lengths), G=1, heads=4, N=N, P=P)
     compare(op, x, boundaries(lengths), dtype, HALF_TOLERANCE)
 
 
 @OPS
-def test_neighbours_of_what_is_not_finite(op: str) -> None:
+def test_neighbours_of_what_is_not_finite(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [5, 70, 1]
+    monkeypatch.setattr(ssd, "SHORTEST", 1)  # in pieces
     base = {n: t.float() for n, t in decaying_inputs(op, sum(lengths), **SMALL).items()}
     check_neighbours(op, base, lengths, [1], impl="triton")
 

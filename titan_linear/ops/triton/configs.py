@@ -86,7 +86,7 @@ CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
     (10, 0): {kernel: table for kernel, table in GENERAL.items() if not kernel.startswith("gdn")},
     (12, 0): GENERAL,
     (9, 0): {
-        "ssd scan": HOPPER_LOOP,
+        "ssd scan": HOPPER_LOOP | {(2, 128): {"BV": 64, "STAGES": 2, "num_warps": 4}},
         "ssd pass": HOPPER_LOOP,
         "ssd groups": {(2, 256): {"num_warps": 8, "num_stages": 1}, (4, 256): {"num_warps": 8, "num_stages": 1}},
         "ssd carried": HOPPER_DECAY_GRADIENTS | {(2, 128): {"BV": 32, "STAGES": 3, "num_warps": 4}},

@@ -9,7 +9,9 @@ a forward and backward pass, as operators, and behind the driver's interface (`o
 
 Chunks have 64 tokens. A program of the scan holds the state [K, 64 columns] of one head in registers from a document's
 first chunk to its last, and writes o alone: per token and head it moves 2 V numbers, and q, k and q kᵀ, which the heads
-of a group share, come from L2. For the gradients, states before and their gradients behind each chunk are written by
+of a group share, come from L2. A chunk takes 3,900 cycles, however many programs share a multiprocessor: where heads
+are too few for two, documents are cut into pieces, and the states of all parts before the last piece are found first,
+by themselves. For the gradients, states before and their gradients behind each chunk are written by
 two scans side by side (2 K V / 64 numbers per token and head). Then programs of two kernels pass through the heads of a
 group at one chunk: `carried` adds dq and dk in fp32 registers, `pairs` adds the gradient of q kᵀ and writes dv; they
 leave five numbers per token and head, of which a last kernel makes the gradients of decays. A program has 4 warps, and
@@ -30,9 +32,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, float32
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titan_linear.ops.layout.boundaries import CHUNK as BT
-from titan_linear.ops.layout.boundaries import Boundaries
+from titan_linear.ops.layout.boundaries import SHORTEST, Boundaries
 from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.runtime.options import DecayInputs, DecayOptions, States
 from titan_linear.ops.triton import ssd_kernels as kernels
@@ -40,10 +43,17 @@ from titan_linear.ops.triton.chunks import Chunks
 from titan_linear.ops.triton.configs import Config, config
 from titan_linear.ops.triton.delta_rule import TritonRule, given_states, whole_or_split
 from titan_linear.ops.triton.split_documents import SplitDocuments
-from titan_linear.ops.triton.tiles import blocks_of, dense_heads, empty_gradients, empty_states
+from titan_linear.ops.triton.tiles import (
+    blocks_of,
+    chunk_tiles,
+    dense_heads,
+    empty_gradients,
+    empty_states,
+    ragged_tiles,
+)
 
 BH = 16  # heads of a program on decays
-PROGRAMS = 256  # of `carried` or `pairs` that fill a GPU
+PROGRAMS = 256  # of `scan`, `carried` or `pairs` that fill a GPU, two on a multiprocessor
 
 
 def _power_of_two(V: int) -> int:
@@ -61,6 +71,18 @@ def _sliced(kernel: str, k: Tensor, V: int) -> Config:
 def _constants(k: Tensor, v: Tensor, gates: Tensor) -> dict[str, int]:
     dims = {"R": v.shape[1] // k.shape[1], "K": k.shape[2], "V": v.shape[2], "BT": BT}
     return dims | {"PARTS": gates.shape[2] - 1}
+
+
+def _fetches(x: Tensor) -> bool:
+    """Whether scans read by the copy engine. In float32 two stages of its tiles do not fit."""
+    return x.element_size() == 2
+
+
+def _rows(x: Tensor, columns: int | None = None) -> Tensor | TensorDescriptor:
+    """x [T, heads, dim] as scans read it: a head, or slices of it of so many columns."""
+    dim = x.shape[2]
+    columns = columns or dim
+    return ragged_tiles(x, BT, columns) if _fetches(x) and dim % columns == 0 else x
 
 
 def _wide(D: Tensor | None, HV: int) -> bool:
@@ -139,29 +161,33 @@ def ssd_scan(
     q, k, v = dense_heads(q), dense_heads(k), dense_heads(v)
     o, final_state = v.new_empty(v.shape), empty_states(v, final_rows, k.shape[2])
     (_, HV, V), N = v.shape, where.cu_seqlens.shape[0] - 1
-    chosen, scores = _sliced("ssd scan", k, V), _scores(q, k, where)
-    programs = N * HV * blocks_of(V, chosen["BV"])
-    if chosen["BV"] > 32 and 4 * programs <= PROGRAMS:  # half of the multiprocessors would be idle
-        chosen, programs = chosen | {"BV": chosen["BV"] // 2}, 2 * programs
-    kernels.scan_kernel[(programs,)](
-        q,
-        k,
-        v,
-        scores,
+    chosen, scores, by_chunk = _sliced("ssd scan", k, V), _scores(q, k, where), (where.cu_seqlens, where.chunk_offsets)
+    slices = blocks_of(V, chosen["BV"])
+    pieces = _pieces(len(v), N, HV * slices)
+    S_ext, M, parts = _before_last_piece(k, v, gates, chunks, pieces)
+    kernels.scan_kernel[(N * HV * pieces * slices,)](
+        _rows(q),
+        _rows(k),
+        _rows(v, chosen["BV"]),
+        chunk_tiles(scores, BT, BT) if _fetches(k) else scores,
         gates,
         D,
         states.values,
         states.index,
+        S_ext,
+        M,
         o,
         final_state if final_rows else None,
-        where.cu_seqlens,
-        where.chunk_offsets,
+        *by_chunk,
         scale,
         q.stride(0),
         k.stride(0),
         v.stride(0),
         HV,
+        pieces,
+        parts,
         WIDE=_wide(D, HV),
+        FETCH=_fetches(k),
         **_constants(k, v, gates),
         **chosen,
     )
@@ -173,22 +199,48 @@ def _(q, k, v, D, gates, chunks, initial, final_rows, scale):
     return v.new_empty(v.shape), empty_states(v, final_rows, k.shape[2])
 
 
+def _pieces(T: int, N: int, programs: int) -> int:
+    """Into how many pieces entries are cut for the scan, so that two programs share each multiprocessor: 1, 2, 4 or 8.
+    programs: of an entry."""
+    pieces = 1
+    while 2 * pieces * N * programs <= PROGRAMS and 2 * pieces * N * SHORTEST <= T and pieces < 8:
+        pieces *= 2
+    return pieces
+
+
+def _before_last_piece(
+    k: Tensor, v: Tensor, gates: Tensor, chunks: list[Tensor], pieces: int
+) -> tuple[Tensor | None, Tensor | None, int]:
+    """Of each part of an entry before its last piece: its last state from a zero state, and the factor of any other;
+    and into how many parts an entry is cut. With two pieces four, to fill the GPU with parts too."""
+    if pieces == 1:
+        return None, None, 1
+    parts = max(pieces, 4)
+    rows = parts - parts // pieces
+    M = gates.new_empty((Chunks(*chunks).cu_seqlens.shape[0] - 1) * rows, v.shape[1], 1)
+    return _boundary(k, v, gates, chunks, None, None, M, 1.0, rows, parts), M, parts
+
+
 def _boundary(
     x: Tensor,
     y: Tensor,
     gates: Tensor,
     chunks: list[Tensor],
-    entries: Tensor,
+    entries: Tensor | None,
     wanted: Tensor | None,
     M: Tensor | None,
     scale: float,
+    rows: int = 1,
+    parts: int = 1,
 ) -> Tensor:
+    """The last states of listed entries from zero states, or of the first `rows` of all entries' `parts`."""
     where, x, y = Chunks(*chunks), dense_heads(x), dense_heads(y)
-    (_, HV, V), F = y.shape, entries.shape[0]
+    _, HV, V = y.shape
+    F = (where.cu_seqlens.shape[0] - 1) * rows if entries is None else entries.shape[0]
     S_ext, chosen = empty_states(y, F, x.shape[2]), _sliced("ssd pass", x, V)
     kernels.boundary_kernel[(F * HV * blocks_of(V, chosen["BV"]),)](
-        x,
-        y,
+        _rows(x),
+        _rows(y, chosen["BV"]),
         gates,
         entries,
         wanted,
@@ -200,6 +252,9 @@ def _boundary(
         x.stride(0),
         y.stride(0),
         HV,
+        rows,
+        parts,
+        FETCH=_fetches(x),
         REVERSE=M is None,
         **_constants(x, y, gates),
         **chosen,
@@ -283,10 +338,10 @@ def ssd_backward(
     d_initial = v.new_empty(states.values.shape if need_d_initial else 0, dtype=float32)
     chosen = _sliced("ssd pass", k, V)
     kernels.states_kernel[(2 * N * HV * blocks_of(V, chosen["BV"]),)](
-        q,
-        k,
-        v,
-        do,
+        _rows(q),
+        _rows(k),
+        _rows(v, chosen["BV"]),
+        _rows(do, chosen["BV"]),
         gates,
         *given,
         h,
@@ -297,6 +352,7 @@ def ssd_backward(
         scale,
         *strides,
         HV,
+        FETCH=_fetches(k),
         **constants,
         **chosen,
     )

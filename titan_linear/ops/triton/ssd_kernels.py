@@ -12,13 +12,17 @@ Backward, with dS' the gradient of the state that leaves the chunk and Z = 2^(γ
 
 q and k belong to a group of heads: dq, dk and E are sums over its heads, in the registers of programs that pass from
 head to head, and only E's sum is multiplied by k and q. All sums are fp32; operands of a dot are rounded to the inputs'
-dtype. Every load of tokens is masked: what is not finite stays in its document.
+dtype. Every load of tokens stops at the document's end: what is not finite stays in its document.
+
+FETCH: the copy engine reads the tiles of a scan, which are given as descriptors: of pointers its registers would hold
+dozens. v and do are pointers where V is not a multiple of its slices.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.tools.ragged_tma import load_ragged
 
 from titan_linear.ops.triton.chunks import locate, locate_entry
 from titan_linear.ops.triton.gates import log2_gate, softplus
@@ -29,19 +33,30 @@ from titan_linear.ops.triton.tiles import load_rows, store_rows
 
 
 @triton.jit
-def _load_columns(x, start, rows, stride, i_h, i_v, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr):
-    """Slice i_v of head i_h's V columns, of `rows` tokens from `start` on; zeros beyond both."""
+def _rows(x, start, length, row, stride, column, BT: tl.constexpr, BD: tl.constexpr, FETCH: tl.constexpr):
+    """A tile of an entry [length, .] from its token `row` on, zeros past its end. start: its first token."""
+    if FETCH:
+        return load_ragged(x, start.to(tl.int32), length, [row, column])
+    else:
+        return load_rows(x, start + row, length - row, stride, column, BT, BD)
+
+
+@triton.jit
+def _columns(
+    x, start, length, row, stride, i_h, i_v, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, FETCH: tl.constexpr
+):
+    """As `_rows`, slice i_v of head i_h's V columns, zeros beyond them."""
     if V % BV == 0:
-        return load_rows(x, start, rows, stride, i_h * V + i_v * BV, BT, BV)
+        return _rows(x, start, length, row, stride, i_h * V + i_v * BV, BT, BV, FETCH)
     else:
         o_c, o_v = tl.arange(0, BT)[:, None], i_v * BV + tl.arange(0, BV)[None, :]
-        p_x = x + start * stride + i_h * V + (o_c * stride + o_v)
-        return tl.load(p_x, mask=(o_c < rows) & (o_v < V), other=0.0)
+        p_x = x + (start + row) * stride + i_h * V + (o_c * stride + o_v)
+        return tl.load(p_x, mask=(o_c < length - row) & (o_v < V), other=0.0)
 
 
 @triton.jit
 def _store_columns(x, b_x, start, rows, HV, i_h, i_v, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr):
-    """Into x [T, HV, V], as `_load_columns`."""
+    """Into x [T, HV, V], as `_columns`."""
     if V % BV == 0:
         store_rows(x, b_x, start, rows, HV * V, i_h * V + i_v * BV, BT, BV)
     else:
@@ -213,6 +228,12 @@ def scores_kernel(
 # --- Passes from chunk to chunk ---------------------------------------------------------------------------------------
 
 
+@triton.jit
+def _piece(length, i_p, pieces, BT: tl.constexpr):
+    """The first chunk of piece i_p of an entry that is cut into `pieces`."""
+    return i_p * tl.cdiv(length, BT) // pieces
+
+
 @Kernel
 def scan_kernel(
     q,
@@ -223,6 +244,8 @@ def scan_kernel(
     D,
     initial_state,
     state_index,
+    S_ext,  # [N, parts before the last piece, HV, K, V] fp32, or None: there is one piece
+    M,  # [N, parts before the last piece, HV] fp32
     o,  # [T, HV, V]
     final_state,  # [N, HV, K, V] fp32 or None
     cu_seqlens,
@@ -232,6 +255,8 @@ def scan_kernel(
     stride_k,
     stride_v,
     HV,
+    pieces,
+    parts,  # of an entry, a multiple of `pieces`
     R: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -240,32 +265,42 @@ def scan_kernel(
     WIDE: tl.constexpr,
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
+    FETCH: tl.constexpr,
 ):
-    """One (entry, head, slice of V): o, and the last states where they are asked for. The state stays in registers."""
+    """One (entry, head, piece, slice of V): o, and the last states where they are asked for. The state stays in
+    registers; before a piece it follows from those of the parts before."""
     blocks: tl.constexpr = (V + BV - 1) // BV
-    i_v, i_nh = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
+    i_v, i_nhp = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
+    i_p, i_nh = (i_nhp % pieces).to(tl.int32), i_nhp // pieces
     i_n, i_hv = i_nh // HV, (i_nh % HV).to(tl.int32)
     start, length, first = locate_entry(cu_seqlens, chunk_offsets, i_n)
     b_s = _load_state(initial_state, state_index, i_n, HV, i_hv, i_v, K, V, BV)
-    for i in tl.range(0, (length + BT - 1) // BT, num_stages=STAGES):
-        begin, rows = start + i * BT, length - i * BT
-        b_q = load_rows(q, begin, rows, stride_q, i_hv // R * K, BT, K)
-        b_k = load_rows(k, begin, rows, stride_k, i_hv // R * K, BT, K)
-        b_v = _load_columns(v, begin, rows, stride_v, i_hv, i_v, V, BT, BV)
-        b_G, b_low, b_dt, b_after, b_last = _load_gates(gates, (first + i) * HV + i_hv, BT, PARTS)
-        b_m = load_rows(scores, ((first + i) * (HV // R) + i_hv // R) * BT, BT, BT, 0, BT, BT)
+    if S_ext is not None:
+        in_piece = parts // pieces
+        for i in range(0, i_p * in_piece):
+            i_s = i_n * (parts - in_piece) + i
+            b_s = b_s * tl.load(M + i_s * HV + i_hv) + _load_state(S_ext, None, i_s, HV, i_hv, i_v, K, V, BV)
+    for i in tl.range(_piece(length, i_p, pieces, BT), _piece(length, i_p + 1, pieces, BT), num_stages=STAGES):
+        i_t = first + i
+        b_q = _rows(q, start, length, i * BT, stride_q, i_hv // R * K, BT, K, FETCH)
+        b_k = _rows(k, start, length, i * BT, stride_k, i_hv // R * K, BT, K, FETCH)
+        b_v = _columns(v, start, length, i * BT, stride_v, i_hv, i_v, V, BT, BV, FETCH)
+        b_G, b_low, b_dt, b_after, b_last = _load_gates(gates, i_t * HV + i_hv, BT, PARTS)
+        i_m = (i_t * (HV // R) + i_hv // R) * BT
+        b_m = scores.load([i_m.to(tl.int32), 0]) if FETCH else load_rows(scores, i_m, BT, BT, 0, BT, BT)
         b_m = b_m * _decays(b_G, b_low, BT, PARTS, True) * (scale * b_dt)[None, :]
         b_o = tl.dot(b_m.to(b_q.dtype), b_v, input_precision="ieee")
         b_y = tl.dot(b_q, b_s.to(b_q.dtype), input_precision="ieee")
         b_o += b_y * (scale * tl.exp2(b_last - b_after))[:, None]
         if D is not None:
             b_o += _skip(D, i_hv, i_v, V, BV, WIDE) * b_v
-        _store_columns(o, b_o, begin, rows, HV, i_hv, i_v, V, BT, BV)
+        _store_columns(o, b_o, start + i * BT, length - i * BT, HV, i_hv, i_v, V, BT, BV)
         # Last: while the next chunk's products that do not need it are computed.
         b_w = (tl.exp2(b_after) * b_dt)[:, None] * b_v
         b_s = tl.dot(tl.trans(b_k), b_w.to(b_q.dtype), b_s * tl.exp2(b_last), input_precision="ieee")
     if final_state is not None:
-        _store_state(final_state, b_s, i_n, HV, i_hv, i_v, K, V, BV)
+        row = tl.where(i_p == pieces - 1, i_n, -1)
+        _store_state(final_state, b_s, row, HV, i_hv, i_v, K, V, BV)
 
 
 @triton.jit
@@ -278,6 +313,8 @@ def _pass(
     start,
     length,
     first,
+    begin,
+    end,
     i_hv,
     i_v,
     scale,
@@ -291,17 +328,17 @@ def _pass(
     BV: tl.constexpr,
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
+    FETCH: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """Carry a state through an entry's chunks, x = k and y = v; or with REVERSE its gradient through these from the
-    last, x = q and y = do. Writes it before each chunk to h [NT, HV, K, V], if given. Returns the last one and the sum
-    of G over the chunks."""
-    chunks, b_sum = (length + BT - 1) // BT, 0.0
-    for n in tl.range(0, chunks, num_stages=STAGES):
-        i = chunks - 1 - n if REVERSE else n
-        begin, rows = start + i * BT, length - i * BT
-        b_x = load_rows(x, begin, rows, stride_x, i_hv // R * K, BT, K)
-        b_y = _load_columns(y, begin, rows, stride_y, i_hv, i_v, V, BT, BV)
+    """Carry a state through an entry's chunks from `begin` to before `end`, x = k and y = v; or with REVERSE its
+    gradient through these from the last, x = q and y = do. Writes it before each chunk to h [NT, HV, K, V], if given.
+    Returns the last one and the sum of G over the chunks."""
+    b_sum = 0.0
+    for n in tl.range(begin, end, num_stages=STAGES):
+        i = begin + end - 1 - n if REVERSE else n
+        b_x = _rows(x, start, length, i * BT, stride_x, i_hv // R * K, BT, K, FETCH)
+        b_y = _columns(y, start, length, i * BT, stride_y, i_hv, i_v, V, BT, BV, FETCH)
         _, _, b_dt, b_after, b_last = _load_gates(gates, (first + i) * HV + i_hv, BT, PARTS)
         if h is not None:
             _store_state(h, b_s, first + i, HV, i_hv, i_v, K, V, BV)
@@ -317,8 +354,8 @@ def boundary_kernel(
     x,
     y,
     gates,
-    entries,  # [F]
-    wanted,  # [F] what is written for an entry, 0: nothing, 1: S_ext, 2: M too; None: 2 for all
+    entries,  # [F], or None: rows are the first `rows` of an entry's `parts`, and F is N · rows
+    wanted,  # [F] what is written for a row, 0: nothing, 1: S_ext, 2: M too; None: 2 for all
     S_ext,  # [F, HV, K, V] fp32
     M,  # [F, HV, 1] fp32 or None
     cu_seqlens,
@@ -327,6 +364,8 @@ def boundary_kernel(
     stride_x,
     stride_y,
     HV,
+    rows,
+    parts,
     R: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -334,9 +373,10 @@ def boundary_kernel(
     BV: tl.constexpr,
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
+    FETCH: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """One (listed entry, head, slice of V): `_pass` from a zero state, and the factor of any other."""
+    """One (listed entry or part, head, slice of V): `_pass` from a zero state, and the factor of any other."""
     blocks: tl.constexpr = (V + BV - 1) // BV
     i_v, i_fh = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     i_f, i_hv = i_fh // HV, (i_fh % HV).to(tl.int32)
@@ -346,10 +386,13 @@ def boundary_kernel(
         if needed == 0:
             return
         has_m = has_m & (needed == 2)
-    start, length, first = locate_entry(cu_seqlens, chunk_offsets, tl.load(entries + i_f).to(tl.int64))
+    i_n = i_f // rows if entries is None else tl.load(entries + i_f).to(tl.int64)
+    i_p = (i_f % rows).to(tl.int32) if entries is None else 0
+    start, length, first = locate_entry(cu_seqlens, chunk_offsets, i_n)
     b_s, b_sum = _pass(
-        tl.zeros([K, BV], tl.float32), x, y, gates, None, start, length, first, i_hv, i_v, scale, stride_x, stride_y,
-        HV, R, K, V, BT, BV, PARTS, STAGES, REVERSE,
+        tl.zeros([K, BV], tl.float32), x, y, gates, None, start, length, first, _piece(length, i_p, parts, BT),
+        _piece(length, i_p + 1, parts, BT), i_hv, i_v, scale, stride_x, stride_y, HV, R, K, V, BT, BV, PARTS, STAGES,
+        FETCH, REVERSE,
     )  # fmt: skip
     _store_state(S_ext, b_s, i_f, HV, i_hv, i_v, K, V, BV)
     if M is not None:
@@ -365,7 +408,7 @@ def states_kernel(
     d_initial_state,
     cu_seqlens, chunk_offsets, scale, stride_q, stride_k, stride_v, stride_do, HV,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, FETCH: tl.constexpr,
 ):  # fmt: skip
     """One (entry, head, slice of V) in one direction: all states, or all their gradients."""
     blocks: tl.constexpr = (V + BV - 1) // BV
@@ -376,14 +419,14 @@ def states_kernel(
     if tl.program_id(0) % 2 == 0:
         b_s = _load_state(initial_state, state_index, i_n, HV, i_hv, i_v, K, V, BV)
         _pass(
-            b_s, k, v, gates, h, start, length, first, i_hv, i_v, scale, stride_k, stride_v, HV, R, K, V, BT, BV,
-            PARTS, STAGES, False,
+            b_s, k, v, gates, h, start, length, first, 0, tl.cdiv(length, BT), i_hv, i_v, scale, stride_k, stride_v,
+            HV, R, K, V, BT, BV, PARTS, STAGES, FETCH, False,
         )  # fmt: skip
     else:
         b_ds = _load_state(d_final_state, final_index, i_n, HV, i_hv, i_v, K, V, BV)
         b_ds, _ = _pass(
-            b_ds, q, do, gates, dh, start, length, first, i_hv, i_v, scale, stride_q, stride_do, HV, R, K, V, BT, BV,
-            PARTS, STAGES, True,
+            b_ds, q, do, gates, dh, start, length, first, 0, tl.cdiv(length, BT), i_hv, i_v, scale, stride_q,
+            stride_do, HV, R, K, V, BT, BV, PARTS, STAGES, FETCH, True,
         )  # fmt: skip
         if d_initial_state is not None:
             _store_state(d_initial_state, b_ds, _row(state_index, i_n), HV, i_hv, i_v, K, V, BV)
@@ -415,8 +458,8 @@ def carried_kernel(
         i_hv, i_v = i_h * R + i_split.to(tl.int32) * heads + n // slices, n % slices
         i_th = i_t * HV + i_hv
         o_s, m_s = _state(i_v, K, V, BV)
-        b_v = _load_columns(v, start, length, stride_v, i_hv, i_v, V, BT, BV)
-        b_do = _load_columns(do, start, length, stride_do, i_hv, i_v, V, BT, BV)
+        b_v = _columns(v, start, length, 0, stride_v, i_hv, i_v, V, BT, BV, False)
+        b_do = _columns(do, start, length, 0, stride_do, i_hv, i_v, V, BT, BV, False)
         b_s = tl.load(h + i_th * (K * V) + o_s, mask=m_s, other=0.0)
         b_ds = tl.load(dh + i_th * (K * V) + o_s, mask=m_s, other=0.0)
         _, _, b_dt, b_after, b_last = _load_gates(gates, i_th, BT, PARTS)
@@ -464,8 +507,8 @@ def pairs_kernel(
         i_hv, i_v = i_h * R + i_split.to(tl.int32) * heads + n // slices, n % slices
         i_th = i_t * HV + i_hv
         o_s, m_s = _state(i_v, K, V, BV)
-        b_v = _load_columns(v, start, length, stride_v, i_hv, i_v, V, BT, BV)
-        b_do = _load_columns(do, start, length, stride_do, i_hv, i_v, V, BT, BV)
+        b_v = _columns(v, start, length, 0, stride_v, i_hv, i_v, V, BT, BV, False)
+        b_do = _columns(do, start, length, 0, stride_do, i_hv, i_v, V, BT, BV, False)
         b_ds = tl.load(dh + i_th * (K * V) + o_s, mask=m_s, other=0.0)
         b_G, b_low, b_dt, b_after, _ = _load_gates(gates, i_th, BT, PARTS)
         p_s = sums + (i_th * slices + i_v) * 4 * BT + o_c
