@@ -12,6 +12,7 @@ from functorch.compile import default_partition, min_cut_rematerialization_parti
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._inductor.decomposition import select_decomp_table
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -22,7 +23,7 @@ from titan_linear.distributed.compiling import apply_compile, compile_kernels, c
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
-from titan_linear.models.mixers import GDN, KDA, Attention, Lightning
+from titan_linear.models.mixers import GDN, KDA, RWKV7, Attention, Lightning
 from titan_linear.models.mixers.delta import DeltaOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import build_cp_context
@@ -145,8 +146,8 @@ def small(kind: type[DeltaOptions], num_layers: int, backend: Callable[..., obje
     return model
 
 
-def planned(lengths: list[int]) -> BatchPlan:
-    cp = build_cp_context(boundaries(lengths), dist.group.WORLD, conv1d_kernel_size=4, programs=(2,))
+def planned(lengths: list[int], W: int = 4) -> BatchPlan:
+    cp = build_cp_context(boundaries(lengths), dist.group.WORLD, conv1d_kernel_size=W, programs=(2,))
     cp.mark_dynamic()
     return BatchPlan(cp.position_ids, cp_context=cp)
 
@@ -175,6 +176,35 @@ def test_chunks_are_prepared_once_in_each_pass(kind: type[DeltaOptions], passes:
     """GDN's in forward alone, which keeps them."""
     seen, _ = worlds(1).run(launches_and_gradients, kind)[0]
     assert seen["prepare_kernel"] == passes * 3 and seen["solve_kernel"] == 3 and seen["graphs"] == 1
+
+
+def kept_by_rwkv7(rank: int, world_size: int) -> list[str]:
+    """Names of the results as large as x that a compiled layer keeps for backward, parameters and inputs left out."""
+    kept = []
+
+    def partition(joint: fx.GraphModule, *args: object, **kwargs: object) -> tuple[fx.GraphModule, fx.GraphModule]:
+        compute_again(joint.graph)
+        forward, backward = min_cut_rematerialization_partition(joint, *args, **kwargs)
+        saved = forward.graph.output_node().args[0][kwargs["num_fwd_outputs"] :]
+        kept.extend(x.name for x in saved if x.op != "placeholder" and x.meta["val"].numel() >= 192 * 64)
+        return forward, backward
+
+    mixer = RWKV7(heads=2, head_dim=32, w_rank=8, a_rank=8, v_rank=8, g_rank=8)
+    config = ModelConfig(64, 64, (mixer,), 1, 64, layer_norm=True, activation="shifted_relu2")
+    model = Decoder(config)
+    initialise(model.use("triton", torch.device("cpu"), torch.float32), seed=0)
+    torch.compiler.reset()
+    decompositions = select_decomp_table()
+    apply_compile(model, aot_autograd(fw_compiler=nop, partition_fn=partition, decompositions=decompositions))
+    tokens = torch.arange(192)[None] % 64
+    model(tokens, planned([100, 92], W=2), tokens)
+    return kept
+
+
+def test_mixes_are_computed_again(worlds: Worlds) -> None:
+    """Of RWKV-7's six mixes of x and its shift none is kept, nor its MLP's: products, operators and the two shifts."""
+    (kept,) = worlds(1).run(kept_by_rwkv7)
+    assert len(kept) <= 12, kept
 
 
 def specialisation(x: object) -> object:

@@ -57,8 +57,10 @@ def _compiler(backend: str) -> Callable[..., Any]:
 
     def compiler(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         functorch = torch._functorch.config.patch(
-            # By default it is computed again only if it could be fused with the product that reads it.
+            # By default it is computed again only if it could be fused with the product that reads it, and was used on
+            # one side of an operator only: each of RWKV-7's mixes of x and its shift was kept for its product.
             ban_recompute_materialized_backward=False,
+            ban_recompute_used_far_apart=False,
             # Backward is compiled along with forward: its failure is then one of a layer, in the first step's forward.
             force_non_lazy_backward_lowering=True,
         )
