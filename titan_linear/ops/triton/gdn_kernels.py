@@ -20,13 +20,12 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.tools.ragged_tma import load_ragged
 
 from titan_linear.ops.triton.chunks import locate, locate_entry
 from titan_linear.ops.triton.gates import beta_gradient, load_beta, log2_gate, sigmoid, softplus
 from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.solve import lower_triangle
-from titan_linear.ops.triton.tiles import load_rows, load_state, store_rows, store_state
+from titan_linear.ops.triton.tiles import fetch_rows, fetch_tile, load_rows, load_state, store_rows, store_state
 
 
 @triton.jit
@@ -97,19 +96,6 @@ def _load_gates(gates, i_t, i_hv, HV, BT: tl.constexpr):
 
 
 @triton.jit
-def _fetch_rows(desc, start, length, row, column):
-    """A tile of an entry [length, .] from its token `row` on, by the copy engine, which reads zeros past its end.
-    start: the entry's first token in the stream."""
-    return load_ragged(desc, start.to(tl.int32), length, [row, column])
-
-
-@triton.jit
-def _fetch_tile(desc, i_p, BT: tl.constexpr):
-    """C or A of one chunk and head."""
-    return desc.load([(i_p * BT).to(tl.int32), 0])
-
-
-@triton.jit
 def _step(
     b_s, i, q_desc, k_desc, v_desc, C_desc, A_desc, gates, o, h, y, start, length, v_length, first, i_hv, i_v,
     scale, HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
@@ -118,9 +104,9 @@ def _step(
     """One chunk forward: from the state b_s [K, BV] that enters to the state that leaves."""
     dtype = C_desc.dtype
     i_p, rows = (first + i) * HV + i_hv, length - i * BT
-    b_k = _fetch_rows(k_desc, start, length, i * BT, i_hv // R * K)  # [BT, K]
-    b_v = _fetch_rows(v_desc, start, v_length, i * BT, i_hv * V + i_v * BV).to(tl.float32)  # [BT, BV]
-    b_c = _fetch_tile(C_desc, i_p, BT)  # [BT, BT]
+    b_k = fetch_rows(k_desc, start, length, i * BT, i_hv // R * K)  # [BT, K]
+    b_v = fetch_rows(v_desc, start, v_length, i * BT, i_hv * V + i_v * BV).to(tl.float32)  # [BT, BV]
+    b_c = fetch_tile(C_desc, i_p, BT)  # [BT, BT]
     b_G, b_beta, b_last = _load_gates(gates, first + i, i_hv, HV, BT)
     b_e = tl.exp2(b_G)
     b_sd = b_s.to(dtype)
@@ -131,8 +117,8 @@ def _step(
     if h is not None:
         store_rows(y, b_y, start + i * BT, rows, HV * V, i_hv * V + i_v * BV, BT, BV)
     if o is not None:
-        b_q = _fetch_rows(q_desc, start, length, i * BT, i_hv // R * K)  # [BT, K]
-        b_a = _fetch_tile(A_desc, i_p, BT)  # [BT, BT]
+        b_q = fetch_rows(q_desc, start, length, i * BT, i_hv // R * K)  # [BT, K]
+        b_a = fetch_tile(A_desc, i_p, BT)  # [BT, BT]
         b_o = (scale * b_e)[:, None] * tl.dot(b_q, b_sd, input_precision=PREC)
         b_o += tl.dot(b_a, (b_beta[:, None] * b_y).to(dtype), input_precision=PREC)
         store_rows(o, b_o, start + i * BT, rows, HV * V, i_hv * V + i_v * BV, BT, BV)
@@ -167,11 +153,11 @@ def _reverse_step(
     """One chunk backward: from the gradient b_ds [K, BV] of the state that leaves to that of the state that enters."""
     dtype = C_desc.dtype
     i_p = (first + i) * HV + i_hv
-    b_k = _fetch_rows(k_desc, start, length, i * BT, i_hv // R * K)  # [BT, K]
-    b_q = _fetch_rows(q_desc, start, length, i * BT, i_hv // R * K)  # [BT, K]
-    b_do = _fetch_rows(do_desc, start, length, i * BT, i_hv * V + i_v * BV)  # [BT, BV]
-    b_c = _fetch_tile(C_desc, i_p, BT)  # [BT, BT]
-    b_a = _fetch_tile(A_desc, i_p, BT)  # [BT, BT]
+    b_k = fetch_rows(k_desc, start, length, i * BT, i_hv // R * K)  # [BT, K]
+    b_q = fetch_rows(q_desc, start, length, i * BT, i_hv // R * K)  # [BT, K]
+    b_do = fetch_rows(do_desc, start, length, i * BT, i_hv * V + i_v * BV)  # [BT, BV]
+    b_c = fetch_tile(C_desc, i_p, BT)  # [BT, BT]
+    b_a = fetch_tile(A_desc, i_p, BT)  # [BT, BT]
     b_G, b_beta, b_last = _load_gates(gates, first + i, i_hv, HV, BT)
     b_dsd = b_ds.to(dtype)
     if dh is not None:
@@ -396,9 +382,9 @@ def gradients_kernel(
     b_p = tl.zeros([BT, BT], tl.float32)  # do Yᵀ
     b_n = tl.zeros([BT, BT], tl.float32)  # dX Yᵀ
     for i_v in tl.range(0, V // BV, num_stages=STAGES):
-        b_do = _fetch_rows(do_desc, start, length, 0, i_hv * V + i_v * BV)
-        b_y = _fetch_rows(y_desc, start, length, 0, i_hv * V + i_v * BV)
-        b_dx = _fetch_rows(dv_desc, start, length, 0, i_hv * V + i_v * BV)
+        b_do = fetch_rows(do_desc, start, length, 0, i_hv * V + i_v * BV)
+        b_y = fetch_rows(y_desc, start, length, 0, i_hv * V + i_v * BV)
+        b_dx = fetch_rows(dv_desc, start, length, 0, i_hv * V + i_v * BV)
         b_dq = tl.dot(b_do, tl.trans(h_desc.load([i_s, i_v * BV])), b_dq, input_precision=PREC)
         b_p = tl.dot(b_do, tl.trans(b_y), b_p, input_precision=PREC)
         b_n = tl.dot(b_dx, tl.trans(b_y), b_n, input_precision=PREC)
@@ -422,9 +408,9 @@ def gradients_kernel(
     b_q = load_rows(q, start, length, stride_q, i_hv // R * K, BT, K)
     b_dk = tl.zeros([BT, K], tl.float32)  # dX Sᵀ
     for i_v in tl.range(0, V // BV, num_stages=STAGES + 1):  # its tiles are fewer
-        b_dx = _fetch_rows(dv_desc, start, length, 0, i_hv * V + i_v * BV)
+        b_dx = fetch_rows(dv_desc, start, length, 0, i_hv * V + i_v * BV)
         b_dk = tl.dot(b_dx, tl.trans(h_desc.load([i_s, i_v * BV])), b_dk, input_precision=PREC)
-    b_k = _fetch_rows(k_desc, start, length, 0, i_hv // R * K)
+    b_k = fetch_rows(k_desc, start, length, 0, i_hv // R * K)
     b_G, b_beta, b_last = _load_gates(gates, i_t, i_hv, HV, BT)
     b_e = tl.exp2(b_G)
     b_dg -= b_e * tl.sum(b_dk * b_k.to(tl.float32), 1)
@@ -434,12 +420,12 @@ def gradients_kernel(
     b_ydh = tl.zeros([BT, K], tl.float32)  # Y dS'ᵀ
     b_sds = 0.0  # <S, dS'>
     for i_v in tl.range(0, V // BV, num_stages=STAGES):
-        b_y = _fetch_rows(y_desc, start, length, 0, i_hv * V + i_v * BV)
+        b_y = fetch_rows(y_desc, start, length, 0, i_hv * V + i_v * BV)
         b_h = h_desc.load([i_s, i_v * BV])  # [K, BV]
         b_dh = dh_desc.load([i_s, i_v * BV])
         b_ydh = tl.dot(b_y, tl.trans(b_dh), b_ydh, input_precision=PREC)
         b_sds += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32))
-    b_k = _fetch_rows(k_desc, start, length, 0, i_hv // R * K)
+    b_k = fetch_rows(k_desc, start, length, 0, i_hv // R * K)
     b_G, b_beta, b_last = _load_gates(gates, i_t, i_hv, HV, BT)
     b_w = tl.exp2(b_last - b_G)
     b_dbs = b_w * tl.sum(b_ydh * b_k.to(tl.float32), 1)

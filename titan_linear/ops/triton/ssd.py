@@ -9,14 +9,16 @@ a forward and backward pass, as operators, and behind the driver's interface (`o
 
 Chunks have 64 tokens. A program of the scan holds the state [K, 64 columns] of one head in registers from a document's
 first chunk to its last, and writes o alone: per token and head it moves 2 V numbers, and q, k and q kᵀ, which the heads
-of a group share, come from L2. A chunk takes 3,900 cycles, however many programs share a multiprocessor: where heads
-are too few for two, documents are cut into pieces, and the states of all parts before the last piece are found first,
-by themselves. For the gradients, states before and their gradients behind each chunk are written by
-two scans side by side (2 K V / 64 numbers per token and head). Then programs of two kernels pass through the heads of a
-group at one chunk: `carried` adds dq and dk in fp32 registers, `pairs` adds the gradient of q kᵀ and writes dv; they
-leave five numbers per token and head, of which a last kernel makes the gradients of decays. A program has 4 warps, and
-two share a multiprocessor. Where chunks and groups are few, heads of a group are split among programs, whose sums are
-added in order.
+of a group share, come from L2. Most of a chunk's time it waits: two share a multiprocessor, and where heads are too few
+for that, documents are cut into pieces, and the states of all parts before the last piece are found first, by
+themselves. (Segments, `split_documents.py`, would cut backward too, which has twice as many programs, and would pay for
+their gradients.)
+
+For the gradients, states before and their gradients behind each chunk are written by two scans side by side (2 K V / 64
+numbers per token and head). Then programs of two kernels pass through the heads of a group at one chunk: `carried` adds
+dq and dk in fp32 registers, `pairs` adds the gradient of q kᵀ and writes dv; they leave five numbers per token and
+head, of which a last kernel makes the gradients of decays. A program has 4 warps, and two share a multiprocessor. Where
+chunks and groups are few, heads of a group are split among programs, whose sums are added in order.
 
 At T = 32768, 128 heads × 64, K = 128, G = 1, bf16, in GB and TFLOP, at 4.2 TB/s and 700 TFLOP/s in ms: forward 1.1
 (0.26) and 0.24 (0.34); states 3.3 (0.77) and 0.14 (0.20); carried 3.2 (0.77) and 0.27 (0.39); pairs 2.7 (0.64) and 0.14
@@ -78,7 +80,7 @@ def _fetches(x: Tensor) -> bool:
     return x.element_size() == 2
 
 
-def _rows(x: Tensor, columns: int | None = None) -> Tensor | TensorDescriptor:
+def _fetched(x: Tensor, columns: int | None = None) -> Tensor | TensorDescriptor:
     """x [T, heads, dim] as scans read it: a head, or slices of it of so many columns."""
     dim = x.shape[2]
     columns = columns or dim
@@ -161,14 +163,14 @@ def ssd_scan(
     q, k, v = dense_heads(q), dense_heads(k), dense_heads(v)
     o, final_state = v.new_empty(v.shape), empty_states(v, final_rows, k.shape[2])
     (_, HV, V), N = v.shape, where.cu_seqlens.shape[0] - 1
-    chosen, scores, by_chunk = _sliced("ssd scan", k, V), _scores(q, k, where), (where.cu_seqlens, where.chunk_offsets)
+    chosen, scores = _sliced("ssd scan", k, V), _scores(q, k, where)
     slices = blocks_of(V, chosen["BV"])
     pieces = _pieces(len(v), N, HV * slices)
     S_ext, M, parts = _before_last_piece(k, v, gates, chunks, pieces)
     kernels.scan_kernel[(N * HV * pieces * slices,)](
-        _rows(q),
-        _rows(k),
-        _rows(v, chosen["BV"]),
+        _fetched(q),
+        _fetched(k),
+        _fetched(v, chosen["BV"]),
         chunk_tiles(scores, BT, BT) if _fetches(k) else scores,
         gates,
         D,
@@ -178,7 +180,8 @@ def ssd_scan(
         M,
         o,
         final_state if final_rows else None,
-        *by_chunk,
+        where.cu_seqlens,
+        where.chunk_offsets,
         scale,
         q.stride(0),
         k.stride(0),
@@ -239,8 +242,8 @@ def _boundary(
     F = (where.cu_seqlens.shape[0] - 1) * rows if entries is None else entries.shape[0]
     S_ext, chosen = empty_states(y, F, x.shape[2]), _sliced("ssd pass", x, V)
     kernels.boundary_kernel[(F * HV * blocks_of(V, chosen["BV"]),)](
-        _rows(x),
-        _rows(y, chosen["BV"]),
+        _fetched(x),
+        _fetched(y, chosen["BV"]),
         gates,
         entries,
         wanted,
@@ -338,10 +341,10 @@ def ssd_backward(
     d_initial = v.new_empty(states.values.shape if need_d_initial else 0, dtype=float32)
     chosen = _sliced("ssd pass", k, V)
     kernels.states_kernel[(2 * N * HV * blocks_of(V, chosen["BV"]),)](
-        _rows(q),
-        _rows(k),
-        _rows(v, chosen["BV"]),
-        _rows(do, chosen["BV"]),
+        _fetched(q),
+        _fetched(k),
+        _fetched(v, chosen["BV"]),
+        _fetched(do, chosen["BV"]),
         gates,
         *given,
         h,

@@ -22,12 +22,11 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.tools.ragged_tma import load_ragged
 
 from titan_linear.ops.triton.chunks import locate, locate_entry
 from titan_linear.ops.triton.gates import log2_gate, softplus
 from titan_linear.ops.triton.launch import Kernel
-from titan_linear.ops.triton.tiles import load_rows, store_rows
+from titan_linear.ops.triton.tiles import fetch_rows, fetch_tile, load_rows, store_rows
 
 # --- Tiles ------------------------------------------------------------------------------------------------------------
 
@@ -36,7 +35,7 @@ from titan_linear.ops.triton.tiles import load_rows, store_rows
 def _rows(x, start, length, row, stride, column, BT: tl.constexpr, BD: tl.constexpr, FETCH: tl.constexpr):
     """A tile of an entry [length, .] from its token `row` on, zeros past its end. start: its first token."""
     if FETCH:
-        return load_ragged(x, start.to(tl.int32), length, [row, column])
+        return fetch_rows(x, start, length, row, column)
     else:
         return load_rows(x, start + row, length - row, stride, column, BT, BD)
 
@@ -286,8 +285,8 @@ def scan_kernel(
         b_k = _rows(k, start, length, i * BT, stride_k, i_hv // R * K, BT, K, FETCH)
         b_v = _columns(v, start, length, i * BT, stride_v, i_hv, i_v, V, BT, BV, FETCH)
         b_G, b_low, b_dt, b_after, b_last = _load_gates(gates, i_t * HV + i_hv, BT, PARTS)
-        i_m = (i_t * (HV // R) + i_hv // R) * BT
-        b_m = scores.load([i_m.to(tl.int32), 0]) if FETCH else load_rows(scores, i_m, BT, BT, 0, BT, BT)
+        i_m = i_t * (HV // R) + i_hv // R
+        b_m = fetch_tile(scores, i_m, BT) if FETCH else load_rows(scores, i_m * BT, BT, BT, 0, BT, BT)
         b_m = b_m * _decays(b_G, b_low, BT, PARTS, True) * (scale * b_dt)[None, :]
         b_o = tl.dot(b_m.to(b_q.dtype), b_v, input_precision="ieee")
         b_y = tl.dot(b_q, b_s.to(b_q.dtype), input_precision="ieee")

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.ragged_tma import create_ragged_descriptor
+from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titan_linear.ops.runtime.options import States
@@ -36,7 +36,7 @@ def dense_heads(x: Tensor) -> Tensor:
 
 def ragged_tiles(x: Tensor, rows: int, width: int) -> TensorDescriptor:
     """x [T, heads, dim] as the matrix [T, heads·dim], read in tiles of [rows, width] by the copy engine, which reads
-    zeros past an entry's end (`load_ragged`)."""
+    zeros past an entry's end (`fetch_rows`)."""
     return create_ragged_descriptor(x.flatten(1), [rows, width])
 
 
@@ -85,6 +85,19 @@ def load_rows(x, start, rows, stride, column, BT: tl.constexpr, BD: tl.constexpr
     """A [BT, BD] tile of a matrix from token `start` (64 bits) on: its first `rows` rows, then zeros."""
     o_c, o_d = tl.arange(0, BT)[:, None], tl.arange(0, BD)[None, :]
     return tl.load(x + start * stride + column + (o_c * stride + o_d), mask=o_c < rows, other=0.0)
+
+
+@triton.jit
+def fetch_rows(desc, start, length, row, column):
+    """A tile of an entry [length, .] from its token `row` on, by the copy engine, which reads zeros past its end.
+    start: the entry's first token in the stream."""
+    return load_ragged(desc, start.to(tl.int32), length, [row, column])
+
+
+@triton.jit
+def fetch_tile(desc, i_p, BT: tl.constexpr):
+    """The BT rows of one chunk and head, of `chunk_tiles`."""
+    return desc.load([(i_p * BT).to(tl.int32), 0])
 
 
 @triton.jit
