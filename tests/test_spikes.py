@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.steps import after_backward
 from tests.test_telemetry import arguments
 from tests.worlds import Worlds
+from titan_linear.commands import batch
 from titan_linear.config import load_config
-from titan_linear.data import ByteTokenizer, write_corpus
+from titan_linear.data import IGNORE, ByteTokenizer, Stream, write_corpus
 from titan_linear.observe.spikes import NonFinite, Outliers
 from titan_linear.run.preflight import preflight
 from titan_linear.train import Trainer
-from tools import show_batch
 
 
 def test_the_rule() -> None:
@@ -65,12 +66,29 @@ def test_streams_are_written_down_and_shown(folder: Path, worlds: Worlds, capsys
     assert mean == pytest.approx(outlier["loss"], rel=1e-12) and bad["micro_batches"][0]["loss"] == "nan"
 
     capsys.readouterr()
-    assert show_batch.main([*keys, "--spike", "1"]) == 0
+    assert batch.main([*keys, "--spike", "1"]) == 0
     shown = capsys.readouterr().out
     order = [shown.index(f"stream {i}, source ") for i in (6, 7, 4, 5)]
     assert order == sorted(order) and "document 0: [0, " in shown and " text " in shown
-    assert show_batch.main([*keys, "--step", "2", "--stream", "5", "--characters", "0"]) == 0
+    assert batch.main([*keys, "--step", "2", "--stream", "5", "--characters", "0"]) == 0
     assert capsys.readouterr().out.count("stream ") == 1
+
+
+def test_what_is_learnt_is_shown_with_its_special_tokens() -> None:
+    """ "ab?yes" and its end: the answer and the end are learnt; of "xyz" all that follows its first token."""
+    tokens = np.array([*b"ab?yes", 256, *b"xyz"])
+    labels = np.append(tokens[1:], IGNORE)
+    labels[[0, 1, 6]] = IGNORE
+    stream = Stream(tokens, labels, np.array([0, 7, 10]), np.arange(10))
+    assert list(batch.documents(stream, ByteTokenizer(), 60)) == [
+        "  document 0: [0, 7), 7 tokens, 4 learnt",
+        '    context: "ab?"',
+        '    learnt: "yes<|endoftext|>"',
+        "  document 1: [7, 10), 3 tokens, 2 learnt",
+        '    context: "x"',
+        '    learnt: "yz"',
+    ]
+    assert list(batch.documents(stream, ByteTokenizer(), 5))[2] == '    learnt: "yes<| … ext|>"'
 
 
 @pytest.mark.parametrize(
@@ -82,5 +100,5 @@ def test_streams_are_written_down_and_shown(folder: Path, worlds: Worlds, capsys
     ],
 )
 def test_refusals(own: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture) -> None:
-    assert show_batch.main([*arguments(folder), *own]) == 2
+    assert batch.main([*arguments(folder), *own]) == 2
     assert capsys.readouterr().err.startswith(f"error: {message}") and not (folder / "run").exists()

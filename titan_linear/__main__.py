@@ -20,6 +20,7 @@ COMMANDS = {
     "doctor": Command("titan_linear.proof.doctor", "prove a run before it costs a week: its split, kernels and data"),
     "plan": Command("titan_linear.commands.plan", "a run's memory and time, and the best splits, without a GPU"),
     "corpus": Command("titan_linear.commands.corpus", "tokenise texts once; list, check and remove token caches"),
+    "batch": Command("titan_linear.commands.batch", "what a step trains on, and which of its tokens are learnt"),
     "convert": Command("titan_linear.commands.convert", "checkpoints to Hugging Face folders, and back"),
     "generate": Command("titan_linear.commands.generate", "text from a run, a checkpoint or a Hugging Face folder"),
     "report": Command("titan_linear.commands.report", "runs side by side: losses, rates, and the keys that differ"),

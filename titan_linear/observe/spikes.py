@@ -1,4 +1,4 @@
-"""Steps whose loss stands out, written down with their streams: spikes.jsonl, which tools/show_batch.py reads. One that
+"""Steps whose loss stands out, written down with their streams: spikes.jsonl, which commands/batch.py reads. One that
 is not finite ends the run, or is skipped: training.on_nonfinite."""
 
 from __future__ import annotations

@@ -68,8 +68,9 @@ class Tokenizer(Protocol):
         """`encode` of each text, in parallel where the tokenizer can."""
         ...
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Printable text; special tokens and ids beyond the vocabulary are left out, broken UTF-8 becomes U+FFFD."""
+    def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
+        """Printable text; ids beyond the vocabulary are left out, and special tokens unless asked for; broken UTF-8
+        becomes U+FFFD."""
         ...
 
     def hugging_face_files(self) -> dict[str, bytes]:
@@ -95,12 +96,13 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [self.encode(text) for text in texts]
 
-    def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The exact bytes: the inverse of `encode` for any input."""
-        return bytes(i for i in map(int, ids) if 0 <= i < 256)
+    def decode_bytes(self, ids: Iterable[int], end: bytes = b"") -> bytes:
+        """The exact bytes, the inverse of `encode` for any input, with `end` in the place of other tokens."""
+        return b"".join(bytes([i]) if i < 256 else end for i in map(int, ids))
 
-    def decode(self, ids: Iterable[int]) -> str:
-        return self.decode_bytes(ids).decode("utf-8", "replace")
+    def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
+        end = _USUAL_EOS[0] if special else ""
+        return self.decode_bytes(ids, end.encode()).decode("utf-8", "replace")
 
     def hugging_face_files(self) -> dict[str, bytes]:
         """The end token's name, spelled out in a text, gives its bytes, here and in transformers
@@ -222,9 +224,9 @@ class HuggingFaceTokenizer:
         end = self.token_names.get("eos_token")
         return tuple(special) if end in (None, *special) else (*special, end)
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         with _refusals():
-            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=not special)
 
     def hugging_face_files(self) -> dict[str, bytes]:
         """The tokenizer's files that exist, without what would have transformers add to a text or take from it."""

@@ -1,12 +1,13 @@
-"""What a step was trained on: its streams, their documents, where they begin and end, and their text.
+"""What a step trains on: its streams, their documents, and which of their tokens are learnt.
 
-python -m tools.show_batch --job.config_file outputs/debug/config.toml --step 40
-python -m tools.show_batch --job.config_file outputs/debug/config.toml --step 40 --stream 79 --characters 0
-python -m tools.show_batch --job.config_file outputs/debug/config.toml --spike -1
+titan-linear batch --job.config_file mine.toml
+titan-linear batch --job.config_file outputs/debug/config.toml --step 40 --stream 79 --characters 0
+titan-linear batch --job.config_file outputs/debug/config.toml --spike -1
 
 --spike N takes line N of the run's spikes.jsonl (-1: the last) and shows that step's micro-batches with their losses,
 the highest first. Keys are the run's, as for run_train.sh; nothing is written into its folder. For each document this
-prints where it lies in its stream, how many labels it has, and how its text begins and ends.
+prints where it lies in its stream, and its text with special tokens: a line for each part that is learnt, or context
+alone, as questions are, and the first token of every document.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,9 @@ import numpy as np
 from titan_linear.commands import command_parser
 from titan_linear.config import Config, load_config
 from titan_linear.data import IGNORE, Stream, Streams, Tokenizer, build_tokenizer
-from titan_linear.distributed.process import refusing, run_command
+from titan_linear.distributed.process import refusing
 from titan_linear.run.build import tokenizer_path
-from titan_linear.run.data import build_streams
+from titan_linear.run.data import build_streams, open_corpora
 from titan_linear.storage.rundir import SPIKES
 from titan_linear.storage.step_folders import known_progress
 
@@ -34,6 +36,7 @@ def main(argv: list[str]) -> int:
     args, keys = parse(argv)
     config = load_config(keys)
     tokenizer = build_tokenizer(tokenizer_path(config))
+    open_corpora(config, tokenizer, show_progress=True)
     # The newest checkpoint knows the mixtures.
     progress = known_progress(config, -1)
     streams, _ = build_streams(config, tokenizer, progress)
@@ -70,14 +73,17 @@ def _badness(micro_batch: dict[str, Any]) -> float:
 
 
 def documents(stream: Stream, tokenizer: Tokenizer, characters: int) -> Iterator[str]:
-    """A line for each document of a stream. characters: how many of its text's beginning and of its end; 0: all."""
-    for n, (start, end) in enumerate(zip(stream.cu_seqlens[:-1].tolist(), stream.cu_seqlens[1:].tolist(), strict=True)):
-        labels = int(np.count_nonzero(stream.labels[start:end] != IGNORE))
-        text = tokenizer.decode(stream.tokens[start:end].tolist())
-        if characters and len(text) > 2 * characters:
-            text = f"{text[:characters]} … {text[-characters:]}"
-        what = json.dumps(text, ensure_ascii=False) if characters else text
-        yield f"  document {n}: [{start}, {end}), {end - start} tokens, {labels} labels: {what}"
+    """Lines for each document of a stream. characters: how many of a part's beginning and of its end; 0: all."""
+    for n, (start, end) in enumerate(pairwise(stream.cu_seqlens.tolist())):
+        tokens = stream.tokens[start:end]
+        learnt = np.append(False, stream.labels[start : end - 1] != IGNORE)
+        yield f"  document {n}: [{start}, {end}), {end - start} tokens, {learnt.sum()} learnt"
+        for begin, stop in pairwise([0, *(np.flatnonzero(np.diff(learnt)) + 1), end - start]):
+            text = tokenizer.decode(tokens[begin:stop], special=True)
+            if characters and len(text) > 2 * characters:
+                text = f"{text[:characters]} … {text[-characters:]}"
+            shown = json.dumps(text, ensure_ascii=False) if characters else text
+            yield f"    {'learnt' if learnt[begin] else 'context'}: {shown}"
 
 
 def read_spike(path: Path, number: int) -> dict[str, Any]:
@@ -92,23 +98,19 @@ def read_spike(path: Path, number: int) -> dict[str, Any]:
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """This command's own options, and the run's keys."""
-    parser = command_parser("python -m tools.show_batch", __doc__, allow_abbrev=False)
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--step", type=int, help="a step of the run, from 1")
+    parser = command_parser("titan-linear batch", __doc__, allow_abbrev=False)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, default=1, help="a step of the run (default: 1)")
     which.add_argument("--spike", type=int, help="line of spikes.jsonl, from 1; -1: the last")
     parser.add_argument(
         "--stream", type=int, action="append", help="show only this stream of the step; may be given several times"
     )
     parser.add_argument(
-        "--characters", type=int, default=60, help="shown of a text's beginning and of its end; 0: all (default: 60)"
+        "--characters", type=int, default=60, help="shown of a part's beginning and of its end; 0: all (default: 60)"
     )
     args, keys = parser.parse_known_args(argv)
-    if args.step is not None and args.step < 1:
+    if args.step < 1:
         raise ValueError(f"--step {args.step} must be 1 or more")
     if args.characters < 0:
         raise ValueError(f"--characters {args.characters} must be 0 or more")
     return args, keys
-
-
-if __name__ == "__main__":
-    run_command(main)
