@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from titan_linear.ops.attention import attention
 from titan_linear.ops.reference.attention import attention as reference
 from titan_linear.ops.runtime import support
 from titan_linear.ops.torch import attention as blocks
-from titan_linear.ops.torch import flash4
+from titan_linear.ops.torch import attention_kernels, flash4
 
 # name: B, Tq, Tk, Hq, Hkv, D, Dv, causal, boundaries
 CASES = {
@@ -291,12 +292,36 @@ def test_memory_on_cuda_is_linear(kernel, dtype, extra, only):
     assert peaks[2] <= 2.1 * peaks[1], (kernel, peaks)
 
 
+@pytest.mark.parametrize(("mode", "inside"), [("default", 0), ("warn", 2), ("error", 2)])
+def test_flash_repeats_where_deterministic_algorithms_only_warn(mode, inside, monkeypatch):
+    """torch's backward takes its deterministic algorithm in mode 2 alone (attention_backward.cu)."""
+    seen = []
+
+    def backward(do, q, k, v, *_, **__):
+        seen.append(torch.get_deterministic_debug_mode())
+        return q, k, v
+
+    monkeypatch.setattr(attention_kernels, "aten", SimpleNamespace(_flash_attention_backward=backward))
+    q, k, v, lse = torch.zeros(1, 8, 2, 8), torch.ones(1, 8, 2, 8), torch.ones(1, 8, 2, 8), torch.zeros(1, 2, 8)
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode(mode)
+    try:
+        attention_kernels._flash_backward(q, q, k, v, q, lse, 1.0, True)
+        seen.append(torch.get_deterministic_debug_mode())
+    finally:
+        torch.set_deterministic_debug_mode(before)
+    assert seen == [inside, {"default": 0, "warn": 1, "error": 2}[mode]]
+
+
 @pytest.mark.cuda
-def test_repeatable_on_cuda_under_deterministic_algorithms():
-    torch.use_deterministic_algorithms(True)
+@pytest.mark.parametrize("mode", ["warn", "error"])
+@pytest.mark.parametrize("kernel", ["flash4", "flash"])
+def test_repeatable_on_cuda_under_deterministic_algorithms(mode, kernel, only):
+    only(kernel)
+    torch.set_deterministic_debug_mode(mode)
     try:
         tensors = make(1, 1024, 1024, 8, 2, 128, 128, dtype=torch.bfloat16, device="cuda")
         first, second = (run(attention, *tensors) for _ in range(2))
         assert all(torch.equal(x, y) for x, y in zip(first, second))
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.set_deterministic_debug_mode("default")

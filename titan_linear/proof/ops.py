@@ -303,18 +303,30 @@ def documents(subject: Subject, case: Case) -> Findings:
             if not error <= worst_of[0]:
                 worst_of = error, f"{name}, {subject.document(own.start)}"
     yield Finding("documents", f"{case}, packed and alone, float64", worst_of[0], case.bound, worst_of[1])
+    what = f"{case}, cp {subject.degrees.cp}: what changing one document changes of others, {short(subject.dtype)}"
+    most, where = 0.0, ""
     with repeatable():
-        yield _perturbed(subject, case, [order[0], order[-1], 0])
+        for n, before, after in _changed(subject, case, [order[0], order[-1], 0]):
+            for name, x in after.tokens.items():
+                change = (x.double() - before.tokens[name].double()).abs()
+                if not change.max() <= most:
+                    most = change.max().item()
+                    token = int(change[0].flatten(1).amax(1).argmax())
+                    where = f"{name}, {_place(subject, token)}, by {subject.document(int(bounds[n]))}"
+    yield Finding("documents", what, most, 0.0, where)
+    if may_differ(subject, case.layers):  # by kernels of its own, whose sums are in any order
+        _, before, after = next(_changed(subject, case, [order[0]]))
+        compared = _compared(subject, case, after, before, subject.dtype)
+        yield Finding("documents", f"{what}, by the kernels of the run", *compared)
 
 
-def _perturbed(subject: Subject, case: Case, changed: list[int]) -> Finding:
+def _changed(subject: Subject, case: Case, documents: list[int]) -> Iterator[tuple[int, Results, Results]]:
+    """For each of these documents: it, what all tokens give, and what those of others give after it is changed."""
     dtype = subject.dtype
     impl = subject.config.model.impl
     bounds = _bounds(subject)
-    before = split_among_ranks(subject, case, dtype, impl).tokens
-    most = 0.0
-    where = ""
-    for n in dict.fromkeys(changed):
+    before = split_among_ranks(subject, case, dtype, impl)
+    for n in dict.fromkeys(documents):
         own = slice(int(bounds[n]), int(bounds[n + 1]))
         other = {name: x.clone() for name, x in (case.tokens | {"dy": case.dy}).items()}
         for x in other.values():
@@ -322,40 +334,34 @@ def _perturbed(subject: Subject, case: Case, changed: list[int]) -> Finding:
         dy = other.pop("dy")
         after = split_among_ranks(subject, replace(case, tokens=other, dy=dy), dtype, impl).tokens
         for name, x in after.items():
-            change = (x.double() - before[name].double()).abs()
-            change[:, own] = 0
-            if not change.max() <= most:
-                token = int(change[0].flatten(1).amax(1).argmax())
-                most = change.max().item()
-                where = f"{name}, {_place(subject, token)}, by {subject.document(own.start)}"
-    what = f"{case}, cp {subject.degrees.cp}: what changing one document changes of others, {short(dtype)}"
-    return Finding("documents", what, most, 0.0, where)
+            x[:, own] = before.tokens[name][:, own]
+        yield n, before, Results(after, {})
 
 
 def repeated(subject: Subject, case: Case) -> Findings:
     """The case gives the same bits when it runs again; results that do not are named."""
     dtype, impl = subject.dtype, subject.config.model.impl
-    first, again = (split_among_ranks(subject, case, dtype, impl) for _ in range(2))
+    with repeatable(may_differ(subject, case.layers)):
+        first, again = (split_among_ranks(subject, case, dtype, impl) for _ in range(2))
     pairs = [(name, x, again[i][name]) for i in range(2) for name, x in first[i].items()]
     differ = [name for name, x, y in pairs if not torch.equal(x, y)]
     what = f"{case}: results that differ in their bits when it runs again"
-    yield Finding("repeated", what, len(differ), may_differ(subject, case.layers), ", ".join(differ))
+    yield Finding("repeated", what, len(differ), 0, ", ".join(differ))
 
 
 @contextmanager
-def repeatable() -> Iterator[None]:
+def repeatable(on: bool = True) -> Iterator[None]:
     """Inside, use deterministic algorithms where they exist: what is computed twice has the same bits."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn" if on else before)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.set_deterministic_debug_mode(before)
 
 
-def may_differ(subject: Subject, layers: Iterable[int]) -> float:
-    """Bound on the number of results that differ when these layers run again: 0, except for softmax attention on GPUs,
-    whose fastest kernels do not repeat their bits unless the run sets debug.deterministic."""
+def may_differ(subject: Subject, layers: Iterable[int]) -> bool:
+    """Whether some results of these layers may have other bits each time, unless algorithms are deterministic: those of
+    softmax attention on GPUs, whose fastest kernels add in any order."""
     softmax = not all(mixer.linear for i in layers for mixer in subject.model.layers[i].mixers)
-    repeats = subject.device.type == "cpu" or subject.config.debug.deterministic
-    return float("inf") if softmax and not repeats else 0
+    return softmax and subject.device.type != "cpu"

@@ -116,7 +116,13 @@ def _flash_backward(do, q, k, v, o, lse, scale: float, causal: bool, varlen: Var
     do, q, k, v, o = (x.flatten(0, 1) for x in _equal_width(do, q, k, v, o, multiple=8))
     lse = lse.transpose(0, 1).flatten(1).contiguous()  # [Hq, B·Tq]
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # no dropout: the random state is not read
-    grads = aten._flash_attention_backward(do, q, k, v, o, lse, *varlen, 0.0, causal, unused, unused, scale=scale)
+    # Its algorithm that repeats runs only where others are errors: not if they shall be warnings.
+    mode = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error" if mode else "default")
+    try:
+        grads = aten._flash_attention_backward(do, q, k, v, o, lse, *varlen, 0.0, causal, unused, unused, scale=scale)
+    finally:
+        torch.set_deterministic_debug_mode(mode)
     return tuple(g.unflatten(0, (B, -1)) for g in grads)
 
 
