@@ -36,7 +36,7 @@ from titan_linear.ops.torch import delta_rule
 from titan_linear.ops.torch.attention_kernels import Kernel
 from titan_linear.proof import compiled, data, definitions, doctor, hf, model, ops, processes, resume
 from titan_linear.proof import subject as proof_subject
-from titan_linear.proof.findings import Finding, Findings
+from titan_linear.proof.findings import Finding, Findings, Note
 from titan_linear.proof.subject import STREAMS, Subject, fitting, subject_of
 from titan_linear.run import preflight
 from titan_linear.step import feed, update
@@ -680,3 +680,42 @@ def test_the_logits_of_a_hugging_face_folder(subject: Subject, tmp_path: Path) -
 
     with sabotaged(hf, "load_weights", another):
         assert list(failures(hf.logits(replace(subject, run=imported))))
+
+
+def test_where_transformers_departs_from_published_code(subject: Subject, tmp_path: Path) -> None:
+    """It is said, and all else is compared, if transformers can be told."""
+    transformers = pytest.importorskip("transformers")
+    from tests.models import hf_models
+
+    def findings_of(model: torch.nn.Module, **changes: object) -> list[Finding | Note]:
+        model.save_pretrained(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text()) | changes
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return list(hf.logits(replace(subject, run=changed(subject.run, {"model.hf_assets_path": str(tmp_path)}))))
+
+    sizes = dict(head_dim=16, intermediate_size=16, layer_types=["linear_attention", "full_attention"])
+    config = transformers.MiniMaxConfig(**hf_models.SIZES, **hf_models.HEADS, **sizes)
+    minimax = hf_models.randomise(transformers.MiniMaxForCausalLM(config))
+    (note,) = findings_of(minimax, rotary_dim=8)
+    assert re.search("are not compared: transformers rotates whole heads; .*`rotary_dim`", note.text)
+    (found,) = findings_of(minimax, rotary_dim=16)
+    assert found.holds
+
+    nemotron = hf_models.randomise(hf_models.nemotron("M*-E"))  # of transformers' time_step_min, 0.001
+    with torch.no_grad():
+        for name, p in nemotron.named_parameters():  # time steps below it, of heads that forget none the less
+            p += {"dt_bias": -9, "A_log": 9}.get(name.rpartition(".")[2], 0)
+    note, found = findings_of(nemotron)
+    assert "compared with {'time_step_min': 2.2" in note.text and found.holds, found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf, "DEPARTURES", {})
+        assert list(failures(findings_of(nemotron)))  # what it is about
+    (note,) = findings_of(nemotron, time_step_limit=[0.0, 0.1])
+    assert "and has no greatest one" in note.text
+
+
+def test_departures_are_those_of_the_documentation() -> None:
+    page = (ROOT / "docs/hugging_face.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"`(\w+ForCausalLM)` \|.*\| transformers, which (.*) \|", page))
+    assert rows.keys() == hf.DEPARTURES.keys()
+    assert all(rows[name].startswith(what) for name, (what, _) in hf.DEPARTURES.items())

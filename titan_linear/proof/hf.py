@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,6 +19,16 @@ from titan_linear.run.build import allocated
 from titan_linear.storage.hf_io import load_weights, read_config, read_model
 
 TOKENS = 100  # that are compared, as one document
+DEPARTURES = {  # of transformers from published code and us: what, and an option of mixers that it has at this value
+    "MiniMaxForCausalLM": (
+        "rotates whole heads; the published code, as we, `rotary_dim` channels",
+        ("rotary_fraction", 1.0),
+    ),
+    "NemotronHForCausalLM": (
+        "takes `time_step_min` of config.json, not `time_step_limit`, for the least time step, and has no greatest one",
+        ("dt_max", math.inf),
+    ),
+}
 
 
 @torch.no_grad()
@@ -26,9 +38,18 @@ def logits(subject: Subject) -> Findings:
     if not folder or not any(Path(folder).glob("*.safetensors")):
         return
     family, config = read_model(Path(folder))
-    if reason := _reason_against(Path(folder), 2 * 4 * count_parameters(config), subject.device):
+    departs, (option, value) = DEPARTURES.get(family, ("", ("", None)))
+    reason = _reason_against(Path(folder), 2 * 4 * count_parameters(config), subject.device)
+    if any(getattr(mixer, option, value) != value for mixer in config.mixers):
+        reason = f"transformers {departs}"
+    if reason:
         yield Note(f"hugging face: the logits of '{folder}' are not compared: {reason}")
         return
+    told = {}
+    if option == "dt_max":
+        least = max((mixer.dt_min for mixer in config.mixers if mixer.name == "mamba2"), default=0.0)
+        told["time_step_min"] = least or sys.float_info.min
+        yield Note(f"hugging face: transformers {departs}; compared with {told}")
     from transformers import AutoModelForCausalLM, logging
 
     logging.disable_progress_bar()
@@ -39,7 +60,7 @@ def logits(subject: Subject) -> Findings:
     ours.use("torch", subject.device, torch.float32)
     bounds = torch.tensor([0, T], dtype=torch.int32, device=subject.device)
     got = ours(tokens, BatchPlan(torch.arange(T, device=subject.device), cu_seqlens=bounds))
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(subject.device).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **told).to(subject.device).eval()
     want = theirs(tokens, use_cache=False).logits
     bound = bound_of_model(torch.float32, config.num_layers)
     wrong = (got - want).abs().amax((0, 2))
