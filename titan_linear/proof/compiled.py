@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from titan_linear.config import changed
@@ -16,9 +18,11 @@ from titan_linear.distributed.parts import local_tensor
 from titan_linear.ops.runtime.support import short
 from titan_linear.proof.findings import Finding, Findings, Note, bound_of_model
 from titan_linear.proof.processes import passes_of
+from titan_linear.proof.ranks import LocalDims, on_ranks, passes_of_rank
 from titan_linear.proof.subject import Subject
-from titan_linear.run.build import build_dims
+from titan_linear.run.build import DTYPES, build_dims
 from titan_linear.run.compilation import Graphs
+from titan_linear.step.passes import Passes
 
 BATCHES = 10
 
@@ -26,41 +30,61 @@ BATCHES = 10
 class Measured(NamedTuple):
     """What a rank sees of some batches."""
 
-    losses: Tensor  # [BATCHES] float64, this rank's parts
+    losses: list[Tensor]  # [1] float64, this rank's parts
     gradients: list[Tensor]  # this rank's parts, summed over the batches
     graphs: list[int]  # number of graphs after each batch
     breaks: int
 
 
 def layers(subject: Subject) -> Findings:
-    """Losses and gradients of ten batches, and the graphs that later batches compile. Every rank calls this."""
+    """Losses and gradients of ten batches, and the graphs that later batches compile. Every process calls this. If one
+    process has all ranks, the last rank's layers are compiled."""
     if not subject.config.compile.enable:
         return
-    dims = build_dims(subject.config, subject.device)
     host = host_group()
+    alone = dist.get_world_size(host) < subject.degrees.ranks
+    dims = None if alone else build_dims(subject.config, subject.device)
     want, got = (_steps(subject, dims, enable) for enable in (False, True))
+    split = dims.description if dims else f"{subject.degrees}, the last rank's"
     check = f"compiled, {short(subject.dtype)}"
     bound = bound_of_model(subject.dtype, subject.model.num_layers)
-    pairs = {"losses": ([got.losses], [want.losses]), "gradients": (got.gradients, want.gradients)}
-    for name, (a, b) in pairs.items():
-        squares = [sum((x.double() - y.double()).square().sum().item() for x, y in zip(a, b, strict=True))]
-        squares.append(sum(y.double().square().sum().item() for y in b))
+    for name in ("losses", "gradients"):
+        a, b = ([x for rank in ranks for x in getattr(rank, name)] for ranks in (got, want))
+        squares = [_square(x - y for x, y in zip(a, b, strict=True)), _square(b)]
         error, size = (sum(of_ranks) for of_ranks in zip(*of_all_ranks(squares, host), strict=True))
-        what = f"{name} of {BATCHES} batches, {dims.description}, against uncompiled layers"
+        what = f"{name} of {BATCHES} batches, {split}, against uncompiled layers"
         yield Finding(check, what, math.sqrt(error / size), bound)
-    first = 1 if dims.ep > 1 else 0  # experts' rows vary: the second batch compiles for any number
-    more = max(of_all_ranks(got.graphs[-1] - got.graphs[first], host))
+    first = 1 if subject.degrees.ep > 1 else 0  # experts' rows vary: the second batch compiles for any number
+    graphs = got[-1].graphs
+    more = max(of_all_ranks(graphs[-1] - graphs[first], host))
     yield Finding("compiled", f"graphs that batches after the first {first + 1} compile", more, 0)
-    yield Note(f"compiled: {got.graphs[-1]} graphs, {got.breaks} breaks in them")
+    yield Note(f"compiled: {graphs[-1]} graphs, {got[-1].breaks} breaks in them")
 
 
-def _steps(subject: Subject, dims: ParallelDims, enable: bool) -> Measured:
-    """Forward and backward of the batches, from the same weights."""
+def _steps(subject: Subject, dims: ParallelDims | None, enable: bool) -> list[Measured]:
+    """What this process sees; without dims, what each rank in it does, of which the last compiles."""
     torch.compiler.reset()
-    config = changed(subject.config, {"compile.enable": enable})
-    passes = passes_of(replace(subject, config=config), dims, micro_steps=1)
+    if dims is not None:
+        config = changed(subject.config, {"compile.enable": enable})
+        return [_measured(passes_of(replace(subject, config=config), dims, micro_steps=1))]
+    whole = subject.whole(DTYPES[subject.config.training.dtype])
+    impl = subject.config.model.impl
+
+    def on_rank(own: LocalDims) -> Measured:
+        compiled = enable and own.rank == subject.degrees.ranks - 1
+        return _measured(passes_of_rank(subject, whole, own, subject.dtype, impl, 1, compiled))
+
+    return on_ranks(subject.degrees, on_rank)
+
+
+def _square(tensors: Iterable[Tensor]) -> float:
+    return sum(x.double().square().sum().item() for x in tensors)
+
+
+def _measured(passes: Passes) -> Measured:
+    """Forward and backward of the batches."""
     counted = Graphs()
-    before = Graphs().counts()
+    before = counted.counts()
     losses = []
     graphs = []
     for _ in range(BATCHES):
@@ -68,4 +92,4 @@ def _steps(subject: Subject, dims: ParallelDims, enable: bool) -> Measured:
         graphs.append(counted.counts()["compiled_graphs"] - before["compiled_graphs"])
     gradients = [local_tensor(p.grad) for p in passes.model.parameters() if p.grad is not None]
     breaks = counted.counts()["graph_breaks"] - before["graph_breaks"]
-    return Measured(torch.cat(losses), gradients, graphs, breaks)
+    return Measured(losses, gradients, graphs, breaks)

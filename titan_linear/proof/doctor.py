@@ -47,7 +47,7 @@ def checks(subject: Subject) -> Iterator[tuple[str, Callable[[], Findings]]]:
         yield check.__name__, lambda check=check: check(subject)
     for check in (model.split, model.documents, model.repeated, resume.resume, hf.logits):
         yield check.__name__, lambda check=check: check(subject)
-    if subject.degrees.ranks == 1:  # else under torchrun, in the run's own processes
+    if "WORLD_SIZE" not in os.environ:  # else in the run's own processes
         yield "compiled", lambda: compiled.layers(subject)
 
 
@@ -89,8 +89,7 @@ def _of_processes(subject: Subject) -> Findings:
     with process_group(PATIENCE), _at_most(2 * PATIENCE):
         yield from processes.split(subject)
         yield from resume.of_processes(subject)
-        if subject.degrees.ranks > 1:
-            yield from compiled.layers(subject)
+        yield from compiled.layers(subject)
 
 
 @contextmanager

@@ -19,11 +19,10 @@ from titan_linear.ops.runtime.support import short
 from titan_linear.proof.data import tokens_in
 from titan_linear.proof.findings import UNIT, Finding, Findings, bound_of_model, off, worst
 from titan_linear.proof.ops import ALONE, SMALL, begins, may_differ, plan_of, repeatable
-from titan_linear.proof.ranks import LocalDims, model_of, on_ranks, sharding_of, sum_as_fsdp, whole_gradients
+from titan_linear.proof.ranks import LocalDims, on_ranks, passes_of_rank, sum_as_fsdp, whole_gradients
 from titan_linear.proof.subject import STREAMS, Subject
 from titan_linear.run.build import DTYPES
-from titan_linear.step.feed import Feed
-from titan_linear.step.passes import ComputeCopies, Passes
+from titan_linear.step.passes import ComputeCopies
 from titan_linear.step.update import gradient_sums, sum_gradients
 
 
@@ -99,18 +98,10 @@ def on_all_ranks(subject: Subject, whole: Decoder, dtype: torch.dtype, impl: str
     """A step as the trainer takes it, on every rank. Raises `RankFailed`."""
 
     def on_rank(dims: LocalDims) -> tuple[Tensor, LocalDims, Decoder, Trace]:
-        model = model_of(subject, whole, dims).use(impl, subject.device, dtype, dims.tp)
-        precision = ComputeCopies(model, dtype)
-        feed = Feed(
-            iter(subject.loader(dims.dp_rank, dims.degrees.dp, 1)),
-            sharding_of(subject, dims, dtype),
-            micro_steps=STREAMS,
-            copies=dims.copies,
-            host=dims.world,
-            device=subject.device,
-        )
+        passes = passes_of_rank(subject, whole, dims, dtype, impl, STREAMS)
+        model = passes.model
         with Trace(model) as trace:
-            losses, _ = Passes(model, feed, precision, subject.config.training.loss_chunk_size).run()
+            losses, _ = passes.run()
         sum_as_fsdp(model, dims)
         sum_gradients(gradient_sums(model, dims))
         return losses.sum(), dims, model, trace

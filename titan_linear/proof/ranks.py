@@ -22,7 +22,8 @@ from titan_linear.models.mlps.moe import MoE
 from titan_linear.ops.exchange.collectives import Ranks
 from titan_linear.proof.subject import Degrees, Subject
 from titan_linear.run.build import build_sharding
-from titan_linear.step.feed import BatchSharding
+from titan_linear.step.feed import BatchSharding, Feed
+from titan_linear.step.passes import ComputeCopies, Passes
 
 T = TypeVar("T")
 
@@ -93,11 +94,32 @@ def on_ranks(degrees: Degrees, on_rank: Callable[[LocalDims], T]) -> list[T]:
 
 def sharding_of(subject: Subject, dims: LocalDims, dtype: torch.dtype) -> BatchSharding:
     """How the run cuts batches for this rank."""
-    sharding = build_sharding(subject.config, subject.model, dims, subject.device)
-    return replace(sharding, compute_dtype=dtype, compiled=False)
+    return replace(build_sharding(subject.config, subject.model, dims, subject.device), compute_dtype=dtype)
 
 
-def model_of(subject: Subject, whole: Decoder, dims: LocalDims) -> Decoder:
+def passes_of_rank(
+    subject: Subject,
+    whole: Decoder,
+    dims: LocalDims,
+    dtype: torch.dtype,
+    impl: str,
+    micro_steps: int,
+    compiled: bool = False,
+) -> Passes:
+    """Those of this rank, as the trainer's but for FSDP2."""
+    model = _model_of(subject, whole, dims, compiled).use(impl, subject.device, dtype, dims.tp)
+    feed = Feed(
+        iter(subject.loader(dims.dp_rank, dims.degrees.dp, 1)),
+        sharding_of(subject, dims, dtype),
+        micro_steps=micro_steps,
+        copies=dims.copies,
+        host=dims.world,
+        device=subject.device,
+    )
+    return Passes(model, feed, ComputeCopies(model, dtype), subject.config.training.loss_chunk_size)
+
+
+def _model_of(subject: Subject, whole: Decoder, dims: LocalDims, compiled: bool) -> Decoder:
     """A rank's model: its own parameters, which share memory with the whole ones, or are its parts of them."""
     with torch.device("meta"):
         model = Decoder(whole.config)
@@ -113,7 +135,11 @@ def model_of(subject: Subject, whole: Decoder, dims: LocalDims) -> Decoder:
     splits = apply_tp(model, dims.tp_ranks) if dims.tp > 1 else {}
     model.parts = Parts(splits, None, experts, None)  # the meshes are for tensors that lie on several processes
     apply_cp(model, subject.config.parallelism)
-    apply_ac(model, subject.config.activation_checkpoint, compiled=False)
+    if compiled:
+        from titan_linear.distributed.compiling import apply_compile  # imports the compiler
+
+        apply_compile(model, subject.config.compile.backend)
+    apply_ac(model, subject.config.activation_checkpoint, compiled=compiled)
     return model
 
 

@@ -161,7 +161,6 @@ def subject_of(config: Config, *, show_progress: bool = False) -> Subject:
     seq_len = _length(config, device)
     dp = processes // (p.context_parallel_degree * p.tensor_parallel_degree)
     layers = full.num_layers
-    compiled = ", but in the run's own type" if degrees.ranks == 1 or "WORLD_SIZE" in os.environ else ""
     said = {
         f"dp {dp} → {degrees.dp}": dp != degrees.dp,
         f"ep {p.expert_parallel_degree} → {degrees.ep}": degrees.ep != p.expert_parallel_degree,
@@ -169,7 +168,7 @@ def subject_of(config: Config, *, show_progress: bool = False) -> Subject:
         f"widths / {factor}: dim {full.dim} → {model.dim}": factor > 1,
         f"training.seq_len {t.seq_len} → {seq_len}": seq_len != t.seq_len,
         "training.seq_len_schedule left out": t.seq_len_schedule,
-        f"compile.enable true → false{compiled}": config.compile.enable,
+        "compile.enable true → false, but in the run's own type": config.compile.enable,
         "float8.enable true → false, but for its products by themselves": config.float8.enable,
     }
     cut = changed(
