@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import normalizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from tests.bpe import byte_bpe
@@ -30,7 +30,8 @@ from titan_linear.data import (
     verify_corpus,
     write_corpus,
 )
-from titan_linear.data.corpus.chat import Conversations
+from titan_linear.data.corpus.chat import Completions, Conversations
+from titan_linear.data.corpus.sources import read_documents
 
 PLAIN = """\
 {{- bos_token }}
@@ -149,13 +150,194 @@ def test_transformers_tokens(folder: Callable, template: str, beside: bool):
     assert said == SAID  # with the end of the turn, and nothing after it
 
 
-def test_the_page_has_a_template_to_begin_from(folder: Callable):
+def page_template() -> str:
+    """What docs/data.md offers."""
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     lines = [line.removeprefix("    ") for line in page.splitlines() if line.startswith("    ")]
-    template = "\n".join(line for line in lines if line.lstrip().startswith(("{%-", "{{-")))
-    tokenizer = build_tokenizer(str(folder(template)))
-    found = [answer for document in Conversations(tokenizer).encode_batch(CHATS[:2]) for answer in runs(*document)]
-    assert [tokenizer._tokenizer.decode(answer, skip_special_tokens=False) for answer in found] == SAID[:3]
+    return "\n".join(line for line in lines if line.lstrip().startswith(("{%-", "{{-")))
+
+
+def learnt(path: Path, record: dict) -> list[str] | str:
+    """The texts of a record's answers, or what is wrong with it."""
+    encoder = Conversations(build_tokenizer(str(path)))
+    (found,) = encoder.encode_batch([record])
+    if isinstance(found, str):
+        return found
+    return [encoder._tokenizer._tokenizer.decode(run, skip_special_tokens=False) for run in runs(*found)]
+
+
+CITY = {"city": "Åbo", "n": [1, None]}
+
+
+def calling(arguments: object, **fields: object) -> dict:
+    return {"role": "assistant", **fields, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+
+
+def test_the_page_has_a_template_to_begin_from(folder: Callable):
+    """It writes tools and calls, is transformers' too, and ends every turn."""
+    path = folder(page_template())
+    theirs = AutoTokenizer.from_pretrained(path)
+    call = '<tool_call>{"name": "f", "arguments": {"city": "Åbo", "n": [1, null]}}</tool_call>'
+    for message, said in (
+        (ASSISTANT, "y"),
+        (calling(CITY, content=None), call),
+        (calling(json.dumps(CITY, ensure_ascii=False), content="so: "), "so: " + call),
+        ({"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": CITY}] * 2}, call * 2),
+        (calling({}), '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
+        (calling(""), '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
+    ):
+        for tools in (None, "", [], TOOLS):
+            record = {"messages": [USER, message, {"role": "tool", "content": "3"}, ASSISTANT], "tools": tools}
+            assert learnt(path, record) == [f"{said}<|im_end|>", "y<|im_end|>"]
+            (ids, _), _ = Conversations(build_tokenizer(str(path))).encode_batch([record, CHATS[0]])
+            assert ids.tolist() == theirs.apply_chat_template(record["messages"], tools=tools)["input_ids"]
+            text = theirs.decode(ids)
+            assert (json.dumps(TOOLS[0], ensure_ascii=False) in text) == bool(tools)
+            assert text.startswith("<|im_start|>tools" if tools else "<|im_start|>user")
+
+
+@pytest.mark.parametrize("template", [MARKED, UNMARKED])
+def test_calls_and_tools_that_a_template_does_not_write(folder: Callable, template: str):
+    """Learning them would be learning to end the turn at once."""
+    calls = [{"name": "f", "arguments": CITY}, {"name": "g", "arguments": {}}]
+    record = {"messages": [USER, ASSISTANT, USER, {"role": "assistant", "content": "", "tool_calls": calls}]}
+    assert learnt(folder(template), record)[-1].count("arguments") == 2
+    problem = (
+        "the chat template does not write all 'tool_calls' of message 4; take one that does (docs/data.md has one)"
+    )
+    first = "{%- if message.tool_calls %}{{ message.tool_calls[0] | tojson }}"
+    for writes in ("{%- if not true %}", first, "{%- if message.content and message.tool_calls %}{{ 'called' }}"):
+        other = template.replace("{%- if message.tool_calls %}{{ message.tool_calls | tojson }}", writes)
+        assert other != template and learnt(folder(other), record) == problem
+    tools = template.replace("{{ tool | tojson }}", "{{ tool | tojson if loop.first }}")
+    assert learnt(folder(tools), CHATS[0] | {"tools": TOOLS}) == ["Me.<|im_end|>"]
+    problem = "the chat template does not write all 'tools'; take one that does"
+    assert learnt(folder(tools), CHATS[0] | {"tools": TOOLS * 2}).startswith(problem)
+    silent = template.replace("{%- if tools %}", "{%- if not true %}")
+    assert learnt(folder(silent), CHATS[0] | {"tools": TOOLS}).startswith(problem)
+
+
+RAW = "{{ c.arguments if c.arguments is string else c.arguments | tojson }}"
+
+
+@pytest.mark.parametrize(
+    ("writes", "said"),
+    [
+        ("{{ message.tool_calls | tojson }}", None),
+        ("{% for c in message.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}", None),
+        ("{% for c in message.tool_calls %}{{ c.function | tojson }}{% endfor %}", None),
+        ("{% for c in message.tool_calls %}{{ c.function.arguments.items() | list }}{% endfor %}", None),
+        ("{% for c in message.tool_calls %}{% set c = c.function %}" + RAW + "{% endfor %}", "{}"),
+        ("{% for c in message.tool_calls %}{{ '' + c.function.arguments }}{% endfor %}", "{}"),
+    ],
+)
+@pytest.mark.parametrize("arguments", ["{}", ' {\n"city":"\\u00c5bo"}', '{ "a" : [1.0, {"b": "\\""}]}'])
+def test_arguments_that_are_json_text(folder: Callable, writes: str, said: str | None, arguments: str):
+    """As objects are written where the template would quote the text; as they are where it takes the text."""
+    path = folder(MARKED.replace("{{ message.tool_calls | tojson }}", writes))
+    found, objects = (
+        learnt(path, {"messages": [USER, calling(a, content="")]}) for a in (arguments, json.loads(arguments))
+    )
+    if said is None:
+        assert found == objects
+    else:
+        assert found == [arguments + "<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", [MARKED, UNMARKED])
+def test_null_is_no_content(folder: Callable, template: str):
+    path = folder(template)
+    problem = "message 2: its content is null, and it calls nothing; write its text, or leave it out"
+    for message in (
+        {"role": "assistant", "content": None},
+        {"role": "user"},
+        calling([], content=None) | {"tool_calls": []},
+    ):
+        assert learnt(path, {"messages": [USER, message, ASSISTANT]}) == problem
+    record = {"messages": [USER, calling(CITY, content=None)]}
+    assert learnt(path, record) == [json.dumps(record["messages"][1]["tool_calls"], ensure_ascii=False) + "<|im_end|>"]
+    added = folder(template.replace("{{- message.content }}", "{{- message.content + '' }}"))
+    found = learnt(added, record)
+    assert found.startswith("message 2's content is null; the chat template refuses it: UndefinedError")
+
+
+@pytest.mark.parametrize("template", [MARKED, UNMARKED])
+@pytest.mark.parametrize("name", ["weight", "train", "trainable"])
+def test_answers_of_weight_zero(folder: Callable, template: str, name: str):
+    """Their tokens stay, and are not trained on."""
+    path, words = folder(template), ("Me.", "so", "13")
+    encoder = Conversations(build_tokenizer(str(path)))
+
+    def record(*weights: object) -> dict:
+        said = [{"role": "assistant", "content": word, name: weight} for word, weight in zip(words, weights)]
+        return {"messages": [message for each in said for message in (USER | {name: 0}, each)]}
+
+    ((every, _),) = encoder.encode_batch([record(None, None, None)])
+    for weights in ((0, 1, None), (False, True, 1.0), (1, 0.0, 0), (None, 1, 0)):
+        ((ids, _),) = encoder.encode_batch([record(*weights)])
+        expected = [f"{word}<|im_end|>" for word, weight in zip(words, weights) if weight in (None, 1)]
+        assert learnt(path, record(*weights)) == expected and ids.tolist() == every.tolist()
+    assert learnt(path, record(0, False, 0.0)).startswith("no answer to learn")
+    for wrong in ("0", "1", "", 0.5, -1, 2, [0], {}, float("nan")):
+        problem = f"message 4: {name!r} is {wrong!r}; give 0 (not trained on) or 1"
+        assert learnt(path, record(1, wrong, 1)) == problem
+
+
+def test_a_weight_where_answers_have_several_parts(folder: Callable):
+    """Which part is whose is not known."""
+    twice = MARKED.replace("{{- message.content }}", "{{- message.content }}{% endgeneration %}{% generation %}")
+    record = {"messages": [USER, ASSISTANT, USER, ASSISTANT | {"weight": 0}]}
+    assert learnt(folder(twice), record).startswith(
+        "a weight of 0, and not one answer for each message of the role 'ass"
+    )
+    record["messages"][-1]["weight"] = 1
+    assert learnt(folder(twice), record) == ["y<|im_end|>"] * 2
+
+
+def test_variables_of_a_record(folder: Callable):
+    """As transformers has `chat_template_kwargs`; they may be named as a token is."""
+    template = "{{ bos_token }}{{ '(' + mood + ')' if mood }}{% if loud %}{{ loud.by }}{% endif %}" + UNMARKED
+    path = folder(template)
+    theirs = AutoTokenizer.from_pretrained(path)
+    variables = [None, "", {}, {"mood": "sad"}, {"loud": {"by": 3}, "bos_token": "b"}, '{"mood": "sad"}']
+    records = [CHATS[1] | {"chat_template_kwargs": given} for given in variables]
+    found = Conversations(build_tokenizer(str(path))).encode_batch(records)
+    for (ids, _), given in zip(found, [{}, {}, {}, *variables[3:5], {"mood": "sad"}], strict=True):
+        assert ids.tolist() == theirs.apply_chat_template(CHATS[1]["messages"], **given)["input_ids"]
+    problem = "'chat_template_kwargs' is no object, or has messages, tools or add_generation_prompt"
+    for wrong in ("x", [1], 3, {"tools": []}, {"messages": []}, {"add_generation_prompt": True}):
+        assert learnt(path, CHATS[1] | {"chat_template_kwargs": wrong}) == problem
+
+
+@pytest.mark.parametrize("name", ["messages", "conversations"])
+def test_share_gpt(folder: Callable, tmp_path: Path, name: str):
+    """`from` and `value` are read as `role` and `content`."""
+    tokenizer = build_tokenizer(str(folder(MARKED)))
+    roles = {"system": "system", "human": "user", "gpt": "assistant", "observation": "tool", "user": "user"}
+    theirs = [{"from": name, "value": f"I am {name}", "weight": None} for name in roles]
+    ours = [{"role": role, "content": f"I am {name}"} for name, role in roles.items()]
+    want = opened(as_lines(tmp_path / "a.jsonl", [{"messages": ours}]), tmp_path, tokenizer)
+    assert opened(as_lines(tmp_path / "b.jsonl", [{name: theirs}]), tmp_path, tokenizer).fingerprint == want.fingerprint
+    pq.write_table(pa.Table.from_pylist([{name: theirs}]), tmp_path / "b.parquet")
+    assert opened(tmp_path / "b.parquet", tmp_path, tokenizer, "parquet").fingerprint == want.fingerprint
+    if name == "conversations":
+        apart = {"system": "I am system", name: theirs[1:], "tools": ""}
+        found = opened(as_lines(tmp_path / "c.jsonl", [apart]), tmp_path, tokenizer)
+        assert found.tokens.tolist() == want.tokens.tolist()
+
+
+def test_a_token_that_straddles_the_begin_of_an_answer(folder: Callable):
+    """A space and a quotation mark are one token; the template writes the space. The token is learnt."""
+    path = folder(
+        "{% for message in messages %}{{ message.role + ':' }}{% if message.role == 'assistant' %}{{ ' ' }}"
+        "{% generation %}{{ message.content }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}"
+    )
+    tokenizer = build_tokenizer(str(path))
+    record = {"messages": [USER, {"role": "assistant", "content": '"z'}]}
+    ((ids, loss_mask),) = Conversations(tokenizer).encode_batch([record])
+    expected = AutoTokenizer.from_pretrained(path).apply_chat_template(record["messages"])
+    assert ids.tolist() == expected["input_ids"]
+    assert [tokenizer.decode([token]) for token in ids[loss_mask]] == [' "', "z"]
 
 
 @pytest.mark.parametrize("beside", [False, True])
@@ -270,7 +452,8 @@ USER, ASSISTANT = {"role": "user", "content": "x"}, {"role": "assistant", "conte
     ("template", "messages", "problem"),
     [
         (MARKED, "Hi", "'messages' is no list of objects with a 'role'"),
-        (MARKED, [{"from": "user", "value": "x"}], "'messages' is no list of objects with a 'role'"),
+        (MARKED, [{"from": "bing", "value": "x"}], "'messages' is no list of objects with a 'role' (or 'from': sys"),
+        (MARKED, [USER, {"role": "assistant", "content": None, "tool_calls": "[]"}], "whose 'tool_calls', if any, are"),
         (MARKED, [], "no answer to learn"),
         (MARKED, [USER], "no answer to learn"),
         (UNMARKED, [USER], "no answer to learn"),
@@ -293,11 +476,11 @@ def test_tools(folder: Callable):
     """A list of objects, or the JSON text of one."""
     encoder = Conversations(build_tokenizer(str(folder(MARKED))))
     deep = '[{"a": ' * 150 + "1" + "}]" * 150
-    bad, none, some = (["x"], {}, "", "TOOLS", "[" * 100_000, deep), ([], None, "[]"), (TOOLS, json.dumps(TOOLS))
+    bad, none, some = (["x"], {"a": 1}, "TOOLS", "[" * 100_000, deep), ([], None, "", "[]"), (TOOLS, json.dumps(TOOLS))
     found = encoder.encode_batch([CHATS[0] | {"tools": tools} for tools in (*bad, *none, *some)])
-    assert found[:6] == ["'tools' is no list of objects, nor the JSON text of one"] * 6
-    without, listed, text = (document.tokens.tolist() for document in (found[6], found[-2], found[-1]))
-    assert listed == text != without and found[7].tokens.tolist() == found[8].tokens.tolist() == without
+    assert found[:5] == ["'tools' is no list of objects, nor the JSON text of one"] * 5
+    without, *others, listed, text = (document.tokens.tolist() for document in found[5:])
+    assert listed == text != without and others == [without] * 3
 
 
 @pytest.mark.parametrize(
@@ -317,10 +500,19 @@ def test_a_template_that_does_not_end(folder: Callable, tmp_path: Path, monkeypa
         tokenise_corpus(tmp_path / "o", Texts("jsonl", str(tmp_path / "a.jsonl"), tokenizer, dataset_format="messages"))
 
 
-def test_a_template_with_an_unknown_filter(folder: Callable):
-    encoder = Conversations(build_tokenizer(str(folder("{{ messages | nothing }}"))))
-    with pytest.raises(ValueError, match=r"model\.tokenizer_path: its chat template 'default' is not one: No filter"):
-        encoder.encode_batch(CHATS[:1])
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{{ messages | nothing }}", "No filter"),
+        ("{{ 2**100000 }}", "Exceeds the limit"),
+        ("{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}", "maximum recursion"),
+    ],
+)
+def test_a_template_that_cannot_be_compiled(folder: Callable, template: str, problem: str):
+    """An unknown filter, a constant of too many digits, parentheses in parentheses."""
+    tokenizer = build_tokenizer(str(folder(template)))
+    with pytest.raises(ValueError, match=r"model\.tokenizer_path: its chat template 'default' is not one: " + problem):
+        Conversations(tokenizer).encode_batch(CHATS[:1])
 
 
 def test_tokenizers_without_a_template(folder: Callable):
@@ -350,6 +542,56 @@ def test_completions_of_bytes(tmp_path: Path):
     line, warning = corpus.summary.splitlines()
     assert "2 documents, 9 tokens, 5 of them in answers, in " in line
     assert "2 bad documents skipped" in warning and "line 4: 'prompt' is int, not text" in warning
+
+
+LETTERS = ["▁", *"24+=abc ", "▁4", "▁2", "Ġ", "Ġ4", "<0x0A>", "</s>", "<unk>"]
+SPACING = {
+    "prepend": {"normalizer": normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])},
+    "metaspace, always": {"pre_tokenizer": pre_tokenizers.Metaspace(prepend_scheme="always")},
+    "metaspace, first": {"pre_tokenizer": pre_tokenizers.Metaspace(prepend_scheme="first")},
+    "metaspace, in a sequence": {
+        "normalizer": normalizers.Strip(left=True, right=False),
+        "pre_tokenizer": pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(), pre_tokenizers.Metaspace("▁", "first", False)]
+        ),
+    },
+    "bytes": {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True), "decoder": decoders.ByteLevel()},
+    "bytes, no prefix": {
+        "pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=False),
+        "decoder": decoders.ByteLevel(),
+    },
+}
+
+
+@pytest.mark.parametrize("spacing", SPACING)
+@pytest.mark.parametrize(
+    ("prompt", "completion"), [("2+2=", "4"), ("2+2= ", "4 a"), ("2+2=", " 4"), ("a\n", "b c"), ("", "4 b")]
+)
+def test_completions_go_on_from_their_prompts(tmp_path: Path, spacing: str, prompt: str, completion: str):
+    """What tokenizers put before a text is not put between the two; a completion alone is a text."""
+    byte_bpe = {letter: i for i, letter in enumerate(dict.fromkeys([*LETTERS, "Ċ", "\n"]))}
+    merges = [("▁", "4"), ("▁", "2"), ("Ġ", "4")]
+    whole = Tokenizer(models.BPE(byte_bpe, merges, unk_token="<unk>"))
+    whole.decoder = decoders.Replace("▁", " ")
+    for part, value in SPACING[spacing].items():
+        setattr(whole, part, value)
+    whole.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = build_tokenizer(str(tmp_path))
+    ((ids, loss_mask),) = Completions(tokenizer).encode_batch([{"prompt": prompt, "completion": completion}])
+    assert whole.decode(ids.tolist()).lstrip(" ") == prompt + completion
+    assert ids[~loss_mask].tolist() == whole.encode(prompt).ids
+    if prompt:
+        assert whole.decode(ids[loss_mask].tolist()) == completion
+    else:
+        assert ids.tolist() == whole.encode(completion).ids
+
+
+def test_completions_by_words(tmp_path: Path):
+    whole = Tokenizer(models.BPE({"▁": 0, "a": 1}, []))
+    whole.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
+    whole.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match=r"dataset_format = 'completion': .* puts a space before every text"):
+        Completions(build_tokenizer(str(tmp_path)))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -457,6 +699,72 @@ def test_tables_hold_what_lines_do(folder: Callable, tmp_path: Path):
             assert got.fingerprint == want.fingerprint, (name, source)
 
 
+STRINGS = pa.map_(pa.string(), pa.string())
+CALL_OF = pa.struct([("function", pa.struct([("name", pa.binary()), ("arguments", STRINGS)]))])
+DEEP = pa.map_(pa.binary(), pa.struct([("a", pa.list_(STRINGS)), ("b", pa.large_list(pa.map_(pa.string(), STRINGS)))]))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_maps_are_objects_and_bytes_are_texts(folder: Callable, tmp_path: Path, kind: str):
+    """At any depth of a record: maps of maps, in lists and structs, and bytes as values, roles and keys."""
+    tokenizer = build_tokenizer(str(folder(MARKED)))
+    call = {"function": {"name": "f", "arguments": {"city": "Åbo", "day": None}}}
+    tools = {"x": {"a": [{"k": "v"}, {}], "b": [{"m": {"n": "o"}, "p": {}}]}, "y": {"a": []}}
+    messages = [USER, {"role": "assistant", "content": "né", "tool_calls": [call]}]
+    want = opened(as_lines(tmp_path / "a.jsonl", [{"messages": messages, "tools": [tools]}]), tmp_path, tokenizer)
+
+    def pairs(value: object) -> object:
+        return [(key, pairs(x)) for key, x in value.items()] if isinstance(value, dict) else value
+
+    call = {"function": {"name": b"f", "arguments": pairs(call["function"]["arguments"])}}
+    message = [("role", pa.binary()), ("content", pa.large_binary()), ("tool_calls", pa.list_(CALL_OF))]
+    rows = [{"role": b"user", "content": b"x"}, {"role": b"assistant", "content": "né".encode(), "tool_calls": [call]}]
+    x = {"a": [[("k", "v")], []], "b": [[("m", [("n", "o")]), ("p", [])]]}
+    table = pa.table(
+        {
+            "messages": pa.array([rows], pa.list_(pa.struct(message))),
+            "tools": pa.array([[[(b"x", x), (b"y", {"a": []})]]], pa.list_(DEEP)),
+        }
+    )
+    file = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        pq.write_table(table, file)
+    else:
+        with pa.ipc.new_stream(str(file), table.schema) as stream:
+            stream.write_table(table)
+    assert opened(file, tmp_path, tokenizer, kind).fingerprint == want.fingerprint
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_map_that_is_not_utf8_spoils_its_row_alone(folder: Callable, tmp_path: Path, kind: str):
+    arguments = pa.array([[("city", "Oslo")], [("city", "abcd")]], STRINGS)
+    messages = pa.array([[USER, ASSISTANT]] * 2)
+    for name, column in (("text", arguments), ("bytes", arguments.view(pa.map_(pa.binary(), pa.binary())))):
+        file, table = tmp_path / f"{name}.{kind}", pa.table({"messages": messages, "chat_template_kwargs": column})
+        if kind == "parquet":
+            pq.write_table(
+                table, file, compression="none", use_dictionary=False, write_statistics=False, store_schema=True
+            )
+        else:
+            with pa.ipc.new_stream(str(file), table.schema) as stream:
+                stream.write_table(table)
+        file.write_bytes(file.read_bytes().replace(b"abcd", b"abc\xff"))
+        first, second = read_documents(kind, file, "text", "messages")
+        assert first.content["chat_template_kwargs"] == {"city": "Oslo"} and second.problem.startswith("not UTF-8")
+
+
+def test_what_json_does_not_have(folder: Callable, tmp_path: Path):
+    """A moment would be written as Python has it."""
+    day = pa.array(
+        [[{"role": "assistant", "content": 0}]], pa.list_(pa.struct([("role", pa.string()), ("content", pa.date32())]))
+    )
+    pq.write_table(pa.table({"messages": day}), tmp_path / "a.parquet")
+    with pytest.raises(
+        ValueError, match=r"row 1: cannot be read \(JSON has no date32\[day\]; cast it to text or a number"
+    ):
+        opened(tmp_path / "a.parquet", tmp_path, build_tokenizer(str(folder(MARKED))), "parquet")
+
+
 def test_nulls_of_json_are_kept(folder: Callable, tmp_path: Path):
     """Where a person wrote them, in lines or in texts of JSON."""
     tokenizer, records = build_tokenizer(str(folder(MARKED))), [called("find", {"near": None})]
@@ -488,13 +796,13 @@ def test_stopped_and_by_several_processes(tmp_path: Path, monkeypatch: pytest.Mo
     whole = opened(file, tmp_path, dataset_format="completion")
 
     class Interrupted(ByteTokenizer):
-        left = 15
+        left = 30  # texts of 15 records
 
-        def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        def encode(self, text: str) -> np.ndarray:
             self.left -= 1
             if not self.left:
                 raise KeyboardInterrupt
-            return super().encode_batch(texts)
+            return super().encode(text)
 
     cache = tmp_path / "stopped"
     with pytest.raises(KeyboardInterrupt):

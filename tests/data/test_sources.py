@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from tqdm import TqdmWarning
 
-from titan_linear.data import ByteTokenizer, Corpus, Texts, open_corpus, tokenise_corpus, write_corpus
+from titan_linear.data import ByteTokenizer, Corpus, Texts, load_corpus, open_corpus, tokenise_corpus, write_corpus
 from titan_linear.data.corpus.sources import read_documents, source_files
 
 
@@ -231,6 +231,89 @@ def test_a_file_of_another_kind_is_named(texts: Callable, tmp_path: Path, conten
     if "array" not in kind:
         with pytest.raises(ValueError, match=rf"a\.jsonl does not hold text: it is {kind}"):
             texts("text", tmp_path, on_bad_document="skip")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.json", "a.jsonl", "a.jsonl.gz"])
+def test_lines_of_json_are_no_text(texts: Callable, tmp_path: Path, name: str):
+    """Two lines that are objects, or one where the name says so; other JSON and other texts are texts."""
+    pack = gzip.compress if name.endswith("gz") else bytes
+    for lines in (b'\xef\xbb\xbf{"text": "a"}\n\n {"b": 1}\n', b'{"text": "a"}\n' * 3 + b"not JSON"):
+        (tmp_path / name).write_bytes(pack(lines))
+        with pytest.raises(
+            ValueError, match=rf"{name}: lines of JSON; training\.dataset = 'jsonl' reads them; training"
+        ):
+            texts("text", tmp_path / name)
+    for text in (b'{"a":\n{"b": 1}}\n', b"{}, {}\n{}", b"[1]\n[2]\n", b"plain\n{}\n{}\n", b'{"a": 1}'):
+        (tmp_path / name).write_bytes(pack(text))
+        if text == b'{"a": 1}' and ".jsonl" in name:
+            with pytest.raises(ValueError, match="lines of JSON"):
+                texts("text", tmp_path / name)
+        else:
+            assert texts("text", tmp_path / name) == [text]
+    (tmp_path / "b.txt").write_bytes(b"good")
+    (tmp_path / name).write_bytes(pack(lines))
+    assert texts("text", tmp_path / "*.*", on_bad_document="skip") == [b"good"]
+
+
+@pytest.mark.parametrize("record", [{"messages": []}, {"conversations": []}, {"prompt": "x", "completion": "y"}])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_conversations_read_as_texts_name_the_key(texts: Callable, tmp_path: Path, record: dict, kind: str):
+    file = tmp_path / f"a.{kind}"
+    if kind == "jsonl":
+        file.write_text(json.dumps(record) + "\n")
+    else:
+        pq.write_table(pa.Table.from_pylist([record]), file)
+    remedy = r"set training\.dataset_text_field .*, or for conversations training\.dataset_format \(--format\)"
+    with pytest.raises(ValueError, match=r"no (field|column) 'text' \(it has: .*\); " + remedy):
+        texts(kind, file)
+    if "prompt" not in record:
+        with pytest.raises(ValueError, match=r"' is list, not text; " + remedy):
+            texts(kind, file, text_field=next(iter(record)))
+
+
+@pytest.mark.parametrize("pattern", ["", "*", "**/*.parquet", "*/*.parquet", "*/*/*/*.parquet", "../t/**"])
+def test_folders_of_tables_that_hold_no_rows(texts: Callable, tmp_path: Path, pattern: str):
+    """Spark's, Delta's and Hive's, found in a folder, by a glob, or in a folder that a glob finds."""
+    for name in ("day=1", "_delta_log", "_change_data/day=1", "day=1/_temporary/0", ".hive-staging", "day=1/z/y"):
+        (tmp_path / "t" / name).mkdir(parents=True)
+        pq.write_table(pa.table({"text": [name]}), tmp_path / "t" / name / "_0.parquet")
+    one, two = {"*/*.parquet": (1, 0), "*/*/*/*.parquet": (0, 1)}.get(pattern, (1, 1))
+    assert texts("parquet", tmp_path / "t" / pattern) == [b"day=1"] * one + [b"day=1/z/y"] * two
+
+
+def test_a_folder_that_is_named(texts: Callable, tmp_path: Path):
+    """It is read, whatever its name; and texts are any files, _posts too."""
+    folder = tmp_path / "_corpora" / "_x"
+    folder.mkdir(parents=True)
+    (folder / "a.jsonl").write_text('{"text": "a"}')
+    for path in (folder, folder / "*.jsonl", folder.parent / "*", tmp_path / "*" / "_x" / "*.jsonl"):
+        if path.name == "*":
+            with pytest.raises(ValueError, match=r"no \.jsonl or "):
+                texts("jsonl", path)
+        elif path.parts[-3] != "*":
+            assert texts("jsonl", path) == [b"a"]
+    (folder / "a.txt").write_text("b")
+    (folder / "a.jsonl").unlink()
+    assert texts("text", tmp_path / "_corpora") == texts("text", tmp_path / "_cor*") == [b"b"]
+
+
+def test_a_name_that_is_not_utf8(texts: Callable, tmp_path: Path):
+    """In errors, in the corpus's files, and on the console, also of one that skipped documents."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    file = Path(os.fsdecode(os.fsencode(folder) + b"/caf\xe9.jsonl"))
+    file.write_text('{"text": "good"}\n[]\n')
+    with pytest.raises(ValueError, match=r"caf\\xe9\.jsonl, line 2: not a JSON object"):
+        texts("jsonl", folder)
+    given = Texts("jsonl", str(folder), ByteTokenizer(), on_bad_document="skip")
+    for write in (lambda: tokenise_corpus(tmp_path / "o", given), lambda: open_corpus(given, cache_dir=tmp_path / "c")):
+        corpus = write()
+        assert documents(corpus) == [b"good"] and r"caf\xe9.jsonl, line 2" in corpus.summary
+        corpus.summary.encode()
+        assert load_corpus(corpus.folder).info == corpus.info
+    tokens = Texts("tokens", str(tmp_path / "o"), ByteTokenizer())
+    for opened in (open_corpus(tokens, with_paths=True), open_corpus(given, cache_dir=tmp_path / "c", with_paths=True)):
+        assert opened.paths == (str(folder / r"caf\xe9.jsonl"),)
 
 
 def test_texts_as_they_are_found(texts: Callable, tmp_path: Path):

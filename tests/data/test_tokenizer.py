@@ -133,6 +133,28 @@ def test_a_pattern_that_backtracks(tmp_path: Path):
         decoder.decode(decoder.encode("a" * 100 + "b"))
 
 
+TENFOLD = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
+TWOFOLD = {"type": "Replace", "pattern": {"Regex": "(?=.)"}, "content": "a"}
+AS_LETTERS = {"type": "ByteLevel"}
+NESTED = {"type": "Sequence", "normalizers": [TENFOLD] * 5}
+
+
+@pytest.mark.parametrize("part", [[TENFOLD] * 10, [TWOFOLD] * 30, [AS_LETTERS] * 30, [NESTED]])
+def test_parts_that_blow_letters_up(file: Path, part: list):
+    """A letter would become up to 10^10, and take all memory; what real tokenizers do is taken."""
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content | {"normalizer": {"type": "Sequence", "normalizers": part}}))
+    with pytest.raises(
+        ValueError, match=r"model\.tokenizer_path: .*tokenizer\.json may make .* characters of one, which"
+    ):
+        build_tokenizer(str(file))
+    spaces = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "▁"}
+    quotes = {"type": "Replace", "pattern": {"String": "``"}, "content": '"'}
+    real = [quotes, quotes, {"type": "NFKC"}, spaces, {"type": "Prepend", "prepend": "▁"}]
+    file.write_text(json.dumps(content | {"normalizer": {"type": "Sequence", "normalizers": real}}))
+    assert build_tokenizer(str(file)).vocab_size == 300
+
+
 def test_vocabulary_with_holes(file: Path):
     content = json.loads(file.read_text())
     content["model"]["vocab"]["far"] = 1000

@@ -54,6 +54,11 @@ def parse_json(data: str | bytes, kind: type[T]) -> T:
 _adapter = cache(TypeAdapter)
 
 
+def shown(path: Path) -> str:
+    """A path as text: bytes of a name that is not UTF-8 are escaped, since neither JSON nor a terminal takes them."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file atomically: a reader sees the old one or the new one, which by then is on the disk."""
     new = path.with_name(f"{path.name}.new")

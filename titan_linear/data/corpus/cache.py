@@ -52,7 +52,7 @@ from titan_linear.data.corpus.writing import (
     temporary_folder,
     write_into,
 )
-from titan_linear.storage.files import Unreadable, default_cache_dir, lock, open_own, read_json, write_whole
+from titan_linear.storage.files import Unreadable, default_cache_dir, lock, open_own, read_json, shown, write_whole
 
 _NAMED = 3  # number of skipped bad documents that are named
 _SKIP = (
@@ -152,7 +152,7 @@ def open_corpus(texts: Texts, *, cache_dir: Path | None = None, with_paths: bool
             os.utime(lock_file(folder))  # its last use
     corpus = load_corpus(folder)
     if with_paths:
-        paths = _paths_when_written(corpus) if t.dataset == "tokens" else tuple(map(str, t.files))
+        paths = _paths_when_written(corpus) if t.dataset == "tokens" else tuple(map(shown, t.files))
         corpus = replace(corpus, paths=paths)
     if corpus.info["tokenizer"]["fingerprint"] != t.tokenizer.fingerprint:
         raise ValueError(

@@ -1,15 +1,18 @@
 """Conversations: a record's tokens, and their loss mask: which are trained on. `training.dataset_format` is one of
 
-    messages     `messages`, a list of {"role", "content"}, and `tools` if there are any, as the chat template of the
-                 tokenizer's folder writes them; trained on are the answers: the messages of the role "assistant"
-    completion   `prompt` and `completion`, two texts, each tokenised by itself, and the end token; what follows the
-                 prompt is trained on
+    messages     `messages`, a list of {"role", "content"}, or ShareGPT's `conversations`, and `tools` if there are any,
+                 as the chat template of the tokenizer's folder writes them; trained on are the answers: the messages of
+                 the role "assistant" whose `weight`, `train` or `trainable` is not 0
+    completion   `prompt` and `completion`, two texts, each tokenised by itself, without a space that the tokenizer puts
+                 before texts, and the end token; what follows the prompt is trained on
 
 A chat template is somebody else's jinja2 program. It runs in jinja2's sandbox, in a process of its own, which ends if
 one text takes SECONDS, and sees the record and the names of special tokens, and nothing else: no clock either
 (`strftime_now` is not defined), so that the same record always gives the same tokens. These are the tokens that
 transformers' `apply_chat_template` gives: of several templates, "tool_use" writes records with tools and "default" the
-others, and a message's reasoning has the names that templates read.
+others, `chat_template_kwargs` are variables of the template, and a message's reasoning has the names that templates
+read. Arguments of calls that are JSON text are read where the template would quote that. A record with a tool or a call
+that it does not write is a bad document.
 
 An answer is what the template has between {% generation %} and {% endgeneration %}. If it has none of these, the
 conversation is rendered twice for each answer: up to it, as a prompt, and including it. If the second text begins with
@@ -25,7 +28,7 @@ import json
 import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -40,10 +43,15 @@ from titan_linear.data.corpus.tokenizer import NAMED_TOKENS, HuggingFaceTokenize
 from titan_linear.storage.files import parse_json
 
 Record = Mapping[str, Any]
+Ranges = list[tuple[int, int]]
 ANSWERER = "assistant"
 _BEGIN, _END = "\ufdd0answer\ufdd1", "\ufdd0/answer\ufdd1"  # around answers; a text that has them is refused
 SECONDS = 20.0  # of a process's time
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # the first that a message has is its reasoning
+_SHARE_GPT = {name: name for name in ("system", "user", ANSWERER, "tool")}  # roles, by what its messages are from
+_SHARE_GPT |= {"human": "user", "gpt": ANSWERER, "observation": "tool"}
+_WEIGHTS = ("weight", "train", "trainable")
+_QUOTED = re.compile(r'"(\s|\\[nrt])*\{(\s|\\[nrt])*(\\"|\})')  # JSON text of an object, as a string of JSON
 _REMEDY = "put {% generation %} and {% endgeneration %} around answers in the chat template (docs/data.md)"
 
 
@@ -68,10 +76,11 @@ class RecordEncoder(Protocol):
 class Completions:
     """`prompt` and `completion`, two texts."""
 
-    fingerprint = "completion"
+    fingerprint = "completion-2"
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
+        self._continuing = tokenizer.continuing()
 
     def encode_batch(self, records: Sequence[Record]) -> list[MaskedTokens | str]:
         return [self._encode(record["prompt"], record["completion"]) for record in records]
@@ -83,7 +92,8 @@ class Completions:
         if not completion:
             return "no answer to learn: 'completion' is empty"
         eos = [] if self._tokenizer.eos_id is None else [self._tokenizer.eos_id]
-        before, after = self._tokenizer.encode_batch([prompt, completion])
+        before = self._tokenizer.encode(prompt)
+        after = (self._continuing if prompt else self._tokenizer).encode(completion)
         ids = np.concatenate([before, after, np.array(eos, dtype=np.int64)])
         return _with_answer(ids, np.arange(len(ids)) >= len(before), "'completion' is the document's first token alone")
 
@@ -108,63 +118,50 @@ class Conversations:
         self._tokenizer, known = tokenizer, tokenizer.token_names
         self._names = {name: known[name] for name in (*NAMED_TOKENS, *sorted(own)) if name in known}
         content = json.dumps([sources, self._names, tokenizer.special_tokens]).encode("utf-8", "surrogatepass")
-        self.fingerprint = "messages-2-" + hashlib.sha256(content).hexdigest()[:32]
+        self.fingerprint = "messages-3-" + hashlib.sha256(content).hexdigest()[:32]
 
     def encode_batch(self, records: Sequence[Record]) -> list[MaskedTokens | str]:
         return [self._encode(record) for record in records]
 
     def _encode(self, record: Record) -> MaskedTokens | str:
-        messages = record["messages"]
-        tools = _tools(record.get("tools"))
-        if not isinstance(messages, list) or not all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
-        ):
-            return "'messages' is no list of objects with a 'role'"
-        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-            return "'tools' is no list of objects, nor the JSON text of one"
-        template = self._templates["tool_use" if tools and "tool_use" in self._templates else "default"]
-        programs = template.programs
-        messages = [_as_templates_know_it(message) for message in messages]
-        if _BEGIN[0] in json.dumps([messages, tools], ensure_ascii=False, default=str):
-            return "a message holds the noncharacter U+FDD0, which marks answers here; remove it"
         try:
-            text, answers = self._rendered(programs, messages, tools or None)
+            messages = _messages(record)
+            trained = [_is_trained(i, message) for i, message in enumerate(messages, 1)]
+            text, answers = self._rendered(self._writer(record), messages, trained)
         except _Problem as problem:
             return str(problem)
-        except Exception as error:  # whatever the template raises
-            return f"the chat template refuses it: {type(error).__name__}: {error}"
         ids, places = self._tokenizer.encode_with_places(text)  # places [n, 2]: characters of each token
         loss_mask = np.zeros(len(ids), dtype=bool)
         for begin, end in answers:
             loss_mask |= (places[:, 0] < end) & (begin < places[:, 1])
-        return _with_answer(ids, loss_mask, f"nothing is said by the role {ANSWERER!r}")
+        return _with_answer(ids, loss_mask, f"no message of the role {ANSWERER!r} is trained on")
 
-    def _rendered(
-        self, programs: _Programs, messages: list[Record], tools: object
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and the ranges of its characters that are answers."""
+    def _writer(self, record: Record) -> _Writer:
+        tools = [] if record.get("tools") == "" else _parsed(record.get("tools"))
+        if not _are_objects(tools or []):
+            raise _Problem("'tools' is no list of objects, nor the JSON text of one")
+        variables = _parsed(record.get("chat_template_kwargs") or {})
+        if not isinstance(variables, dict) or {"messages", "tools", "add_generation_prompt"} & variables.keys():
+            raise _Problem("'chat_template_kwargs' is no object, or has messages, tools or add_generation_prompt")
+        name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
+        return _Writer(self._templates[name].programs, {"documents": None, **self._names, **variables, "tools": tools})
 
-        def render(messages: list[Record], program: jinja2.Template = programs.plain, prompts: bool = False) -> str:
-            with _in_time():
-                return program.render(
-                    messages=messages, tools=tools, documents=None, add_generation_prompt=prompts, **self._names
-                )
-
-        whole = render(messages)
-        answers = []
-        if programs.marked is not None:
-            plain, answers = _cut_marks(render(messages, programs.marked))
+    def _rendered(self, write: _Writer, messages: list[Record], trained: list[bool]) -> tuple[str, Ranges]:
+        """The text of a conversation, and the ranges of its characters that are trained on."""
+        messages, whole = _with_arguments(write, messages)
+        _check_all_written(write, messages, whole)
+        if write.programs.marked is not None:
+            plain, answers = _cut_marks(write(messages, write.programs.marked))
             if plain != whole:
                 raise _Problem(
                     "the chat template changes what it has between {% generation %} and {% endgeneration %}; have it "
                     "change that inside of them"
                 )
-            return whole, answers
-        for i, message in enumerate(messages):
-            if message["role"] != ANSWERER:
-                continue
-            prompt = render(messages[:i], prompts=True)
-            answered = render(messages[: i + 1])
+            return whole, _trained_of(answers, messages, trained)
+        answers = []
+        for i in np.flatnonzero(trained):
+            prompt = write(messages[:i], add_generation_prompt=True)
+            answered = write(messages[: i + 1])
             if not (answered.startswith(prompt) and whole.startswith(answered)):
                 raise _Problem(
                     f"message {i + 1}: the chat template writes this answer otherwise as a prompt, or once the "
@@ -174,6 +171,70 @@ class Conversations:
             end = len(closed if closed.endswith(self._tokenizer.special_tokens) else answered)
             answers.append((len(prompt), end))
         return whole, answers
+
+
+class _Writer(NamedTuple):
+    """A chat template, and the variables that a record gives it beside its messages."""
+
+    programs: _Programs
+    variables: dict[str, Any]
+
+    def __call__(self, messages: list[Record], program: jinja2.Template | None = None, **variables: Any) -> str:
+        values = {"add_generation_prompt": False, **self.variables, **variables, "messages": messages}
+        if _BEGIN[0] in json.dumps(values, ensure_ascii=False, default=str):
+            raise _Problem("a message holds the noncharacter U+FDD0, which marks answers here; remove it")
+        try:
+            with _in_time():
+                return (program or self.programs.plain).render(values)
+        except Exception as error:  # whatever the template raises
+            null = next(
+                (f"message {i}'s content is null; " for i, m in enumerate(messages, 1) if "content" not in m), ""
+            )
+            raise _Problem(f"{null}the chat template refuses it: {type(error).__name__}: {error}") from error
+
+
+def _with_arguments(write: _Writer, messages: list[Record]) -> tuple[list[Record], str]:
+    """The messages and their text; arguments of calls that are JSON text become objects, if the template quotes that or
+    does not take it."""
+    objects = json.loads(json.dumps(messages), object_hook=_with_object)
+    try:
+        whole = write(messages)
+        if not _QUOTED.search(whole):
+            return messages, whole
+    except _Problem:
+        if objects == messages:
+            raise
+    return objects, write(objects)
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    return {name: _parsed(value) if name == "arguments" else value for name, value in call.items()}
+
+
+def _check_all_written(write: _Writer, messages: list[Record], whole: str) -> None:
+    """Raises _Problem if the text would be the same without a tool or a call."""
+    tools = write.variables["tools"] or []
+    fewer = [("'tools'", messages, tools[:-1])] if tools else []
+    for i, message in enumerate(messages):
+        if calls := message.get("tool_calls"):
+            without = [*messages[:i], {**message, "tool_calls": calls[:-1]}, *messages[i + 1 :]]
+            fewer.append((f"'tool_calls' of message {i + 1}", without, write.variables["tools"]))
+    for what, without, tools in fewer:
+        text = ""
+        with suppress(_Problem):
+            text = write(without, tools=tools)
+        if text == whole:
+            raise _Problem(f"the chat template does not write all {what}; take one that does (docs/data.md has one)")
+
+
+def _trained_of(answers: Ranges, messages: list[Record], trained: list[bool]) -> Ranges:
+    """Those of the answers, one for each message of the role, that are trained on."""
+    said = [is_trained for is_trained, message in zip(trained, messages) if message["role"] == ANSWERER]
+    if all(said):
+        return answers
+    if len(answers) != len(said):
+        raise _Problem(f"a weight of 0, and not one answer for each message of the role {ANSWERER!r}; {_REMEDY}")
+    return [answer for answer, is_trained in zip(answers, said) if is_trained]
 
 
 @contextmanager
@@ -217,7 +278,7 @@ class _Template:
     def _refusing(self) -> Iterator[None]:
         try:
             yield
-        except jinja2.TemplateError as error:
+        except Exception as error:  # of jinja2, or of a constant that is computed
             raise ValueError(
                 f"model.tokenizer_path: its chat template {self._name!r} is not one: {error}; repair it"
             ) from error
@@ -227,17 +288,41 @@ class _Problem(Exception):
     """What is wrong with a document."""
 
 
-def _tools(given: object) -> object:
-    """A record's tools. Some tables hold them as the text of a JSON list, since each has arguments of its own."""
+def _parsed(value: object) -> object:
+    """What a field holds; some tables hold it as JSON text, since each row has fields of its own there."""
     try:
-        return parse_json(given, Any) if isinstance(given, str) else given
+        return parse_json(value, Any) if isinstance(value, str) else value
     except ValueError:
-        return given
+        return value
+
+
+def _are_objects(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(element, dict) for element in value)
+
+
+def _messages(record: Record) -> list[Record]:
+    """A record's messages, as templates know them."""
+    messages = record.get("messages")
+    if messages is None and _are_objects(messages := record.get("conversations")) and record.get("system"):
+        messages = [{"role": "system", "content": record["system"]}, *messages]
+    messages = [_as_templates_know_it(message) for message in messages] if _are_objects(messages) else [{}]
+    for i, message in enumerate(messages, 1):
+        if not isinstance(message.get("role"), str) or not _are_objects(message.get("tool_calls", [])):
+            raise _Problem(
+                f"'messages' is no list of objects with a 'role' (or 'from': {', '.join(_SHARE_GPT)}), whose "
+                "'tool_calls', if any, are objects"
+            )
+        if "content" not in message and not any(map(message.get, ("tool_calls", *_REASONING))):
+            raise _Problem(f"message {i}: its content is null, and it calls nothing; write its text, or leave it out")
+    return messages
 
 
 def _as_templates_know_it(message: Record) -> Record:
     """The message without null fields: saved tables give every message the fields of all, null where it has none of its
     own. Its reasoning is under the name that most templates read, and under gpt-oss's."""
+    if message.get("role") is None:
+        role = _SHARE_GPT.get(str(message.get("from")))
+        message = {**message, "role": role, "content": message.get("value", message.get("content"))}
     message = {key: value for key, value in message.items() if value is not None}
     reasoning = next((message[name] for name in _REASONING if name in message), None)
     if reasoning is None:
@@ -245,12 +330,20 @@ def _as_templates_know_it(message: Record) -> Record:
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
+def _is_trained(i: int, message: Record) -> bool:
+    weights = {name: message[name] for name in _WEIGHTS if name in message}
+    for name, weight in weights.items():
+        if weight not in (0, 1):
+            raise _Problem(f"message {i}: {name!r} is {weight!r}; give 0 (not trained on) or 1")
+    return message["role"] == ANSWERER and all(weights.values())
+
+
 def _with_answer(tokens: np.ndarray, loss_mask: np.ndarray, lacking: str) -> MaskedTokens | str:
     """A document, or what is wrong if it has nothing to learn: the first token is never predicted."""
     return MaskedTokens(tokens, loss_mask) if loss_mask[1:].any() else f"no answer to learn: {lacking}"
 
 
-def _cut_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
+def _cut_marks(text: str) -> tuple[str, Ranges]:
     """A text without its marks, and the ranges that were between them."""
     parts = re.split(f"({_BEGIN}|{_END})", text)
     plain = []

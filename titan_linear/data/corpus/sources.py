@@ -4,7 +4,8 @@
     text      a file, a folder (all its files but hidden ones) or globs, several of them separated by commas; a file is
               a document
     jsonl     the same, *.jsonl (also compressed: .gz, .zst, .xz, .bz2) in folders; a line is a document: its text field
-    parquet   the same, *.parquet in folders; a row is a document: its text column
+    parquet   the same, *.parquet in folders; a row is a document: its text column. In folders of records, those that
+              begin with "_" (a table's log, what a job left unfinished) are no part of them
     arrow     the same, *.arrow in folders; a row is a document. A folder that Hugging Face's `datasets` saved is read
               in the order that its state.json gives
 
@@ -29,18 +30,23 @@ import zlib
 from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from pydantic import BaseModel, Field
 from pydantic_core import to_json
 
-from titan_linear.storage.files import read_json
+from titan_linear.storage.files import read_json, shown
 
 TEXT_SOURCES = ("stdlib", "text", "jsonl", "parquet", "arrow")
 FIELD_SOURCES = ("jsonl", "parquet", "arrow")  # of records
 # Fields of a record that is a conversation, by format: those it must have, and those it may have.
-RECORD_FIELDS = {"messages": (("messages",), ("tools",)), "completion": (("prompt", "completion"), ())}
+RECORD_FIELDS = {
+    "messages": (("messages",), ("conversations", "system", "tools", "chat_template_kwargs")),
+    "completion": (("prompt", "completion"), ()),
+}
+_OTHER_NAMES = {"messages": "conversations"}  # ShareGPT's
 FORMATS = ("text", *RECORD_FIELDS)
 SUFFIXES = {
     "text": ("",),
@@ -87,7 +93,10 @@ class _Fields:
     needed: tuple[str, ...]
     optional: tuple[str, ...] = ()
     is_text: bool = True
-    remedy: str = "set training.dataset_text_field (titan-linear corpus: --text-field)"
+    remedy: str = (
+        "set training.dataset_text_field (titan-linear corpus: --text-field), or for conversations "
+        "training.dataset_format (--format)"
+    )
 
     def document(self, record: dict[str, Any], origin: str, size: float) -> Document:
         if missing := self.missing(record):
@@ -96,7 +105,8 @@ class _Fields:
         if self.is_text:
             (name,) = self.needed
             if not isinstance(content := record[name], str):
-                return Document("", origin, size, f"{name!r} is {type(content).__name__}, not text")
+                remedy = f"; {self.remedy}" if isinstance(content, list) else ""
+                return Document("", origin, size, f"{name!r} is {type(content).__name__}, not text{remedy}")
         try:
             to_json(content, bytes_mode="base64", fallback=str)
         except ValueError as error:  # half a character, or it is nested more than 250 deep
@@ -105,7 +115,7 @@ class _Fields:
 
     def missing(self, names: Iterable[str], what: str = "field") -> str:
         """What to say if a needed field is missing; else ""."""
-        name = next((name for name in self.needed if name not in names), None)
+        name = next((name for name in self.needed if not {name, _OTHER_NAMES.get(name)} & {*names}), None)
         return "" if name is None else f"no {what} {name!r} (it has: {', '.join(map(repr, names))}); {self.remedy}"
 
 
@@ -133,7 +143,7 @@ def source_files(dataset: str, dataset_path: str | None, *, path_key: str = "tra
     for pattern in [dataset_path] if os.path.exists(dataset_path) else dataset_path.split(","):
         if not pattern.strip():
             raise ValueError(f"{path_key} = {dataset_path!r}: nothing stands beside a comma; leave the comma out")
-        found = _expand(pattern.strip(), suffixes)
+        found = _expand(pattern.strip(), dataset)
         if not found:
             here = "" if Path(os.path.expanduser(pattern.strip())).is_absolute() else f" in {os.getcwd()}"
             raise ValueError(
@@ -205,18 +215,24 @@ def _refuse_unreadable(error: OSError) -> None:
     raise ValueError(f"{error.filename} cannot be read: {error.strerror}; give the permission, or leave the folder out")
 
 
-def _expand(pattern: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """The files of a file's path, a folder's, or a glob; if a glob matches only folders, the files in them."""
+def _expand(pattern: str, dataset: str) -> list[Path]:
+    """The files of a file's path, a folder's, or a glob; if a glob matches only folders, the files in them. Of records,
+    none in a folder below that begins with "_", unless the glob names it: a table's log, what a job left unfinished."""
     path = Path(os.path.expanduser(pattern)).absolute()
-    if path.is_dir():
-        return _walk(path, suffixes)
-    if path.exists():
+    if path.exists() and not path.is_dir():
         return [path]
-    folder = next(parent for parent in path.parents if parent.is_dir())  # its own name may hold brackets
-    names = glob.glob(str(path.relative_to(folder)), root_dir=folder, recursive=True)
-    folders = [folder / name for name in names if (folder / name).is_dir()]
-    files = [folder / name for name in names if folder / name not in folders]
-    return files or [file for each in folders for file in _walk(each, suffixes)]
+    folder = next(each for each in (path, *path.parents) if each.is_dir())  # its own name may hold brackets
+    below = path.relative_to(folder)
+    matches = [folder / name for name in glob.glob(str(below), root_dir=folder, recursive=True)]
+    files = [match for match in matches if not match.is_dir()]
+    files = files or [file for match in matches for file in _walk(match, SUFFIXES[dataset])]
+    if dataset == "text":
+        return files
+    return [
+        file
+        for file in files
+        if not any(name.startswith("_") for name in {*file.relative_to(folder).parent.parts} - {*below.parts})
+    ]
 
 
 def _each_once(files: Set[Path]) -> set[Path]:
@@ -267,7 +283,15 @@ def _read_text(file: Path, _: _Fields) -> Iterator[Document]:
     with file.open("rb") as raw, _decompressed(raw) as text:
         _check_kind(file, text.peek(1), "text")
         data = text.read().removeprefix(codecs.BOM_UTF8)
-    yield Document(data.decode("utf-8", "surrogateescape"), str(file), file.stat().st_size)
+    problem = "lines of JSON; training.dataset = 'jsonl' reads them" if _holds_records(file, data) else ""
+    yield Document(data.decode("utf-8", "surrogateescape"), shown(file), file.stat().st_size, problem)
+
+
+def _holds_records(file: Path, data: bytes) -> bool:
+    """Whether a file's first lines are objects of JSON: two, or one where its name says so."""
+    head = islice(filter(bytes.strip, io.BytesIO(data)), 2)
+    lines = [_line(line, "", 0, _Fields((), is_text=False)) for line in head]
+    return len(lines) > 1 - file.name.endswith(SUFFIXES["jsonl"]) and not any(line.problem for line in lines)
 
 
 def _read_jsonl(file: Path, fields: _Fields) -> Iterator[Document]:
@@ -282,7 +306,7 @@ def _read_jsonl(file: Path, fields: _Fields) -> Iterator[Document]:
         for number, line in enumerate(lines, 1):
             before, read = read, raw.tell()  # bytes of the file on disk, which is read in blocks
             if line := line.removeprefix(codecs.BOM_UTF8 if number == 1 else b"").strip():
-                yield _line(line, f"{file}, line {number}", read - before, fields)
+                yield _line(line, f"{shown(file)}, line {number}", read - before, fields)
 
 
 def _line(line: bytes, origin: str, size: float, fields: _Fields) -> Document:
@@ -291,7 +315,7 @@ def _line(line: bytes, origin: str, size: float, fields: _Fields) -> Document:
     except (ValueError, RecursionError) as error:
         return Document("", origin, size, f"not JSON in UTF-8: {error}")
     if not isinstance(record, dict):
-        return Document("", origin, size, f"not a JSON object with a field {fields.needed[0]!r}")
+        return Document("", origin, size, f"not a JSON object with a field {', '.join(map(repr, fields.needed))}")
     return fields.document(record, origin, size)
 
 
@@ -362,6 +386,8 @@ def _of_bytes(kind: Any) -> Any:
     """The type with bytes in place of texts, also inside lists and structs."""
     import pyarrow as pa
 
+    if isinstance(kind, pa.MapType):
+        return pa.map_(_of_bytes(kind.key_type), kind.item_field.with_type(_of_bytes(kind.item_type)))
     if pa.types.is_list(kind):
         return pa.list_(kind.value_field.with_type(_of_bytes(kind.value_type)))
     if pa.types.is_large_list(kind):
@@ -384,7 +410,7 @@ def _columns(file: Path, names: list[str], fields: _Fields) -> list[str]:
 def _rows(file: Path, batches: Iterable[Any], size: float, fields: _Fields) -> Iterator[Document]:
     records = (record for batch in batches for record in _records(batch, fields))
     for number, record in enumerate(records, 1):
-        origin = f"{file}, row {number}"
+        origin = f"{shown(file)}, row {number}"
         bad = isinstance(record, str)
         yield Document("", origin, size, record) if bad else fields.document(record, origin, size)
 
@@ -403,8 +429,8 @@ def _records(batch: Any, fields: _Fields) -> Iterator[dict[str, Any] | str]:
 
 
 def _as_in_json(value: Any, kind: Any) -> Any:
-    """A value of a table's type or schema as JSON has it: without the nulls that fill up structs, which in a table all
-    have the same fields; text of the type JSON is read.
+    """A value of a table's type as JSON has it: maps are objects, bytes are texts in UTF-8, texts of the type JSON are
+    read, and nulls that fill up structs, which in a table all have the same fields, are left out.
     """
     import pyarrow as pa
 
@@ -412,8 +438,14 @@ def _as_in_json(value: Any, kind: Any) -> Any:
         return None
     if isinstance(kind, pa.BaseExtensionType) and kind.extension_name == "arrow.json":
         return json.loads(value)
-    if isinstance(kind, pa.Schema) or pa.types.is_struct(kind):
+    if isinstance(kind, pa.Schema | pa.StructType):
         return {field.name: _as_in_json(x, field.type) for field in kind if (x := value[field.name]) is not None}
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+    if isinstance(kind, pa.MapType):
+        return {str(_as_in_json(key, kind.key_type)): _as_in_json(x, kind.item_type) for key, x in value}
+    if isinstance(value, list):
         return [_as_in_json(x, kind.value_type) for x in value]
+    if isinstance(value, bytes):
+        return value.decode("utf-8")
+    if not isinstance(value, str | int | float):
+        raise ValueError(f"JSON has no {kind}; cast it to text or a number")
     return value

@@ -8,11 +8,13 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
+import math
 import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,6 +44,9 @@ _CHANGES_TOKENS = (
 NAMED_TOKENS = ("bos_token", "cls_token", "mask_token", "pad_token", "sep_token", "unk_token", "eos_token")
 _TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
 _OTHER_KIND = re.compile(r"tiktoken|tekken|\.model\b|^vocab\.|^merges\.txt$")  # names of tokenizers of other kinds
+# Settings with which the parts of a tokenizer put no space before a text, and take none from it.
+_NO_SPACE = {"prepend": "", "strip_left": False, "prepend_scheme": "never", "add_prefix_space": False}
+_GROWTH = 10_000  # the most characters that may be made of one: real tokenizers make some tens
 _COPIED = ("vocab.json", "merges.txt", "tokenizer.model", "generation_config.json")
 
 
@@ -66,6 +71,11 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of each text, in parallel where the tokenizer can."""
+        ...
+
+    def continuing(self) -> Tokenizer:
+        """This tokenizer for texts that go on from another: it puts no space before them. Raises ValueError if there is
+        none."""
         ...
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
@@ -95,6 +105,9 @@ class ByteTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [self.encode(text) for text in texts]
+
+    def continuing(self) -> ByteTokenizer:
+        return self
 
     def decode_bytes(self, ids: Iterable[int], end: bytes = b"") -> bytes:
         """The exact bytes, the inverse of `encode` for any input, with `end` in the place of other tokens."""
@@ -147,6 +160,15 @@ class HuggingFaceTokenizer:
         adds_tokens = self._tokenizer.num_special_tokens_to_add(is_pair=False) > 0
         content = json.loads(data)
         self._added = content.get("added_tokens") or []
+        # A part that writes n characters for some makes at most n + 1 of each; one that writes bytes as letters, 4.
+        growth = math.prod(
+            4 if part.get("type") == "ByteLevel" else 1 + len(part.get("content", "")) for part in _parts(content)
+        )
+        if growth > _GROWTH:
+            raise ValueError(
+                f"model.tokenizer_path: {file} may make {growth:.0e} characters of one, which takes all memory; take "
+                "one from a source that you trust"
+            )
         self._content, self._off = _of_texts_alone(data, content, adds_tokens)
         self._tokenizer.post_processor = None  # it would also move the places of tokens
         self._tokenizer.no_truncation()
@@ -189,6 +211,19 @@ class HuggingFaceTokenizer:
         with _refusals():
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.int64), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+
+    def continuing(self) -> HuggingFaceTokenizer:
+        content = json.loads(self._content)
+        for part in _parts(content):
+            part |= {key: value for key, value in _NO_SPACE.items() if key in part}
+            if part.get("type") == "WhitespaceSplit":  # all spaces in a text are those that are put before its words
+                raise ValueError(
+                    f"training.dataset_format = 'completion': {self._file} puts a space before every text, so before "
+                    "completions too; set model.tokenizer_path to a tokenizer that keeps spaces as they are"
+                )
+        other = copy(self)
+        other._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
+        return other
 
     @cached_property
     def chat_templates(self) -> dict[str, str]:
@@ -289,6 +324,18 @@ def _of_texts_alone(data: bytes, content: dict[str, Any], adds_tokens: bool) -> 
         off.append("dropout")
         content["model"]["dropout"] = None
     return _json(content) if off else data, off
+
+
+def _parts(content: Any) -> Iterator[dict[str, Any]]:
+    """What changes texts in a tokenizer.json, and all that it is made of."""
+    parts = [content.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            yield part
+            parts += part.values()
+        elif isinstance(part, list):
+            parts += part
 
 
 @contextmanager

@@ -39,7 +39,7 @@ from titan_linear.data.corpus.corpus import (
 )
 from titan_linear.data.corpus.tokenise import Tokens
 from titan_linear.data.corpus.tokenizer import Tokenizer
-from titan_linear.storage.files import lock, open_own, read_json, sync, write_whole
+from titan_linear.storage.files import lock, open_own, read_json, shown, sync, write_whole
 
 JOURNAL_SECONDS = 5.0  # of tokenising that a kill costs
 JOURNAL = "journal.json"
@@ -130,7 +130,7 @@ def write_into(
         content = _write_arrays(temporary, documents, tokenizer, journal)
         names = _names(journal)
         if dataset:
-            write_whole(temporary / PATHS, as_json(list(map(str, texts))))
+            write_whole(temporary / PATHS, as_json(list(map(shown, texts))))
             names.append(PATHS)
         source = _source(dataset, len(texts), journal) if dataset else None
         files = {name: described(temporary / name) for name in names}
