@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     KimiLinearConfig,
@@ -31,6 +32,8 @@ from transformers import (
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
     Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from tests import hf_workers as workers
@@ -46,10 +49,12 @@ from titan_linear.commands import convert, generate
 from titan_linear.config import check_config, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.models import mixers
-from titan_linear.models.adapters import config_to_hf, placements
+from titan_linear.models.adapters import config_to_hf, ignored, placements
+from titan_linear.models.config import differences
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.presets import MODELS, preset
+from titan_linear.run import exports
 from titan_linear.run.build import tokenizer_path
 from titan_linear.run.console import first_weights, model_name
 from titan_linear.run.generate import Sampling, generate_tokens
@@ -63,6 +68,7 @@ from titan_linear.storage.step_folders import Content, Progress
 
 FLA = {"FLA KDA": KDA, "FLA GDN": replace(preset("gdn", "debug"), norm_eps=1e-6, tie_embeddings=True)}
 CASES = [*hf_models.MODELS, *FLA]
+PROCESSORS = ("preprocessor_config", "video_preprocessor_config", "processor_config", "chat_template")
 
 
 @pytest.fixture(scope="module")
@@ -165,9 +171,13 @@ def test_what_is_written_is_not_what_was_computed_with(folders: Callable[[str], 
 
 
 def test_what_is_not_ours_is_kept(folders: Callable[[str], Path], tmp_path: Path) -> None:
-    """Vision and multi-token prediction come out as they went in; a copy of a tied embedding, stale, is left out."""
+    """Vision, multi-token prediction and the settings of processors come out as they went in; a copy of a tied
+    embedding, stale, is left out."""
     source = tmp_path / "source"
     shutil.copytree(folders("Qwen3.5, tied"), source)
+    settings = {f"{name}.json": name.encode() for name in PROCESSORS}
+    for name, content in settings.items():
+        (source / name).write_bytes(content)
     tensors = load_file(source / "model.safetensors")
     extra = {"mtp.fc.weight": torch.randn(3, 5).half(), "model.visual.ids": torch.arange(4)}
     copy = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
@@ -177,6 +187,7 @@ def test_what_is_not_ours_is_kept(folders: Callable[[str], Path], tmp_path: Path
     load_weights(source, model)
     write_folder(tmp_path / "out", config, family, gather(model), dtype=torch.float32, like=source)
     out = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: (tmp_path / "out" / name).read_bytes() for name in settings} == settings
     assert out.keys() == {*tensors, *extra}
     assert all(torch.equal(out[n], t) and out[n].dtype == t.dtype for n, t in extra.items())
     assert all(torch.equal(out[n], t.float()) for n, t in tensors.items())
@@ -203,6 +214,34 @@ def test_an_export_opens_in_its_own_dtype(tmp_path: Path) -> None:
         opened = AutoModelForCausalLM.from_pretrained(out)
         assert {p.dtype for p in opened.parameters()} == {torch.float32} and opened.config.eos_token_id == 3
         assert torch.equal(opened.get_input_embeddings().weight, decoder.embedding.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", [*hf_models.MODELS, *FLA])
+def test_an_export_rounds_what_transformers_rounds(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Tensor by tensor the dtype in which their class saves the model that it opened in this one, by either's names."""
+    source, out, saved = tmp_path / "source", tmp_path / "out", tmp_path / "saved"
+    if name in FLA:
+        model = Decoder(FLA[name])
+        initialise(model, seed=1)
+        write_folder(source, FLA[name], find_family(FLA[name]), gather(model), dtype=torch.float32)
+    else:
+        hf_models.build(name).save_pretrained(source)
+    AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=True).save_pretrained(saved)
+    theirs = load_file(saved / "model.safetensors")
+    family, config = read_model(source)
+    decoder = Decoder(config)
+    load_weights(source, decoder)
+    constants = ignored(config, family, open_folder(source).shapes)
+    for like in (source, None):
+        write_folder(out, config, family, gather(decoder), dtype=dtype, like=like)
+        ours = load_file(out / "model.safetensors")
+        assert ours.keys() | constants == theirs.keys()
+        assert {n: t.dtype for n, t in ours.items() if n not in constants} == {
+            n: t.dtype for n, t in theirs.items() if n not in constants
+        }
+        if like:  # else three convolutions may be of other sizes
+            assert [n for n in ours.keys() - constants if not torch.equal(ours[n], theirs[n])] == []
 
 
 def test_numbers_beyond_a_dtype_are_not_exported_as_infinity(folders: Callable[[str], Path], tmp_path: Path) -> None:
@@ -438,6 +477,64 @@ def test_generation_equals_that_of_transformers(kimi: Path) -> None:
     expected = theirs.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
     cpu = torch.device("cpu")
     assert generate_tokens(model, [prompt], max_new_tokens=8, sampling=Sampling(), device=cpu) == [expected]
+
+
+@pytest.mark.parametrize("name", [name for name, sizes in MODELS.items() if "debug" in sizes and name != "rwkv7"])
+def test_a_preset_is_exported_with_its_length(name: str, tmp_path: Path) -> None:
+    """The class, by whatever name it has it, knows as long a text as the model was trained on."""
+    model = MODELS[name]["debug"]
+    decoder = Decoder(model)
+    initialise(decoder, seed=0)
+    for longest in (16384, 10**6):
+        write_folder(tmp_path / "out", model, find_family(model), gather(decoder), dtype=torch.float32, longest=longest)
+        config = AutoConfig.from_pretrained(tmp_path / "out", trust_remote_code=True)
+        assert config.max_position_embeddings == longest
+        assert not differences(read_model(tmp_path / "out")[1], model)
+
+
+@pytest.mark.parametrize("name", ["Kimi-Linear", "Qwen3-Next", "Granite-H"])
+def test_a_folder_keeps_its_length_or_gets_a_longer_one(name: str, tmp_path: Path) -> None:
+    """By the name that it has there, and the scale of positions that follows from its length stays what it was."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    hf_models.build(name).save_pretrained(source)
+    written = json.loads((source / "config.json").read_text())
+    if name == "Qwen3-Next":
+        del written["rope_parameters"]["original_max_position_embeddings"]
+    (key,) = written.keys() & set(hf_writing.LENGTHS)
+    for length in (128, None):
+        (source / "config.json").write_text(json.dumps(written | {key: length} if length else written))
+        family, model = read_model(source)
+        decoder = Decoder(model)
+        load_weights(source, decoder)
+        had = length or written[key]
+        for longest in (64, 2 * had):
+            write_folder(out, model, family, gather(decoder), dtype=None, like=source, longest=longest)
+            reached = 4 * had if name == "Qwen3-Next" and longest > had else max(longest, had)  # by YaRN, now said
+            assert AutoConfig.from_pretrained(out).max_position_embeddings == reached
+            assert read_model(out) == (family, model)
+
+
+def test_an_export_ends_where_its_tokenizer_does(corpus: Path, tmp_path: Path) -> None:
+    """After the folder's end token was changed, in config.json, also of a text_config, and in generation_config.json;
+    lists that have it stay as they are."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    config = Qwen3NextConfig(**hf_models.QWEN | hf_models.QWEN_MOE | {"vocab_size": 301}, eos_token_id=7)
+    hf_models.randomise(Qwen3NextForCausalLM(config)).save_pretrained(source)
+    make_tokenizer(source)  # its end token is 0
+    run = load_config(arguments(corpus, tmp_path / "run", checkpoint__initial_load_path=source))
+    written = json.loads((source / "config.json").read_text()) | {"bos_token_id": 5}
+    for known, said in ((7, 0), ([7, 9], 0), ([7, 0], [7, 0]), (None, 0)):
+        (source / "config.json").write_text(json.dumps(written | {"eos_token_id": known}))
+        (source / "generation_config.json").write_text(json.dumps({"eos_token_id": known, "top_k": 20}))
+        _, model = read_model(source)
+        decoder = Decoder(model)
+        load_weights(source, decoder)
+        exports.export(out, run, model, build_tokenizer(str(source)), gather(decoder), dtype="source")
+        texts = {name: json.loads((out / name).read_text()) for name in ("config.json", "generation_config.json")}
+        assert [text["eos_token_id"] for text in texts.values()] == [said, said]
+        assert texts["config.json"]["bos_token_id"] == 5 and texts["generation_config.json"]["top_k"] == 20
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert tokenizer.eos_token_id == AutoModelForCausalLM.from_pretrained(out).generation_config.eos_token_id == 0
 
 
 # --- Folders and runs that are refused -------------------------------------------------------------------------------

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import (
     KimiLinearConfig,
@@ -373,6 +375,12 @@ def test_numbers_at_odds_are_refused(model: tuple[str, str], change: dict, words
         ("granite-h", {"hidden_act": "gelu"}, "hidden_act = 'gelu'; only 'silu'"),
         ("granite-h", {"time_step_limit": ["a", 3]}, "a value is of another kind"),
         ("falcon-h1", {"mamba_norm_before_gate": True}, "mamba_norm_before_gate = True; only False is known"),
+        ("qwen3.5", {"output_gate_type": "sigmoid"}, "output_gate_type = 'sigmoid'; only 'swish' or 'silu' is known"),
+        ("qwen3.5", {"attn_output_gate": False}, "attn_output_gate = False; only True is known"),
+        ("kimi-linear", {"mla_use_output_gate": True}, "mla_use_output_gate = True; only False is known"),
+        ("ling-3", {"no_kda_lora": False}, "no_kda_lora = False; only True is known"),
+        ("ling-3", {"rope_interleave": False}, "rope_interleave = False; only True is known"),
+        ("ling-3", {"score_function": "softmax"}, "score_function = 'softmax'; only 'sigmoid' is known"),
         ("falcon-h1", {"projectors_bias": True}, "projectors_bias = True; only False is known"),
         ("falcon-h1", {"mlp_multipliers": [0.5]}, "mlp_multipliers = [0.5]; give 2 numbers"),
         ("falcon-h1", {"ssm_multipliers": [1, 2, 3, 4]}, "ssm_multipliers = [1, 2, 3, 4]; give 5 numbers"),
@@ -391,6 +399,50 @@ def test_what_is_not_as_we_have_it_is_refused(name: str, change: dict, words: st
     written = config_to_hf(find_family(MODELS[name]["debug"]), MODELS[name]["debug"]) | change
     with pytest.raises(ValueError, match=re.escape(words)):
         config_from_hf({key: value for key, value in written.items() if value is not None})
+
+
+def places(config: dict) -> Iterator[tuple[str, ...]]:
+    """Keys, and those of tables."""
+    for key, value in config.items():
+        yield (key,)
+        yield from ((key, name) for name in (value if isinstance(value, dict) else ()))
+
+
+def at_place(config: dict, place: tuple[str, ...], how: str) -> dict:
+    """The config.json with nothing, or null, in this place."""
+    changed = deepcopy(config)
+    table = changed if len(place) == 1 else changed[place[0]]
+    del table[place[-1]]
+    return changed if how == "missing" else (table.update({place[-1]: None}) or changed)
+
+
+def as_we_read(config: dict) -> tuple[str, ModelConfig] | None:
+    """None: it is refused."""
+    try:
+        return config_from_hf(config)
+    except ValueError:
+        return None
+
+
+@pytest.mark.parametrize("how", ["missing", "null"])
+@pytest.mark.parametrize("name", hf_models.MODELS)
+def test_what_a_folder_leaves_out_is_as_transformers_has_it(name: str, how: str) -> None:
+    """Of each key in turn: we read what the installed class makes of the rest, or refuse it."""
+    model = hf_models.MODELS[name]()
+    kind, written = type(model.config), model.config.to_dict() | {"architectures": [type(model).__name__]}
+    assert as_we_read(written)
+    wrong, read = [], 0
+    for place in places(written):
+        config = at_place(written, place, how)
+        if place == ("architectures",) or (ours := as_we_read(config)) is None:
+            continue
+        try:
+            completed = kind.from_dict(deepcopy(config)).to_dict() | {"architectures": written["architectures"]}
+        except (StrictDataclassError, KeyError):  # their class refuses it
+            continue
+        wrong += [place] * (ours != as_we_read(completed))
+        read += 1
+    assert not wrong and read > 20, (wrong, read)
 
 
 def test_limits_of_time_steps() -> None:
@@ -473,15 +525,16 @@ def without_shared_experts() -> dict[str, torch.nn.Module]:
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("name", ["Kimi-Linear", "Qwen3-Next"])
 def test_a_family_without_shared_experts(name: str, tmp_path: Path) -> None:
-    """The model is theirs, its config.json goes there and back, and the key may be missing or null."""
+    """The model is theirs, its config.json goes there and back, and the key may be null."""
     model = hf_models.randomise(without_shared_experts()[name])
     written, disk = hf_models.save(model, tmp_path)
     family, config = config_from_hf(written)
     assert config.moe.shared_hidden_dim == 0 and not config.moe.shared_gate
     assert config_from_hf(config_to_hf(family, config)) == (family, config)
-    keys = {"num_shared_experts", "n_shared_experts", "shared_expert_intermediate_size"}
-    for other in ({k: v for k, v in written.items() if k not in keys}, written | dict.fromkeys(keys)):
-        assert config_from_hf(other) == (family, config)
+    keys = written.keys() & {"num_shared_experts", "n_shared_experts", "shared_expert_intermediate_size"}
+    assert config_from_hf(written | dict.fromkeys(keys)) == (family, config)
+    with pytest.raises(ValueError, match=r"shared_expert.* is missing"):  # transformers has some then
+        config_from_hf({k: v for k, v in written.items() if k not in keys})
     tokens, bounds = torch.arange(T) % hf_models.VOCAB, DOCUMENTS["packed"]
     logits, loss, _ = hf_models.reference(model, tokens, bounds)
     plan = BatchPlan(positions(bounds), cu_seqlens=torch.tensor(bounds, dtype=torch.int32))

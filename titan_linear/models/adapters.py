@@ -149,9 +149,8 @@ def _read(family: Family, config: Mapping[str, object]) -> ModelConfig:
     return model
 
 
-def config_to_hf(family: str, config: ModelConfig, **extra: object) -> dict[str, object]:
-    """The dict of a config.json. `extra` are keys that a `ModelConfig` does not determine: dtype, eos_token_id (by
-    default no tokens are special), max_position_embeddings, ... ValueError for a model that is not of this family."""
+def config_to_hf(family: str, config: ModelConfig) -> dict[str, object]:
+    """The dict of a config.json, in which no tokens are special. ValueError for a model that is not of this family."""
     if family not in FAMILIES:
         raise ValueError(f"family = {family!r} is unknown; use one of {', '.join(FAMILIES)}")
     if unknown := {layer.name for layer in config.layers if layer.kinds not in FAMILIES[family].layers}:
@@ -161,7 +160,7 @@ def config_to_hf(family: str, config: ModelConfig, **extra: object) -> dict[str,
         said = ", ".join(f"{option} = {ours!r}" for option, (ours, _) in found.items())
         raise ValueError(f"{family} cannot hold this model: {said}; use another")
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # transformers' defaults are one model's
-    return {"architectures": [family], **written, **tokens, **extra}
+    return {"architectures": [family], **written, **tokens}
 
 
 # --- From the table to placements ------------------------------------------------------------------------------------

@@ -97,7 +97,11 @@ def export(
         like: a Hugging Face folder of the same model; by default the one that the run began from, if it did.
     """
     like = like or hf_weights(config)
-    kept = like and tokenizer_path(config) == str(Path(like) / "tokenizer.json")  # its tokenizer, so also its end token
+    tokens = {"eos_token_id": tokenizer.eos_id}
+    if like and tokenizer_path(config) == str(Path(like) / "tokenizer.json"):
+        tokens = {name: token for name, token in tokens.items() if token is not None}
+    else:
+        tokens |= {"bos_token_id": None, "pad_token_id": None}
     write_folder(
         path,
         model,
@@ -106,7 +110,8 @@ def export(
         dtype=EXPORT_DTYPES[dtype],
         like=Path(like) if like else None,
         tokenizer=tokenizer.hugging_face_files(),
-        extra={} if kept else {"bos_token_id": None, "eos_token_id": tokenizer.eos_id, "pad_token_id": None},
+        extra=tokens,
+        longest=config.training.seq_len,
     )
 
 

@@ -42,6 +42,7 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 Files = Mapping[str, bytes]  # by name
 SHARD = 5 * 10**9  # bytes per file
 TOKENIZER = "tokenizer.json"
+LENGTHS = ("max_position_embeddings", "model_max_length")  # names of the longest text in a config.json
 
 
 class Planned(NamedTuple):
@@ -110,6 +111,7 @@ def write_folder(
     like: Path | None = None,
     tokenizer: Files | None = None,
     extra: Mapping[str, object] | None = None,
+    longest: int = 0,
     shard_bytes: int = SHARD,
 ) -> None:
     """Write a folder that `transformers` opens. It gets its name once everything in it is on disk.
@@ -119,12 +121,15 @@ def write_folder(
     Args:
         family: the architecture (models/families/); with `like`, that of `like`.
         get: name -> the whole parameter; see `gather`.
-        dtype: of every tensor; None: each has the dtype of the tensor of its name in `like`.
-        like: a folder of the same model, but for positions, from which to take the names, config.json and the tensors
-            of no concern to us (vision, multi-token prediction); by default names and config.json are those that
-            `transformers` writes.
+        dtype: of every tensor, at least float32 for `Family.float32`; None: each has the dtype of the tensor of its
+            name in `like`.
+        like: a folder of the same model, but for positions, from which to take the names, config.json, and what is of
+            no concern to us (vision, multi-token prediction, processors); by default names and config.json are those
+            that `transformers` writes.
         tokenizer: its files.
-        extra: further keys of config.json, which also replace those of `like`.
+        extra: further keys of config.json, which also replace those of `like`; tokens by name only where `like` does
+            not list them.
+        longest: tokens of the texts that the model was trained on; `like` may know longer ones.
 
     Raises:
         ValueError: `like` is of another model; the architecture cannot hold the model.
@@ -138,8 +143,9 @@ def write_folder(
     # Those that are no part of the language model, except a stale copy of the embedding.
     others = sorted(ignored(model, family, source.shapes) - {HEAD}) if source else []
     copied = [source.tensors[name] for name in others]
-    config = _config_json(model, family, dtype, source, extra or {})
-    writer = _Writer(temporary, _plan(found, dtype, source, copied), shard_bytes)
+    config = _config_json(model, family, dtype, source, extra or {}, longest)
+    files = _beside(config, like) | dict(tokenizer or {})
+    writer = _Writer(temporary, _plan(found, family, dtype, source, copied), shard_bytes)
     failure: OSError | RuntimeError | None = None
 
     def attempt(work: Callable[..., None], *arguments: object) -> None:
@@ -157,7 +163,7 @@ def write_folder(
         attempt(writer.begin)
         for placement in found:
             attempt(writer.write, placement, get(placement.name))
-        attempt(writer.finish, copied, config, _code(config, like) | dict(tokenizer or {}))
+        attempt(writer.finish, copied, config, files)
         attempt(replace, temporary, path)
     _raise_everywhere(path, failure)
 
@@ -172,34 +178,52 @@ def _raise_everywhere(path: Path, failure: OSError | RuntimeError | None) -> Non
 
 
 def _plan(
-    found: list[Placement], dtype: torch.dtype | None, source: Folder | None, copied: list[OnDisk]
+    found: list[Placement], family: str, dtype: torch.dtype | None, source: Folder | None, copied: list[OnDisk]
 ) -> dict[str, Planned]:
     """Everything to write, in order."""
     plan = {}
-    for tensor in (s for placement in found for s in placement.sources):
-        code = CODES[dtype] if dtype else source.tensors[tensor.name].code
-        plan[tensor.name] = Planned(code, tensor.shape, math.prod(tensor.shape) * DTYPES[code].itemsize)
+    for placement in found:
+        wide = placement.name.endswith(FAMILIES[family].float32)
+        for name, shape in ((tensor.name, tensor.shape) for tensor in placement.sources):
+            kept = torch.promote_types(dtype, torch.float32) if dtype and wide else dtype
+            code = CODES[kept] if kept else source.tensors[name].code
+            plan[name] = Planned(code, shape, math.prod(shape) * DTYPES[code].itemsize)
     return plan | {t.name: Planned(t.code, t.shape, t.end - t.begin) for t in copied}
 
 
 def _config_json(
-    model: ModelConfig, family: str, dtype: torch.dtype | None, source: Folder | None, extra: Mapping[str, object]
+    model: ModelConfig,
+    family: str,
+    dtype: torch.dtype | None,
+    source: Folder | None,
+    extra: Mapping[str, object],
+    longest: int,
 ) -> dict[str, Any]:
     changes = dict(extra) if dtype is None else {**extra, "dtype": short(dtype)}
-    if source is None:
-        return config_to_hf(family, model, **changes)
-    config = {**source.config, **changes}
+    config = dict(source.config) if source else config_to_hf(family, model)
     tables = [config]
     if isinstance(config.get("text_config"), dict):  # from which transformers opens the language model alone
-        config["text_config"] = {**config["text_config"], **changes}
+        config["text_config"] = dict(config["text_config"])
         tables.append(config["text_config"])
-    if dtype is not None:
-        for table in tables:
+    for table in tables:
+        listed = {name for name, token in changes.items() if isinstance(x := table.get(name), list) and token in x}
+        table |= {name: x for name, x in changes.items() if name not in listed}
+        if dtype is not None:
             table.pop("torch_dtype", None)  # the older name
-    _, theirs = config_from_hf(source.config)
+    longest = max(longest, *(tables[-1].get(name) or 0 for name in LENGTHS))
+    _lengthen(tables[-1], longest)
+    _, theirs = config_from_hf(config)  # a scale of positions may follow from the length
     if differences(theirs, model):
         _change(tables[-1], config_to_hf(family, theirs), config_to_hf(family, model))
+        _lengthen(tables[-1], longest)
     return config
+
+
+def _lengthen(config: dict[str, Any], longest: int) -> None:
+    """Have a config.json allow texts of this length."""
+    names = [name for name in LENGTHS if name in config] or LENGTHS[:1]
+    if longest:
+        config |= {name: max(longest, config.get(name) or 0) for name in names}
 
 
 def _change(config: dict[str, Any], before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -214,12 +238,16 @@ def _change(config: dict[str, Any], before: Mapping[str, Any], now: Mapping[str,
         config.pop(older, None)
 
 
-def _code(config: Mapping[str, Any], like: Path | None) -> dict[str, bytes]:
-    """The Python files that config.json's `auto_map` needs: ours, or those of `like`, without looking into them."""
+def _beside(config: Mapping[str, Any], like: Path | None) -> dict[str, bytes]:
+    """The settings of processors that `like` has, and the Python files that config.json's `auto_map` needs: ours, or
+    those of `like`, without looking into them."""
     named = {str(name).rpartition("--")[2].partition(".")[0] + ".py" for name in config.get("auto_map", {}).values()}
-    if like is None or MODELING.name in named:
-        return {file.name: file.read_bytes() for file in (MODELING, ROPE)} if MODELING.name in named else {}
-    return {file.name: file.read_bytes() for file in like.glob("*.py")} if named else {}
+    files = [*like.glob("*processor_config.json"), *like.glob("chat_template.json")] if like else []
+    if MODELING.name in named:
+        files += [MODELING, ROPE]
+    elif named and like:
+        files += like.glob("*.py")
+    return {file.name: file.read_bytes() for file in files}
 
 
 class _Writer:

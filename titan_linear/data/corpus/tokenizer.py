@@ -47,7 +47,8 @@ _OTHER_KIND = re.compile(r"tiktoken|tekken|\.model\b|^vocab\.|^merges\.txt$")  #
 # Settings with which the parts of a tokenizer put no space before a text, and take none from it.
 _NO_SPACE = {"prepend": "", "strip_left": False, "prepend_scheme": "never", "add_prefix_space": False}
 _GROWTH = 10_000  # the most characters that may be made of one: real tokenizers make some tens
-_COPIED = ("vocab.json", "merges.txt", "tokenizer.model", "generation_config.json")
+GENERATION = "generation_config.json"
+_COPIED = ("vocab.json", "merges.txt", "tokenizer.model", GENERATION)
 
 
 class Tokenizer(Protocol):
@@ -267,7 +268,16 @@ class HuggingFaceTokenizer:
         """The tokenizer's files that exist, without what would have transformers add to a text or take from it."""
         beside = {name: self._file.with_name(name) for name in _COPIED} | self._template_files()
         files = {name: _read(file) for name, file in beside.items() if file.is_file()}
+        if GENERATION in files:
+            files[GENERATION] = self._generation()
         return files | {TOKENIZER: self._content, SETTINGS: _settings(*self._kept_settings())}
+
+    def _generation(self) -> bytes:
+        """generation_config.json, by which texts end at the end token too."""
+        config = _read_object(self._file.with_name(GENERATION))
+        known = config.get("eos_token_id")
+        ends = known if isinstance(known, list) else [known]
+        return _json(config if self.eos_id in (None, *ends) else config | {"eos_token_id": self.eos_id})
 
     def _kept_settings(self) -> tuple[dict[str, Any], str | None]:
         """The settings beside tokenizer.json, without those that change tokens; and the text of the end token."""

@@ -68,7 +68,7 @@ def _mamba2_from_hf(key: Keys) -> Mamba2:
         width = key("mamba_d_ssm") or key("mamba_expand", 2) * key("hidden_size")
         sizes["head_dim"] = width // sizes["heads"]
     if normed := key("mamba_rms_norm", False):
-        key.only("mamba_norm_before_gate", False)
+        key.only("mamba_norm_before_gate", False, default=True)
     factors = [key("ssm_in_multiplier", 1.0) * x for x in _factors(key, "ssm_multipliers", 5)]
     return Mamba2(
         **sizes,

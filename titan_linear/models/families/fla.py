@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.families.layout import (
+    GATES,
     MLP,
     Family,
     Json,
@@ -143,8 +144,20 @@ def _to_hf(config: ModelConfig, kind: type[KDA] | type[GDN]) -> Json:
 
 SOFTMAX = {(Attention,): FLA_ATTENTION}
 FLA_KDA_FAMILY = Family(
-    FLA_MODEL, {(KDA,): FLA_KDA, **SOFTMAX}, MLP, (), lambda c: _from_hf(c, KDA), lambda c: _to_hf(c, KDA)
+    FLA_MODEL,
+    {(KDA,): FLA_KDA, **SOFTMAX},
+    MLP,
+    (),
+    lambda c: _from_hf(c, KDA),
+    lambda c: _to_hf(c, KDA),
+    float32=GATES,
 )
 FLA_GDN_FAMILY = Family(
-    FLA_MODEL, {(GDN,): FLA_GDN, **SOFTMAX}, MLP, (), lambda c: _from_hf(c, GDN), lambda c: _to_hf(c, GDN)
+    FLA_MODEL,
+    {(GDN,): FLA_GDN, **SOFTMAX},
+    MLP,
+    (),
+    lambda c: _from_hf(c, GDN),
+    lambda c: _to_hf(c, GDN),
+    float32=GATES,
 )

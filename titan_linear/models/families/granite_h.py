@@ -70,7 +70,7 @@ def _from_hf(config: Json) -> ModelConfig:
         **common_from_hf(key),
         pattern=key.pattern(_attention_from_hf, mamba2_from_hf, lambda i: False, **older),
         hidden_dim=key("shared_intermediate_size"),
-        moe=_moe_from_hf(key) if key("num_local_experts", 0) else None,
+        moe=_moe_from_hf(key) if key("num_local_experts") else None,
         **key.options(FACTORS, **dict.fromkeys(FACTORS, 1.0)),
     )
 

@@ -6,6 +6,7 @@ from titan_linear.models.config import ModelConfig, MoEConfig
 from titan_linear.models.families.layout import (
     MODEL,
     NORMS,
+    ROUTER,
     Family,
     Json,
     Keys,
@@ -79,6 +80,7 @@ def _from_hf(config: Json) -> ModelConfig:
     for name in ("q_lora_rank", "rope_scaling"):
         key.only(name, None)
     key.only("mla_use_nope", True)
+    key.only("mla_use_output_gate", False)
     key.only("moe_router_activation_func", "sigmoid")
     linear = key("linear_attn_config", None) or {}
     return ModelConfig(
@@ -104,7 +106,7 @@ def _kda_from_hf(key: Keys, linear: Json) -> KDA:
 
 def mla_from_hf(key: Keys, **more: object) -> MLA:
     heads = key("num_attention_heads")
-    if key("num_key_value_heads", None) not in (None, heads):
+    if key("num_key_value_heads") not in (None, heads):
         raise ValueError(f"config.json: num_key_value_heads = {key('num_key_value_heads')}; only {heads} is known")
     return MLA(**key.options(MLA_SIZES), **more)
 
@@ -132,21 +134,19 @@ def _moe_from_hf(key: Keys) -> MoEConfig:
         num_experts=_first(key, "num_experts", "num_local_experts"),
         top_k=_first(key, "num_experts_per_token", "num_experts_per_tok"),
         hidden_dim=hidden,
-        shared_hidden_dim=hidden * _first(key, "num_shared_experts", "n_shared_experts", default=0),
+        shared_hidden_dim=hidden * (_first(key, "num_shared_experts", "n_shared_experts") or 0),
         score="sigmoid",
         normalise=key("moe_renormalize", key("norm_topk_prob", True)),
         selection_bias=True,
         scale=key("routed_scaling_factor"),
         groups=_first(key, "num_expert_group", "n_group"),
-        top_groups=key("topk_group", 1),
+        top_groups=key("topk_group"),
     )
 
 
-def _first(key: Keys, *names: str, default: int | None = None) -> int:
-    """The value of the first of these keys that has one; without a default, one of them must."""
-    values = (key(name, None) for name in names)
-    found = next((value for value in values if value is not None), default)
-    return key(names[0]) if found is None else found
+def _first(key: Keys, *names: str) -> int | None:
+    """The value of the first of these keys that is there."""
+    return key(next((name for name in names if name in key.config), names[0]))
 
 
 def _to_hf(config: ModelConfig) -> Json:
@@ -185,7 +185,14 @@ def mlps_to_hf(config: ModelConfig) -> Json:
 
 
 KIMI_LINEAR = Family(
-    MODEL, {(KDA,): KIMI_KDA, (MLA,): KIMI_MLA}, swiglu("mlp.", *PLACES), EXPERTS, _from_hf, _to_hf, ties=False
+    MODEL,
+    {(KDA,): KIMI_KDA, (MLA,): KIMI_MLA},
+    swiglu("mlp.", *PLACES),
+    EXPERTS,
+    _from_hf,
+    _to_hf,
+    ties=False,
+    float32=(*ROUTER, "dt_bias"),
 )
 
 # --- Presets ---------------------------------------------------------------------------------------------------------

@@ -68,9 +68,13 @@ class Family:
     own_tokenizer: OwnTokenizer | None = None
     ties: bool = True  # whether transformers ties the head where config.json says so; if not, folders have the head too
     mtp_layers: bool = False  # whether layers after the last predict further tokens: they are ignored
+    float32: tuple[str, ...] = ()  # ends of names of our parameters that transformers keeps in float32 or wider
 
 
 # --- Tensors ----------------------------------------------------------------------------------------------------------
+
+GATES = ("A_log", "dt_bias")
+ROUTER = ("router.weight", "selection_bias")
 
 
 def spelled(ours: str, *theirs: str, **options: object) -> Spellings:
@@ -99,7 +103,7 @@ def convolutions(prefix: str, *, thirds: bool = False) -> Spellings:
 
 
 def gates(theirs: str) -> tuple[Spellings, ...]:
-    return tuple(spelled(f"mixer.{name}", f"{theirs}{name}") for name in ("A_log", "dt_bias"))
+    return tuple(spelled(f"mixer.{name}", f"{theirs}{name}") for name in GATES)
 
 
 def self_attention(ours: str = "mixer.", theirs: str = "self_attn.", *norms: str) -> tuple[Spellings, ...]:
@@ -171,9 +175,9 @@ class Keys:
         given = {ours: (defaults[ours],) for ours in defaults}
         return {ours: self(theirs, *given.get(ours, ())) for ours, theirs in names.items()}
 
-    def only(self, key: str, *known: object) -> None:
-        """Refuse a value that is not in `known`, of which the first is the default."""
-        if (value := self.config.get(key, known[0])) not in known:
+    def only(self, key: str, *known: object, default: object = ...) -> None:
+        """Refuse a value that is not in `known`, of which the first is the default if no other is given."""
+        if (value := self.config.get(key, known[0] if default is ... else default)) not in known:
             raise ValueError(f"config.json: {key} = {value!r}; only {' or '.join(map(repr, known))} is known")
 
     def head_dim(self) -> int:

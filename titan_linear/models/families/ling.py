@@ -5,8 +5,10 @@ from __future__ import annotations
 from titan_linear.models.config import ModelConfig, MoEConfig
 from titan_linear.models.families.kimi import mla_from_hf, mla_to_hf, mlps_from_hf, mlps_to_hf
 from titan_linear.models.families.layout import (
+    GATES,
     MLP,
     NORMS,
+    ROUTER,
     Family,
     Json,
     Keys,
@@ -69,10 +71,22 @@ MODEL = (
 
 # --- config.json -----------------------------------------------------------------------------------------------------
 
+FIXED = dict(  # what published folders say, and the class of `transformers` takes for granted
+    q_lora_rank=None,
+    no_kda_lora=True,
+    rope_interleave=True,
+    gated_attention_proj_granularity_type="head_wise",
+    score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    use_bias=False,
+    use_qkv_bias=False,
+)
+
 
 def _from_hf(config: Json) -> ModelConfig:
     key = Keys(config)
-    key.only("q_lora_rank", None)
+    for name, value in FIXED.items():
+        key.only(name, value)
     period = key("layer_group_size", 6)
     return ModelConfig(
         **common_from_hf(key),
@@ -118,7 +132,8 @@ def _to_hf(config: ModelConfig) -> Json:
     return written
 
 
-LING_3 = Family(MODEL, LAYERS, MLP, EXPERTS, _from_hf, _to_hf, mtp_layers=True, ties=False)
+FLOAT32 = (*ROUTER, *CONVOLUTIONS, *GATES)
+LING_3 = Family(MODEL, LAYERS, MLP, EXPERTS, _from_hf, _to_hf, mtp_layers=True, ties=False, float32=FLOAT32)
 
 # --- Presets ---------------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from titan_linear.models.config import ModelConfig, MoEConfig
 from titan_linear.models.families.layout import (
     COMMON,
     HEADS,
+    ROUTER,
     Family,
     Json,
     Keys,
@@ -124,10 +125,8 @@ def _mamba2_from_hf(key: Keys) -> Mamba2:
 
 def _attention_from_hf(key: Keys) -> Attention:
     heads = key("num_attention_heads")
-    head_dim = key("head_dim", None) or key("attention_head_dim", None) or key("hidden_size") // heads
-    return Attention(
-        heads=heads, kv_heads=key("num_key_value_heads", None) or heads, head_dim=head_dim, rope_theta=None
-    )
+    head_dim = key("head_dim", None) or key("attention_head_dim", 128)
+    return Attention(heads=heads, kv_heads=key("num_key_value_heads") or heads, head_dim=head_dim, rope_theta=None)
 
 
 def _moe_from_hf(key: Keys) -> MoEConfig:
@@ -179,6 +178,7 @@ NEMOTRON_H = Family(
     prefixes=("backbone.", "model."),
     ignored=(r"mtp\..*",),
     ties=False,
+    float32=ROUTER,
 )
 
 # --- Presets ---------------------------------------------------------------------------------------------------------

@@ -98,7 +98,8 @@ def _to_hf(config: ModelConfig) -> Json:
     return written
 
 
-OLMO_HYBRID = Family(MODEL, {(GDN,): OLMO_GDN, (Attention,): OLMO_ATTENTION}, MLP, (), _from_hf, _to_hf)
+LAYERS = {(GDN,): OLMO_GDN, (Attention,): OLMO_ATTENTION}
+OLMO_HYBRID = Family(MODEL, LAYERS, MLP, (), _from_hf, _to_hf, float32=("A_log",))
 
 # --- Presets ---------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.families.fla import FLA_ATTENTION, FLA_GDN, FLA_KDA, FLA_MODEL
-from titan_linear.models.families.layout import MLP, Family, Json, spelled, weights
+from titan_linear.models.families.layout import GATES, MLP, Family, Json, spelled, weights
 from titan_linear.models.families.remote import from_remote, remote_code
 from titan_linear.models.mixers import GDN, KDA, Attention
 
@@ -20,4 +20,4 @@ OWN_KDA = (*FLA_KDA, *weights("mixer.", "attn.", "f_proj", "g_proj"), spelled("m
 OWN_ATTENTION = (*FLA_ATTENTION, *weights("mixer.", "attn.", "q_norm", "k_norm", "g_proj"))
 
 LAYERS = {(KDA,): OWN_KDA, (GDN,): FLA_GDN, (Attention,): OWN_ATTENTION}
-OWN_FAMILY = Family(FLA_MODEL, LAYERS, MLP, (), from_remote, _to_hf)
+OWN_FAMILY = Family(FLA_MODEL, LAYERS, MLP, (), from_remote, _to_hf, float32=GATES)

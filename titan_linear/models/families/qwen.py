@@ -66,6 +66,7 @@ MOE_SIZES = dict(num_experts="num_experts", top_k="num_experts_per_tok", hidden_
 def _from_hf(config: Json, model_type: str) -> ModelConfig:
     key = Keys(config)
     key.only("attn_output_gate", True)
+    key.only("output_gate_type", "swish", "silu")  # of linear layers
     every = key("full_attention_interval", 4)
     moe = model_type != "qwen3_5_text" and key("num_experts") > 0
     return ModelConfig(
@@ -73,7 +74,7 @@ def _from_hf(config: Json, model_type: str) -> ModelConfig:
         pattern=key.pattern(
             _attention_from_hf, lambda key: GDN(**key.options(GDN_SIZES)), lambda i: i % every == every - 1
         ),
-        hidden_dim=key("intermediate_size", 0) if moe else key("intermediate_size"),
+        hidden_dim=key("intermediate_size", 0) if model_type == "qwen3_5_moe_text" else key("intermediate_size"),
         zero_centred_norm=True,
         moe=_moe_from_hf(key, model_type) if moe else None,
         dense_layers=_dense_layers(key) if moe and model_type == "qwen3_next" else (),
@@ -86,7 +87,7 @@ def _attention_from_hf(key: Keys) -> Attention:
 
 
 def _moe_from_hf(key: Keys, model_type: str) -> MoEConfig:
-    shared = key("shared_expert_intermediate_size", 0) or 0
+    shared = key("shared_expert_intermediate_size") or 0
     normalise = model_type != "qwen3_next" or key("norm_topk_prob", True)  # Qwen3.5 always does, without a key
     return MoEConfig(
         **key.options(MOE_SIZES),
@@ -109,7 +110,7 @@ def _to_hf(config: ModelConfig, model_type: str) -> Json:
         written |= dict(head_dim=attention.head_dim, **attention_to_hf(attention))
     if gdn := options_of(config, GDN):
         written |= named(gdn, GDN_SIZES)
-    if config.hidden_dim:
+    if config.hidden_dim or model_type == "qwen3_next":
         written["intermediate_size"] = config.hidden_dim
     if (moe := config.moe) is not None:
         written |= dict(
