@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import io
+import sys
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from titan_linear.storage.files import Unreadable, read_json
+from titan_linear.storage.files import Unreadable, progress, read_json
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("out", "rank", "shown"), [(Terminal(), 0, True), (Terminal(), 1, False), (io.StringIO(), 0, False)]
+)
+def test_progress_is_for_terminals(out: io.StringIO, rank: int, shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After two seconds, on rank 0."""
+    monkeypatch.setattr("tqdm.std.time", count().__next__)
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setattr(sys, "stderr", out)
+    assert list(progress(range(9), "verifying x")) == [*range(9)]
+    assert ("verifying x" in out.getvalue()) == shown
 
 
 @pytest.mark.parametrize("begin", [b"", b"\xef\xbb\xbf"])

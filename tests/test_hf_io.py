@@ -779,7 +779,10 @@ EXPORT, BYTES = {"checkpoint__last_save_in_hf": "true"}, {"model__tokenizer_path
         ({**OURS, **NOT_HF, **EXPORT, "checkpoint__export_dtype": "source"}, "checkpoint.export_dtype = 'source'"),
         ({**BYTES, "checkpoint__initial_load_path": "FLA KDA", "model__vocab_size": 400}, "320 .this run: 400"),
         ({"checkpoint__initial_load_path": "none"}, "checkpoint.initial_load_path = 'none' is no folder"),
-        ({**NOT_HF, "model__hf_assets_path": "none"}, "model.hf_assets_path = 'none' is no folder"),
+        (
+            {**NOT_HF, "model__hf_assets_path": "none"},
+            "model.hf_assets_path = 'none' is no folder; .*: hf download OWNER/none --local-dir none$",
+        ),
         ({"checkpoint__initial_load_path": "FLA KDA"}, "exist; give .*'bytes'"),
         ({"checkpoint__initial_load_path": "FLA KDA", "checkpoint__enable": "false"}, "initial_load"),
     ],

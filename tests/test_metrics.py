@@ -124,9 +124,23 @@ def test_the_console_line(config, clock):
     logger.log_validation(1, 2.25)
     first, second = out.getvalue().splitlines()
     assert re.sub(" +", " ", first) == (
-        "step 1/25 loss 2.5000 grad 0.75 lr 1.00e-03 tok/s 12,346 mem 1.50 GiB eta 4m00s"
+        "step 1/25 loss 2.5000 grad 0.750 lr 1.00e-03 tok/s 12,346 mem 1.50 GiB eta 4m00s"
     )
     assert re.sub(" +", " ", second) == "step 1/25 validation loss 2.2500"
+
+
+def test_numbers_keep_their_places(config, clock):
+    """Whatever their size: 0.75 and 123.4, 12,346 and 9."""
+    out = io.StringIO()
+    logger = MetricsLogger(config, out=out)
+    for step, tokens, grad in ((1, 123456, 0.75), (2, 123546, 123.4)):
+        clock[0] += 10
+        work = Work(flops=10**13 * tokens, valid=0, waited=step)
+        logger.log(step, tokens=tokens, work=work, **VALUES | {"grad_norm": grad})
+    first, second = (
+        [word.start() for word in re.finditer("[a-zA-Z/]+ ", line)] for line in out.getvalue().splitlines()
+    )
+    assert first == second
 
 
 @pytest.mark.parametrize("tty, no_colour, coloured", [(True, False, True), (True, True, False), (False, False, False)])
@@ -150,7 +164,7 @@ def test_lines_stay_json_when_numbers_are_not_finite(config, value, text):
     (line,) = (Path(config.job.dump_folder) / "metrics.jsonl").read_text().splitlines()
     parsed = json.loads(line, parse_constant=pytest.fail)
     assert parsed["loss"] is None and parsed["nonfinite"] == f"loss = {text}"
-    assert f"loss {text}" in out.getvalue()
+    assert f"loss {text:>7}" in out.getvalue()
 
 
 def test_a_step_without_a_label_has_no_loss(tmp_path):
@@ -161,7 +175,7 @@ def test_a_step_without_a_label_has_no_loss(tmp_path):
     logger.log(1, tokens=1, **(VALUES | {"loss": None}))
     logger.close()
     (line,) = lines(config)
-    assert line["loss"] is None and "nonfinite" not in line and "loss none  grad" in out.getvalue()
+    assert line["loss"] is None and "nonfinite" not in line and "loss    none  grad" in out.getvalue()
     events = EventAccumulator(str(tmp_path / "tb" / tmp_path.name))
     events.Reload()
     assert "loss/train" not in events.Tags()["scalars"] and "optim/grad_norm" in events.Tags()["scalars"]

@@ -13,7 +13,7 @@ from tests.keys import argv_of
 from tests.worlds import Worlds
 from titan_linear.config import check_config, difference, load_config
 from titan_linear.data import ByteTokenizer, Phase, write_corpus
-from titan_linear.run.data import mixture_phases
+from titan_linear.run.data import build_streams, mixture_phases
 from titan_linear.run.preflight import preflight
 from titan_linear.storage.rundir import check_resume, write_config
 from titan_linear.storage.step_folders import Content, Progress
@@ -99,6 +99,16 @@ def test_a_change_twice_at_a_step_is_the_last_one() -> None:
     source = SimpleNamespace(name="c", weight=1.0)
     config = SimpleNamespace(training=SimpleNamespace(mixture=[source], mixture_from_step=4, global_batch_size=4))
     assert mixture_phases(config, progress) == [Phase(0, {"a": 1}), Phase(16, {"c": 1.0})]
+
+
+def test_a_mixture_says_its_shares_and_epochs(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    """In all steps, of 2 × 4 streams of 32 tokens; a has 50 documents of 20."""
+    argv = keys(folder, **{"training.mixture": mixture(folder, a=3, b=1), "validation.enable": "false"})
+    preflight(config := load_config(argv), 1)
+    streams, _ = build_streams(config, ByteTokenizer(), None)
+    of_a = [streams.source(i)[0] for i in range(2 * 4)].count("a")
+    said = f"\nmixture: a 75.0% ({of_a * 32 / 1000:.2f} epochs of 1,000 tokens), b 25.0% ("
+    assert said in capsys.readouterr().out
 
 
 WEB = '{name="web", weight=1, dataset="jsonl", dataset_path="x"}'

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from tests.refusals import exit_of, own_handlers
 from tests.worlds import Worlds
 from titan_linear import launch
 from titan_linear.config import Config, changed, check_config, load_config
-from titan_linear.run.console import finished
+from titan_linear.run.console import finished, unwarmed
+from titan_linear.run.preflight import preflight
 from titan_linear.storage.rundir import (
     check_resume,
     copied_configuration,
@@ -84,6 +86,14 @@ def test_content_may_move_and_nothing_else(tmp_path: Path) -> None:
         "model.tokenizer_path: '/a/t' → '/b/t'",
         "training.dataset_path: '/a/x' → '/b/x'",
     ]
+    with pytest.raises(ValueError, match=r"optimizer.lr: .* 1.0\n.* or begin again here: job.start_anew = true"):
+        check_resume(run(tmp_path / "run", *moved, "--optimizer.lr=1"))
+    (tmp_path / "run/checkpoint/step-3").mkdir(parents=True)
+    (tmp_path / "run/checkpoint/step-3/manifest.json").touch()
+    with pytest.raises(
+        ValueError, match=r"optimizer.lr: .* 1.0\n.* whose checkpoint.initial_load_path may be this one"
+    ):
+        check_resume(run(tmp_path / "run", *moved, "--optimizer.lr=1"))
     for key in ("model.tokenizer_path", "training.dataset_path"):
         with pytest.raises(ValueError, match=rf"{key}: '/a/.' → ''"):
             check_resume(run(tmp_path / "run", *moved, f"--{key}="))
@@ -162,7 +172,7 @@ def test_a_run_with_a_checkpoint_is_not_begun_anew(tmp_path: Path) -> None:
     config = trained(folder)
     save(folder, 2)
     assert not finished_without_checkpoint(config) and not starts_anew(run(folder, "--job.start_anew=true"))
-    with pytest.raises(ValueError, match=r"another job.dump_folder$"):
+    with pytest.raises(ValueError, match=r"another job.dump_folder, whose checkpoint"):
         check_resume(run(folder, "--training.steps=3", "--model.name=kda", "--job.start_anew=true"))
     with pytest.raises(ValueError, match=r"checkpoint.folder = 'other' would begin again in job.dump_folder"):
         check_resume(run(folder, "--training.steps=3", "--checkpoint.folder=other", "--job.start_anew=true"))
@@ -230,6 +240,8 @@ def test_a_run_goes_back_and_its_corpus_moves(tmp_path: Path, launched: Callable
     assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
     said = launched(moved, folder, checkpoint__load_step=2)
     assert "went back to checkpoint.load_step = 2 before" in said and "is finished: 4 of" in said
+    with pytest.raises(ValueError, match=r"training.steps = 3 is less than the 4 steps that the run in '.*' has done"):
+        preflight(load_config(arguments(moved, folder, training__steps=3)), 1)
     assert "resuming from step 4" in launched(
         moved, folder, checkpoint__load_step=2, training__steps=5, lr_scheduler__total_steps=5
     )
@@ -269,7 +281,44 @@ def test_a_restart_after_the_last_save_does_what_is_left(
     assert finished(load_config(argv), 4) in launched(corpus, folder, **keys)
 
 
-def test_the_end_of_a_run_says_what_can_be_done_with_it() -> None:
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An environment in .venv of the folder in which one is, and not active."""
+    (scripts := tmp_path / ".venv/bin").mkdir(parents=True)
+    for name in ("titan-linear", "tensorboard"):
+        (scripts / name).touch(mode=0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(scripts / "python"))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    return scripts
+
+
+def test_the_last_lines_of_a_run_can_be_copied(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "  .venv/bin/titan-linear generate a --prompt" in finished(run("a"), 1000)
+    monkeypatch.chdir(installed)
+    assert "  titan-linear convert to-hf a FOLDER" in finished(run("a"), 1000)
+    monkeypatch.chdir("/usr")
+    assert f"  {installed}/tensorboard --logdir a/tb\n" in finished(run("a"), 1000)
+    (installed / "titan-linear").unlink()
+    script = f"PYTHONPATH={ROOT} {installed}/python -m titan_linear generate a"
+    assert f"  {script} --prompt" in finished(run("a"), 1000)
+
+
+def test_the_prompt_is_the_samples_or_of_the_demos_texts(installed: Path) -> None:
+    texts = ["--training.dataset=text", "--training.dataset_path=x"]
+    assert "--prompt 'def '\n" in finished(run("a"), 1000)
+    assert "--prompt TEXT\n" in finished(run("a", *texts), 1000)
+    assert "--prompt 'Once upon'\n" in finished(run("a", *texts, "--sample.prompt=Once upon"), 1000)
+
+
+def test_a_run_that_ends_while_it_warms_up_says_so() -> None:
+    assert unwarmed(run("a", "--training.steps=100", "--lr_scheduler.warmup_steps=100")) == ""
+    keys = ["--training.steps=25", "--lr_scheduler.warmup_steps=100", "--optimizer.lr=4e-3"]
+    assert "rises to 0.001 and never to optimizer.lr = 0.004" in unwarmed(run("a", *keys))
+
+
+def test_the_end_of_a_run_says_what_can_be_done_with_it(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(installed))
     said = finished(run("my runs/a"), 1000)
     assert said.startswith("the run in 'my runs/a' is finished: 1000 of training.steps = 1000\n")
     for command in (

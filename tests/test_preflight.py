@@ -174,7 +174,9 @@ def test_a_shipped_configuration_starts_with_one_line_changed(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.jsonl").write_text("".join(json.dumps({"text": f"document {n}"}) + "\n" for n in range(500)))
+    (tmp_path / "own.jsonl").write_text(
+        "".join(json.dumps({"text": f"document {n}\n" * 30}) + "\n" for n in range(500))
+    )
     (line,) = [line for line in file.read_text().splitlines() if line.startswith("dataset_path")]
     own = tmp_path / "own.toml"
     own.write_text(file.read_text().replace(line, 'dataset_path = "own.jsonl"'))
@@ -202,6 +204,7 @@ def test_groups_of_files_fit_the_corpus(tmp_path: Path, capsys: pytest.CaptureFi
     for name in ("a.py", "b.md"):
         (tmp_path / "texts" / name).write_text("text")
     keys = {"training__dataset": "text", "training__dataset_path": tmp_path / "texts", "checkpoint__enable": "false"}
+    keys["training__seq_len"] = 8
     preflight(run(tmp_path, **keys, metrics__loss_by_source='[{name = "code", files = "**/*.py"}]'), 1)
     assert capsys.readouterr().out.endswith("loss by source: code 5 tokens, other 5 tokens\n")
     with pytest.raises(
@@ -218,8 +221,10 @@ def test_a_corpus_of_less_than_a_step_is_a_warning(tmp_path: Path, capsys: pytes
         preflight(run(tmp_path, **given, **{"training.seq_len": 16}), 1)
         assert "warning" not in capsys.readouterr().out
         preflight(run(tmp_path, **given, **{"training.seq_len": 32}), 1)
-        said = f"warning: training.{key}: the corpus has 33 tokens, and a step takes .* = 2 × 32 = 64, so that"
-        assert re.search(said, capsys.readouterr().out)
+        said = f"training.{key}: the corpus has 33 tokens, and a step takes .* = 2 × 32 = 64, so that"
+        assert re.search(f"warning: {said}", capsys.readouterr().out)
+        with pytest.raises(ValueError, match=said.replace("32 = 64", "34 = 68")):  # not even a stream
+            preflight(run(tmp_path, **given, **{"training.seq_len": 34}), 1)
 
 
 def test_weights_and_biases_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,9 +43,16 @@ def test_where_runs_stand_and_differ(runs: list[str], capsys: pytest.CaptureFixt
     assert report.main(runs) == 0
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
     _, _, first, second, _, head, _, *differences = cells
-    assert first == [runs[0], "4", "1.2500", "2.5000", "32,768", "33,333", "–", "2.00", "1", "1"]
-    assert second == [runs[1], "1", "5.0000", "–", "8,192", "100,000", "–", "2.00", "1", "0"]
+    assert first == [runs[0], "stdlib", "4", "1.2500", "2.5000", "32,768", "33,333", "–", "2.00", "1", "1"]
+    assert second == [runs[1], "stdlib", "1", "5.0000", "–", "8,192", "100,000", "–", "2.00", "1", "0"]
     assert head == ["key", *runs] and differences == [["optimizer.lr", "0.001", "0.002"]]
+
+
+def test_what_runs_were_trained_on() -> None:
+    texts = load_config(["--training.dataset=text", "--training.dataset_path=a.txt"])
+    assert report.data_of(texts.training) == "text a.txt"
+    sources = (f'{{name = "{name}", weight = {weight}, dataset = "stdlib"}}' for name, weight in (("a", 3), ("b", 0.5)))
+    assert report.data_of(load_config([f"--training.mixture=[{', '.join(sources)}]"]).training) == "a 3 + b 0.5"
 
 
 def test_what_is_no_run(runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -54,6 +54,7 @@ from titan_linear.planner.timing import Step
 from titan_linear.run.build import model_config, model_without_tokenizer, tokenizer_path
 from titan_linear.run.console import model_name
 from titan_linear.run.data import cached_corpora, check_size
+from titan_linear.storage.files import progress
 
 BEST = 5  # number of splits to print
 SCALES = [1 << i for i in range(11)]
@@ -110,7 +111,7 @@ def plan(args: argparse.Namespace, keys: list[str]) -> None:
     needed = setting.needs(config)
     if needed <= room:
         print(time_table(setting.step(config), machine, budget), end="\n\n")
-    splits = sorted(fitting(config, setting), key=Split.rank)
+    splits = sorted(progress(fitting(config, setting), "splits"), key=Split.rank)
     if not splits:
         refuse(config, setting)
     print(splits_table(splits[:BEST], args.gpus, budget), longest(splits, setting), sep="\n\n")

@@ -11,13 +11,13 @@ from pathlib import Path
 from statistics import median
 
 from titan_linear.commands import command_parser, table
-from titan_linear.config import flat_keys, load_config, toml_value
+from titan_linear.config import Training, flat_keys, load_config, toml_value
 from titan_linear.distributed.process import refusing
 from titan_linear.storage import rundir
 from titan_linear.storage.files import parse_json
 from titan_linear.storage.rundir import CONFIG, METRICS, SPIKES
 
-HEAD = ("run", "step", "loss", "best validation", "tokens", "tokens/s", "MFU", "GiB", "skipped", "spikes")
+HEAD = ("run", "trained on", "step", "loss", "best validation", "tokens", "tokens/s", "MFU", "GiB", "skipped", "spikes")
 OWN = ("job.config_file", "job.dump_folder", "job.description")  # keys that differ between any two runs
 
 
@@ -62,6 +62,7 @@ def standing(run: Path) -> list[str]:
     last = steps[-1] if steps else Line(step=0)
     return [
         str(run),
+        data_of(load_config(["--job.config_file", str(run / CONFIG)]).training),
         str(last.step),
         f"{last.loss:.4f}" if numbers([last], "loss") else "–",
         f"{min(validations):.4f}" if validations else "–",
@@ -72,6 +73,13 @@ def standing(run: Path) -> list[str]:
         str(last.skipped_steps),
         str(len(read_lines(run / SPIKES))),
     ]
+
+
+def data_of(training: Training) -> str:
+    """For example "jsonl /data/*.jsonl", or "web 3 + code 1"."""
+    if training.mixture:
+        return " + ".join(f"{source.name} {source.weight:g}" for source in training.mixture)
+    return f"{training.dataset} {training.dataset_path}".strip()
 
 
 def differences(runs: Sequence[Path]) -> list[list[str]]:

@@ -157,14 +157,14 @@ class MetricsLogger:
         values = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": tokens, "tokens_per_second": per_second}
         self._write(step, values | rates | {"memory_gib": memory_gib} | more)
         labelled = rates.get("valid_tokens_per_second", per_second)
-        valid = [("valid", f"{labelled:,.0f}", 36)] if labelled < (1 - FEW) * per_second else []
+        valid = [("valid", f"{labelled:9,.0f}", 36)] if labelled < (1 - FEW) * per_second else []
         self._print(
             step,
             [
-                ("loss", "none" if loss is None else f"{loss:.4f}", 32),
-                ("grad", f"{grad_norm:.3g}", 33),
+                ("loss", f"{'none':>7}" if loss is None else f"{loss:7.4f}", 32),
+                ("grad", _three_digits(grad_norm), 33),
                 ("lr", f"{lr:.2e}", 0),
-                ("tok/s", f"{per_second:,.0f}", 36),
+                ("tok/s", f"{per_second:9,.0f}", 36),
                 *valid,
                 *_shown(rates),
                 ("mem", f"{memory_gib:.2f} GiB", 0),
@@ -320,8 +320,13 @@ class WandbBoard:
 
 def _shown(rates: dict[str, float]) -> list[tuple[str, str, int]]:
     """What the console shows of `_rates`."""
-    formats = {"tflops": ("TFLOP/s", "{:.3g}", 36), "mfu": ("mfu", "{:.1%}", 36), "data_wait": ("wait", "{:.1%}", 0)}
-    return [(name, text.format(rates[key]), colour) for key, (name, text, colour) in formats.items() if key in rates]
+    percent = "{:5.1%}".format
+    shown = {"tflops": ("TFLOP/s", _three_digits, 36), "mfu": ("mfu", percent, 36), "data_wait": ("wait", percent, 0)}
+    return [(name, text(rates[key]), colour) for key, (name, text, colour) in shown.items() if key in rates]
+
+
+def _three_digits(x: float) -> str:
+    return f"{x:#.3g}".removesuffix(".").rjust(8)
 
 
 def _duration(seconds: float) -> str:

@@ -22,7 +22,7 @@ from titan_linear.ops.registry import choose_implementations
 from titan_linear.ops.runtime.support import Choice
 from titan_linear.step.feed import BatchSharding, Feed, MicroBatch
 from titan_linear.step.passes import ComputeCopies, Passes
-from titan_linear.storage.hf_io import read_model
+from titan_linear.storage.hf_io import download, read_model
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 VOCAB_MULTIPLE = 64  # rounds up a vocabulary that follows the tokenizer: whole tiles of a product, and even shards
@@ -50,7 +50,9 @@ def open_tokenizer(config: Config) -> Tokenizer:
     folder, m = hf_assets(config), config.model
     if folder and not m.tokenizer_path and not Path(folder).is_dir():
         key = "model.hf_assets_path" if m.hf_assets_path else "checkpoint.initial_load_path"
-        raise ValueError(f"{key} = {folder!r} is no folder; give one with a Hugging Face model (nothing is downloaded)")
+        raise ValueError(
+            f"{key} = {folder!r} is no folder; give one with a Hugging Face model: {download(Path(folder))}"
+        )
     model_without_tokenizer(config)  # a model that we do not have is said before its tokenizer is missed
     return build_tokenizer(tokenizer_path(config))
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
+import sys
 from pathlib import Path
 
 import torch
@@ -12,8 +15,11 @@ from titan_linear.data import Tokenizer
 from titan_linear.models.config import ModelConfig
 from titan_linear.run.build import VOCAB_MULTIPLE, follows_tokenizer, model_without_tokenizer
 from titan_linear.run.exports import export_folder
+from titan_linear.step.update import rate_at
 from titan_linear.storage.hf_io import read_model
 from titan_linear.storage.rundir import BOARD, checkpoint_folder
+
+ROOT = Path(__file__).parents[2]  # where the package lies
 
 
 def model_name(config: Config) -> str:
@@ -67,17 +73,42 @@ def uncompiled(config: Config, device: torch.device) -> str:
     )
 
 
+def unwarmed(config: Config) -> str:
+    """A console line if the run ends before its learning rate has risen; else ""."""
+    steps, warmup = config.training.steps, config.lr_scheduler.warmup_steps
+    if steps >= warmup:
+        return ""
+    return (
+        f"warning: training.steps = {steps} end within lr_scheduler.warmup_steps = {warmup}: the learning rate rises "
+        f"to {rate_at(config, steps):.2g} and never to optimizer.lr = {config.optimizer.lr:g}; set fewer"
+    )
+
+
+def program(name: str, module: str) -> str:
+    """How a shell in this folder starts a program of this environment, which need not be active."""
+    script = Path(sys.executable).with_name(name)
+    if not script.exists():  # the package is not installed
+        return f"PYTHONPATH={shlex.quote(str(ROOT))} {_nearby(Path(sys.executable))} -m {module}"
+    return name if shutil.which(name) == str(script) else _nearby(script)
+
+
+def _nearby(path: Path) -> str:
+    return shlex.quote(os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path))
+
+
 def finished(config: Config, step: int) -> str:
     """Lines that tell the user where a finished run lies, and what to do with it."""
     folder = shlex.quote(config.job.dump_folder)
-    prompt = shlex.quote(config.sample.prompt)
+    ours = program("titan-linear", "titan_linear")
+    of_code = config.training.dataset == "stdlib" and not config.training.mixture
+    prompt = shlex.quote(config.sample.prompt) if of_code or config.sample != Config().sample else "TEXT"
     lines = [f"the run in {config.job.dump_folder!r} is finished: {step} of training.steps = {config.training.steps}"]
     if config.metrics.enable_tensorboard:
-        lines.append(f"see its curves:  tensorboard --logdir {folder}/{BOARD}")
+        lines.append(f"see its curves:  {program('tensorboard', 'tensorboard.main')} --logdir {folder}/{BOARD}")
     if config.checkpoint.enable:
-        lines.append(f"let it write:    titan-linear generate {folder} --prompt {prompt}")
+        lines.append(f"let it write:    {ours} generate {folder} --prompt {prompt}")
     if config.checkpoint.enable and not export_folder(config, step).exists():
-        lines.append(f"export it:       titan-linear convert to-hf {folder} FOLDER")
+        lines.append(f"export it:       {ours} convert to-hf {folder} FOLDER")
     return "\n".join(lines)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from titan_linear.config import Config, check_config, hf_weights
-from titan_linear.data import Streams, Tokenizer, num_labels, verify_changed, verify_corpus
+from titan_linear.data import MixedStreams, Streams, Tokenizer, num_labels, verify_changed, verify_corpus
 from titan_linear.models.config import ModelConfig
 from titan_linear.run.build import implementations, model_config, open_tokenizer, unallocated, under_key
 from titan_linear.run.console import finished, vocabulary
@@ -89,6 +89,8 @@ def _check_data(config: Config, tokenizer: Tokenizer, model: ModelConfig, progre
         (verify_corpus if config.training.verify == "always" else verify_changed)(corpus)
         print(corpus.summary)
     streams, held_out = build_streams(config, tokenizer, progress)
+    if isinstance(streams, MixedStreams):
+        print(streams.summary(config.training.steps * config.training.global_batch_size))
     if warning := repeats(config, streams):
         print(warning)
     if held_out is not None:
@@ -126,6 +128,11 @@ def _check_checkpoint(config: Config, model: ModelConfig, tokenizer: Tokenizer) 
         return None
     verify(folder / f"step-{step}")
     rewound = c.load_step not in (-1, step)
+    if step > config.training.steps and c.load_step == -1:
+        raise ValueError(
+            f"training.steps = {config.training.steps} is less than the {step} steps that the run in "
+            f"{config.job.dump_folder!r} has done; give more, or go back to a step before: checkpoint.load_step"
+        )
     if rewound:
         print(
             f"resuming from step {step}: the run went back to checkpoint.load_step = {c.load_step} before; to do so "
@@ -196,10 +203,16 @@ def check_prompts(config: Config, tokenizer: Tokenizer) -> None:
 
 
 def repeats(config: Config, streams: Streams) -> str:
-    """A warning if a step has the same documents several times, which may be meant in a trial; else ""."""
+    """A warning if a step has the same documents several times, which may be meant in a trial; else "".
+
+    ValueError: even a stream has.
+    """
+    tokens = tokens_of(streams)
     try:
-        check_size(tokens_of(streams), config)
+        check_size(tokens, config)
     except ValueError as error:
+        if tokens < config.training.seq_len:
+            raise
         return f"warning: {error}"
     return ""
 

@@ -15,7 +15,7 @@ from titan_linear.observe.report import Report
 from titan_linear.observe.telemetry import Telemetry
 from titan_linear.ops.registry import start_lines
 from titan_linear.run.compilation import Compilation
-from titan_linear.run.console import first_weights, model_name, unbalanced, uncompiled
+from titan_linear.run.console import first_weights, model_name, unbalanced, uncompiled, unwarmed
 from titan_linear.step.feed import BatchSharding, Feed
 from titan_linear.step.hooks import Hook
 from titan_linear.storage.run_manifest import write_manifest
@@ -72,6 +72,7 @@ def write_down(
         float8_line(model),
         uncompiled(config, device),
         unbalanced(model.config),
+        unwarmed(config),
         f"mesh {dims.description}",
         sharding.uneven(config.training.local_batch_size * config.training.seq_len),
         f"resuming from step {step}" if step else first_weights(config),

@@ -6,13 +6,14 @@ import codecs
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
+from tqdm import tqdm
 
 T = TypeVar("T")
 
@@ -57,6 +58,12 @@ _adapter = cache(TypeAdapter)
 def shown(path: Path) -> str:
     """A path as text: bytes of a name that is not UTF-8 are escaped, since neither JSON nor a terminal takes them."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def progress(items: Iterable[T], doing: str, total: int | None = None) -> Iterable[T]:
+    """The items, with a bar on rank 0's terminal if they take more than seconds."""
+    elsewhere = os.environ.get("RANK", "0") != "0"
+    return tqdm(items, doing, total, delay=2, leave=False, disable=elsewhere or None)  # None: on terminals alone
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 from titan_linear.models.adapters import Placement, config_from_hf, config_to_hf, placements
 from titan_linear.models.config import ModelConfig, differences
 from titan_linear.models.init import owned, runs
-from titan_linear.storage.files import read_json
+from titan_linear.storage.files import progress, read_json
 from titan_linear.storage.tensors import named_parameters
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -86,7 +87,12 @@ def read_model(path: Path) -> tuple[str, ModelConfig]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    return read_json(path / CONFIG, dict[str, Any], "give a Hugging Face folder, or fetch it again")
+    return read_json(path / CONFIG, dict[str, Any], f"give a Hugging Face folder: {download(path)}")
+
+
+def download(path: Path) -> str:
+    """The command that fetches a published folder of this name."""
+    return f"hf download OWNER/{shlex.quote(path.name)} --local-dir {shlex.quote(str(path))}"
 
 
 def open_folder(path: Path) -> Folder:
@@ -235,7 +241,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
     parameters = named_parameters(model)
     with ExitStack() as files:
         reader = RowReader(folder, files)
-        for placement in locate(folder, family, model.config):
+        for placement in progress(locate(folder, family, model.config), f"loading {path.name}"):
             reader.fill(placement, *owned(parameters[placement.name]))
 
 

@@ -21,7 +21,7 @@ from titan_linear.models.families import FAMILIES
 from titan_linear.models.families.remote import MODELING, ROPE
 from titan_linear.ops.runtime.support import short
 from titan_linear.storage.checkpoint import SaveFailed
-from titan_linear.storage.files import alone, beside, finish_replacing, remove, replace, sync
+from titan_linear.storage.files import alone, beside, finish_replacing, progress, remove, replace, sync
 from titan_linear.storage.hf_io import (
     BLOCK,
     CONFIG,
@@ -161,7 +161,7 @@ def write_folder(
         attempt(held.enter_context, alone(path))
         attempt(finish_replacing, path)
         attempt(writer.begin)
-        for placement in found:
+        for placement in progress(found, f"writing {path.name}"):
             attempt(writer.write, placement, get(placement.name))
         attempt(writer.finish, copied, config, files)
         attempt(replace, temporary, path)

@@ -96,11 +96,12 @@ def check_resume(config: Config) -> list[str]:
     refused = {key: pair for key, pair in differing.items() if not _may_change(key, *pair)}
     if refused:
         lines = "\n".join(f"  {key}: {difference(*pair)}" for key, pair in refused.items())
-        begun = _has_checkpoint(config)
+        more = "or begin again here: job.start_anew = true (it deletes nothing)"
+        if _has_checkpoint(config):
+            more = "whose checkpoint.initial_load_path may be this one, for its weights"
         raise ValueError(
             f"job.dump_folder = '{folder}' holds a run that cannot resume with other values of\n{lines}\n"
-            "restore them, or start a new run in another job.dump_folder"
-            f"{'' if begun else ', or begin again here: job.start_anew = true (it deletes nothing)'}"
+            f"restore them, or start a new run in another job.dump_folder, {more}"
         )
     return [f"{key}: {difference(*pair)}" for key, pair in differing.items() if not key.startswith("job.")]
 

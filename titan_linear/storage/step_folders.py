@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from titan_linear.config import Config
-from titan_linear.storage.files import read_json, sync, write_whole
+from titan_linear.storage.files import progress, read_json, sync, write_whole
 from titan_linear.storage.manifest import REMEDY, read_manifest
 from titan_linear.storage.rundir import STEP_MANIFEST, checkpoint_folder, checkpoints_of, set_aside
 
@@ -154,7 +154,10 @@ def verify(path: Path) -> None:
     files, stop = read_manifest(path, remedy).files, Event()
     with ThreadPoolExecutor() as pool:  # leaving it waits for its threads
         try:
-            for name, found in zip(files, pool.map(lambda name: inspect(path / name, stop), files), strict=True):
+            entries = progress(
+                pool.map(lambda name: inspect(path / name, stop), files), f"verifying {path}", len(files)
+            )
+            for name, found in zip(files, entries, strict=True):
                 if found != files[name]:
                     problem = found if isinstance(found, str) else "was altered since it was saved (size or checksum)"
                     raise ValueError(f"checkpoint file '{path / name}' {problem}; {remedy}")

@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 
 from titan_linear.data.corpus.sources import FIELD_SOURCES, TEXT_SOURCES
-from titan_linear.storage.files import Unreadable, default_cache_dir, read_json, write_whole
+from titan_linear.storage.files import Unreadable, default_cache_dir, progress, read_json, write_whole
 
 FORMAT = "titan_linear corpus 1"
 ANSWERS_FORMAT = "titan_linear corpus 2"  # code that knows only the first format would train on every token
@@ -250,7 +250,8 @@ def _checksums(path: Path) -> list[int]:
         return zlib.crc32(os.pread(file.fileno(), CRC_BLOCK, start))
 
     with path.open("rb") as file, ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        return list(pool.map(checksum, range(0, path.stat().st_size, CRC_BLOCK)))
+        starts = range(0, path.stat().st_size, CRC_BLOCK)
+        return list(progress(pool.map(checksum, starts), f"reading {path}", len(starts)))
 
 
 def info_checksum(info: dict[str, Any]) -> int:

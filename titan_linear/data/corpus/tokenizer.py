@@ -315,7 +315,10 @@ def build_tokenizer(path: str | None, key: str = "model.tokenizer_path") -> Toke
 def _instead(folder: Path) -> str:
     """What to do about a folder without tokenizer.json."""
     others = sorted(file.name for file in folder.glob("*") if _OTHER_KIND.search(file.name))
-    give = "give a Hugging Face tokenizer.json, or a folder that holds one (model.tokenizer_path = 'bytes' needs none)"
+    give = (
+        "give a Hugging Face tokenizer.json, or a folder that holds one, as hf download OWNER/NAME --local-dir NAME "
+        "fetches it (model.tokenizer_path = 'bytes' needs none)"
+    )
     path = json.dumps(str(folder))
     how = "docs/hugging_face.md says how"
     if not any("tiktoken" in name or "tekken" in name for name in others):

@@ -98,6 +98,18 @@ class MixedStreams:
         name = list(self.phases[n].weights)[place]
         return name, self._before[n].get(name, 0) + own
 
+    def summary(self, end: int) -> str:
+        """For the console: each source's share in the last phase, and its epochs in all streams before `end`."""
+        weights = self.phases[-1].weights
+        total = sum(weights.values())
+        given = self._given(end, self._phase(end))
+        parts = []
+        for name, weight in weights.items():
+            tokens, _ = self.sources[name].place(given[name])
+            size = self.sources[name].num_tokens
+            parts.append(f"{name} {weight / total:.1%} ({tokens / size:.2f} epochs of {size:,} tokens)")
+        return f"mixture: {', '.join(parts)}"
+
     def _phase(self, i: int) -> int:
         """The phase of stream i."""
         return bisect_right(self.phases, i, key=lambda phase: phase.start) - 1
