@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import sys
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -13,21 +11,15 @@ import pytest
 from titan_linear.storage.files import Unreadable, progress, read_json
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize(
-    ("out", "rank", "shown"), [(Terminal(), 0, True), (Terminal(), 1, False), (io.StringIO(), 0, False)]
-)
-def test_progress_is_for_terminals(out: io.StringIO, rank: int, shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After two seconds, on rank 0."""
-    monkeypatch.setattr("tqdm.std.time", count().__next__)
+@pytest.mark.parametrize(("rank", "seconds", "shown"), [(0, 1, True), (1, 1, False), (0, 0.1, False)])
+def test_progress_is_shown_by_one_rank_if_it_takes_time(
+    rank: int, seconds: float, shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Nine items, each of so many seconds."""
+    monkeypatch.setattr("tqdm.std.time", count(0, seconds).__next__)
     monkeypatch.setenv("RANK", str(rank))
-    monkeypatch.setattr(sys, "stderr", out)
     assert list(progress(range(9), "verifying x")) == [*range(9)]
-    assert ("verifying x" in out.getvalue()) == shown
+    assert ("verifying x" in capsys.readouterr().err) == shown
 
 
 @pytest.mark.parametrize("begin", [b"", b"\xef\xbb\xbf"])

@@ -297,8 +297,8 @@ def test_the_last_lines_of_a_run_can_be_copied(installed: Path, monkeypatch: pyt
     assert "  .venv/bin/titan-linear generate a --prompt" in finished(run("a"), 1000)
     monkeypatch.chdir(installed)
     assert "  titan-linear convert to-hf a FOLDER" in finished(run("a"), 1000)
-    monkeypatch.chdir("/usr")
-    assert f"  {installed}/tensorboard --logdir a/tb\n" in finished(run("a"), 1000)
+    monkeypatch.chdir("/")
+    assert f"  {str(installed)[1:]}/tensorboard --logdir a/tb\n" in finished(run("a"), 1000)
     (installed / "titan-linear").unlink()
     script = f"PYTHONPATH={ROOT} {installed}/python -m titan_linear generate a"
     assert f"  {script} --prompt" in finished(run("a"), 1000)
@@ -313,8 +313,9 @@ def test_the_prompt_is_the_samples_or_of_the_demos_texts(installed: Path) -> Non
 
 def test_a_run_that_ends_while_it_warms_up_says_so() -> None:
     assert unwarmed(run("a", "--training.steps=100", "--lr_scheduler.warmup_steps=100")) == ""
-    keys = ["--training.steps=25", "--lr_scheduler.warmup_steps=100", "--optimizer.lr=4e-3"]
-    assert "rises to 0.001 and never to optimizer.lr = 0.004" in unwarmed(run("a", *keys))
+    assert "training.steps = 99 end within" in unwarmed(
+        run("a", "--training.steps=99", "--lr_scheduler.warmup_steps=100")
+    )
 
 
 def test_the_end_of_a_run_says_what_can_be_done_with_it(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:

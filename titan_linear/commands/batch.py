@@ -26,7 +26,7 @@ from titan_linear.config import Config, load_config
 from titan_linear.data import IGNORE, Stream, Streams, Tokenizer, build_tokenizer
 from titan_linear.distributed.process import refusing
 from titan_linear.run.build import tokenizer_path
-from titan_linear.run.data import build_streams, open_corpora
+from titan_linear.run.data import build_streams
 from titan_linear.storage.rundir import SPIKES
 from titan_linear.storage.step_folders import known_progress
 
@@ -36,7 +36,6 @@ def main(argv: list[str]) -> int:
     args, keys = parse(argv)
     config = load_config(keys)
     tokenizer = build_tokenizer(tokenizer_path(config))
-    open_corpora(config, tokenizer, show_progress=True)
     # The newest checkpoint knows the mixtures.
     progress = known_progress(config, -1)
     streams, _ = build_streams(config, tokenizer, progress)

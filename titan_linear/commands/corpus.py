@@ -59,7 +59,6 @@ def write(args: argparse.Namespace) -> int:
         text_field=args.text_field,
         dataset_format=args.format,
         on_bad_document=args.on_bad_document,
-        show_progress=True,
         path_key="--path",
     )
     corpus = tokenise_corpus(Path(os.path.expanduser(args.folder)).absolute(), texts)

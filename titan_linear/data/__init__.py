@@ -21,7 +21,7 @@ ahead, or whether the run was restarted. To resume, a checkpoint keeps one numbe
 after those of finished steps. Fingerprints of the data beside it let a resume refuse another corpus.
 
     tokenizer = build_tokenizer(None)
-    corpus = open_corpus(Texts("stdlib", None, tokenizer, show_progress=True))
+    corpus = open_corpus(Texts("stdlib", None, tokenizer))
     verify_corpus(corpus)
     streams = PackedStreams(split_corpus(corpus, 0.01, "train"), seq_len=4096, seed=0)
     loader = StreamLoader(streams, global_batch_size=8, local_batch_size=1, dp_rank=0, dp_degree=2)

@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
     warnings.filterwarnings("ignore", message=".*deterministic")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms require it
     try:
-        subject = subject_of(load_config(argv), show_progress=True)
+        subject = subject_of(load_config(argv))
         first = os.environ.get("RANK", "0") == "0"
         if first:
             print(_introduction(subject))

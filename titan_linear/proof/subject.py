@@ -137,7 +137,7 @@ class MoreDocuments:
 # --- From a configuration --------------------------------------------------------------------------------------------
 
 
-def subject_of(config: Config, *, show_progress: bool = False) -> Subject:
+def subject_of(config: Config) -> Subject:
     """The subject of a run's configuration, cut to what can be examined on this machine.
 
     Raises:
@@ -155,7 +155,7 @@ def subject_of(config: Config, *, show_progress: bool = False) -> Subject:
     check_float8(full, config)
     check_float8_device(config)
     implementations(config, full, device)
-    open_corpora(config, tokenizer, show_progress)
+    open_corpora(config, tokenizer)
     degrees = _degrees(config, processes)
     model, factor = fitting(_one_period(full), config, degrees, device)
     seq_len = _length(config, device)

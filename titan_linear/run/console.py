@@ -15,7 +15,6 @@ from titan_linear.data import Tokenizer
 from titan_linear.models.config import ModelConfig
 from titan_linear.run.build import VOCAB_MULTIPLE, follows_tokenizer, model_without_tokenizer
 from titan_linear.run.exports import export_folder
-from titan_linear.step.update import rate_at
 from titan_linear.storage.hf_io import read_model
 from titan_linear.storage.rundir import BOARD, checkpoint_folder
 
@@ -79,21 +78,19 @@ def unwarmed(config: Config) -> str:
     if steps >= warmup:
         return ""
     return (
-        f"warning: training.steps = {steps} end within lr_scheduler.warmup_steps = {warmup}: the learning rate rises "
-        f"to {rate_at(config, steps):.2g} and never to optimizer.lr = {config.optimizer.lr:g}; set fewer"
+        f"warning: training.steps = {steps} end within lr_scheduler.warmup_steps = {warmup}: the learning rate never "
+        "rises to optimizer.lr; set fewer to warm up"
     )
 
 
 def program(name: str, module: str) -> str:
     """How a shell in this folder starts a program of this environment, which need not be active."""
     script = Path(sys.executable).with_name(name)
-    if not script.exists():  # the package is not installed
-        return f"PYTHONPATH={shlex.quote(str(ROOT))} {_nearby(Path(sys.executable))} -m {module}"
-    return name if shutil.which(name) == str(script) else _nearby(script)
-
-
-def _nearby(path: Path) -> str:
-    return shlex.quote(os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path))
+    if shutil.which(name) == str(script):
+        return name
+    if script.exists():
+        return shlex.quote(os.path.relpath(script))
+    return f"PYTHONPATH={shlex.quote(str(ROOT))} {shlex.quote(sys.executable)} -m {module}"  # it is not installed
 
 
 def finished(config: Config, step: int) -> str:

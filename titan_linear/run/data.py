@@ -28,7 +28,7 @@ from titan_linear.run.build import under_key
 from titan_linear.storage.step_folders import Content, Progress
 
 
-def open_corpora(config: Config, tokenizer: Tokenizer, show_progress: bool = False) -> list[Corpus]:
+def open_corpora(config: Config, tokenizer: Tokenizer) -> list[Corpus]:
     """Open the training corpus, or each of the mixture's sources, and validation's own corpus if it has one."""
     v = config.validation
     groups = bool(config.metrics.loss_by_source)
@@ -36,9 +36,7 @@ def open_corpora(config: Config, tokenizer: Tokenizer, show_progress: bool = Fal
     if v.enable and v.dataset_path:
         own = texts_of(config.training, config, tokenizer)
         wanted.append((replace(own, path=v.dataset_path, path_key="validation.dataset_path"), False))
-    return [
-        open_corpus(replace(texts, show_progress=show_progress), with_paths=with_paths) for texts, with_paths in wanted
-    ]
+    return [open_corpus(texts, with_paths=with_paths) for texts, with_paths in wanted]
 
 
 def texts_of(source: Training | Source, config: Config, tokenizer: Tokenizer) -> Texts:

@@ -85,7 +85,7 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
 
 def _check_data(config: Config, tokenizer: Tokenizer, model: ModelConfig, progress: Progress | None) -> None:
     """Check every corpus against its checksums, and that the streams are those of the run so far."""
-    for corpus in open_corpora(config, tokenizer, show_progress=True):
+    for corpus in open_corpora(config, tokenizer):
         (verify_corpus if config.training.verify == "always" else verify_changed)(corpus)
         print(corpus.summary)
     streams, held_out = build_streams(config, tokenizer, progress)

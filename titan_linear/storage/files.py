@@ -60,10 +60,9 @@ def shown(path: Path) -> str:
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
-def progress(items: Iterable[T], doing: str, total: int | None = None) -> Iterable[T]:
-    """The items, with a bar on rank 0's terminal if they take more than seconds."""
-    elsewhere = os.environ.get("RANK", "0") != "0"
-    return tqdm(items, doing, total, delay=2, leave=False, disable=elsewhere or None)  # None: on terminals alone
+def progress(items: Iterable[T] | None, doing: str, total: int | None = None, **options: Any) -> tqdm[T]:
+    """The items, with a bar on rank 0 if they take more than two seconds."""
+    return tqdm(items, doing, total, delay=2, disable=os.environ.get("RANK", "0") != "0", **options)
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

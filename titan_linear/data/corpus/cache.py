@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from titan_linear.data.corpus.chat import Completions, Conversations
 from titan_linear.data.corpus.corpus import (
@@ -52,7 +51,16 @@ from titan_linear.data.corpus.writing import (
     temporary_folder,
     write_into,
 )
-from titan_linear.storage.files import Unreadable, default_cache_dir, lock, open_own, read_json, shown, write_whole
+from titan_linear.storage.files import (
+    Unreadable,
+    default_cache_dir,
+    lock,
+    open_own,
+    progress,
+    read_json,
+    shown,
+    write_whole,
+)
 
 _NAMED = 3  # number of skipped bad documents that are named
 _SKIP = (
@@ -77,7 +85,6 @@ class Texts:
     text_field: str = "text"
     dataset_format: str = "text"
     on_bad_document: str = "stop"
-    show_progress: bool = False
     path_key: str = "training.dataset_path"
 
     @cached_property
@@ -99,7 +106,7 @@ class Texts:
         """A hash of what the tokens depend on: the same for other paths and times. Reads all files."""
         content = hashlib.blake2b(json.dumps(self._how).encode("utf-8", "surrogateescape"), digest_size=16)
         try:
-            for file in tqdm(self.files, desc=f"reading {self.dataset}", disable=not self.show_progress, delay=2):
+            for file in progress(self.files, f"reading {self.dataset}"):
                 content.update(f"\n{file.suffix} {file.stat().st_size}\n".encode("utf-8", "surrogateescape"))
                 add_file(file, content)
         except OSError as error:
@@ -281,15 +288,8 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Tokens, None, None]:
     total = sum(file.stat().st_size for file in texts.files)
     documents = islice(_read(texts, ends), journal.read, None)
     journal.files_read = 0
-    bar = tqdm(
-        total=total,
-        initial=journal.size,
-        unit="B",
-        unit_scale=True,
-        desc=f"tokenising {texts.dataset}",
-        smoothing=0,
-        disable=not texts.show_progress,
-    )
+    doing = f"tokenising {texts.dataset}"
+    bar = progress(None, doing, total, initial=journal.size, unit="B", unit_scale=True, smoothing=0)
     # A chat template runs in a worker (chat.py).
     least = int(texts.dataset_format == "messages" and may_have_children())
     with bar, closing(tokenise(texts.encoder, documents, max(least, worker_count(total)))) as encoded:

@@ -99,15 +99,12 @@ class MixedStreams:
         return name, self._before[n].get(name, 0) + own
 
     def summary(self, end: int) -> str:
-        """For the console: each source's share in the last phase, and its epochs in all streams before `end`."""
-        weights = self.phases[-1].weights
-        total = sum(weights.values())
+        """For the console: each source's share of the streams before `end`, and its epochs in them."""
         given = self._given(end, self._phase(end))
         parts = []
-        for name, weight in weights.items():
-            tokens, _ = self.sources[name].place(given[name])
-            size = self.sources[name].num_tokens
-            parts.append(f"{name} {weight / total:.1%} ({tokens / size:.2f} epochs of {size:,} tokens)")
+        for name, source in self.sources.items():
+            epochs = source.place(given[name])[0] / source.num_tokens
+            parts.append(f"{name} {given[name] / end:.1%} ({epochs:.2f} epochs of {source.num_tokens:,} tokens)")
         return f"mixture: {', '.join(parts)}"
 
     def _phase(self, i: int) -> int:
