@@ -32,6 +32,7 @@ from titan_linear.models.presets import preset, resized
 from titan_linear.ops.reference.linear_attention import recurrent_simple_gla
 from titan_linear.planner.memory import parameters
 from titan_linear.proof import doctor
+from titan_linear.run import console
 from titan_linear.run.build import model_without_tokenizer
 from titan_linear.run.console import finished
 from titan_linear.run.generate import decode, prefill
@@ -181,7 +182,8 @@ def test_without_a_configuration_only_the_demo_runs(checkout: Path) -> None:
         )
 
 
-def test_the_demo_is_short_and_shows_everything() -> None:
+def test_the_demo_is_short_and_shows_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "program", lambda name, _: f".venv/bin/{name}")  # as in a fresh clone
     config = load_config(["--job.config_file", str(ROOT / "train_configs/debug.toml")])
     t, freqs = config.training, (config.metrics.telemetry_freq, config.validation.freq, config.checkpoint.interval)
     assert t.steps * t.global_batch_size * t.seq_len <= 2**18  # tokens; two slow cores: 2,800 a second
