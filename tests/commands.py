@@ -93,5 +93,6 @@ def _work(module_and_argv: tuple[str, ...], environment: dict[str, str]) -> None
     os.setpgid(0, 0)
     os.environ.clear()
     os.environ.update(environment)
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # as if it were imported here
     module, *argv = module_and_argv
     sys.exit(importlib.import_module(module).main(argv))

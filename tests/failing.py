@@ -11,6 +11,7 @@ from typing import NoReturn
 
 import torch
 
+from tests.processes import stay
 from titan_linear.distributed.ending import peer_is_lost
 from titan_linear.models.decoder import Decoder
 from titan_linear.run import exports
@@ -56,9 +57,9 @@ def die(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def stay(*_: object) -> None:
+def hang(*_: object) -> NoReturn:
     note()
-    time.sleep(600)
+    stay()
 
 
 def _forward(fault: Callable[[], None], training: bool = True) -> None:
@@ -119,7 +120,7 @@ PLACES: dict[str, Callable[[], None]] = {
     "export": lambda: setattr(exports.Exports, "_begin", fail),
     "out of memory": lambda: _forward(no_memory),
     "SIGKILL": lambda: _forward(die),
-    "hang": lambda: _forward(stay),
+    "hang": lambda: _forward(hang),
 }
 # Keys that a place needs.
 KEYS = {
@@ -129,7 +130,7 @@ KEYS = {
     "while saving": {"checkpoint.async_mode": "async"},
     "validation": {"validation.enable": "true", "validation.freq": 2},
     "export": {"checkpoint.export_interval": 2},
-    "hang": {"comm.train_timeout_seconds": 8, "comm.init_timeout_seconds": 60},
+    "hang": {"comm.train_timeout_seconds": 8},
 }
 
 
@@ -164,7 +165,7 @@ def wait_as_nccl_does() -> None:
             train(self)
         except RuntimeError as error:
             if peer_is_lost(error):
-                time.sleep(600)
+                stay()
             raise
 
     Trainer.train = waiting

@@ -737,7 +737,7 @@ REASONS = dict.fromkeys(FAULTS, "No space left on device") | {
     ],
 )
 def test_an_error_on_one_rank_is_raised_on_all(worlds, tmp_path, fault, broken_rank, async_mode):
-    results = worlds(2).run(save_with_broken_disk, tmp_path, broken_rank, fault, async_mode, timeout=60)
+    results = worlds(2).run(save_with_broken_disk, tmp_path, broken_rank, fault, async_mode)
     for error, (whole, leftovers), _ in results:
         assert error.startswith(f"saving step-2 in '{tmp_path}' failed: rank {broken_rank}: "), error
         assert error.partition(f"rank {broken_rank}: ")[2] == REASONS[fault], error
@@ -869,13 +869,11 @@ def test_kill_at_any_moment(tmp_path, async_mode):
     for last in (False, False, True):
         before, port = done.stat().st_size, free_port()
         ranks = processes(save_for_ever, [(rank, port, tmp_path, async_mode) for rank in range(2)])
-        deadline = time.monotonic() + 60
         while done.stat().st_size < before + 6:  # a few saves
-            assert all(rank.is_alive() for rank in ranks) and time.monotonic() < deadline
+            assert all(rank.is_alive() for rank in ranks)
             time.sleep(0.002)
         time.sleep(rng.uniform(0, 0.1))
         while last and not stopped_in_a_save(ranks, tmp_path):
-            assert time.monotonic() < deadline
             time.sleep(rng.uniform(0, 0.02))
         for rank in rng.sample(ranks, 2):
             rank.kill()

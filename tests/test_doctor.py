@@ -326,6 +326,11 @@ SABOTAGES = {
 }
 
 
+def test_a_figure_reads_the_same_however_it_was_rounded() -> None:
+    for figure in (1 - 2**-53, 1.0, 1 + 2**-52):
+        assert str(Finding("split", "loss", figure, 1e-9)) == "FAIL split: loss  1 > 1.0e-09"
+
+
 @pytest.mark.parametrize("name", SABOTAGES)
 def test_sabotage_is_found_and_named(name: str, subject: Subject) -> None:
     owner, attribute, broken, check, said = SABOTAGES[name]

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import NoReturn
 
@@ -80,7 +79,7 @@ class SignalAtStep2(Hook):
 
 def stop_rank_1(rank: int, world_size: int, argv: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exports, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(600)"])
+        patch.setattr(exports, "command", lambda *_: [sys.executable, "-c", "import signal; signal.pause()"])
         trainer = Trainer(load_config(argv))
         trainer.hooks += [SignalAtStep2()] * rank
         with trainer.stop:
@@ -91,9 +90,7 @@ def test_a_stop_waits_for_no_export(corpus: Path, worlds: Worlds, tmp_path: Path
     """The signal came to another rank than that of the exports. Only what is to be kept is kept for the next start."""
     argv = arguments(corpus, KEYS, {"job.dump_folder": tmp_path, "training.steps": 5})
     preflight(load_config(argv), world_size=2)
-    began = time.monotonic()
     worlds(2).run(stop_rank_1, argv)
-    assert time.monotonic() - began < 300
     assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-3"]
 
 
@@ -176,7 +173,6 @@ def _raise(error: OSError) -> NoReturn:
     raise error
 
 
-@pytest.mark.timeout(60)
 def test_a_checkpoint_that_is_gone_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
@@ -197,7 +193,7 @@ def test_an_export_ends_with_the_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
     """A Ctrl-C while the complete run waits for it: no later start makes it, so it is named."""
-    runs(monkeypatch, "import time; time.sleep(100)")
+    runs(monkeypatch, "import signal; signal.pause()")
     found, stop = Exports(saved(tmp_path, 2), 2, set()), StopSignal()
     found.look()
     assert found.process.poll() is None
@@ -209,11 +205,11 @@ def test_an_export_ends_with_the_run(
 
 
 SLOW = """
-import os, time
+import os, signal
 with open("new", "w") as file:
     file.write(str(os.getpid()))
 os.rename("new", "imports")
-time.sleep(100)
+signal.pause()
 """
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ KEYS = {
     "training.seq_len": 32,
     "metrics.log_freq": 1,
     "checkpoint.enable": "true",
-    "checkpoint.grace_seconds": 30,
+    "checkpoint.grace_seconds": 3000,
 }
 
 
@@ -60,7 +61,7 @@ def test_a_step_is_completed_if_there_is_time(
     tmp_path: Path,
 ) -> None:
     """One that is not leaves no trace in the run that goes on."""
-    runs = {"alone": 0.0, "fits": 1.0, "does not": 1000.0, "does not, ": 0.0}
+    runs = {"alone": 0.0, "fits": 1.0, "does not": 10000.0, "does not, ": 0.0}
     reached = {"alone": 3, "fits": 2, "does not": 1, "does not, ": 3}
     for name, seconds in runs.items():
         folder = tmp_path / name.rstrip(", ")
@@ -120,6 +121,8 @@ def test_after_a_signal_no_validation_begins(
 def decide(rank: int, world_size: int) -> list[str]:
     """What is decided of a signal on rank 1 before micro-step `done` of a step of 40 s, a save taking 15."""
     said = []
+    patch = pytest.MonkeyPatch()
+    patch.setattr("titan_linear.run.grace.time", SimpleNamespace(monotonic=lambda: 0.0))
     for seconds, done, save in ((50, 2, 15.0), (60, 2, 15.0), (60, 0, 15.0), (0, 2, 15.0), (81, 2, 0.0), (79, 2, 0.0)):
         stop = StopSignal()
         grace = Grace(seconds, stop, dist.group.WORLD, 4, lambda save=save: save)
@@ -133,6 +136,7 @@ def decide(rank: int, world_size: int) -> list[str]:
             said.append(f"completed {stop.agreed}")
         except StepAbandoned as why:
             said.append(f"given up {stop.agreed}: {why}")
+    patch.undo()
     return said
 
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from tests.processes import elsewhere, gone, until
+from tests.processes import elsewhere, gone, handles, until
 from tests.refusals import is_refused, own_handlers
 from tests.worlds import free_port  # and what the server imports
 from titan_linear import launch
@@ -148,7 +148,7 @@ class Run:
 
     def end(self) -> tuple[int, str]:
         """(exit code, stderr)"""
-        self.process.join(60)
+        self.process.join()
         err = (self.folder / f"stderr-{self.node.rank}").read_text()
         own = range(self.node.rank, self.node.rank + self.node.processes)
         until(lambda: not any(alive(self.events(rank)) for rank in own))
@@ -377,9 +377,10 @@ def test_a_failure_of_one_node_ends_each_with_what_it_knows(start):
 def test_a_node_that_waits_for_others_can_be_stopped(start, rank, number):
     """In PyTorch's own wait, where no handler of its process's main thread would run."""
     run = start("done", node=Node(1, rank, 2, "127.0.0.1", free_port()))
+    until(lambda: handles(run.process.pid, signal.SIGTERM))
     time.sleep(2)
     os.kill(run.process.pid, number)
-    run.process.join(10)
+    run.process.join()
     assert run.process.exitcode == 128 + number
 
 

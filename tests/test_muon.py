@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -19,7 +17,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.test_train import FLOAT64, OWN_FLAVORS, SMALL_HYBRID, SPLITS, arguments, train_on_rank, whole_weights, worst
 from tests.worlds import Worlds
 from titan_linear.config import Optimizer, load_config
-from titan_linear.distributed.groups import set_timeout
 from titan_linear.distributed.matrices import WholeMatrices
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
 from titan_linear.distributed.parts import local_tensor
@@ -228,12 +225,9 @@ MUON = SMALL_HYBRID | FLOAT64 | {"optimizer.name": "muon", "training.steps": 6, 
 def run_on_rank(rank: int, world_size: int, argv: list[str]) -> dict[str, Tensor]:
     """A run with its checkpoints; the whole weights after it."""
     OWN["hybrid"] |= OWN_FLAVORS
-    try:
-        trainer = Trainer(load_config(argv))
-        trainer.train()
-        return whole_weights(trainer)
-    finally:
-        set_timeout([dist.group.WORLD], timedelta(minutes=5))
+    trainer = Trainer(load_config(argv))
+    trainer.train()
+    return whole_weights(trainer)
 
 
 def test_a_run_resumes_under_another_split(corpus: Path, worlds: Worlds, tmp_path: Path) -> None:

@@ -9,11 +9,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import redirect_stdout
+from pathlib import Path
 
 import pytest
 
+from tests.processes import until
 from titan_linear.distributed.ending import explain
 from titan_linear.distributed.process import StopSignal, outliving_readers, refusing, unescaped
 
@@ -40,17 +41,20 @@ def test_a_signal_is_seen_while_the_main_thread_waits_in_c() -> None:
     seen = []
 
     def other_thread() -> None:
-        time.sleep(0.3)  # until the main thread waits
+        main = Path(f"/proc/self/task/{os.getpid()}/syscall")
+        until(lambda: hex(reader) == main.read_text().split()[1])  # its first argument
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.2)
+        until(stop.arrived)
         seen.extend([stop.arrived(), stop.received])
+        os.write(writer, b"\n")
 
+    reader, writer = os.pipe()
     with StopSignal() as stop:
         assert stop.arrived() == 0
         thread = threading.Thread(target=other_thread)
         thread.start()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # else it would end the wait below
-        ctypes.CDLL(None).sleep(1)
+        ctypes.CDLL(None).read(reader, ctypes.create_string_buffer(1), 1)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         thread.join()
     assert seen == [signal.SIGTERM, 0]

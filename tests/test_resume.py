@@ -94,7 +94,7 @@ def command(argv: list[str]) -> subprocess.Popen:
 
 
 def finish(process: subprocess.Popen | Launch, code: int = 0) -> str:
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate()
     assert process.returncode == code, output
     return output
 
@@ -323,22 +323,30 @@ def test_a_run_in_its_folder(corpus: Path, tmp_path: Path, answer: Callable) -> 
 
 SLOW_RANK_0 = """
 import sys, time
+from datetime import timedelta
+import torch.distributed as dist
 from titan_linear import train
-from titan_linear.run import preflight
+from titan_linear.distributed.groups import set_timeout
+from titan_linear.run import preflight, rank
 
 def slowly(*args, whole=preflight.open_corpora, **options):
-    time.sleep(20)
+    time.sleep(4)
     return whole(*args, **options)
 
-preflight.open_corpora = slowly
+def impatiently(*args, whole=rank.on_rank_0):
+    set_timeout([dist.group.WORLD], timedelta(seconds=2))
+    whole(*args)
+    set_timeout([dist.group.WORLD], timedelta(minutes=30))
+
+preflight.open_corpora, rank.on_rank_0 = slowly, impatiently
 sys.exit(train.main(sys.argv[1:]))
 """
 
 
 def test_under_torchrun_the_others_wait_for_rank_0(corpus: Path, tmp_path: Path) -> None:
-    """It checks and tokenises for longer than collectives may take before the first step."""
+    """It checks and tokenises for longer than collectives may take."""
     (tmp_path / "slow.py").write_text(SLOW_RANK_0)
-    argv = arguments(corpus, tmp_path / "run", training__steps=2, comm__init_timeout_seconds=15)
+    argv = arguments(corpus, tmp_path / "run", training__steps=2)
     torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
     process = command([*torchrun, str(free_port()), str(tmp_path / "slow.py"), *argv])
     output = finish(process)

@@ -10,7 +10,6 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,6 @@ from tests.steps import after_backward
 from tests.worlds import Worlds
 from titan_linear.config import Training, load_config
 from titan_linear.data import build_tokenizer
-from titan_linear.distributed.groups import set_timeout
 from titan_linear.distributed.process import be_deterministic
 from titan_linear.models.config import Entry, ModelConfig, MoEConfig
 from titan_linear.models.mixers import RWKV7, Attention, Mamba2, ShortConv
@@ -54,6 +52,8 @@ BASE = {
     "lr_scheduler.warmup_steps": 2,
     "checkpoint.enable": "false",
     "metrics.enable_tensorboard": "false",
+    "comm.init_timeout_seconds": 3600,
+    "comm.train_timeout_seconds": 3600,
 }
 FLOAT64 = {"training.dtype": "float64"}
 
@@ -611,14 +611,10 @@ def test_the_host_waits_once_in_a_step(name: str, corpus: Path, worlds: Worlds) 
 
 def slow_disk(rank: int, world_size: int, argv: list[str], seconds: float) -> None:
     """A run whose rank 0 takes `seconds` to finish a save, and again to finish an export."""
-    patch = pytest.MonkeyPatch()
-    for owner, name in ((Checkpointer, "_commit"), (hf_writing._Writer, "finish")):
-        patch.setattr(owner, name, delayed(getattr(owner, name), seconds))
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((Checkpointer, "_commit"), (hf_writing._Writer, "finish")):
+            patch.setattr(owner, name, delayed(getattr(owner, name), seconds))
         Trainer(load_config(argv)).train()
-    finally:
-        patch.undo()
-        set_timeout([dist.group.WORLD], timedelta(minutes=5))  # the world goes on to other tests
 
 
 def delayed(work: Callable, seconds: float) -> Callable:
@@ -630,19 +626,20 @@ def delayed(work: Callable, seconds: float) -> Callable:
 
 
 def test_ranks_wait_for_a_slow_disk(corpus: Path, worlds: Worlds, tmp_path: Path) -> None:
-    """Longer than a collective of training may take."""
+    """Longer than a collective of training may take after the first step, which is the last."""
     keys = {
         "checkpoint.enable": "true",
         "checkpoint.last_save_in_hf": "true",
-        "training.steps": 2,
+        "training.steps": 1,
+        "lr_scheduler.warmup_steps": 0,
         "model.name": "kda",
         "training.local_batch_size": 2,
         "job.dump_folder": tmp_path,
-        "comm.train_timeout_seconds": 6,
+        "comm.train_timeout_seconds": 2,
     }
-    worlds(2).run(slow_disk, arguments(corpus, keys), 8.0)
-    assert read_progress(tmp_path / "checkpoint/step-2").step == 2
-    assert (tmp_path / "checkpoint/step-2-hf/config.json").is_file()
+    worlds(2).run(slow_disk, arguments(corpus, keys), 4.0)
+    assert read_progress(tmp_path / "checkpoint/step-1").step == 1
+    assert (tmp_path / "checkpoint/step-1-hf/config.json").is_file()
 
 
 # --- On GPUs ---------------------------------------------------------------------------------------------------------
@@ -658,7 +655,6 @@ def train_on_gpus(rank: int, world_size: int, argv: list[str]) -> dict[str, Tens
         return {name: p.cpu() for name, p in whole_weights(trainer).items()}
     finally:
         torch.use_deterministic_algorithms(False)
-        set_timeout([dist.group.WORLD], timedelta(minutes=5))
 
 
 def reported(folder: Path) -> list[tuple[int, float, float]]:

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import gc
 import os
+import queue
 import socket
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
@@ -26,6 +29,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.interpreter import quicken
 from tests.thrift import be_thrifty
+from titan_linear.distributed.groups import set_timeout
 
 # What most processes of tests import, imported once, in the server that they are forked from; the compiler's too.
 COMPILER = ["torch._dynamo", "torch._inductor.compile_fx", "torch._functorch.partitioners", "networkx", "sympy.tensor"]
@@ -61,6 +65,7 @@ def _serve(rank: int, world_size: int, backend: str, port: int, tasks: mp.Queue,
         except Exception:
             results.put((rank, None, traceback.format_exc()))
         _destroy_own_groups()
+        set_timeout([dist.group.WORLD], timedelta(minutes=30))  # PyTorch's: a run has one of its own
     dist.destroy_process_group()
 
 
@@ -107,14 +112,14 @@ class World:
             for process in self.processes:
                 process.start()
 
-    def run(self, fn: Callable, *args: Any, timeout: float = 300) -> list[Any]:
+    def run(self, fn: Callable, *args: Any) -> list[Any]:
         """fn(rank, world_size, *args) on every rank, with this process's token caches; the results in rank order."""
-        for queue in self.tasks:
-            queue.put((fn, args, os.environ["XDG_CACHE_HOME"]))
+        for tasks in self.tasks:
+            tasks.put((fn, args, os.environ["XDG_CACHE_HOME"]))
         outcomes: dict[int, Any] = {}
         try:
             for _ in range(self.world_size):
-                rank, value, error = self.results.get(timeout=timeout)
+                rank, value, error = self._next_result()
                 if error is not None:
                     raise AssertionError(f"rank {rank} of {self.world_size} failed:\n{error}")
                 outcomes[rank] = value
@@ -122,6 +127,13 @@ class World:
             self.close()  # the other ranks may hang in a collective
             raise
         return [outcomes[r] for r in range(self.world_size)]
+
+    def _next_result(self) -> tuple[int, Any, str | None]:
+        """However long it takes, while all ranks live."""
+        while True:
+            with suppress(queue.Empty):
+                return self.results.get(timeout=5)
+            assert all(process.is_alive() for process in self.processes), "a rank has died"
 
     def close(self) -> None:
         self.broken = True

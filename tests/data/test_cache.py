@@ -65,7 +65,7 @@ def test_processes_that_start_together_write_once(lines: Path, tmp_path: Path):
     ]
     for process in processes:
         process.start()
-    found = [results.get(timeout=60) for _ in processes]
+    found = [results.get() for _ in processes]
     assert len(set(found)) == 1 and found[0][1] == 3000
     assert len(log.read_text().split()) == 3 and len(set(log.read_text().split())) == 1  # one process, three batches
     for process in processes:
@@ -77,7 +77,7 @@ def test_killed_while_writing(lines: Path, tmp_path: Path):
     cache, results = tmp_path / "cache", FORK.Queue()
     process = FORK.Process(target=_open, args=(lines, cache, SlowTokenizer(tmp_path / "log", die_at=2), results))
     process.start()
-    process.join(60)
+    process.join()
     assert process.exitcode == -signal.SIGKILL
     assert sorted(path.suffix for path in cache.iterdir()) == [".lock", ".tmp"]  # nothing that could be opened
     corpus = open_corpus(Texts("jsonl", str(lines), ByteTokenizer()), cache_dir=cache)

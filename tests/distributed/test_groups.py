@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from tests.worlds import Worlds
-from titan_linear.distributed.groups import host_group, on_rank_0, set_timeout, without_timeout
+from titan_linear.distributed.groups import host_group, on_rank_0, without_timeout
 
-SHORT, SLOW = timedelta(seconds=3), 5.0  # seconds
+SHORT, SLOW = timedelta(seconds=1), 2.0  # seconds
 
 
 def alone(rank: int, world_size: int) -> tuple[int, str, object]:
@@ -41,23 +41,27 @@ def test_what_rank_0_does_holds_for_all(worlds: Worlds) -> None:
 
 
 def waits(rank: int, world_size: int) -> tuple[bool, bool]:
-    """Whether a rank waits for one that is slow: inside `without_timeout`, and after it."""
+    """A slow rank 0, inside `without_timeout` and after it: whether it had done its work when another one left, and
+    whether that one then waits."""
     host, group = host_group(), dist.new_group(timeout=SHORT)
-    set_timeout([group], SHORT)
-
-    def meet() -> bool:
-        time.sleep(SLOW if rank == 0 else 0)
-        try:
-            dist.all_reduce(torch.zeros(1), group=group)
-        except RuntimeError:
-            return False
-        return True
-
+    store = dist.PrefixStore("waits", dist.distributed_c10d._get_default_store())
     with without_timeout([group], host, SHORT):
-        inside = meet()
-        time.sleep(SLOW if rank == 0 else 0)  # alone at its disk
-    dist.all_reduce(torch.zeros(1), group=group)  # they left together
-    return inside, meet()
+        if rank == 0:
+            time.sleep(SLOW)
+        dist.all_reduce(torch.zeros(1), group=group)
+        if rank == 0:
+            time.sleep(SLOW)  # alone at its disk
+            store.set("done", "")
+    together = store.check(["done"])
+    if rank == 0:
+        store.wait(["tired"])
+        return together, True
+    try:
+        dist.all_reduce(torch.zeros(1), group=group)
+    except RuntimeError:
+        store.set("tired", "")
+        return together, False
+    return together, True
 
 
 def test_ranks_wait_for_a_slow_one_inside_alone(worlds: Worlds) -> None:

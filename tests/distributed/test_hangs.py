@@ -20,6 +20,7 @@ from tests.worlds import World, Worlds
 from titan_linear.config import load_config
 from titan_linear.data import Batch
 from titan_linear.distributed.ending import peer_is_lost
+from titan_linear.distributed.groups import set_timeout
 from titan_linear.distributed.hangs import late_collective, recorded, watched
 from titan_linear.train import Trainer
 
@@ -28,7 +29,7 @@ LATER = int(1e18)  # nanoseconds: past every time-out
 
 def hang(rank: int, world_size: int, folder: str) -> tuple[str, bool]:
     """One of each collective, after which nothing is late; what is said when rank 1 stays away; whether it failed."""
-    group = dist.new_group(timeout=timedelta(seconds=4))
+    group = dist.new_group()
     x, came = torch.ones(2), torch.ones(2)
     dist.all_reduce(x, group=group)
     dist.all_gather_into_tensor(torch.ones(4), x, group=group)
@@ -40,6 +41,7 @@ def hang(rank: int, world_size: int, folder: str) -> tuple[str, bool]:
     for request in dist.batch_isend_irecv(exchange):
         request.wait()
     until(lambda: late_collective(recorded(), time.time_ns() + LATER) is None)  # a thread of gloo's notes the end
+    set_timeout([group], timedelta(seconds=4))
     said, failed = io.StringIO(), False
     store = dist.PrefixStore(folder, dist.distributed_c10d._get_default_store())
     with watched(Path(folder), store, 4) as watch, contextlib.redirect_stderr(said):

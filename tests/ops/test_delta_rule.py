@@ -40,17 +40,16 @@ def test_gate_and_norm_in_kernel(op: str, lower_bound: float | None) -> None:
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 def test_a_second_backward_through_what_was_kept(op: str, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """T in segments in Triton, whose gradients of states are those of one backward. KDA's gates are bounded: tiles of
-    others are computed again in another way, and rounded otherwise."""
+    """T in segments in Triton, whose gradients of states are those of one backward. KDA's tiles are computed again by
+    products of another size, which may round otherwise: 64 terms each, eight in a chain, over three segments."""
     monkeypatch.setattr(triton_rules, "segment_length", lambda *_: 64)
     x = make_inputs(op, 192, H=1, HV=1, K=16, V=16, gate="slow")
     x = leaves({name: t.float().to(device_of(impl)) for name, t in x.items()})
     first, second = (torch.randn_like(x["v"]) for _ in range(2))
-    options = {"safe_gate": True} if op == "kda" else {}
-    o, again = (call(op, x, disable_recompute=True, impl=impl, **options)[0] for _ in range(2))
+    o, again = (call(op, x, disable_recompute=True, impl=impl)[0] for _ in range(2))
     torch.autograd.grad(o, list(x.values()), first, retain_graph=True)
     got, want = (torch.autograd.grad(y, list(x.values()), second) for y in (o, again))
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert all(relative_error(a, b) < 3 * 8 * 64 * 2**-24 for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])

@@ -46,7 +46,7 @@ Name = TypeVar("Name")
 
 
 def _short(x: float) -> str:
-    return f"{x:g}" if x == int(x if abs(x) < 1e15 else 0) else f"{x:.1e}"
+    return f"{x:g}" if x == int(x if abs(x) < 1e15 else 0) else f"{x:.1e}".removesuffix(".0e+00")
 
 
 def bound_of_model(dtype: torch.dtype, num_layers: int) -> float:
