@@ -258,7 +258,7 @@ def test_null_is_no_content(folder: Callable, template: str):
     assert learnt(path, record) == [json.dumps(record["messages"][1]["tool_calls"], ensure_ascii=False) + "<|im_end|>"]
     added = folder(template.replace("{{- message.content }}", "{{- message.content + '' }}"))
     found = learnt(added, record)
-    assert found.startswith("message 2's content is null; the chat template refuses it: UndefinedError")
+    assert found.startswith("the chat template refuses it (a message's content is null): UndefinedError")
 
 
 @pytest.mark.parametrize("template", [MARKED, UNMARKED])

@@ -236,7 +236,7 @@ def test_a_file_of_another_kind_is_named(texts: Callable, tmp_path: Path, conten
 
 @pytest.mark.parametrize("name", ["a.txt", "a.json", "a.jsonl", "a.jsonl.gz"])
 def test_lines_of_json_are_no_text(texts: Callable, tmp_path: Path, name: str):
-    """Two lines that are objects, or one where the name says so; other JSON and other texts are texts."""
+    """Two lines that are objects, or the begin of one where the name says so; other JSON and other texts are texts."""
     pack = gzip.compress if name.endswith("gz") else bytes
     for lines in (b'\xef\xbb\xbf{"text": "a"}\n\n {"b": 1}\n', b'{"text": "a"}\n' * 3 + b"not JSON"):
         (tmp_path / name).write_bytes(pack(lines))
@@ -246,7 +246,7 @@ def test_lines_of_json_are_no_text(texts: Callable, tmp_path: Path, name: str):
             texts("text", tmp_path / name)
     for text in (b'{"a":\n{"b": 1}}\n', b"{}, {}\n{}", b"[1]\n[2]\n", b"plain\n{}\n{}\n", b'{"a": 1}'):
         (tmp_path / name).write_bytes(pack(text))
-        if text == b'{"a": 1}' and ".jsonl" in name:
+        if text.startswith(b"{") and ".jsonl" in name:
             with pytest.raises(ValueError, match="lines of JSON"):
                 texts("text", tmp_path / name)
         else:

@@ -30,6 +30,7 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
+from itertools import compress
 from typing import Any, NamedTuple, Protocol
 
 import jinja2
@@ -146,7 +147,7 @@ class Conversations:
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
         return _Writer(self._templates[name].programs, {"documents": None, **self._names, **variables, "tools": tools})
 
-    def _rendered(self, write: _Writer, messages: list[Record], trained: list[bool]) -> tuple[str, Ranges]:
+    def _rendered(self, write: _Writer, messages: list[Record], trained: list[bool | None]) -> tuple[str, Ranges]:
         """The text of a conversation, and the ranges of its characters that are trained on."""
         messages, whole = _with_arguments(write, messages)
         _check_all_written(write, messages, whole)
@@ -157,9 +158,14 @@ class Conversations:
                     "the chat template changes what it has between {% generation %} and {% endgeneration %}; have it "
                     "change that inside of them"
                 )
-            return whole, _trained_of(answers, messages, trained)
+            said = [is_trained for is_trained in trained if is_trained is not None]
+            if len(answers) != len(said) and not all(said):
+                raise _Problem(
+                    f"a weight of 0, and not one answer for each message of the role {ANSWERER!r}; {_REMEDY}"
+                )
+            return whole, answers if all(said) else [*compress(answers, said)]
         answers = []
-        for i in np.flatnonzero(trained):
+        for i in compress(range(len(trained)), trained):
             prompt = write(messages[:i], add_generation_prompt=True)
             answered = write(messages[: i + 1])
             if not (answered.startswith(prompt) and whole.startswith(answered)):
@@ -181,16 +187,12 @@ class _Writer(NamedTuple):
 
     def __call__(self, messages: list[Record], program: jinja2.Template | None = None, **variables: Any) -> str:
         values = {"add_generation_prompt": False, **self.variables, **variables, "messages": messages}
-        if _BEGIN[0] in json.dumps(values, ensure_ascii=False, default=str):
-            raise _Problem("a message holds the noncharacter U+FDD0, which marks answers here; remove it")
         try:
             with _in_time():
                 return (program or self.programs.plain).render(values)
         except Exception as error:  # whatever the template raises
-            null = next(
-                (f"message {i}'s content is null; " for i, m in enumerate(messages, 1) if "content" not in m), ""
-            )
-            raise _Problem(f"{null}the chat template refuses it: {type(error).__name__}: {error}") from error
+            null = "" if all("content" in message for message in messages) else " (a message's content is null)"
+            raise _Problem(f"the chat template refuses it{null}: {type(error).__name__}: {error}") from error
 
 
 def _with_arguments(write: _Writer, messages: list[Record]) -> tuple[list[Record], str]:
@@ -212,29 +214,25 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_all_written(write: _Writer, messages: list[Record], whole: str) -> None:
-    """Raises _Problem if the text would be the same without a tool or a call."""
-    tools = write.variables["tools"] or []
-    fewer = [("'tools'", messages, tools[:-1])] if tools else []
-    for i, message in enumerate(messages):
-        if calls := message.get("tool_calls"):
-            without = [*messages[:i], {**message, "tool_calls": calls[:-1]}, *messages[i + 1 :]]
-            fewer.append((f"'tool_calls' of message {i + 1}", without, write.variables["tools"]))
-    for what, without, tools in fewer:
-        text = ""
+    """Raises _Problem if the text would be the same without a tool or a call, or has marks."""
+
+    def same(messages: list[Record], **variables: Any) -> bool:
         with suppress(_Problem):
-            text = write(without, tools=tools)
-        if text == whole:
-            raise _Problem(f"the chat template does not write all {what}; take one that does (docs/data.md has one)")
+            return write(messages, **variables) == whole
+        return False
 
-
-def _trained_of(answers: Ranges, messages: list[Record], trained: list[bool]) -> Ranges:
-    """Those of the answers, one for each message of the role, that are trained on."""
-    said = [is_trained for is_trained, message in zip(trained, messages) if message["role"] == ANSWERER]
-    if all(said):
-        return answers
-    if len(answers) != len(said):
-        raise _Problem(f"a weight of 0, and not one answer for each message of the role {ANSWERER!r}; {_REMEDY}")
-    return [answer for answer, is_trained in zip(answers, said) if is_trained]
+    if _BEGIN[0] in whole:
+        raise _Problem("a message holds the noncharacter U+FDD0, which marks answers here; remove it")
+    tools = write.variables["tools"]
+    unwritten = ["'tools'"] if tools and same(messages, tools=tools[:-1]) else []
+    for i, message in enumerate(messages):
+        fewer = {**message, "tool_calls": message.get("tool_calls", [])[:-1]}
+        if message.get("tool_calls") and same([*messages[:i], fewer, *messages[i + 1 :]]):
+            unwritten.append(f"'tool_calls' of message {i + 1}")
+    if unwritten:
+        raise _Problem(
+            f"the chat template does not write all {unwritten[0]}; take one that does (docs/data.md has one)"
+        )
 
 
 @contextmanager
@@ -330,12 +328,12 @@ def _as_templates_know_it(message: Record) -> Record:
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _is_trained(i: int, message: Record) -> bool:
-    weights = {name: message[name] for name in _WEIGHTS if name in message}
-    for name, weight in weights.items():
-        if weight not in (0, 1):
-            raise _Problem(f"message {i}: {name!r} is {weight!r}; give 0 (not trained on) or 1")
-    return message["role"] == ANSWERER and all(weights.values())
+def _is_trained(i: int, message: Record) -> bool | None:
+    """Whether an answer is trained on; None: it is none."""
+    for name in _WEIGHTS:
+        if message.get(name, 1) not in (0, 1):
+            raise _Problem(f"message {i}: {name!r} is {message[name]!r}; give 0 (not trained on) or 1")
+    return all(message.get(name, 1) for name in _WEIGHTS) if message["role"] == ANSWERER else None
 
 
 def _with_answer(tokens: np.ndarray, loss_mask: np.ndarray, lacking: str) -> MaskedTokens | str:

@@ -25,12 +25,12 @@ import io
 import json
 import lzma
 import os
+import re
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -59,6 +59,7 @@ ROWS = 256  # read at a time
 # How files of text begin that are compressed, and how to open them; and those that are something else, and the remedy.
 _COMPRESSED = {b"\x1f\x8b": gzip.open, b"\xfd7zXZ\0": lzma.open}
 _COMPRESSED |= {b"BZh%d1AY&SY" % size: bz2.open for size in range(1, 10)}
+_TWO_OBJECTS = re.compile(rb'\s*\{\s*"[^\n]*\}[ \t\r]*\n\s*\{\s*"')
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _REWRITE_UTF_16 = "UTF-16; write it in UTF-8 (iconv -f UTF-16 -t UTF-8)"
 _NO_TEXT = {
@@ -288,10 +289,9 @@ def _read_text(file: Path, _: _Fields) -> Iterator[Document]:
 
 
 def _holds_records(file: Path, data: bytes) -> bool:
-    """Whether a file's first lines are objects of JSON: two, or one where its name says so."""
-    head = islice(filter(bytes.strip, io.BytesIO(data)), 2)
-    lines = [_line(line, "", 0, _Fields((), is_text=False)) for line in head]
-    return len(lines) > 1 - file.name.endswith(SUFFIXES["jsonl"]) and not any(line.problem for line in lines)
+    """Whether a file's first lines are objects of JSON, or it begins as one and its name says so."""
+    named = file.name.endswith(SUFFIXES["jsonl"]) and data.lstrip().startswith(b"{")
+    return named or bool(_TWO_OBJECTS.match(data))
 
 
 def _read_jsonl(file: Path, fields: _Fields) -> Iterator[Document]:
@@ -315,7 +315,7 @@ def _line(line: bytes, origin: str, size: float, fields: _Fields) -> Document:
     except (ValueError, RecursionError) as error:
         return Document("", origin, size, f"not JSON in UTF-8: {error}")
     if not isinstance(record, dict):
-        return Document("", origin, size, f"not a JSON object with a field {', '.join(map(repr, fields.needed))}")
+        return Document("", origin, size, f"not a JSON object with a field {fields.needed[0]!r}")
     return fields.document(record, origin, size)
 
 
