@@ -483,6 +483,19 @@ def test_tools(folder: Callable):
     assert listed == text != without and others == [without] * 3
 
 
+@pytest.mark.parametrize("template", [MARKED, UNMARKED])
+def test_no_tools_and_an_empty_list(folder: Callable, template: str):
+    """They are two things to a template, and choose between several, as in transformers."""
+    says = "{{ 'none' if tools is none else 'list' }}" + template
+    for several in (says, [{"name": "default", "template": template}, {"name": "tool_use", "template": says}]):
+        path = folder(several)
+        theirs = AutoTokenizer.from_pretrained(path)
+        for tools in (None, [], ""):
+            ((ids, _),) = Conversations(build_tokenizer(str(path))).encode_batch([CHATS[0] | {"tools": tools}])
+            expected = theirs.apply_chat_template(CHATS[0]["messages"], tools=tools)
+            assert ids.tolist() == expected["input_ids"], (tools, several)
+
+
 @pytest.mark.parametrize(
     "template",
     [
