@@ -94,6 +94,12 @@ def test_a_stop_waits_for_no_export(corpus: Path, worlds: Worlds, tmp_path: Path
     assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-3"]
 
 
+def exported(config: Config, step: int) -> None:
+    """Its name and its config.json."""
+    exports.export_folder(config, step).mkdir()
+    (exports.export_folder(config, step) / "config.json").touch()
+
+
 def saved(folder: Path, *steps: int) -> Config:
     """A run that exports every second step; its checkpoints are but names."""
     for step in steps:
@@ -119,8 +125,9 @@ def test_what_was_cut_short_is_made_up_for(
 ) -> None:
     """One after the other; not twice; not of a future that is left, not what the run itself exports at its end."""
     config, in_use = saved(tmp_path, 1, 2, 4, 6, 7, 8), set()
-    (tmp_path / "checkpoint/step-2-hf").mkdir()
-    runs(monkeypatch, "import os, sys; os.mkdir(sys.argv[1])")
+    exported(config, 2)
+    exports.export_folder(config, 4).mkdir()  # emptied
+    runs(monkeypatch, "import os, sys; os.makedirs(sys.argv[1], exist_ok=True)")
     found = Exports(config, 4, in_use)
     for step in (5, 6, 6, 8):
         found.after_save(step)
@@ -136,11 +143,14 @@ def test_a_finished_run_names_what_it_lacks(
 ) -> None:
     """A kill after the last step, while exports were written."""
     config = saved(tmp_path, 2, 4, 6, 8)
-    (tmp_path / "checkpoint/step-4-hf").mkdir()
+    exported(config, 4)
+    exports.export_folder(config, 8).mkdir()
     monkeypatch.setattr("titan_linear.run.preflight.verify", lambda _: None)
     with pytest.raises(SystemExit):
         _check_checkpoint(config, model_config(config, ByteTokenizer()), ByteTokenizer())
-    assert "\nnot exported: step-2, step-6; titan-linear convert to-hf does it\n" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "\nnot exported: step-2, step-6; titan-linear convert to-hf does it\n" in out
+    assert "\nits Hugging Face folder is not there; titan-linear convert to-hf" in out
 
 
 def test_a_failure_is_a_warning(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
@@ -151,6 +161,35 @@ def test_a_failure_is_a_warning(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     until(lambda: found.look() or 2 not in in_use)
     assert capsys.readouterr().out == "warning: exporting step-2 failed: the disk is full\n"
     assert found.waiting == [4] and found.process is None
+
+
+ONCE = """
+import os, signal, sys
+try:
+    os.mkdir(sys.argv[1] + ".tried")
+    os.kill(os.getpid(), signal.SIGKILL)
+except FileExistsError:
+    os.mkdir(sys.argv[1])
+"""
+ALWAYS = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.parametrize("code", [ONCE, ALWAYS], ids=["once", "always"])
+def test_an_export_that_is_killed_starts_again_once(
+    code: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    """Its checkpoint is kept until then."""
+    config, in_use = saved(tmp_path, 2), set()
+    runs(monkeypatch, code)
+    found = Exports(config, 2, in_use)
+    until(lambda: found.look() or found.again)
+    assert in_use == {2} and found.exporting == 2
+    until(lambda: found.look() or not in_use)
+    assert not found.waiting and found.process is None
+    folder = exports.export_folder(config, 2)
+    assert capsys.readouterr().out == "warning: exporting step-2 failed: its process was killed; it starts again\n" + (
+        f"exported '{folder}'\n" if code == ONCE else "warning: exporting step-2 failed: exit code -9\n"
+    )
 
 
 @pytest.mark.parametrize(("lacking", "said"), [("tempfile.TemporaryFile", "full"), ("subprocess.Popen", "too many")])

@@ -164,6 +164,20 @@ def test_generation(name: str, folders: Callable) -> None:
     assert beams[0] == beams[1]
 
 
+def test_generation_reads_each_token_once_and_warns_of_nothing(
+    folders: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the cache that this version of transformers hands on, under its own name."""
+    model = AutoModelForCausalLM.from_pretrained(folders("hybrid debug")[0], trust_remote_code=True)
+    read, warnings, embed = [], [], model.model.embeddings.forward
+    monkeypatch.setattr(model.model.embeddings, "forward", lambda ids: read.append(ids.shape[1]) or embed(ids))
+    monkeypatch.setattr("logging.Logger.warning", lambda _, message, *__, **___: warnings.append(message))
+    transformers.utils.logging.warning_once.cache_clear()
+    model.generate(torch.arange(5)[None], max_new_tokens=3, do_sample=False, pad_token_id=0)
+    model(torch.arange(5)[None])
+    assert read == [5, 1, 1, 5] and not [text for text in warnings if "past_key_values" in text]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_in_and_out(name: str, folders: Callable, tmp_path: Path) -> None:
     """Our folder comes back with the same bytes, and so does what transformers saves of it."""

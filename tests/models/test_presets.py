@@ -272,6 +272,7 @@ def test_falcon_h1_as_published() -> None:
 
 def test_keys_put_mixers_side_by_side() -> None:
     keys = ['--model.pattern=["kda+attention", "gdn"]', "--model.attention.kv_heads=1", "--model.gdn.conv_size=3"]
+    keys += ["--model.num_layers=4"]
     kda, gdn, attention = preset("hybrid", "debug").pattern
     assert resized_by(keys).pattern == ((kda, replace(attention, kv_heads=1)), replace(gdn, conv_size=3))
     beside = replace(preset("hybrid", "debug"), pattern=((kda, attention),))
@@ -284,6 +285,19 @@ def test_options_apply_to_each_layer_of_their_kind() -> None:
     model = replace(preset("kda", "debug"), pattern=(kda, replace(kda, lower_bound=None)))
     keys = load_config(["--model.kda.conv_size=3"]).model.model_dump()
     assert resized(model, keys).pattern == (replace(kda, conv_size=3), replace(kda, conv_size=3, lower_bound=None))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "num_layers", "says"),
+    [
+        ('["kda", "kda", "kda", "attention"]', 4, "3 kda + 1 attention"),
+        ('["kda+attention", "gdn"]', 6, "3 kda+attention + 3 gdn"),
+        ('["gdn"]', 3, "3 gdn"),
+    ],
+)
+def test_a_pattern_is_repeated_as_a_whole(pattern: str, num_layers: int, says: str) -> None:
+    model = resized_by([f"--model.pattern={pattern}", f"--model.num_layers={num_layers}"])
+    assert model.composition == says and len(model.layers) == num_layers
 
 
 YARN = "factor = 2.0, original_max_position_embeddings = 64"
@@ -318,6 +332,18 @@ def test_the_largest_sizes_can_be_counted() -> None:
             r"\['mamba'\] has 'mamba'; use kda, gdn, .*, mla, mlp, moe",
         ),
         (['--model.pattern=["kda+mlp"]'], r"has 'kda\+mlp'; use kda, .*, moe, or mixers with \+ between them"),
+        *(
+            ([f'--model.pattern=["kda", {rest} "attention"]', *layers], words)
+            for rest, layers, words in (
+                ('"kda", "kda",', [], r"has 4 layers, which num_layers = 3 does not .*; set model.num_layers .* as 4,"),
+                (
+                    "",
+                    [],
+                    r"\['kda', 'attention'\] has 2 layers, which num_layers = 3 does .*num_layers .*as 4, or write",
+                ),
+                ('"kda",', ["--model.num_layers=10"], r"3 layers, which num_layers = 10 .* a multiple, such as 9, or"),
+            )
+        ),
         (['--model.pattern=["kda+"]'], r"has 'kda\+'; use kda"),
         (
             ["--model.attention.rope_scaling={factor = 2.0}"],

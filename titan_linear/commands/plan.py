@@ -196,7 +196,7 @@ def describe(config: Config, model: ModelConfig) -> str:
     t, p = config.training, config.parallelism
     sharers = p.context_parallel_degree * p.tensor_parallel_degree
     return (
-        f"{model_name(config)}: {parameters(model):,} parameters, {model.num_layers} layers\n"
+        f"{model_name(config)}: {parameters(model):,} parameters, {model.composition}\n"
         f"{t.local_batch_size} x {t.seq_len} tokens in a micro-step on {sharers} GPU{'s' if sharers > 1 else ''}; "
         f"parameters {t.dtype}, compute {t.mixed_precision_param}, reductions {t.mixed_precision_reduce}; activation "
         f"checkpointing {checkpointing_of(config)}; layers {'' if config.compile.enable else 'not '}compiled"

@@ -81,7 +81,8 @@ class Model(Section):
     hidden_dim: int = Field(0, ge=0)
     """Hidden channels of each layer's MLP; 0: the flavor's."""
     pattern: list[str] = []
-    """Mixers of the first layers, which further layers repeat: ["kda", "kda", "kda", "attention"]; []: the flavor's.
+    """Mixers of the first layers, which further layers repeat as a whole: ["kda", "kda", "kda", "attention"]; []: the
+    flavor's.
     "mamba2+attention" is a layer of two side by side, whose outputs add. An MLP or experts follow each, unless "mlp" or
     "moe" is in the list: then a layer is what the list names."""
     mixers: dict[str, dict[str, Any]] = {}

@@ -6,6 +6,7 @@ import hashlib
 import math
 import sys
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -176,6 +177,12 @@ class ModelConfig:
         mixers = tuple(mixer if type(mixer) in earlier else mixer.first for mixer in mixers_of(entry))
         mlp = dense if self.moe is None or i in self.dense_layers else self.moe
         return Layer(mixers, None if self.one_branch else mlp)
+
+    @property
+    def composition(self) -> str:
+        """Its numbers of layers, for people to read: 3 kda + 1 attention."""
+        counts = Counter(layer.name for layer in self.layers)
+        return " + ".join(f"{count} {name}" for name, count in counts.items())
 
     @property
     def mixers(self) -> tuple[MixerOptions, ...]:

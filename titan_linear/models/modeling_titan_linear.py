@@ -22,6 +22,8 @@ from .rope import inverse_frequencies
 
 CHUNK = 32  # tokens whose interactions are computed as matrices; between chunks a state is carried
 L2_EPS = 1e-6
+FIELDS = CausalLMOutputWithPast.__dataclass_fields__
+CACHE = "cache" if "cache" in FIELDS else "past_key_values"  # before transformers 5.24
 
 
 class TitanLinearConfig(PretrainedConfig):
@@ -387,10 +389,11 @@ class TitanLinearForCausalLM(PreTrainedModel, GenerationMixin):
     def _supports_default_dynamic_cache(cls):
         return False  # it has its own, which forward creates
 
-    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, **kwargs):
-        kwargs = {key: kwargs[key] for key in ("use_cache", "logits_to_keep") if key in kwargs}
-        unread = input_ids if past_key_values is None else input_ids[:, past_key_values.length :]
-        return {"input_ids": unread, "past_key_values": past_key_values, "attention_mask": attention_mask, **kwargs}
+    def prepare_inputs_for_generation(self, input_ids, **kwargs):
+        caches = kwargs.get(CACHE)
+        unread = input_ids if caches is None else input_ids[:, caches.length :]
+        names = (CACHE, "attention_mask", "use_cache", "logits_to_keep")
+        return {"input_ids": unread, **{name: kwargs[name] for name in names if name in kwargs}}
 
     def forward(
         self,
@@ -403,6 +406,7 @@ class TitanLinearForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep=0,
         return_dict=None,
         num_items_in_batch=None,
+        cache=None,
         **kwargs,
     ):
         """input_ids [B, T] -> logits [B, T, vocab], of the last `logits_to_keep` tokens only, unless that is 0.
@@ -411,7 +415,7 @@ class TitanLinearForCausalLM(PreTrainedModel, GenerationMixin):
         or their sum over `num_items_in_batch`, the number of labels of all batches whose gradients are added up.
         """
         x = self.model.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        caches = past_key_values
+        caches = past_key_values if cache is None else cache
         if caches is None and (not self.training if use_cache is None else use_cache):
             caches = LayerCaches(self.config.num_hidden_layers)
         tokens = Tokens(x.shape[1], 0 if caches is None else caches.length, attention_mask, x.device)
@@ -424,7 +428,7 @@ class TitanLinearForCausalLM(PreTrainedModel, GenerationMixin):
             of = widen(logits[:, :-1]).flatten(0, 1), labels[:, 1:].flatten()
             whole = num_items_in_batch is None
             loss = F.cross_entropy(*of) if whole else F.cross_entropy(*of, reduction="sum") / num_items_in_batch
-        out = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=caches)
+        out = CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: caches})
         return out.to_tuple() if return_dict is False else out
 
 

@@ -3,7 +3,6 @@ keys of [model] that change their sizes."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from typing import Any, TypeVar
@@ -71,7 +70,8 @@ def resized(model: ModelConfig, keys: Mapping[str, Any]) -> ModelConfig:
             leave the model as it is.
 
     Raises:
-        ValueError: a mixer or an option that does not exist, is missing, has another type, or contradicts another.
+        ValueError: a mixer or an option that does not exist, is missing, has another type, or contradicts another; a
+            pattern that the layers do not repeat as a whole.
     """
     sizes = {name: keys[name] for name in ("vocab_size", "dim", "num_layers", "hidden_dim") if keys[name]}
     if keys["moe"]:
@@ -93,6 +93,12 @@ def resized(model: ModelConfig, keys: Mapping[str, Any]) -> ModelConfig:
     model = replace(model, pattern=pattern, one_branch=one_branch, **sizes)
     if wrong := mistake(model):
         raise ValueError(f"[model] gives {wrong}; correct it there")
+    if keys["pattern"] and model.num_layers % (period := len(pattern)):
+        fitting = period * max(1, round(model.num_layers / period))
+        raise ValueError(
+            f"model.pattern = {kinds} has {period} layers, which num_layers = {model.num_layers} does not repeat as a "
+            f"whole; set model.num_layers to a multiple, such as {fitting}, or write the pattern of all layers"
+        )
     return model
 
 
@@ -136,11 +142,9 @@ def flavors() -> str:
     lines = [f"{'model.name':<14}{'model.flavor':<20}{'layers':>6}{'dim':>7}{'vocabulary':>12}  layers of each kind"]
     for name, sizes in MODELS.items():
         for flavor, config in sizes.items():
-            kinds = Counter(layer.name for layer in config.layers)
-            shown = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
             experts = f"; {config.moe.num_experts} experts" if config.moe else ""
             row = f"{name:<14}{flavor:<20}{config.num_layers:>6}{config.dim:>7}{config.vocab_size:>12}"
-            lines.append(f"{row}  {shown}{experts}")
+            lines.append(f"{row}  {config.composition}{experts}")
     lines += ["", "Options, by table of [model], and defaults where the flavor has no such layers:"]
     kinds = {**MIXERS, "moe": MoEConfig, "attention.rope_scaling": RopeScaling}
     lines += [f"  model.{name}: {_options(kind)}" for name, kind in kinds.items()]

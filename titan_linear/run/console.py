@@ -14,7 +14,7 @@ from titan_linear.config import Config, Model, hf_assets, hf_weights, toml_value
 from titan_linear.data import Tokenizer
 from titan_linear.models.config import ModelConfig
 from titan_linear.run.build import VOCAB_MULTIPLE, follows_tokenizer, model_without_tokenizer
-from titan_linear.run.exports import export_folder
+from titan_linear.run.exports import is_exported
 from titan_linear.storage.hf_io import read_model
 from titan_linear.storage.rundir import BOARD, checkpoint_folder
 
@@ -104,7 +104,7 @@ def finished(config: Config, step: int) -> str:
         lines.append(f"see its curves:  {program('tensorboard', 'tensorboard.main')} --logdir {folder}/{BOARD}")
     if config.checkpoint.enable:
         lines.append(f"let it write:    {ours} generate {folder} --prompt {prompt}")
-    if config.checkpoint.enable and not export_folder(config, step).exists():
+    if config.checkpoint.enable and not is_exported(config, step):
         lines.append(f"export it:       {ours} convert to-hf {folder} FOLDER")
     return "\n".join(lines)
 

@@ -2,8 +2,9 @@
 
 A process on rank 0's machine, of the lowest priority and without a GPU, reads a finished checkpoint and writes
 step-N-hf beside it, one tensor at a time; no step waits for it, and it dies with that rank. A failure is a warning,
-also one to start the process. An export that a kill or a stop cut short is made at the next start, as long as the
-checkpoint is there; if the run is finished, that start only names it.
+also one to start the process. A process that is killed is started again, once. An export that a kill of the run or a
+stop cut short is made at the next start, as long as the checkpoint is there; if the run is finished, that start only
+names it.
 
 python -m titan_linear.run.exports CHECKPOINT FOLDER DTYPE      does what that process does
 """
@@ -31,7 +32,7 @@ from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.run.build import DTYPES, model_config, open_tokenizer, tokenizer_path, unallocated
 from titan_linear.step.hooks import Hook, StepResult
-from titan_linear.storage.hf_io import read_config, read_model
+from titan_linear.storage.hf_io import CONFIG, read_config, read_model
 from titan_linear.storage.hf_writing import check_tokenizer, find_family, gather, write_folder
 from titan_linear.storage.rundir import checkpoint_folder, config_of
 from titan_linear.storage.step_folders import describe, verify, weights_path, whole_steps
@@ -56,12 +57,17 @@ def export_folder(config: Config, step: int = 0) -> Path:
     return checkpoint_folder(config) / f"step-{step or config.training.steps}-hf"
 
 
+def is_exported(config: Config, step: int = 0) -> bool:
+    """Whether that folder is there, which has its name once it is whole, and not emptied."""
+    return (export_folder(config, step) / CONFIG).is_file()
+
+
 def lacks_export(config: Config, step: int) -> bool:
     """Whether checkpoint.export_interval asks for an export of step-N that is not there."""
     c = config.checkpoint
     last = c.last_save_in_hf and step == config.training.steps  # the run exports that one itself
     wanted = c.export_interval and step % c.export_interval == 0 and not last
-    return bool(wanted) and not export_folder(config, step).exists()
+    return bool(wanted) and not is_exported(config, step)
 
 
 def not_exported(steps: Sequence[int]) -> str:
@@ -162,6 +168,7 @@ class Exports(Hook):
         self.waiting: list[int] = []
         self.process: subprocess.Popen | None = None  # exports step-`exporting`
         self.exporting: int | None = None
+        self.again: set[int] = set()  # steps whose process was killed
         self.output: IO[str]
         for saved in whole_steps(self.folder):
             if saved <= step:
@@ -231,12 +238,17 @@ class Exports(Hook):
         self.output.seek(0)
         said = self.output.read().strip().splitlines() or [f"exit code {self.process.returncode}"]
         self.output.close()
+        if self.process.returncode < 0 and self.exporting not in self.again:
+            self.again.add(self.exporting)
+            self.waiting.append(self.exporting)
+            said.append("its process was killed; it starts again")
         self._ended("" if self.process.returncode == 0 else said[-1].removeprefix("error: "))
 
     def _ended(self, problem: str) -> None:
         step = self.exporting
         self.exporting = self.process = None
-        self.in_use.discard(step)
+        if step not in self.waiting:
+            self.in_use.discard(step)
         failed = f"warning: exporting step-{step} failed: {problem}"
         print(failed if problem else f"exported '{export_folder(self.config, step)}'")
 

@@ -25,7 +25,7 @@ from titan_linear.run.data import (
     other_tokenizer,
     tokens_of,
 )
-from titan_linear.run.exports import export_family, export_folder, lacks_export, not_exported
+from titan_linear.run.exports import export_family, is_exported, lacks_export, not_exported
 from titan_linear.run.model_checks import check_model
 from titan_linear.step.optimizer import learning_rate
 from titan_linear.storage.hf_io import CONFIG as HF_CONFIG
@@ -140,7 +140,7 @@ def _check_checkpoint(config: Config, model: ModelConfig, tokenizer: Tokenizer) 
         )
     if step >= config.training.steps and (c.load_step == -1 or rewound):
         print(finished(config, step))
-        if c.last_save_in_hf and not export_folder(config).exists():
+        if c.last_save_in_hf and not is_exported(config):
             print(f"its Hugging Face folder is not there; titan-linear convert to-hf '{folder}' FOLDER makes one")
         if lacking := [saved for saved in whole_steps(folder) if lacks_export(config, saved)]:
             print(not_exported(lacking))

@@ -67,7 +67,7 @@ def write_down(
     )
     parameters = sum(p.numel() for p in named_parameters(model).values())
     lines = [
-        f"model {model_name(config)}: {parameters:,} parameters",
+        f"model {model_name(config)}: {parameters:,} parameters, {model.config.composition}",
         *start_lines(model.implementations),
         float8_line(model),
         uncompiled(config, device),
