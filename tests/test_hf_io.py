@@ -414,7 +414,7 @@ def test_the_shipped_configuration_continues_any_folder(
 ) -> None:
     """With its two lines changed: of its tokenizer, at a low rate, to a folder like it."""
     monkeypatch.chdir(tmp_path)
-    keys = {"checkpoint.initial_load_path": kimi, "training.dataset_path": corpus}
+    keys = {"checkpoint.initial_load_path": kimi, "training.dataset_path": corpus, "training.seq_len": 4096}
     argv = ["--job.config_file", str(Path(__file__).parents[1] / "train_configs/continue_hf.toml")]
     config = load_config(argv + [f"--{key}={value}" for key, value in keys.items()])
     check_config(config, world_size=2)
