@@ -314,7 +314,7 @@ def test_the_page_of_keys_is_up_to_date(capsys):
         load_config(["--help", "markdown"])
     shown, page = capsys.readouterr().out, Path(__file__).parents[1] / "docs/keys.md"
     assert page.read_text(encoding="utf-8") == shown, "./run_train.sh --help markdown > docs/keys.md"
-    assert all(f"| `{dotted.partition('.')[2]}` |" in shown for dotted in KEYS)
+    assert all(f"\n- `{dotted.partition('.')[2]}` (" in shown for dotted in KEYS)
 
 
 def test_the_resolved_configuration_says_where_each_value_is_from(toml, capsys, tmp_path):

@@ -64,8 +64,17 @@ def test_the_model_of_ones_own(tmp_path: Path) -> None:
     (toml,) = re.findall(r"```toml\n(.*?)```", readme, re.DOTALL)
     (file := tmp_path / "mine.toml").write_text(toml)
     model = model_without_tokenizer(load_config(["--job.config_file", str(file)]))
-    assert toml.count("\n") == 12 and f"here {parameters(model) / 1e6:.0f}M parameters" in readme
+    assert toml.count("\n") == 13 and f"here {parameters(model) / 1e6:.0f}M parameters" in readme
     assert [mixer.name for mixer in model.layers] == 3 * ["kda", "kda", "kda", "attention"]
+
+
+def test_the_tour_is_as_long_as_it_says() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    tour = readme[readme.index("## A tour in twelve files") : readme.index("## The tree")]
+    names = re.findall(r"`([\w/]+\.py)`", tour.replace("`delta.py", "`models/mixers/delta.py"))
+    files = [(ROOT / "titan_linear" / name).read_text(encoding="utf-8") for name in names]
+    assert len(files) == 12 and "is twelve files of 2,500 lines together" in readme
+    assert sum(text.count("\n") for text in files) == pytest.approx(2500, rel=0.1)
 
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

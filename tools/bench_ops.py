@@ -1,6 +1,6 @@
 """Times and memory of the linear-attention ops on one GPU, beside the floor set by their bytes and, if asked, peers.
 
-    python -m tools.bench_ops                     # KDA, GDN and the convolution, the shapes of docs/kernels.md
+    python -m tools.bench_ops                     # KDA, GDN and the convolution, the shapes of docs/results.md
     python -m tools.bench_ops --peers             # beside what is installed of FLA (it autotunes for minutes),
                                                   # FlashQLA (GDN) and nvidia-cudnn-frontend >= 1.29 (KDA, equal heads)
     python -m tools.bench_ops --ops kda gdn --heads 16/32 16/64 --gates log raw --peers

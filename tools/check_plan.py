@@ -1,4 +1,4 @@
-"""What the planner says of steps that were measured: the table of docs/experiments.md.
+"""What the planner says of steps that were measured.
 
 python -m tools.check_plan
 python -m tools.check_plan --rates mine.json      # by rates that tools/bench_rates.py measured
@@ -53,7 +53,7 @@ def predictions(measured: Rates | None = None) -> list[tuple[Measured, float, fl
 
 
 def checked(measured: Rates | None = None) -> str:
-    """the table of docs/experiments.md."""
+    """A table of all rows."""
     head = ("setting", "GPUs", "tokens/s/GPU", "planned", "time off by", "GiB", "planned", "off by")
     rows = []
     for row, speed, needed in predictions(measured):

@@ -277,19 +277,18 @@ def keys_page() -> str:
     """docs/keys.md: every key with its default, the other choices and its description."""
     lines = [
         "# Every key",
-        "The keys of a run's TOML file. On the command line they are `--section.key value`, which takes precedence\n"
-        "over the file; a list is written as in TOML, in quotes. `./run_train.sh --help SECTION` prints a section's,\n"
-        "`--help markdown` this page; `--print-config` what a run resolves to, and where each value comes from.",
+        "The keys of a run's TOML file, each with its default and other choices. On the command line they are\n"
+        "`--section.key value`, which goes before the file; a list is written as in TOML, in quotes. `./run_train.sh\n"
+        "--help SECTION` prints a section's, `--print-config` what a run resolves to, and where each value is from.",
     ]
     for section, keys in SECTIONS.items():
         lines += [f"## [{section}]", inspect.cleandoc(keys.__doc__ or "")]
-        rows = ["| key | default, other choices | |", "|---|---|---|"]
+        rows = []
         for key, field in keys.model_fields.items():
             default = toml_value(field.default)
             choices = [f'"{choice}"' for choice in get_args(field.annotation) if isinstance(choice, str)]
             values = ", ".join(f"`{value}`" for value in dict.fromkeys([default, *choices]))
-            cells = f"`{key}`", values, " ".join(field.description.split())
-            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+            rows.append(f"- `{key}` ({values}): {' '.join(field.description.split())}")
         lines.append("\n".join(rows))
     return "\n\n".join(lines)
 

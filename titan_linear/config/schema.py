@@ -84,7 +84,7 @@ class Model(Section):
     """Mixers of the first layers, which further layers repeat as a whole: ["kda", "kda", "kda", "attention"]; []: the
     flavor's.
     "mamba2+attention" is a layer of two side by side, whose outputs add. An MLP or experts follow each, unless "mlp" or
-    "moe" is in the list: then a layer is what the list names."""
+    "moe" is in the list."""
     mixers: dict[str, dict[str, Any]] = {}
     """Options of mixers that differ from the flavor's. Each mixer has a table of its own: kda = {heads = 8, …}, or
     --model.kda.heads 8 (--help flavors lists all options). The empty string stands for none."""
@@ -144,11 +144,11 @@ class Training(Section):
     mixture_from_step: Annotated[int, Rule.MAY_CHANGE] = Field(-1, ge=-1)
     """Step at which training.mixture changes: the step that the run resumes from; -1: it does not change."""
     on_bad_document: Annotated[Literal["stop", "skip"], Rule.MAY_CHANGE] = "stop"
-    """What to do about a record that is no document (not JSON, no such field, a conversation without an answer): stop
-    before the run starts, or skip and count them and name the first few."""
+    """What a record that is no document (not JSON, no such field, a conversation without an answer) does: stop the
+    start, or be skipped and counted."""
     verify: Annotated[Literal["always", "changed"], Rule.MAY_CHANGE] = "changed"
     """Check every byte of the corpus against its checksums at every start (always), or only when a file's size, time or
-    inode differs from when it was last found whole on this machine (changed)."""
+    inode has changed since it was found whole (changed)."""
     seq_len: int = Field(2048, ge=1)
     """Tokens of one packed stream, over all context-parallel ranks."""
     seq_len_schedule: list[Shorter] = []
