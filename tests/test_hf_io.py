@@ -59,7 +59,7 @@ from titan_linear.run.build import tokenizer_path
 from titan_linear.run.console import first_weights, model_name
 from titan_linear.run.generate import Sampling, generate_tokens
 from titan_linear.run.preflight import preflight
-from titan_linear.storage import hf_io, hf_writing
+from titan_linear.storage import hf_io, hf_writing, tensors
 from titan_linear.storage.checkpoint import SaveFailed
 from titan_linear.storage.files import finish_replacing
 from titan_linear.storage.hf_io import load_weights, open_folder, read_model
@@ -842,6 +842,17 @@ def test_commands_say_what_is_wrong(
     ):
         assert words in is_refused(main, argv, capsys)
     assert not (tmp_path / "out").exists()
+
+
+def test_what_takes_long_shows_how_far_it_is(
+    folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr("tqdm.std.time", itertools.count(0, 3).__next__)  # each tensor takes seconds
+    folder = folders("FLA KDA")
+    assert convert.main(["from-hf", str(folder), str(tmp_path)]) == 0
+    tensors.load_weights(tmp_path, Decoder(read_model(folder)[1]))
+    said = capsys.readouterr().err
+    assert re.search(f"reading {folder.name}: +[1-9]", said) and re.search("loading: +[1-9]", said)
 
 
 def test_a_failed_export_is_an_error_on_every_rank(

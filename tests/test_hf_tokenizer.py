@@ -177,6 +177,8 @@ def check(folder: Path, path: str, text: str = TEXT) -> None:
     assert json.loads((folder / "config.json").read_bytes())["eos_token_id"] == ours.eos_id
     assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(ids)
     assert theirs.decode([*ids, ours.eos_id], skip_special_tokens=True) == ours.decode(ids)
+    whole = theirs.decode([*ids, ours.eos_id], skip_special_tokens=False)
+    assert whole == ours.decode([*ids, ours.eos_id], special=True) and whole.endswith(theirs.eos_token)
     again = build_tokenizer(str(folder))
     assert again.encode(text).tolist() == ids and again.eos_id == ours.eos_id
 

@@ -107,7 +107,7 @@ def test_a_mixture_says_its_shares_and_epochs(folder: Path, capsys: pytest.Captu
     preflight(config := load_config(argv), 1)
     streams, _ = build_streams(config, ByteTokenizer(), None)
     of_a = [streams.source(i)[0] for i in range(2 * 4)].count("a")
-    said = f"\nmixture: a {of_a / 8:.1%} ({of_a * 32 / 1000:.2f} epochs of 1,000 tokens), b {1 - of_a / 8:.1%} ("
+    said = f"\nmixture: a {of_a / 8:.1%} ({of_a * 32 / 1000:.3g} epochs of 1,000 tokens), b {1 - of_a / 8:.1%} ("
     assert said in capsys.readouterr().out
 
 

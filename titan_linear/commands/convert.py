@@ -26,10 +26,12 @@ import torch.distributed as dist
 
 from titan_linear.commands import command_parser
 from titan_linear.distributed.process import ignore_warnings_of_torch, refusing
+from titan_linear.models.adapters import Placement
 from titan_linear.models.families.rwkv7 import from_rwkv_lm
 from titan_linear.run.build import DTYPES
 from titan_linear.run.exports import EXPORT_DTYPES, export_checkpoint
 from titan_linear.storage.checkpoint import Checkpointer
+from titan_linear.storage.files import progress
 from titan_linear.storage.hf_io import RowReader, locate, open_folder, read_model
 from titan_linear.storage.hf_writing import find_family, write_folder
 from titan_linear.storage.step_folders import Progress, whole_steps
@@ -88,9 +90,15 @@ def from_hf(folder: Path, checkpoints: Path, dtype: torch.dtype) -> None:
     with ExitStack() as files:
         files.callback(dist.destroy_process_group)
         reader = RowReader(source, files)
+        bar = progress(None, f"reading {folder.name}", len(found))
+
+        def read(entry: Placement) -> torch.Tensor:
+            bar.update()
+            return reader.whole(entry, dtype)
+
         Checkpointer(checkpoints).save_lazily(
             0,
-            {entry.name: partial(reader.whole, entry, dtype) for entry in found},
+            {entry.name: partial(read, entry) for entry in found},
             {entry.name: torch.empty(entry.shape, dtype=dtype, device="meta") for entry in found},
             Progress(step=0),
         )

@@ -91,8 +91,12 @@ def _check_data(config: Config, tokenizer: Tokenizer, model: ModelConfig, progre
     streams, held_out = build_streams(config, tokenizer, progress)
     if isinstance(streams, MixedStreams):
         print(streams.summary(config.training.steps * config.training.global_batch_size))
-    if warning := repeats(config, streams):
-        print(warning)
+    try:
+        check_size(tokens_of(streams), config)
+    except ValueError as error:
+        if tokens_of(streams) < config.training.seq_len:
+            raise
+        print(f"warning: {error}")  # it may be meant, in a trial
     if held_out is not None:
         check_held_out(config, held_out)
     if groups := file_groups(config, streams):
@@ -200,21 +204,6 @@ def check_prompts(config: Config, tokenizer: Tokenizer) -> None:
     ):
         if tokens and not len(tokenizer.encode(prompt)):
             raise ValueError(f"{key} = {prompt!r} has no tokens; give some text to continue")
-
-
-def repeats(config: Config, streams: Streams) -> str:
-    """A warning if a step has the same documents several times, which may be meant in a trial; else "".
-
-    ValueError: even a stream has.
-    """
-    tokens = tokens_of(streams)
-    try:
-        check_size(tokens, config)
-    except ValueError as error:
-        if tokens < config.training.seq_len:
-            raise
-        return f"warning: {error}"
-    return ""
 
 
 def check_held_out(config: Config, held_out: Streams) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
 from titan_linear.distributed.parts import whole
+from titan_linear.storage.files import progress
 from titan_linear.storage.manifest import REMEDY, Reader, read_manifest
 from titan_linear.storage.step_folders import describe, weights_path
 
@@ -59,9 +60,20 @@ def read_state(path: Path, state: dict[str, dict[str, Any]], group: dist.Process
 
 def _fill(reader: Reader, state: dict[str, dict[str, Any]], group: dist.ProcessGroup | None = None) -> None:
     try:
-        dcp.load(state, storage_reader=reader, process_group=group, no_dist=group is None)
+        dcp.load(state, storage_reader=reader, planner=_Planner(), process_group=group, no_dist=group is None)
     except dcp.CheckpointException as failure:  # a BaseException, the same on every rank
         raise ValueError(f"'{reader.path}' cannot be loaded: {reasons(failure)}; {REMEDY}") from failure
+
+
+class _Planner(dcp.DefaultLoadPlanner):
+    """Shows how many of this rank's parts are loaded."""
+
+    def finish_plan(self, new_plan: dcp.LoadPlan) -> dcp.LoadPlan:
+        self.bar = progress(None, "loading", len(new_plan.items))
+        return super().finish_plan(new_plan)
+
+    def commit_tensor(self, read_item: dcp.ReadItem, tensor: Tensor) -> None:
+        self.bar.update()
 
 
 def holds_optimizer(path: Path) -> bool:

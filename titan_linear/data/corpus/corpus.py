@@ -43,7 +43,6 @@ FORMAT = "titan_linear corpus 1"
 ANSWERS_FORMAT = "titan_linear corpus 2"  # code that knows only the first format would train on every token
 DTYPES = ("<u2", "<u4")  # of tokens
 CRC_BLOCK = 1 << 24  # bytes
-LONG = 50 * 10**9  # bytes: reading this many takes some time
 SMALL = 1 << 22  # documents: every process may look at this many
 CACHE_NAME = re.compile(rf"({'|'.join(TEXT_SOURCES)})-[0-9a-f]{{24}}")  # of the folders that are ours to remove
 TOKENS, OFFSETS, HASHES = FILES = ("tokens.bin", "offsets.bin", "hashes.bin")
@@ -194,13 +193,7 @@ def _falls(numbers: np.ndarray) -> bool:
 def verify_corpus(corpus: Corpus) -> None:
     """Checks every byte of a corpus against its checksums. ValueError naming the file and the place."""
     remedy = how_to_mend(corpus.folder)
-    names = names_in(corpus.info)
-    if (size := sum(corpus.info["files"][name]["size"] for name in names)) >= LONG:
-        print(
-            f"reading {size / 1e9:,.0f} GB in {corpus.folder} against their checksums (with training.verify = "
-            "'changed', a run does so again only if a file has changed)",
-        )
-    for name in names:
+    for name in names_in(corpus.info):
         expected = corpus.info["files"][name]["crc32"]
         found = _checksums(corpus.folder / name)
         for block, (want, got) in enumerate(zip(expected, found, strict=True)):

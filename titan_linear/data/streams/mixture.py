@@ -104,7 +104,7 @@ class MixedStreams:
         parts = []
         for name, source in self.sources.items():
             epochs = source.place(given[name])[0] / source.num_tokens
-            parts.append(f"{name} {given[name] / end:.1%} ({epochs:.2f} epochs of {source.num_tokens:,} tokens)")
+            parts.append(f"{name} {given[name] / end:.1%} ({epochs:.3g} epochs of {source.num_tokens:,} tokens)")
         return f"mixture: {', '.join(parts)}"
 
     def _phase(self, i: int) -> int:
