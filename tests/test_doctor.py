@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -22,10 +23,12 @@ from tests.worlds import Worlds
 from titan_linear import launch
 from titan_linear.config import changed, load_config
 from titan_linear.data import PackedStreams, Stream, StreamLoader, Streams
+from titan_linear.distributed import compiling
 from titan_linear.models import plan
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.mixers import delta
+from titan_linear.models.mlps.moe import MoE
 from titan_linear.models.presets import OWN, PUBLISHED
 from titan_linear.models.rope import Rotary
 from titan_linear.ops import cross_entropy as loss
@@ -34,7 +37,7 @@ from titan_linear.ops.layout import build_context
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.torch import delta_rule
 from titan_linear.ops.torch.attention_kernels import Kernel
-from titan_linear.proof import compiled, data, definitions, doctor, hf, model, ops, processes, resume
+from titan_linear.proof import compiled, data, definitions, doctor, hf, model, ops, processes, ranks, resume
 from titan_linear.proof import subject as proof_subject
 from titan_linear.proof.findings import Finding, Findings, Note
 from titan_linear.proof.subject import STREAMS, Subject, fitting, subject_of
@@ -44,12 +47,13 @@ from titan_linear.storage.checkpoint import Checkpointer
 from titan_linear.storage.step_folders import Progress
 
 ROOT = Path(__file__).parents[1]
+CP = "parallelism.context_parallel_degree"
 KEYS = {
     "training.dataset": "jsonl",
     "training.seq_len": 256,
     "training.global_batch_size": 4,
     "debug.seed": 1,
-    "parallelism.context_parallel_degree": 4,
+    CP: 4,
     "lr_scheduler.warmup_steps": 4,
 }
 
@@ -92,6 +96,14 @@ def failures(findings: Findings) -> Iterator[str]:
 
 def of_case(check: Callable, name: str) -> Callable[[Subject], Findings]:
     return lambda subject: check(subject, next(case for case in ops.cases(subject) if case.name == name))
+
+
+def in_one_process(check: Callable) -> Callable[[Subject], Findings]:
+    def inside(subject: Subject) -> Findings:
+        with doctor.one_process():
+            yield from check(subject)
+
+    return inside
 
 
 def with_batch(check: Callable, size: int) -> Callable[[Subject], Findings]:
@@ -195,7 +207,64 @@ def a_stream_ahead(build: Callable, streams: Streams, *, next_stream: int, **key
     return build(Later(streams) if next_stream else streams, next_stream=next_stream, **keywords)
 
 
-# name: what is replaced, by what, the check that must find it, and what it must say.
+def leaks_an_ulp(op: Callable, q: Tensor, *arguments: object, **keywords: object) -> tuple[Tensor, Tensor]:
+    """One unit in the last place, up or not by the query before, be it another document's."""
+    o, rest = op(q, *arguments, **keywords)
+    bits = (1000 * q.roll(1, 1)).frac().flatten(2) < 0.5  # [1, T, H·K]
+    bits = bits[..., torch.arange(o[0, 0].numel()) % bits.shape[2]].view_as(o)
+    return torch.where(bits, o, o * (1 + torch.finfo(o.dtype).eps)), rest
+
+
+def gate_bias_counted_twice(normalise: Callable, inputs: delta_rule.Inputs, options: object):
+    """In backward."""
+    return normalise(inputs._replace(dt_bias=2 * inputs.dt_bias - inputs.dt_bias.detach()), options)
+
+
+def without_selection_biases(share: Callable, model: Decoder, *arguments: object) -> frozenset[str]:
+    shared = share(model, *arguments)
+    for router in (layer.mlp.router for layer in model.layers if isinstance(layer.mlp, MoE)):
+        router.selection_bias = torch.nn.Parameter(torch.zeros_like(router.selection_bias), requires_grad=False)
+    return shared
+
+
+def of_the_other_block(fetch: Callable, *arguments: object) -> Tensor:
+    return fetch(*arguments).roll(1, 0)
+
+
+def of_the_first_batch(named: Callable, *arguments: object) -> Callable:
+    """A compiled layer that takes the documents that it was compiled with."""
+    forward, plans = named(*arguments), []
+
+    def stale(x: Tensor, plan: plan.BatchPlan, *more: object):
+        plans.append(plan)
+        return forward(x, plans[0], *more)
+
+    return stale
+
+
+def at_positions_of_before(load: Callable, checkpointer: Checkpointer, step: int, model: Decoder, *rest: object):
+    """Those before the model's context was extended."""
+
+    def stale(_: object, arguments: tuple):
+        tokens, batch, *more = arguments
+        return tokens, plan.BatchPlan(batch.position_ids // 2, cp_context=batch.cp_context), *more
+
+    model.register_forward_pre_hook(stale)
+    return load(checkpointer, step, model, *rest)
+
+
+ONE_LAYER = {"model.pattern": '["attention"]', "model.num_layers": 1, CP: 2}
+
+
+class Sabotage(NamedTuple):
+    owner: object
+    name: str  # of what is replaced
+    broken: Callable  # by what
+    check: Callable[[Subject], Findings]  # that must find it
+    said: str  # by which line
+    more: dict[str, object] | None = None  # keys
+
+
 SABOTAGES = {
     "the fold": (
         folds,
@@ -313,15 +382,65 @@ SABOTAGES = {
         StreamLoader,
         "state_dict",
         ahead,
-        resume.resume,
+        in_one_process(resume.resume),
         r"streams of the next step.*the next stream 6 gives streams \(6, 7\), not \(4, 5\)",
     ),
     "an optimizer state": (
         Checkpointer,
         "load",
         without_a_moment,
-        resume.resume,
+        in_one_process(resume.resume),
         r"what is loaded: .*optimizer state exp_avg_sq of layers\.2\.mlp\.up_proj\.weight",
+    ),
+    "another document, in the last place": (
+        delta,
+        "chunk_kda",
+        leaks_an_ulp,
+        of_case(ops.documents, "chunk_kda"),
+        r"documents: chunk_kda, layer 0, cp 4: what changing .* > 0 \(.*, rank \d, stream \d, document \d, token",
+    ),
+    "a gate's bias, in backward": (
+        delta_rule,
+        "normalise",
+        gate_bias_counted_twice,
+        of_case(ops.implementations, "chunk_gated_delta_rule"),
+        r"float64: chunk_gated_delta_rule, layer 1, against the definition .* > .* \(ddt_bias, head \d\)",
+    ),
+    "the experts' biases, under expert parallelism": (
+        ranks,
+        "apply_ep",
+        without_selection_biases,
+        model.split,
+        r"split, float64: loss, dp 2 × cp 2 × tp 1, ep 2 .*layer \d \(\w+\), forward, rank 0, stream 0, document 0",
+        {"model.name": "kimi-linear", **dict.fromkeys(("parallelism.expert_parallel_degree", CP), 2)},
+    ),
+    "the halo of a zig-zag's blocks": (
+        halo,
+        "fetch_halo",
+        of_the_other_block,
+        of_case(ops.split, "causal_conv1d"),
+        r"split, float64: causal_conv1d, layer 0, cp 2 .*rank \d, stream \d, document \d, token",
+        {"parallelism.context_parallel_layout": "zigzag", CP: 2},
+    ),
+    "the documents of compiled layers": (
+        compiling,
+        "_named",
+        of_the_first_batch,
+        in_one_process(compiled.layers),
+        r"compiled, \w+: (losses|gradients) of \d+ batches, dp 2 × cp 2 × tp 1, the last rank's",
+        {
+            "compile.enable": "true",
+            "compile.backend": "aot_eager",
+            "training.mixed_precision_param": "float32",
+            **ONE_LAYER,
+        },
+    ),
+    "positions after a resume": (
+        Checkpointer,
+        "load",
+        at_positions_of_before,
+        in_one_process(resume.resume),
+        r"resume: the next step's loss, difference .* > 0",
     ),
 }
 
@@ -331,15 +450,18 @@ def test_a_figure_reads_the_same_however_it_was_rounded() -> None:
         assert str(Finding("split", "loss", figure, 1e-9)) == "FAIL split: loss  1 > 1.0e-09"
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("name", SABOTAGES)
-def test_sabotage_is_found_and_named(name: str, subject: Subject) -> None:
-    owner, attribute, broken, check, said = SABOTAGES[name]
-    alone = doctor.one_process() if check is resume.resume else nullcontext()
-    with alone, sabotaged(owner, attribute, broken):
+def test_sabotage_is_found_and_named(name: str, device: str, corpus: Path) -> None:
+    sabotage = Sabotage(*SABOTAGES[name])
+    subject = subject_of(load_config(arguments(corpus, **sabotage.more or {})))
+    if device == "cpu":
+        subject = replace(subject, device=torch.device("cpu"))
+    with sabotaged(sabotage.owner, sabotage.name, sabotage.broken):
         found = []
-        for line in failures(check(replace(subject))):  # anew: it keeps its batch
+        for line in failures(sabotage.check(subject)):
             found.append(line)
-            if re.search(said, line):
+            if re.search(sabotage.said, line):
                 return
     raise AssertionError(found)
 
@@ -350,12 +472,6 @@ def in_any_order(backward: Callable, *arguments: object) -> tuple[Tensor, ...]:
     if torch.are_deterministic_algorithms_enabled():
         return gradients
     return tuple(torch.where(torch.rand_like(x) < 0.5, x, x.nextafter(2 * x)) for x in gradients)
-
-
-def leaks_an_ulp(attend: Callable, q: Tensor, *arguments: object) -> tuple[Tensor, Tensor]:
-    """One unit in the last place, up or not by the query before, be it another document's."""
-    o, lse = attend(q, *arguments)
-    return torch.where((1000 * q.roll(1, 1)).frac() < 0.5, o, o.nextafter(2 * o)), lse
 
 
 def leaks_nan(attend: Callable, q: Tensor, *arguments: object) -> tuple[Tensor, Tensor]:

@@ -17,8 +17,8 @@ from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.parts import local_tensor
 from titan_linear.ops.runtime.support import short
 from titan_linear.proof.findings import Finding, Findings, Note, bound_of_model
-from titan_linear.proof.processes import passes_of
-from titan_linear.proof.ranks import LocalDims, on_ranks, passes_of_rank
+from titan_linear.proof.processes import passes_of_process
+from titan_linear.proof.ranks import LocalDims, model_of, on_ranks, passes_of
 from titan_linear.proof.subject import Subject
 from titan_linear.run.build import DTYPES, build_dims
 from titan_linear.run.compilation import Graphs
@@ -66,13 +66,12 @@ def _steps(subject: Subject, dims: ParallelDims | None, enable: bool) -> list[Me
     torch.compiler.reset()
     if dims is not None:
         config = changed(subject.config, {"compile.enable": enable})
-        return [_measured(passes_of(replace(subject, config=config), dims, micro_steps=1))]
+        return [_measured(passes_of_process(replace(subject, config=config), dims, micro_steps=1))]
     whole = subject.whole(DTYPES[subject.config.training.dtype])
-    impl = subject.config.model.impl
 
     def on_rank(own: LocalDims) -> Measured:
-        compiled = enable and own.rank == subject.degrees.ranks - 1
-        return _measured(passes_of_rank(subject, whole, own, subject.dtype, impl, 1, compiled))
+        model = model_of(subject, whole, own, compiled=enable and own.rank == subject.degrees.ranks - 1)
+        return _measured(passes_of(subject, model, own, own.world, micro_steps=1))
 
     return on_ranks(subject.degrees, on_rank)
 

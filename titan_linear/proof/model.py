@@ -19,7 +19,7 @@ from titan_linear.ops.runtime.support import short
 from titan_linear.proof.data import tokens_in
 from titan_linear.proof.findings import UNIT, Finding, Findings, bound_of_model, off, worst
 from titan_linear.proof.ops import ALONE, SMALL, begins, may_differ, plan_of, repeatable
-from titan_linear.proof.ranks import LocalDims, on_ranks, passes_of_rank, sum_as_fsdp, whole_gradients
+from titan_linear.proof.ranks import LocalDims, model_of, on_ranks, passes_of, sum_as_fsdp, whole_gradients
 from titan_linear.proof.subject import STREAMS, Subject
 from titan_linear.run.build import DTYPES
 from titan_linear.step.passes import ComputeCopies
@@ -66,7 +66,7 @@ class Trace:
         return [torch.cat(steps, 1) for steps in (*self.between, *reversed(self.backward)) if steps]
 
 
-def in_one_process(subject: Subject, whole: Decoder, dtype: torch.dtype, impl: str) -> Step:
+def in_one_process(subject: Subject, whole: Decoder) -> Step:
     """A step of the model alone, on all streams at once: documents given by boundaries, labels counted here."""
     batch = subject.batch
     bounds = batch.cu_seqlens
@@ -76,8 +76,8 @@ def in_one_process(subject: Subject, whole: Decoder, dtype: torch.dtype, impl: s
     tokens = batch.tokens.to(device)
     labels = batch.labels.to(device)
     chunk = subject.config.training.loss_chunk_size
-    whole.use(impl, device, dtype).zero_grad(set_to_none=True)
-    with torch.autograd.set_multithreading_enabled(False), Trace(whole) as trace, ComputeCopies(whole, dtype):
+    whole.use(subject.config.model.impl, device, subject.dtype).zero_grad(set_to_none=True)
+    with torch.autograd.set_multithreading_enabled(False), Trace(whole) as trace, ComputeCopies(whole, subject.dtype):
         loss = whole(tokens, plan, labels, loss_chunk=chunk, balance_weight=valid / tokens.numel()) / valid
         loss.backward()
     gradients = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
@@ -94,14 +94,13 @@ class Split:
     passed: list[Tensor]  # what passes between layers, for all tokens
 
 
-def on_all_ranks(subject: Subject, whole: Decoder, dtype: torch.dtype, impl: str) -> Split:
+def on_all_ranks(subject: Subject, whole: Decoder) -> Split:
     """A step as the trainer takes it, on every rank. Raises `RankFailed`."""
 
     def on_rank(dims: LocalDims) -> tuple[Tensor, LocalDims, Decoder, Trace]:
-        passes = passes_of_rank(subject, whole, dims, dtype, impl, STREAMS)
-        model = passes.model
+        model = model_of(subject, whole, dims)
         with Trace(model) as trace:
-            losses, _ = passes.run()
+            losses, _ = passes_of(subject, model, dims, dims.world, STREAMS).run()
         sum_as_fsdp(model, dims)
         sum_gradients(gradient_sums(model, dims))
         return losses.sum(), dims, model, trace
@@ -133,25 +132,26 @@ def traced_tokens(subject: Subject, dims: LocalDims | ParallelDims) -> Tensor:
 
 def split(subject: Subject) -> Findings:
     """The run's split gives the loss and every gradient of one process, in float64 and in the run's dtype."""
-    impl, exact = subject.config.model.impl, torch.float64
-    whole = subject.whole(exact)
-    want = in_one_process(subject, whole, exact, "torch")
-    yield from _compared(subject, on_all_ranks(subject, whole, exact, "torch"), want, exact, None)
-    if subject.dtype == exact:
+    double = subject.in_float64
+    whole = subject.whole(torch.float64)
+    want = in_one_process(double, whole)
+    yield from _compared(double, on_all_ranks(double, whole), want, None)
+    if subject.dtype == torch.float64:
         return
     whole = subject.whole(DTYPES[subject.config.training.dtype])
-    one = in_one_process(subject, whole, subject.dtype, impl)
+    one = in_one_process(subject, whole)
     errors = {name: off(g, want.gradients[name]) for name, g in one.gradients.items()}
     total = math.sqrt(sum((errors[n] * want.gradients[n].norm().item()) ** 2 for n in errors))
     total /= math.sqrt(sum(want.gradients[n].norm().item() ** 2 for n in errors))
     bound = bound_of_model(subject.dtype, subject.model.num_layers)
     what = "gradient of one process against float64"
     yield Finding(f"one process, {short(subject.dtype)}", what, total, bound, max(errors, key=errors.get))
-    yield from _compared(subject, on_all_ranks(subject, whole, subject.dtype, impl), want, subject.dtype, one)
+    yield from _compared(subject, on_all_ranks(subject, whole), want, one)
 
 
-def _compared(subject: Subject, got: Split, want: Step, dtype: torch.dtype, one: Step | None) -> Findings:
+def _compared(subject: Subject, got: Split, want: Step, one: Step | None) -> Findings:
     """Compare with float64. In the run's dtype, which rounds, a split may be off twice as far as one process."""
+    dtype = subject.dtype
     wrong = first_wrong(subject, got.passed, stations(subject, want, dtype, one))
     errors = {
         (name, rank): off(gradients[name], x) if name in gradients else float("inf")
@@ -263,9 +263,8 @@ def _forward(subject: Subject, whole: Decoder, tokens: Tensor, bounds: Tensor) -
 def repeated(subject: Subject) -> Findings:
     """A step that is taken twice gives the same bits."""
     whole = subject.whole(DTYPES[subject.config.training.dtype])
-    impl = subject.config.model.impl
     with repeatable(may_differ(subject, range(subject.model.num_layers))):
-        first, again = (on_all_ranks(subject, whole, subject.dtype, impl) for _ in range(2))
+        first, again = (on_all_ranks(subject, whole) for _ in range(2))
     differ = [] if torch.equal(first.loss, again.loss) else ["loss"]
     differ += [name for name, x in first.copies[0][1].items() if not torch.equal(x, again.copies[0][1][name])]
     what = "a step: loss and gradients that differ in their bits when it runs again"

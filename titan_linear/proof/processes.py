@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_linear.config import Config, changed
 from titan_linear.distributed.groups import host_group, of_all_ranks
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.parts import whole
@@ -28,8 +27,9 @@ from titan_linear.proof.model import (
     stations,
     traced_tokens,
 )
+from titan_linear.proof.ranks import passes_of
 from titan_linear.proof.subject import STREAMS, Degrees, Subject
-from titan_linear.run.build import DTYPES, build_dims, build_model, build_passes
+from titan_linear.run.build import DTYPES, build_dims, build_model
 from titan_linear.step.passes import Passes
 from titan_linear.step.update import gradient_sums, sum_gradients
 from titan_linear.storage.tensors import named_parameters
@@ -40,19 +40,13 @@ def split(subject: Subject) -> Findings:
     rank calls this, and gets the same findings."""
     dims = build_dims(subject.config, subject.device)
     subject = replace(subject, degrees=Degrees(dims.dp, dims.cp, dims.tp, dims.ep))
-    exact = in_one_process(subject, subject.whole(torch.float64), torch.float64, "torch")
-    for config in (_in_float64(subject.config), subject.config):
-        this = replace(subject, config=config)
+    exact = in_one_process(subject.in_float64, subject.whole(torch.float64))
+    for this in (subject.in_float64, subject):
         one = None
         if this.dtype != torch.float64:
-            one = in_one_process(this, this.whole(DTYPES[config.training.dtype]), this.dtype, config.model.impl)
+            one = in_one_process(this, this.whole(DTYPES[this.config.training.dtype]))
         found = _of_processes(this, dims, exact, one)
         yield from of_step(f"processes, {short(this.dtype)}", dims.description, *found, exact, this.dtype, one)
-
-
-def _in_float64(config: Config) -> Config:
-    types = ("training.dtype", "training.mixed_precision_param", "training.mixed_precision_reduce")
-    return changed(config, dict.fromkeys(types, "float64") | {"model.impl": "torch", "compile.enable": False})
 
 
 def _of_processes(
@@ -61,7 +55,7 @@ def _of_processes(
     """The loss of all ranks; for each parameter and rank, how far the rank's part of its gradient is off; and where the
     step first differs from one process."""
     host = host_group()
-    passes = passes_of(subject, dims, STREAMS)
+    passes = passes_of_process(subject, dims, STREAMS)
     model = passes.model
     with Trace(model) as trace:
         losses, _ = passes.run()
@@ -82,13 +76,11 @@ def _first_wrong(subject: Subject, dims: ParallelDims, trace: Trace, stations: l
     return first_wrong(subject, wholes, stations)
 
 
-def passes_of(subject: Subject, dims: ParallelDims, micro_steps: int) -> Passes:
+def passes_of_process(subject: Subject, dims: ParallelDims, micro_steps: int) -> Passes:
     """Those of the subject's model, with its weights, on its streams."""
     model = build_model(subject.config, subject.model, dims, subject.device)
     _fill(model, subject.weights)
-    batches = iter(subject.loader(dims.dp_rank, dims.dp, 1))
-    host = host_group()
-    return build_passes(subject.config, model, dims, subject.device, batches, micro_steps=micro_steps, host=host)
+    return passes_of(subject, model, dims, host_group(), micro_steps)
 
 
 @torch.no_grad()

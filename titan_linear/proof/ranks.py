@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_linear.distributed.experts import apply_ep
+from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.one_process import LocalGroup, local_groups, take_turns
 from titan_linear.distributed.parallelize import apply_ac, apply_cp, replicated_parameters
 from titan_linear.distributed.parts import Parts
@@ -21,9 +22,9 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.mlps.moe import MoE
 from titan_linear.ops.exchange.collectives import Ranks
 from titan_linear.proof.subject import Degrees, Subject
-from titan_linear.run.build import build_sharding
-from titan_linear.step.feed import BatchSharding, Feed
-from titan_linear.step.passes import ComputeCopies, Passes
+from titan_linear.run.build import build_passes, build_sharding
+from titan_linear.step.feed import BatchSharding
+from titan_linear.step.passes import Passes
 
 T = TypeVar("T")
 
@@ -40,6 +41,12 @@ class LocalDims:
     ep_group: LocalGroup
     data_group: LocalGroup  # dp × cp
     expert_group: LocalGroup  # ranks of data_group that have the same experts
+    sharded = False
+    replicas = 1
+
+    @property
+    def dp(self) -> int:
+        return self.degrees.dp
 
     @property
     def cp(self) -> int:
@@ -97,29 +104,15 @@ def sharding_of(subject: Subject, dims: LocalDims, dtype: torch.dtype) -> BatchS
     return replace(build_sharding(subject.config, subject.model, dims, subject.device), compute_dtype=dtype)
 
 
-def passes_of_rank(
-    subject: Subject,
-    whole: Decoder,
-    dims: LocalDims,
-    dtype: torch.dtype,
-    impl: str,
-    micro_steps: int,
-    compiled: bool = False,
+def passes_of(
+    subject: Subject, model: Decoder, dims: LocalDims | ParallelDims, host: dist.ProcessGroup, micro_steps: int
 ) -> Passes:
-    """Those of this rank, as the trainer's but for FSDP2."""
-    model = _model_of(subject, whole, dims, compiled).use(impl, subject.device, dtype, dims.tp)
-    feed = Feed(
-        iter(subject.loader(dims.dp_rank, dims.degrees.dp, 1)),
-        sharding_of(subject, dims, dtype),
-        micro_steps=micro_steps,
-        copies=dims.copies,
-        host=dims.world,
-        device=subject.device,
-    )
-    return Passes(model, feed, ComputeCopies(model, dtype), subject.config.training.loss_chunk_size)
+    """Those of a rank's model, on its streams."""
+    batches = iter(subject.loader(dims.dp_rank, dims.dp, 1))
+    return build_passes(subject.config, model, dims, subject.device, batches, micro_steps=micro_steps, host=host)
 
 
-def _model_of(subject: Subject, whole: Decoder, dims: LocalDims, compiled: bool) -> Decoder:
+def model_of(subject: Subject, whole: Decoder, dims: LocalDims, compiled: bool = False) -> Decoder:
     """A rank's model: its own parameters, which share memory with the whole ones, or are its parts of them."""
     with torch.device("meta"):
         model = Decoder(whole.config)
@@ -140,7 +133,7 @@ def _model_of(subject: Subject, whole: Decoder, dims: LocalDims, compiled: bool)
 
         apply_compile(model, subject.config.compile.backend)
     apply_ac(model, subject.config.activation_checkpoint, compiled=compiled)
-    return model
+    return model.use(subject.config.model.impl, subject.device, subject.dtype, dims.tp)
 
 
 def sum_as_fsdp(model: Decoder, dims: LocalDims) -> None:

@@ -64,6 +64,13 @@ class Subject:
         """The compute dtype of the run."""
         return DTYPES[self.config.training.mixed_precision_param]
 
+    @property
+    def in_float64(self) -> Subject:
+        """The same, computed exactly: by PyTorch's operations, uncompiled."""
+        types = ("training.dtype", "training.mixed_precision_param", "training.mixed_precision_reduce")
+        more = dict.fromkeys(types, "float64") | {"model.impl": "torch", "compile.enable": False}
+        return replace(self, config=changed(self.config, more))
+
     @cached_property
     def batch(self) -> Batch:
         """All streams of a step, as one rank would take them."""
