@@ -24,7 +24,7 @@ from titan_linear.run.build import DTYPES, build_dims
 from titan_linear.run.compilation import Graphs
 from titan_linear.step.passes import Passes
 
-BATCHES = 10
+BATCHES, IN_ONE_PROCESS = 10, 4  # the latter on every rank in turn
 
 
 class Measured(NamedTuple):
@@ -37,7 +37,7 @@ class Measured(NamedTuple):
 
 
 def layers(subject: Subject) -> Findings:
-    """Losses and gradients of ten batches, and the graphs that later batches compile. Every process calls this. If one
+    """Losses and gradients of some batches, and the graphs that later batches compile. Every process calls this. If one
     process has all ranks, the last rank's layers are compiled."""
     if not subject.config.compile.enable:
         return
@@ -52,7 +52,7 @@ def layers(subject: Subject) -> Findings:
         a, b = ([x for rank in ranks for x in getattr(rank, name)] for ranks in (got, want))
         squares = [_square(x - y for x, y in zip(a, b, strict=True)), _square(b)]
         error, size = (sum(of_ranks) for of_ranks in zip(*of_all_ranks(squares, host), strict=True))
-        what = f"{name} of {BATCHES} batches, {split}, against uncompiled layers"
+        what = f"{name} of {len(got[0].losses)} batches, {split}, against uncompiled layers"
         yield Finding(check, what, math.sqrt(error / size), bound)
     first = 1 if subject.degrees.ep > 1 else 0  # experts' rows vary: the second batch compiles for any number
     graphs = got[-1].graphs
@@ -66,12 +66,12 @@ def _steps(subject: Subject, dims: ParallelDims | None, enable: bool) -> list[Me
     torch.compiler.reset()
     if dims is not None:
         config = changed(subject.config, {"compile.enable": enable})
-        return [_measured(passes_of_process(replace(subject, config=config), dims, micro_steps=1))]
+        return [_measured(passes_of_process(replace(subject, config=config), dims, micro_steps=1), BATCHES)]
     whole = subject.whole(DTYPES[subject.config.training.dtype])
 
     def on_rank(own: LocalDims) -> Measured:
         model = model_of(subject, whole, own, compiled=enable and own.rank == subject.degrees.ranks - 1)
-        return _measured(passes_of(subject, model, own, own.world, micro_steps=1))
+        return _measured(passes_of(subject, model, own, own.world, micro_steps=1), IN_ONE_PROCESS)
 
     return on_ranks(subject.degrees, on_rank)
 
@@ -80,13 +80,13 @@ def _square(tensors: Iterable[Tensor]) -> float:
     return sum(x.double().square().sum().item() for x in tensors)
 
 
-def _measured(passes: Passes) -> Measured:
+def _measured(passes: Passes, batches: int) -> Measured:
     """Forward and backward of the batches."""
     counted = Graphs()
     before = counted.counts()
     losses = []
     graphs = []
-    for _ in range(BATCHES):
+    for _ in range(batches):
         losses.append(passes.run()[0])
         graphs.append(counted.counts()["compiled_graphs"] - before["compiled_graphs"])
     gradients = [local_tensor(p.grad) for p in passes.model.parameters() if p.grad is not None]
