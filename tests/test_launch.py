@@ -102,12 +102,13 @@ if mode == "nodes":
         time.sleep(0.01)
     end_of_a_stop()
 if mode == "joins":
+    from datetime import timedelta
     import torch, torch.distributed as dist
-    dist.init_process_group("gloo")
-    total = torch.ones(1) * (dist.get_rank() + 1)
-    dist.all_reduce(total)
-    note(int(total))
-    dist.destroy_process_group()
+    from titan_linear.distributed.groups import process_group
+    with process_group(timedelta(minutes=30)):
+        total = torch.ones(1) * (dist.get_rank() + 1)
+        dist.all_reduce(total)
+        note(int(total))
     sys.exit(0)
 while True:
     signal.pause()
@@ -319,23 +320,25 @@ def test_a_worker_whose_launcher_died_before_it_asked_ends_itself(start):
     assert [run.events(rank)[1:] for rank in range(2)] == [["orphaned"]] * 2
 
 
-def listening(process: int) -> list[int]:
-    """The TCP ports on which a process listens."""
+def listening(process: int) -> dict[int, str]:
+    """The TCP ports on which a process listens, and each one's address, as the kernel writes it."""
     links = [os.readlink(file) for file in Path(f"/proc/{process}/fd").iterdir()]
     sockets = {link[8:-1] for link in links if link.startswith("socket:[")}
     rows = [row.split() for name in ("tcp", "tcp6") for row in Path("/proc/net", name).read_text().splitlines()[1:]]
-    return [int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in sockets]
+    places = [row[1].split(":") for row in rows if row[3] == "0A" and row[9] in sockets]
+    return {int(port, 16): address for address, port in places}
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_writes_from_outside_start_nothing_again(start, nodes):
-    """PyTorch's stores listen on all interfaces and ask for no password."""
+    """PyTorch's stores ask for no password, and with several nodes listen on all interfaces."""
     port = free_port()
     places = [ALONE] if nodes == 1 else [Node(1, rank, 2, "127.0.0.1", port) for rank in (0, 1)]
     runs = [start("works", node=place, max_restarts=3) for place in places]
     runs[0].wait_for("start-0")
     ports = listening(runs[0].process.pid)
     assert ports
+    assert nodes > 1 or set(ports.values()) == {"0100007F"}  # 127.0.0.1
     for open_port in ports:
         with socket.create_connection(("127.0.0.1", open_port)) as stranger:
             stranger.sendall(b"\xff" * 64)

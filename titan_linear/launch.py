@@ -27,7 +27,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from titan_linear.config import Config, check_config, config_to_toml, load_config
-from titan_linear.distributed.process import AGREED, LAUNCHER, LOST, outliving_readers, refusing, run_command
+from titan_linear.distributed.process import AGREED, LAUNCHER, LOST, STORE, outliving_readers, refusing, run_command
 from titan_linear.run.clearance import cleared
 from titan_linear.storage.rundir import CONFIG
 
@@ -187,6 +187,8 @@ class Workers(threading.Thread):
 
     def __init__(self, node: Node, config: Config, folder: str, command: list[str]):
         """folder: for torchrun's files. command: the module and its arguments."""
+        from torch.distributed import TCPStore  # slow to import
+
         super().__init__(daemon=True)
         self.max_restarts = config.comm.max_restarts
         self.saves = config.checkpoint.enable
@@ -202,9 +204,15 @@ class Workers(threading.Thread):
             options |= {"rdzv-endpoint": self.place, "rdzv-conf": f"timeout={PREPARE}"}
         else:
             # In a file of our own: through a port, whoever reaches it can have all workers start again, and what comes
-            # through it is unpickled. (The workers meet at a free port, which PyTorch takes and keeps.)
+            # through it is unpickled. The workers meet on the loopback; torchrun's store listens on all interfaces.
             options |= {"rdzv-backend": "c10d", "rdzv-conf": "store_type=file", "local-addr": "localhost"}
             options |= {"rdzv-endpoint": f"{folder}/rendezvous"}
+            listening = socket.create_server(("127.0.0.1", 0))
+            _, port = listening.getsockname()
+            self.store = TCPStore(
+                "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+            )
+            os.environ |= {STORE: str(port), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         self.arguments = [*(f"--{name}={value}" for name, value in options.items()), "--module", *command]
         self.stop, self.stopped_at = 0, 0.0
         self.told: set[int] = set()  # process ids of workers that SIGTERM was sent to

@@ -430,7 +430,7 @@ class Comm(Section):
     rules = (Rule.MAY_CHANGE,)
 
     init_timeout_seconds: int = Field(300, ge=1, le=10**6)
-    """Timeout until the first step is done."""
+    """Timeout until the first step is done, and the first of each length (training.seq_len_schedule)."""
     train_timeout_seconds: int = Field(100, ge=1, le=10**6)
     """Timeout after the first step. Validation, saves and exports have none: they wait for the slowest disk."""
     max_restarts: int = Field(0, ge=0)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from titan_linear.distributed.ending import Ending, explain
+from titan_linear.distributed.process import STORE
 
 # The time-out while one rank works alone: uses a slow disk, tokenises. A rank that dies still ends the others at once.
 NO_TIMEOUT = timedelta(days=1)
@@ -21,12 +22,16 @@ T = TypeVar("T")
 
 @contextmanager
 def process_group(timeout: timedelta) -> Iterator[Ending]:
-    """The default group, which torchrun's environment describes, and an orderly end of all groups.
+    """The default group, which the launcher's or torchrun's environment describes, and an orderly end of all groups.
 
     An error inside ends this process (`Ending.leave`): nothing that is around this context sees it.
     """
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that the flight recorder keeps (hangs.py)
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if port := os.environ.get(STORE):
+        store = dist.TCPStore("127.0.0.1", int(port), is_master=False, timeout=timeout)
+    else:
+        store, *_ = next(dist.rendezvous("env://", timeout=timeout))
     # One store may serve all starts of the workers: the prefix hides what an earlier start wrote.
     store = dist.PrefixStore(f"workers-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Command = Callable[[list[str]], int]  # argv → exit code
 
 LAUNCHER = "TITAN_LINEAR_LAUNCHER"  # environment variable of the workers: the launcher's process id
+STORE = "TITAN_LINEAR_STORE"  # likewise, of a run on one node: the port of their store
 AGREED = "TITAN_LINEAR_AGREED"  # likewise: the file in which they leave what signal they agreed to stop for
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
