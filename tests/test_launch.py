@@ -118,6 +118,7 @@ while True:
 def launch_workers(mode: str, folder: Path, node: Node, repeat: float, config: Config) -> None:
     """`run_workers` with processes of WORKER, in a process of its own that has a terminal's session."""
     os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
     os.dup2(os.open(folder / f"stderr-{node.rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     os.chdir(ROOT)
     os.environ |= {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "MODE": mode, "FOLDER": str(folder)}
