@@ -377,7 +377,6 @@ def test_numbers_at_odds_are_refused(model: tuple[str, str], change: dict, words
         ("falcon-h1", {"mamba_norm_before_gate": True}, "mamba_norm_before_gate = True; only False is known"),
         ("qwen3.5", {"output_gate_type": "sigmoid"}, "output_gate_type = 'sigmoid'; only 'swish' or 'silu' is known"),
         ("qwen3.5", {"attn_output_gate": False}, "attn_output_gate = False; only True is known"),
-        ("kimi-linear", {"mla_use_output_gate": True}, "mla_use_output_gate = True; only False is known"),
         ("ling-3", {"no_kda_lora": False}, "no_kda_lora = False; only True is known"),
         ("ling-3", {"rope_interleave": False}, "rope_interleave = False; only True is known"),
         ("ling-3", {"score_function": "softmax"}, "score_function = 'softmax'; only 'sigmoid' is known"),

@@ -22,8 +22,7 @@ from .rope import inverse_frequencies
 
 CHUNK = 32  # tokens whose interactions are computed as matrices; between chunks a state is carried
 L2_EPS = 1e-6
-FIELDS = CausalLMOutputWithPast.__dataclass_fields__
-CACHE = "cache" if "cache" in FIELDS else "past_key_values"  # before transformers 5.24
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"  # by version
 
 
 class TitanLinearConfig(PretrainedConfig):

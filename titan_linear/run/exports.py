@@ -103,11 +103,9 @@ def export(
         like: a Hugging Face folder of the same model; by default the one that the run began from, if it did.
     """
     like = like or hf_weights(config)
-    tokens = {"eos_token_id": tokenizer.eos_id}
-    if like and tokenizer_path(config) == str(Path(like) / "tokenizer.json"):
+    tokens = {"bos_token_id": None, "eos_token_id": tokenizer.eos_id, "pad_token_id": None}
+    if like and tokenizer_path(config) == str(Path(like) / "tokenizer.json"):  # its own: it has others of them
         tokens = {name: token for name, token in tokens.items() if token is not None}
-    else:
-        tokens |= {"bos_token_id": None, "pad_token_id": None}
     write_folder(
         path,
         model,

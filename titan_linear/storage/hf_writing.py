@@ -183,9 +183,9 @@ def _plan(
     """Everything to write, in order."""
     plan = {}
     for placement in found:
-        wide = placement.name.endswith(FAMILIES[family].float32)
+        wide = dtype and placement.name.endswith(FAMILIES[family].float32)
+        kept = torch.promote_types(dtype, torch.float32) if wide else dtype
         for name, shape in ((tensor.name, tensor.shape) for tensor in placement.sources):
-            kept = torch.promote_types(dtype, torch.float32) if dtype and wide else dtype
             code = CODES[kept] if kept else source.tensors[name].code
             plan[name] = Planned(code, shape, math.prod(shape) * DTYPES[code].itemsize)
     return plan | {t.name: Planned(t.code, t.shape, t.end - t.begin) for t in copied}
@@ -206,8 +206,9 @@ def _config_json(
         config["text_config"] = dict(config["text_config"])
         tables.append(config["text_config"])
     for table in tables:
-        listed = {name for name, token in changes.items() if isinstance(x := table.get(name), list) and token in x}
-        table |= {name: x for name, x in changes.items() if name not in listed}
+        for name, x in changes.items():
+            if not (isinstance(known := table.get(name), list) and x in known):
+                table[name] = x
         if dtype is not None:
             table.pop("torch_dtype", None)  # the older name
     longest = max(longest, *(tables[-1].get(name) or 0 for name in LENGTHS))

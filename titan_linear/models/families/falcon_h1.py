@@ -40,7 +40,7 @@ OF_MAMBA2 = ("z_factor", "x_factor", "b_factor", "c_factor", "dt_factor")  # in 
 
 
 def _from_hf(config: Json) -> ModelConfig:
-    key = Keys(config)
+    key = Keys({"mamba_norm_before_gate": True, **config})  # transformers' default, which we do not have
     for name in ("mlp_bias", "mamba_proj_bias", "projectors_bias"):
         key.only(name, False)
     gate, down = _factors(key, "mlp_multipliers", 2)
@@ -68,7 +68,7 @@ def _mamba2_from_hf(key: Keys) -> Mamba2:
         width = key("mamba_d_ssm") or key("mamba_expand", 2) * key("hidden_size")
         sizes["head_dim"] = width // sizes["heads"]
     if normed := key("mamba_rms_norm", False):
-        key.only("mamba_norm_before_gate", False, default=True)
+        key.only("mamba_norm_before_gate", False)
     factors = [key("ssm_in_multiplier", 1.0) * x for x in _factors(key, "ssm_multipliers", 5)]
     return Mamba2(
         **sizes,

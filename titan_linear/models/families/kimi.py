@@ -80,7 +80,6 @@ def _from_hf(config: Json) -> ModelConfig:
     for name in ("q_lora_rank", "rope_scaling"):
         key.only(name, None)
     key.only("mla_use_nope", True)
-    key.only("mla_use_output_gate", False)
     key.only("moe_router_activation_func", "sigmoid")
     linear = key("linear_attn_config", None) or {}
     return ModelConfig(

@@ -175,9 +175,9 @@ class Keys:
         given = {ours: (defaults[ours],) for ours in defaults}
         return {ours: self(theirs, *given.get(ours, ())) for ours, theirs in names.items()}
 
-    def only(self, key: str, *known: object, default: object = ...) -> None:
-        """Refuse a value that is not in `known`, of which the first is the default if no other is given."""
-        if (value := self.config.get(key, known[0] if default is ... else default)) not in known:
+    def only(self, key: str, *known: object) -> None:
+        """Refuse a value that is not in `known`, of which the first is the default."""
+        if (value := self.config.get(key, known[0])) not in known:
             raise ValueError(f"config.json: {key} = {value!r}; only {' or '.join(map(repr, known))} is known")
 
     def head_dim(self) -> int:

@@ -71,22 +71,13 @@ MODEL = (
 
 # --- config.json -----------------------------------------------------------------------------------------------------
 
-FIXED = dict(  # what published folders say, and the class of `transformers` takes for granted
-    q_lora_rank=None,
-    no_kda_lora=True,
-    rope_interleave=True,
-    gated_attention_proj_granularity_type="head_wise",
-    score_function="sigmoid",
-    moe_router_enable_expert_bias=True,
-    use_bias=False,
-    use_qkv_bias=False,
-)
-
 
 def _from_hf(config: Json) -> ModelConfig:
     key = Keys(config)
-    for name, value in FIXED.items():
-        key.only(name, value)
+    key.only("q_lora_rank", None)
+    key.only("no_kda_lora", True)
+    key.only("rope_interleave", True)
+    key.only("score_function", "sigmoid")
     period = key("layer_group_size", 6)
     return ModelConfig(
         **common_from_hf(key),
