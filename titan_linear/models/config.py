@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
 from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -222,6 +223,7 @@ class ModelConfig:
 
 
 MOST_LAYERS = 10_000  # families list layers one by one
+_type_hints = cache(get_type_hints)
 OR_NONE = ("hidden_dim", "shared_hidden_dim", "latent_dim")  # may be 0: there is no such MLP
 
 
@@ -232,7 +234,7 @@ def mistake(model: ModelConfig) -> str | None:
     nested = [x for mixer in mixers for x in vars(mixer).values() if is_dataclass(x)]
     parts = (*([] if model.moe is None else [model.moe]), *mixers, *nested)
     for part in (model, *parts):
-        hints = get_type_hints(type(part))
+        hints = _type_hints(type(part))
         owner = getattr(part, "name", "the model's")
         for name, value in vars(part).items():
             if not isinstance(value, tuple) and not _fits(value, hints[name]):

@@ -3,12 +3,14 @@ keys of [model] that change their sizes."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
+from titan_linear.models.adapters import config_from_hf
 from titan_linear.models.config import BESIDE, Entry, MixerOptions, ModelConfig, MoEConfig, mistake, mixers_of
-from titan_linear.models.families import PUBLISHED
 from titan_linear.models.mixers import GDN, KDA, MIXERS, Attention
 from titan_linear.models.mlps import Dense
 from titan_linear.models.rope import RopeScaling
@@ -46,6 +48,20 @@ OWN: dict[str, dict[str, ModelConfig]] = {
         "340M": _340M(*[KDA(**_MEDIUM)] * 3, _MEDIUM_ATTENTION),
         "1.3B": _1_3B(*[KDA(**_LARGE)] * 3, _LARGE_ATTENTION),
     },
+}
+
+
+def _published(config: Mapping[str, Any], flavor: str) -> ModelConfig:
+    """The model of a config.json. The smallest models' selection biases move, for which it has no key."""
+    model = config_from_hf(config)[1]
+    if flavor == "debug" and model.moe and model.moe.selection_bias:
+        return replace(model, moe=replace(model.moe, bias_update_rate=1e-3))
+    return model
+
+
+PUBLISHED = {
+    file.stem: {flavor: _published(config, flavor) for flavor, config in json.loads(file.read_text()).items()}
+    for file in sorted(Path(__file__).with_name("families").glob("configs/*.json"))
 }
 MODELS = {**OWN, **PUBLISHED}
 

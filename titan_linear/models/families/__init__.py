@@ -1,23 +1,23 @@
-"""The Hugging Face families that we read and write: their tensors, their config.json, and their published sizes.
+"""The Hugging Face families that we read and write: their tensors and their config.json.
 
-A new family takes a file here and its lines in these tables; one with sizes of its own, a name in `config.Model` too.
+A new family takes a file here and its line in this table. configs/NAME.json is model.name = NAME: the config.json of
+each flavor, trimmed to the keys that decide the model.
 """
 
-from titan_linear.models.config import ModelConfig
-from titan_linear.models.families.bamba import BAMBA, BAMBA_MODELS
-from titan_linear.models.families.falcon_h1 import FALCON_H1, FALCON_H1_MODELS
+from titan_linear.models.families.bamba import BAMBA
+from titan_linear.models.families.falcon_h1 import FALCON_H1
 from titan_linear.models.families.fla import FLA_GDN_FAMILY, FLA_KDA_FAMILY
-from titan_linear.models.families.granite_h import GRANITE_H, GRANITE_H_MODELS
-from titan_linear.models.families.kimi import KIMI_LINEAR, KIMI_LINEAR_MODELS
+from titan_linear.models.families.granite_h import GRANITE_H
+from titan_linear.models.families.kimi import KIMI_LINEAR
 from titan_linear.models.families.layout import Family
-from titan_linear.models.families.lfm2 import LFM2, LFM2_MODELS
-from titan_linear.models.families.ling import LING_3, LING_3_MODELS
-from titan_linear.models.families.minimax import MINIMAX, MINIMAX_MODELS
-from titan_linear.models.families.nemotron_h import NEMOTRON_H, NEMOTRON_H_MODELS
-from titan_linear.models.families.olmo import OLMO_HYBRID, OLMO_HYBRID_MODELS
+from titan_linear.models.families.lfm2 import LFM2
+from titan_linear.models.families.ling import LING_3
+from titan_linear.models.families.minimax import MINIMAX
+from titan_linear.models.families.nemotron_h import NEMOTRON_H
+from titan_linear.models.families.olmo import OLMO_HYBRID
 from titan_linear.models.families.own import OWN_FAMILY
-from titan_linear.models.families.qwen import QWEN3_5, QWEN3_5_MODELS, QWEN3_5_MOE, QWEN3_NEXT, QWEN3_NEXT_MODELS
-from titan_linear.models.families.rwkv7 import RWKV7_FAMILY, RWKV7_MODELS
+from titan_linear.models.families.qwen import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from titan_linear.models.families.rwkv7 import RWKV7_FAMILY
 
 FAMILIES: dict[str, Family] = {  # by architecture
     "Qwen3_5ForCausalLM": QWEN3_5,
@@ -36,19 +36,4 @@ FAMILIES: dict[str, Family] = {  # by architecture
     "KDAForCausalLM": FLA_KDA_FAMILY,
     "GatedDeltaNetForCausalLM": FLA_GDN_FAMILY,
     "TitanLinearForCausalLM": OWN_FAMILY,
-}
-
-PUBLISHED: dict[str, dict[str, ModelConfig]] = {  # by name and flavor, from their config.json
-    "qwen3.5": QWEN3_5_MODELS,
-    "qwen3-next": QWEN3_NEXT_MODELS,
-    "olmo-hybrid": OLMO_HYBRID_MODELS,
-    "kimi-linear": KIMI_LINEAR_MODELS,
-    "ling-3": LING_3_MODELS,
-    "nemotron-h": NEMOTRON_H_MODELS,
-    "granite-h": GRANITE_H_MODELS,
-    "bamba": BAMBA_MODELS,
-    "falcon-h1": FALCON_H1_MODELS,
-    "lfm2": LFM2_MODELS,
-    "minimax": MINIMAX_MODELS,
-    "rwkv7": RWKV7_MODELS,
 }

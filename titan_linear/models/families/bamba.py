@@ -17,7 +17,6 @@ from titan_linear.models.families.layout import (
     options_of,
     outside_layers,
     self_attention,
-    shortest,
     swiglu,
     weights,
 )
@@ -60,35 +59,3 @@ def _to_hf(config: ModelConfig) -> Json:
 BAMBA = Family(
     outside_layers("embed_tokens", "final_layernorm"), LAYERS, swiglu("mlp.", "feed_forward."), (), _from_hf, _to_hf
 )
-
-
-def _bamba(mamba: Mamba2, softmax: Attention, of_attention: tuple[int, ...], **sizes: int) -> ModelConfig:
-    """of_attention: the layers that have it."""
-    layers = [softmax if i in of_attention else mamba for i in range(sizes["num_layers"])]
-    return ModelConfig(pattern=shortest(layers), **sizes)
-
-
-def _attention(heads: int, kv_heads: int, head_dim: int) -> Attention:
-    return Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope_theta=1e4, rotary_fraction=0.5)
-
-
-BAMBA_MODELS = {
-    "debug": _bamba(
-        Mamba2(heads=8, head_dim=32, state_dim=16),
-        _attention(4, 2, 32),
-        of_attention=(1,),
-        vocab_size=320,
-        dim=128,
-        num_layers=3,
-        hidden_dim=192,
-    ),
-    "9B": _bamba(
-        Mamba2(heads=128, head_dim=64, state_dim=128),
-        _attention(32, 8, 128),
-        of_attention=(9, 18, 27),
-        vocab_size=128256,
-        dim=4096,
-        num_layers=32,
-        hidden_dim=14336,
-    ),
-}

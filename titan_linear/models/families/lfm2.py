@@ -14,7 +14,6 @@ from titan_linear.models.families.layout import (
     fused,
     options_of,
     outside_layers,
-    shortest,
     weights,
 )
 from titan_linear.models.mixers import Attention, ShortConv
@@ -99,30 +98,3 @@ def _to_hf(config: ModelConfig) -> Json:
 
 
 LFM2 = Family(MODEL, LAYERS, MLP, (), _from_hf, _to_hf)
-
-# --- Presets ---------------------------------------------------------------------------------------------------------
-
-
-def _lfm2(dim: int, heads: int, hidden_dim: int) -> ModelConfig:
-    conv = ShortConv(channels=dim)
-    softmax = Attention(heads=heads, kv_heads=8, head_dim=64, qk_norm="head", rope_theta=1e6)
-    layers = [softmax if i in (2, 5, 8, 10, 12, 14) else conv for i in range(16)]
-    return ModelConfig(65536, dim, shortest(layers), 16, hidden_dim, tie_embeddings=True)
-
-
-LFM2_MODELS = {
-    "debug": ModelConfig(
-        vocab_size=320,
-        dim=128,
-        pattern=(
-            ShortConv(channels=128),
-            Attention(heads=4, kv_heads=2, head_dim=32, qk_norm="head", rope_theta=1e6),
-        ),
-        num_layers=2,
-        hidden_dim=256,
-        tie_embeddings=True,
-    ),
-    "350M": _lfm2(1024, 16, 4608),
-    "700M": _lfm2(1536, 24, 6912),
-    "1.2B": _lfm2(2048, 32, 8192),
-}

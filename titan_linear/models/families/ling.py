@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from titan_linear.models.config import ModelConfig, MoEConfig
+from titan_linear.models.config import ModelConfig
 from titan_linear.models.families.kimi import mla_from_hf, mla_to_hf, mlps_from_hf, mlps_to_hf
 from titan_linear.models.families.layout import (
     GATES,
@@ -125,36 +125,3 @@ def _to_hf(config: ModelConfig) -> Json:
 
 FLOAT32 = (*ROUTER, *CONVOLUTIONS, *GATES)
 LING_3 = Family(MODEL, LAYERS, MLP, EXPERTS, _from_hf, _to_hf, mtp_layers=True, ties=False, float32=FLOAT32)
-
-# --- Presets ---------------------------------------------------------------------------------------------------------
-
-
-def _pattern(kdas: int, heads: int, dim: int, **mla: int) -> tuple[KDA | MLA, ...]:
-    kda = KDA(heads=heads, v_heads=heads, head_dim=dim, v_head_dim=dim, gate_bias=False, low_rank_gates=False)
-    return (kda,) * kdas + (MLA(heads=heads, v_dim=dim, rope_theta=6e6, head_gate=True, **mla),)
-
-
-LING_3_MODELS = {
-    "debug": ModelConfig(
-        vocab_size=320,
-        dim=128,
-        num_layers=2,
-        hidden_dim=256,
-        pattern=_pattern(1, 4, 32, kv_rank=32, nope_dim=32, shared_k_dim=16),
-        dense_layers=(0,),
-        norm_eps=1e-6,
-        moe=MoEConfig(
-            8, 2, 64, 64, score="sigmoid", scale=2.5, selection_bias=True, groups=4, top_groups=2, bias_update_rate=1e-3
-        ),
-    ),
-    "flash": ModelConfig(
-        vocab_size=157184,
-        dim=2560,
-        num_layers=42,
-        hidden_dim=6144,
-        pattern=_pattern(5, 32, 128, kv_rank=512, nope_dim=128, shared_k_dim=64),
-        dense_layers=(0, 1),
-        norm_eps=1e-6,
-        moe=MoEConfig(512, 8, 768, 768, score="sigmoid", scale=2.5, selection_bias=True, groups=8, top_groups=4),
-    ),
-}

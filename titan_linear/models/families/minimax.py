@@ -108,39 +108,3 @@ MINIMAX = Family(
     _to_hf,
     ignored=(r".*\.self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)",),  # constants
 )
-
-# --- Presets ---------------------------------------------------------------------------------------------------------
-
-
-def _minimax(
-    vocab_size: int,
-    dim: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    num_layers: int,
-    moe: MoEConfig,
-    period: int,
-    rotary_fraction: float,
-) -> ModelConfig:
-    linear = Lightning(heads=heads, head_dim=head_dim)
-    softmax = Attention(
-        heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope_theta=1e7, rotary_fraction=rotary_fraction
-    )
-    return ModelConfig(
-        vocab_size=vocab_size,
-        dim=dim,
-        pattern=(*[linear] * (period - 1), softmax),
-        num_layers=num_layers,
-        hidden_dim=0,
-        moe=moe,
-        normed_residual=True,
-        kept_factor=3.5565588200778455,
-    )
-
-
-MINIMAX_MODELS = {
-    "debug": _minimax(320, 128, 4, 2, 32, 2, MoEConfig(8, 2, 64), 2, 1.0),
-    # The published code rotates half of a head, transformers' all of it.
-    "text-01": _minimax(200064, 6144, 64, 8, 128, 80, MoEConfig(32, 2, 9216), 8, 0.5),
-}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 
 from titan_linear.models.config import ModelConfig, MoEConfig
 from titan_linear.models.families.layout import (
@@ -180,80 +179,3 @@ NEMOTRON_H = Family(
     ties=False,
     float32=ROUTER,
 )
-
-# --- Presets ---------------------------------------------------------------------------------------------------------
-
-
-def _nemotron(
-    pattern: str, dim: int, mamba: Mamba2, attention: Attention, hidden_dim: int, moe: MoEConfig | None = None, **rest
-) -> ModelConfig:
-    """pattern: in the letters of config.json."""
-    mixers = {"mamba2": mamba, "attention": attention}
-    layers = [mixers.get(LETTERS[letter], LETTERS[letter]) for letter in pattern]
-    return ModelConfig(
-        **{"vocab_size": 131072} | rest,
-        dim=dim,
-        pattern=shortest(layers),
-        num_layers=len(layers),
-        hidden_dim=hidden_dim,
-        moe=moe,
-        one_branch=True,
-        activation="relu2",
-    )
-
-
-def _moe(num_experts: int, top_k: int, hidden_dim: int, scale: float, latent_dim: int = 0) -> MoEConfig:
-    return MoEConfig(
-        num_experts,
-        top_k,
-        hidden_dim,
-        shared_hidden_dim=2 * hidden_dim,
-        score="sigmoid",
-        scale=scale,
-        selection_bias=True,
-        activation="relu2",
-        latent_dim=latent_dim,
-    )
-
-
-def _mamba(heads: int, head_dim: int = 64) -> Mamba2:
-    return Mamba2(heads=heads, head_dim=head_dim, state_dim=128, groups=8)
-
-
-def _attention(heads: int, kv_heads: int) -> Attention:
-    return Attention(heads=heads, kv_heads=kv_heads, head_dim=128, rope_theta=None)
-
-
-PATTERN = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"  # of Nemotron-H's 4B and 8B
-NEMOTRON_H_MODELS = {
-    "debug": _nemotron(
-        "ME*-",
-        128,
-        Mamba2(heads=8, head_dim=16, state_dim=16, groups=2),
-        Attention(heads=4, kv_heads=2, head_dim=32, rope_theta=None),
-        256,
-        replace(_moe(8, 2, 64, 2.5), bias_update_rate=1e-3),
-        vocab_size=320,
-    ),
-    "4B": _nemotron(PATTERN, 3072, _mamba(112), _attention(32, 8), 12288),
-    "8B": _nemotron(PATTERN, 4096, _mamba(128), _attention(32, 8), 21504),
-    "nano-9B-v2": _nemotron(
-        "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-", 4480, _mamba(128, 80), _attention(40, 8), 15680
-    ),
-    "nano-3-30B-A3B": _nemotron(
-        "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-        2688,
-        _mamba(64),
-        _attention(32, 2),
-        0,
-        _moe(128, 6, 1856, 2.5),
-    ),
-    "super-3-120B-A12B": _nemotron(
-        "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
-        4096,
-        _mamba(128),
-        _attention(32, 2),
-        0,
-        _moe(512, 22, 2688, 5.0, latent_dim=1024),
-    ),
-}

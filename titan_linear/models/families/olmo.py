@@ -100,20 +100,3 @@ def _to_hf(config: ModelConfig) -> Json:
 
 LAYERS = {(GDN,): OLMO_GDN, (Attention,): OLMO_ATTENTION}
 OLMO_HYBRID = Family(MODEL, LAYERS, MLP, (), _from_hf, _to_hf, float32=("A_log",))
-
-# --- Presets ---------------------------------------------------------------------------------------------------------
-
-_GDN = GDN(heads=30, v_heads=30, head_dim=96, v_head_dim=192, beta_range=2.0, o_norm_eps=O_NORM_EPS)
-_ATTENTION = Attention(heads=30, kv_heads=30, head_dim=128, qk_norm="width", rope_theta=None)
-
-OLMO_HYBRID_MODELS = {
-    "7B": ModelConfig(
-        vocab_size=100352,
-        dim=3840,
-        pattern=(_GDN, _GDN, _GDN, _ATTENTION),
-        num_layers=32,
-        hidden_dim=11008,
-        post_norm=(Attention.name,),
-        norm_eps=1e-6,
-    )
-}

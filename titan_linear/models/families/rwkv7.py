@@ -175,20 +175,3 @@ def _rwkv_lm(name: str) -> str:
     for ours, theirs in _RWKV_LM.items():
         name = name.replace(ours, theirs)
     return name
-
-
-# --- Presets ---------------------------------------------------------------------------------------------------------
-
-
-def _world(dim: int, num_layers: int, w_rank: int, v_rank: int, g_rank: int) -> ModelConfig:
-    mixer = RWKV7(heads=dim // 64, head_dim=64, w_rank=w_rank, a_rank=w_rank, v_rank=v_rank, g_rank=g_rank)
-    return _sized(65536, dim, mixer, num_layers, 4 * dim)
-
-
-RWKV7_MODELS = {
-    "debug": _sized(320, 128, RWKV7(heads=4, head_dim=32, w_rank=16, a_rank=16, v_rank=8, g_rank=32), 3, 256),
-    "0.1B": _world(768, 12, 64, 32, 128),
-    "0.4B": _world(1024, 24, 64, 32, 128),
-    "1.5B": _world(2048, 24, 96, 64, 256),
-    "2.9B": _world(2560, 32, 96, 64, 320),
-}
