@@ -45,6 +45,23 @@ def stream(HV: int, K: int, V: int, plain: bool) -> tuple[list, list, Any, Any]:
     return chunks, states, two, None if plain else two
 
 
+def launch_stages(stages: Any, inputs: list, do: Any, numbers: list[float], plain: bool, whole: bool = True) -> None:
+    """All stages, or those alone that prepare tiles; plain: without states, else with states by index."""
+    (_, _, K), (_, HV, V) = inputs[0].shape, inputs[2].shape
+    chunks, states, entries, wanted = stream(HV, K, V, plain)
+    given = [dict(zip(stages.inputs._fields, inputs, strict=True))[name] for name in stages.prepared._fields]
+    made = stages.tiles(*launch(stages.prepare, given, chunks, numbers))
+    if stages.again:
+        launch(stages.recompute, given, chunks, [getattr(made, name) for name in stages.kept], numbers)
+    if not whole:
+        return
+    tables = inputs, list(made), chunks
+    launch(stages.scan, *tables, states, 0 if plain else N, numbers)
+    launch(stages.boundary, *tables, [entries, wanted], numbers)
+    launch(stages.boundary_bwd, do, *tables, [entries, wanted], numbers)
+    launch(stages.backward, do, *tables, states, states, not plain, numbers)
+
+
 def kda_case(dtype: str, K: int, V: int, gate: str = "none", safe: bool = True, R: int = 1, whole: bool = True) -> None:
     """All stages, or those alone whose configuration depends on the gate; without a gate in the kernel: normalised
     inputs, no states (what is timed)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from titan_linear.ops.layout.boundaries import CHUNK, Boundaries, Segments, scan_programs, segment_length
 from titan_linear.ops.layout.chains import Chains
 from titan_linear.ops.runtime.options import AnyInputs, AnyOptions, DeltaRuleOptions, DPLRInputs, Inputs, States
-from titan_linear.ops.triton import gdn, kda, rwkv7
+from titan_linear.ops.triton import gdn, kda, rwkv7, stages
 from titan_linear.ops.triton.chunks import Chunks, chunks_of
 from titan_linear.ops.triton.configs import kernel_dims
 from titan_linear.ops.triton.padded import Padded
@@ -53,7 +54,7 @@ def whole_or_split(
 def _rule(inputs: Inputs | DPLRInputs) -> type[TritonRule]:
     if isinstance(inputs, DPLRInputs):
         return TritonRWKV7
-    return TritonKDA if inputs.g.dim() == 3 else TritonGDN
+    return TritonKDA if inputs.g.dim() == 3 else partial(stages.TritonRule, gdn.GDN)
 
 
 def _segments(boundaries: Boundaries, tokens: int, programs: int) -> Callable[[], Segments] | None:
@@ -155,28 +156,6 @@ class TritonKDA(TritonRule):
 
     def entry_gradients(self, do: Tensor, entries: Tensor, wanted: Tensor | None = None) -> Tensor:
         return kda.kda_boundary_bwd(do, list(self.tiles), self.chunks, entries, wanted)
-
-
-class TritonGDN(TritonRule):
-    kept_tiles = gdn.Tiles._fields
-    backward_operator = staticmethod(gdn.gdn_backward)
-
-    def __init__(self, inputs: Inputs, options: DeltaRuleOptions, chunks: Chunks, kept: Sequence[Tensor]):
-        self.inputs, self.chunks, self.scale = inputs, list(chunks), options.scale
-        self.numbers = {"scale": options.scale, "beta_range": options.beta_range}
-        self.tiles = gdn.Tiles(*(kept or gdn.gdn_prepare(list(inputs), self.chunks, **self.numbers)))
-
-    def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]:
-        q, k, v, *_ = self.inputs
-        rows = self._entries(need_final)
-        return gdn.gdn_scan(q, k, v, list(self.tiles), self.chunks, given_states(initial), rows, self.scale)
-
-    def entry_transitions(self, entries: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return gdn.gdn_boundary(self.inputs.k, self.inputs.v, list(self.tiles), self.chunks, entries, wanted)
-
-    def entry_gradients(self, do: Tensor, entries: Tensor, wanted: Tensor | None = None) -> Tensor:
-        q, k, tiles = self.inputs.q, self.inputs.k, list(self.tiles)
-        return gdn.gdn_boundary_bwd(do, q, k, tiles, self.chunks, entries, wanted, self.scale)
 
 
 class TritonRWKV7(TritonRule):

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from titan_linear.ops.triton.tiles import BT
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -36,11 +38,13 @@ def sigmoid(x):
 
 
 @triton.jit
-def load_beta(beta, start, length, stride, i_h, BT: tl.constexpr, BETA_RANGE: tl.constexpr):
+def load_beta(beta, start, length, i_h, BETA_RANGE: tl.constexpr):
     """β [BT] fp32 of one chunk and head, from beta [T, HV]. With BETA_RANGE, beta holds logits, and β is BETA_RANGE
     times their sigmoid. Past the end of the entry, 0."""
     o_c = tl.arange(0, BT)
-    b_beta = tl.load(beta + start * stride + i_h + o_c * stride, mask=o_c < length, other=0.0).to(tl.float32)
+    b_beta = tl.load(beta.x + start * beta.stride + i_h + o_c * beta.stride, mask=o_c < length, other=0.0).to(
+        tl.float32
+    )
     if BETA_RANGE is not None:
         b_beta = tl.where(o_c < length, BETA_RANGE * sigmoid(b_beta), 0.0)
     return b_beta

@@ -363,7 +363,7 @@ def kda_backward(
         chosen = config(f"kda gradient{' safe' if safe else ''}", q, K, **limits)
         BK, BV = chosen["BK"], chosen["BV"]
         assert BF % BK == 0, "a program reads one flag"
-        chunk_matrices = [chunk_tiles(x, BV, width) for x, width in ((r, CHUNK), (y, CHUNK), (h, BK), (dh, BK))]
+        chunk_matrices = [chunk_tiles(x, width, BV) for x, width in ((r, CHUNK), (y, CHUNK), (h, BK), (dh, BK))]
         gradient_kernel[K // BK, HV, NT](
             q,
             k,
@@ -371,7 +371,7 @@ def kda_backward(
             A_log,
             dt_bias,
             made.b,
-            ragged_tiles(do, CHUNK, BV),
+            ragged_tiles(do, BV),
             *chunk_matrices,
             dA,
             dK,

@@ -29,7 +29,7 @@ from titan_linear.ops.triton.chunks import locate, locate_entry
 from titan_linear.ops.triton.gates import LOG2E, load_beta, log2_gate, sigmoid, softplus
 from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.solve import lower_triangle, split
-from titan_linear.ops.triton.tiles import load_rows, load_state, store_state
+from titan_linear.ops.triton.tiles import Rows, load_rows, load_state, store_state
 
 
 @triton.jit
@@ -187,7 +187,7 @@ def prepare_kernel(
     q += (i_h // (HV // H)) * K
     k += (i_h // (HV // H)) * K
     if MATRICES or tl.program_id(0) == 0:
-        tl.store(b + tile * 64 + row, load_beta(beta, start, n, stride_beta, i_h, 64, BETA_RANGE))
+        tl.store(b + tile * 64 + row, load_beta(Rows(beta, stride_beta), start, n, i_h, BETA_RANGE))
     b_A = tl.zeros([64, 64], tl.float32)  # without SAFE, sums over channels of q_i k_j 2^(Γ_i−Γ_j)
     b_K = tl.zeros([64, 64], tl.float32)  # the same for k_i k_j
     halves_A = tl.zeros([64, 128], tl.float32)  # with SAFE, columns alternate: within the halves, between them

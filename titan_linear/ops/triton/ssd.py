@@ -84,7 +84,7 @@ def _fetched(x: Tensor, columns: int | None = None) -> Tensor | TensorDescriptor
     """x [T, heads, dim] as scans read it: a head, or slices of it of so many columns."""
     dim = x.shape[2]
     columns = columns or dim
-    return ragged_tiles(x, BT, columns) if _fetches(x) and dim % columns == 0 else x
+    return ragged_tiles(x, columns) if _fetches(x) and dim % columns == 0 else x
 
 
 def _wide(D: Tensor | None, HV: int) -> bool:
@@ -171,7 +171,7 @@ def ssd_scan(
         _fetched(q),
         _fetched(k),
         _fetched(v, chosen["BV"]),
-        chunk_tiles(scores, BT, BT) if _fetches(k) else scores,
+        chunk_tiles(scores) if _fetches(k) else scores,
         gates,
         D,
         states.values,

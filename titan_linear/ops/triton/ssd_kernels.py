@@ -286,7 +286,7 @@ def scan_kernel(
         b_v = _columns(v, start, length, i * BT, stride_v, i_hv, i_v, V, BT, BV, FETCH)
         b_G, b_low, b_dt, b_after, b_last = _load_gates(gates, i_t * HV + i_hv, BT, PARTS)
         i_m = i_t * (HV // R) + i_hv // R
-        b_m = fetch_tile(scores, i_m, BT) if FETCH else load_rows(scores, i_m * BT, BT, BT, 0, BT, BT)
+        b_m = fetch_tile(scores, i_m) if FETCH else load_rows(scores, i_m * BT, BT, BT, 0, BT, BT)
         b_m = b_m * _decays(b_G, b_low, BT, PARTS, True) * (scale * b_dt)[None, :]
         b_o = tl.dot(b_m.to(b_q.dtype), b_v, input_precision="ieee")
         b_y = tl.dot(b_q, b_s.to(b_q.dtype), input_precision="ieee")

@@ -7,6 +7,8 @@ index[n]; where that is -1 it reads as zeros and is not written.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -14,8 +16,24 @@ from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from titan_linear.ops.layout.boundaries import CHUNK
 from titan_linear.ops.runtime.options import States
 from titan_linear.ops.triton.launch import Kernel
+
+BT = tl.constexpr(CHUNK)
+NONE = States(None)
+
+
+class Rows(NamedTuple):
+    """A stream, as kernels read it."""
+
+    x: Tensor  # [T, heads, dim] or [T, heads], heads dense
+    stride: int  # between tokens
+
+
+def rows(x: Tensor) -> Rows:
+    x = dense_heads(x)
+    return Rows(x, x.stride(0))
 
 
 def blocks_of(n: int, size: int) -> int:
@@ -34,13 +52,13 @@ def dense_heads(x: Tensor) -> Tensor:
     return x if dense and aligned else x.contiguous()
 
 
-def ragged_tiles(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """x [T, heads, dim] as the matrix [T, heads·dim], read in tiles of [rows, width] by the copy engine, which reads
-    zeros past an entry's end (`fetch_rows`)."""
-    return create_ragged_descriptor(x.flatten(1), [rows, width])
+def ragged_tiles(x: Tensor, width: int) -> TensorDescriptor:
+    """x [T, heads, dim] as the matrix [T, heads·dim], read in tiles of a chunk's tokens and `width` columns by the copy
+    engine, which reads zeros past an entry's end (`fetch_rows`)."""
+    return create_ragged_descriptor(dense_heads(x).flatten(1), [CHUNK, width])
 
 
-def chunk_tiles(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+def chunk_tiles(x: Tensor, width: int = CHUNK, rows: int = CHUNK) -> TensorDescriptor:
     """x [.., dim], contiguous, as the matrix [., dim], read in tiles of [rows, width] by the copy engine."""
     dim = x.shape[-1]
     return TensorDescriptor(x, [x.numel() // dim, dim], [dim, 1], [rows, width])
@@ -81,6 +99,51 @@ def sum_groups(x: Tensor, like: Tensor) -> Tensor:
 
 
 @triton.jit
+def dot(a, b, acc=None):
+    """a @ b (+ acc), summed in fp32; fp32 operands as three products of tf32 parts."""
+    return tl.dot(a, b, acc=acc, input_precision="tf32x3")
+
+
+@triton.jit
+def load_tokens(x, start, n, column, BD: tl.constexpr):
+    """BD columns of a chunk's rows of x (`Rows`), from token `start` (64 bits) on: n rows, then zeros."""
+    o_c, o_d = tl.arange(0, BT)[:, None], tl.arange(0, BD)[None, :]
+    return tl.load(x.x + start * x.stride + column + (o_c * x.stride + o_d), mask=o_c < n, other=0.0)
+
+
+@triton.jit
+def store_tokens(x, b_x, start, n, column, BD: tl.constexpr):
+    """As `load_tokens`."""
+    o_c, o_d = tl.arange(0, BT)[:, None], tl.arange(0, BD)[None, :]
+    tl.store(x.x + start * x.stride + column + (o_c * x.stride + o_d), b_x.to(x.x.dtype.element_ty), mask=o_c < n)
+
+
+@triton.jit
+def read_state(states, i_n, stride, o_s):
+    """Elements o_s of entry i_n's state in fp32, zeros if there are none (`States`); a row has `stride` elements."""
+    values, index = states
+    if values is None:
+        return tl.zeros(o_s.shape, tl.float32)
+    elif index is None:
+        return tl.load(values + i_n * stride + o_s).to(tl.float32)
+    else:
+        row = tl.load(index + i_n).to(tl.int64)
+        return tl.load(values + row * stride + o_s, mask=(o_s >= 0) & (row >= 0), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def write_state(states, i_n, stride, o_s, b_s):
+    """As `read_state`; nothing, if there are none."""
+    values, index = states
+    if values is not None:
+        if index is None:
+            tl.store(values + i_n * stride + o_s, b_s)
+        else:
+            row = tl.load(index + i_n).to(tl.int64)
+            tl.store(values + row * stride + o_s, b_s, mask=(o_s >= 0) & (row >= 0))
+
+
+@triton.jit
 def load_rows(x, start, rows, stride, column, BT: tl.constexpr, BD: tl.constexpr):
     """A [BT, BD] tile of a matrix from token `start` (64 bits) on: its first `rows` rows, then zeros."""
     o_c, o_d = tl.arange(0, BT)[:, None], tl.arange(0, BD)[None, :]
@@ -95,7 +158,7 @@ def fetch_rows(desc, start, length, row, column):
 
 
 @triton.jit
-def fetch_tile(desc, i_p, BT: tl.constexpr):
+def fetch_tile(desc, i_p):
     """The BT rows of one chunk and head, of `chunk_tiles`."""
     return desc.load([(i_p * BT).to(tl.int32), 0])
 
