@@ -26,7 +26,7 @@ from typing import Any
 
 import pytest
 
-from tests.ops.triton.kda_compile import N, T, kda_case, launch, launch_stages, meta, results_of, stream
+from tests.ops.triton.kda_compile import T, kda_case, launch, launch_stages, meta, results_of
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 SHARED_LIMIT = 232448  # bytes a program may use on sm_90
@@ -212,40 +212,28 @@ def gdn_case(dtype: str, K: int, V: int, R: int = 1, plain: bool = False, HV: in
 
 def ssd_case(dtype: str, heads: int, P: int, K: int, G: int, plain: bool = False, gla: bool = False) -> None:
     """All stages; plain: no states (what is timed); else states by index; gla: log decays, and factors of none."""
-    from titan_linear.ops.triton import ssd
+    from titan_linear.ops.triton.ssd import SSD
 
     width, of = heads * P, {"kind": dtype}
     x, B, C = meta(T, width + 2 * G * K, **of).split([width, G * K, G * K], -1)  # as the mixer gives them
     v, k, q, do = x.unflatten(-1, (heads, P)), *(y.unflatten(-1, (G, K)) for y in (B, C)), meta(T, heads, P, **of)
     g, A, D, bias = meta(T, heads, **of), *(None if gla else meta(heads, kind="float32") for _ in range(3))
-    chunks, states, two, wanted = stream(heads, K, P, plain)
-    limits = (not gla, 0.0, float("inf"))
-    gates = launch(ssd.ssd_prepare, g, A, bias, chunks, 2 if dtype == "float32" else 1, *limits)
-    launch(ssd.ssd_scan, q, k, v, D, gates, chunks, states, 0 if plain else N, 1.0)
+    inputs, numbers = [q, k, v, g, A, D, bias], [1.0, float(not gla), 0.0, float("inf"), 1.0 + (dtype == "float32")]
+    launch_stages(SSD, inputs, do, numbers, plain)
     if plain:  # one document, which is cut into pieces
         one = [meta(2, kind="int32"), meta(T // 64, 2, kind="int32"), meta(2, kind="int32")]
-        launch(ssd.ssd_scan, q, k, v, D, gates[: T // 64], one, states, 0, 1.0)
-    launch(ssd.ssd_boundary, k, v, gates, chunks, two, wanted)
-    launch(ssd.ssd_boundary_bwd, do, q, gates, chunks, two, wanted, 1.0)
-    inputs = [q, k, v, g, A, D, bias]
-    launch(ssd.ssd_backward, do, inputs, [gates], chunks, states, states, not plain, 1.0, *limits)
+        tiles = launch(SSD.prepare, [g, A, bias], one, numbers)
+        launch(SSD.scan, inputs, tiles, one, [None, None], 0, numbers)
 
 
 def rwkv7_case(dtype: str, K: int, V: int, plain: bool = False) -> None:
     """All stages; plain: no states (what is timed), and raw gates; else states by index, and log decays."""
-    from titan_linear.ops.triton import rwkv7
+    from titan_linear.ops.triton.rwkv7 import RWKV7
 
     H = 64
     *of_heads, do = (meta(T, H, dim, kind=dtype) for dim in (K, K, V, K, K, V))
     inputs = [*of_heads, meta(T, H, K, kind=dtype if plain else "float32")]
-    chunks, states, two, wanted = stream(H, K, V, plain)
-    numbers = (1.0, -0.6 if plain else None)
-    tiles = list(launch(rwkv7.rwkv7_prepare, inputs, chunks, *numbers))
-    launch(rwkv7.rwkv7_recompute, inputs, chunks, tiles[4], *numbers)
-    launch(rwkv7.rwkv7_scan, inputs[2], tiles, chunks, states, 0 if plain else N)
-    launch(rwkv7.rwkv7_boundary, tiles, chunks, two, wanted)
-    launch(rwkv7.rwkv7_boundary_bwd, do, tiles, chunks, two, wanted)
-    launch(rwkv7.rwkv7_backward, do, inputs, tiles, chunks, states, states, not plain, *numbers)
+    launch_stages(RWKV7, inputs, do, [1.0, -0.6 if plain else 0.0], plain)
 
 
 def fold_case(K: int, V: int, number: bool = False) -> None:

@@ -36,8 +36,7 @@ from tests.worlds import Worlds
 from titan_linear.ops import build_cp_context, causal_conv1d
 from titan_linear.ops.layout import build_context
 from titan_linear.ops.layout.boundaries import Boundaries, scan_programs, segment_arrays, segment_length
-from titan_linear.ops.triton import chunks, split_documents
-from titan_linear.ops.triton import delta_rule as rules
+from titan_linear.ops.triton import chunks, rules, split_documents
 from titan_linear.ops.triton.gdn import GDN
 from titan_linear.ops.triton.split_documents import segments_of
 

@@ -4,7 +4,7 @@ A region, in training one layer, runs twice: in forward, and again in backward t
 Inside a region a kept function runs once; the second time it returns what it returned the first time. All else is
 recomputed. What `activation_checkpoint.mode` = "selective" keeps (operators say so where they are defined, `kept_by`):
 
-    the delta rule          o, and what its backward saves in any case: chunk matrices, or states of segments;
+    recurrences             o, and what its backward saves in any case: chunk matrices, or states of segments;
                             under context parallelism the states that came from other ranks, and M
     the convolution         its output (Triton's), and the halo from other ranks
     softmax attention       o and the log-sum-exp
@@ -12,7 +12,7 @@ recomputed. What `activation_checkpoint.mode` = "selective" keeps (operators say
     tensor parallelism      this rank's tokens of sums over ranks; gathered tokens are gathered again
     experts                 means over streams, which ranks sum, and how many rows are sent; the rows are sent again
 
-So none of these kernels and exchanges runs a second time. Compiled code calls operators only: of the delta rule
+So none of these kernels and exchanges runs a second time. Compiled code calls operators only: of recurrences
 it then keeps what its operators return, except chunks that are prepared again (`Spec.prepares`). What it keeps are
 copies, since compiled code may overwrite memory that it no longer needs.
 
@@ -131,7 +131,7 @@ def kept(fn: Callable[P, R], *, modes: tuple[str, ...] = ("selective",)) -> Call
 
 LIBRARY = torch.library.Library("titan_linear", "FRAGMENT")
 Exchange = Literal["gather", "scatter", "sum", "heads", "states", "halo"]
-Kind = Exchange | Literal["fused", "float8", "attention", "delta rule", "convolution", "segments"]
+Kind = Exchange | Literal["fused", "float8", "attention", "recurrence", "convolution", "segments"]
 
 
 @dataclass(frozen=True)

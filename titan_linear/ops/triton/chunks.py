@@ -15,6 +15,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from titan_linear.ops.layout.boundaries import CHUNK
 from titan_linear.ops.runtime.operators import operator, register_fake
@@ -83,25 +84,8 @@ def is_wanted(listed, i_f, what):
         return tl.load(listed.wanted + i_f) >= what
 
 
-@triton.jit
-def locate(chunk_index, cu_seqlens, i_t, BT: tl.constexpr):
-    """First token (64 bits) of chunk i_t and its number of tokens, 0 for a surplus row."""
-    i_n, i_c = tl.load(chunk_index + 2 * i_t), tl.load(chunk_index + 2 * i_t + 1)
-    used = i_n >= 0
-    start = tl.load(cu_seqlens + i_n, mask=used, other=0) + tl.where(used, i_c * BT, 0)
-    end = tl.load(cu_seqlens + i_n + 1, mask=used, other=0)
-    return start.to(tl.int64), tl.minimum(end - start, BT)
-
-
-@triton.jit
-def locate_entry(cu_seqlens, chunk_offsets, i_n):
-    """First token (64 bits), length, and first chunk (64 bits) of entry i_n."""
-    start = tl.load(cu_seqlens + i_n).to(tl.int64)
-    return start, (tl.load(cu_seqlens + i_n + 1) - start).to(tl.int32), tl.load(chunk_offsets + i_n).to(tl.int64)
-
-
 @Kernel
-def chunk_table_kernel(cu_seqlens, chunk_index, chunk_offsets, N, NT, BT, BN: tl.constexpr):
+def chunk_table_kernel(cu_seqlens, chunk_index, chunk_offsets, N, NT, BT, BN: constexpr):
     i_n = tl.program_id(0)
     first = 0
     for j in range(0, i_n, BN):

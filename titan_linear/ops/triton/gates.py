@@ -2,10 +2,11 @@
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from titan_linear.ops.triton.tiles import BT
 
-LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E = constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -38,7 +39,7 @@ def sigmoid(x):
 
 
 @triton.jit
-def load_beta(beta, start, length, i_h, BETA_RANGE: tl.constexpr):
+def load_beta(beta, start, length, i_h, BETA_RANGE: constexpr):
     """β [BT] fp32 of one chunk and head, from beta [T, HV]. With BETA_RANGE, beta holds logits, and β is BETA_RANGE
     times their sigmoid. Past the end of the entry, 0."""
     o_c = tl.arange(0, BT)
@@ -51,7 +52,7 @@ def load_beta(beta, start, length, i_h, BETA_RANGE: tl.constexpr):
 
 
 @triton.jit
-def beta_gradient(b_db, b_beta, BETA_RANGE: tl.constexpr):
+def beta_gradient(b_db, b_beta, BETA_RANGE: constexpr):
     """The gradient of `load_beta`'s input from that of β."""
     if BETA_RANGE is not None:
         b_db *= b_beta * (1.0 - b_beta / BETA_RANGE)

@@ -109,7 +109,7 @@ class GDNStages(Stages):
     def numbers_of(self, x: Inputs, options: DeltaRuleOptions) -> Numbers:
         return Numbers(options.scale, options.beta_range)
 
-    def empty_tiles(self, x: Prepared, NT: int, kept: Fields | None) -> Tiles:
+    def empty_tiles(self, x: Prepared, NT: int, kept: Fields | None, numbers: Numbers) -> Tiles:
         C, A = (x.k.new_empty(NT, x.g.shape[1], BT, BT) for _ in range(2))
         return Tiles(C, A, x.k.new_empty(NT, x.g.shape[1], 2, BT, dtype=torch.float32))
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from titan_linear.ops.triton.chunks import chunk_at, entry_at, is_wanted
 from titan_linear.ops.triton.gates import beta_gradient, load_beta, log2_gate, sigmoid, softplus
@@ -39,7 +40,7 @@ from titan_linear.ops.triton.tiles import (
 
 
 @triton.jit
-def _store_gates(g, beta, A_log, dt_bias, gates, i_p, start, length, HV, BETA_RANGE: tl.constexpr):
+def _store_gates(g, beta, A_log, dt_bias, gates, i_p, start, length, HV, BETA_RANGE: constexpr):
     """Store G in base 2 and beta of one chunk and head; past a document's end, the last G and zero. Returns G [BT]."""
     o_c, i_hv = tl.arange(0, BT), i_p % HV
     m_t = o_c < length
@@ -57,7 +58,7 @@ def _store_gates(g, beta, A_log, dt_bias, gates, i_p, start, length, HV, BETA_RA
 @Kernel
 def prepare_kernel(
     q, k, g, beta, A_log, dt_bias, tiles, chunks, scale, HV,
-    R: tl.constexpr, K: tl.constexpr, BETA_RANGE: tl.constexpr,
+    R: constexpr, K: constexpr, BETA_RANGE: constexpr,
 ):  # fmt: skip
     """Gates, A and N (in C's tile, for solve_kernel) of one chunk and value head."""
     i_p = tl.program_id(0).to(tl.int64)
@@ -85,7 +86,7 @@ def _load_gates(gates, i_t, i_hv, HV):
 @Kernel
 def scan_kernel(
     k_desc, v_desc, C_desc, gates, initial, listed, chunks, scale, HV,
-    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
+    R: constexpr, K: constexpr, V: constexpr, BV: constexpr, STAGES: constexpr,
     q_desc=None, A_desc=None, o=None,  # [T, HV, V]
     h=None, y=None,  # [NT, HV, K, V], the state that enters each chunk, and [T, HV, V]
     final_state=None,  # of each entry or listed one, [., HV, K, V] fp32
@@ -93,7 +94,7 @@ def scan_kernel(
 ):  # fmt: skip
     """Scan one entry's chunks in order, for one head and BV columns of final_state or, with v = 0 and from the
     identity, of M."""
-    blocks: tl.constexpr = V // BV if M is None else (V + K) // BV
+    blocks: constexpr = V // BV if M is None else (V + K) // BV
     i_v, i_nh = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     i_n, i_hv = i_nh // HV, (i_nh % HV).to(tl.int32)
     is_m = i_v >= V // BV
@@ -139,11 +140,11 @@ def scan_kernel(
 @Kernel
 def reverse_kernel(
     q_desc, k_desc, do_desc, C_desc, A_desc, gates, d_final, d_initial, listed, chunks, scale, HV,
-    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
+    R: constexpr, K: constexpr, V: constexpr, BV: constexpr, STAGES: constexpr,
     dh=None, dv=None,  # [NT, HV, K, V], the gradient of the state that leaves each chunk, and [T, HV, V]
 ):  # fmt: skip
     """Scan one entry's chunks from the last to the first, for one head and BV columns of a state's gradient."""
-    blocks: tl.constexpr = V // BV
+    blocks: constexpr = V // BV
     i_v, i_nh = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     i_n, i_hv = i_nh // HV, (i_nh % HV).to(tl.int32)
     if not is_wanted(listed, i_n, 1):
@@ -194,6 +195,32 @@ def _pair_gradients(b_w, b_beta):
     return tl.sum(b_w * b_beta[None, :], 1) - b_beta * b_db, b_db + b_own
 
 
+@triton.jit
+def _store_gate_gradients(
+    b_dg, b_later, b_db, b_beta, b_entering, g, A_log, dt_bias, dg, dbeta, d_gate, i_p, start, length, i_hv, HV, NT,
+    BETA_RANGE: constexpr,
+):  # fmt: skip
+    """dg and dbeta of one chunk and head from those of G, of what is later written to the state, of what enters it, and
+    of β, each [BT]."""
+    o_c = tl.arange(0, BT)
+    m_t = o_c < length
+    # the gate of token t decays the state that enters, updates before t, and what tokens from t on read
+    b_dg = tl.cumsum(b_dg, 0, reverse=True) + tl.cumsum(b_later, 0) - b_later
+    b_dg += b_entering
+    p_g = start * HV + i_hv + o_c * HV
+    if A_log is not None:
+        b_x = tl.load(g.x + start * g.stride + i_hv + o_c * g.stride, mask=m_t, other=0.0).to(tl.float32)
+        if dt_bias is not None:
+            b_x += tl.load(dt_bias + i_hv).to(tl.float32)
+        b_a = -tl.exp(tl.load(A_log + i_hv).to(tl.float32))
+        tl.store(d_gate + i_p, tl.sum(tl.where(m_t, b_dg * b_a * softplus(b_x), 0.0), 0))
+        b_dg *= b_a * sigmoid(b_x)
+        tl.store(d_gate + NT * HV + i_p, tl.sum(tl.where(m_t, b_dg, 0.0), 0))
+    tl.store(dg + p_g, b_dg.to(dg.dtype.element_ty), mask=m_t)
+    b_db = beta_gradient(b_db, b_beta, BETA_RANGE)
+    tl.store(dbeta + p_g, b_db.to(dbeta.dtype.element_ty), mask=m_t)
+
+
 @Kernel
 def gradients_kernel(
     q, k,  # `Rows`
@@ -204,8 +231,8 @@ def gradients_kernel(
     dg, dbeta,  # [T, HV]
     d_gate,  # [2, NT, HV] fp32 partials of d A_log and d dt_bias, only with A_log
     chunks, scale, HV, NT,
-    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BETA_RANGE: tl.constexpr,
-    STAGES: tl.constexpr,
+    R: constexpr, K: constexpr, V: constexpr, BV: constexpr, BETA_RANGE: constexpr,
+    STAGES: constexpr,
 ):  # fmt: skip
     """dq, dk, dg, dbeta of one chunk and value head; queries come first, so that few tiles are live at a time."""
     i_p = tl.program_id(0).to(tl.int64)
@@ -288,19 +315,7 @@ def gradients_kernel(
             for i_v in range(V // BV):
                 b_h = read_state(initial, i_n, HV * K * V, o_s + i_v * BV)
                 b_sds += tl.sum(b_h * read_state(d_final, i_n, HV * K * V, o_s + i_v * BV))
-    m_t = o_c < length
-    # the gate of token t decays the state that enters, updates before t, and what tokens from t on read
-    b_dg = tl.cumsum(b_dg, 0, reverse=True) + tl.cumsum(b_later, 0) - b_later
-    b_dg += tl.exp2(b_last) * b_sds
-    p_g = start * HV + i_hv + o_c * HV
-    if A_log is not None:
-        b_x = tl.load(g.x + start * g.stride + i_hv + o_c * g.stride, mask=m_t, other=0.0).to(tl.float32)
-        if dt_bias is not None:
-            b_x += tl.load(dt_bias + i_hv).to(tl.float32)
-        b_a = -tl.exp(tl.load(A_log + i_hv).to(tl.float32))
-        tl.store(d_gate + i_p, tl.sum(tl.where(m_t, b_dg * b_a * softplus(b_x), 0.0), 0))
-        b_dg *= b_a * sigmoid(b_x)
-        tl.store(d_gate + NT * HV + i_p, tl.sum(tl.where(m_t, b_dg, 0.0), 0))
-    tl.store(dg + p_g, b_dg.to(dg.dtype.element_ty), mask=m_t)
-    b_db = beta_gradient(b_db + b_dbs, b_beta, BETA_RANGE)
-    tl.store(dbeta + p_g, b_db.to(dbeta.dtype.element_ty), mask=m_t)
+    _store_gate_gradients(
+        b_dg, b_later, b_db + b_dbs, b_beta, tl.exp2(b_last) * b_sds, g, A_log, dt_bias, dg, dbeta, d_gate, i_p, start,
+        length, i_hv, HV, NT, BETA_RANGE,
+    )  # fmt: skip

@@ -25,7 +25,7 @@ from titan_linear.ops.layout.chains import Chains
 from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.runtime.options import AnyInputs, AnyOptions, Fields, States
 from titan_linear.ops.triton.chunks import Chunks, Listed
-from titan_linear.ops.triton.tiles import empty_states
+from titan_linear.ops.triton.tiles import dense_heads, empty_states
 
 
 class Given(NamedTuple):
@@ -59,7 +59,7 @@ class Stages(ABC):
         self.backward = self._operator(self._backward, self._gradients, temporary=self._room)
 
     def _operator(self, fn: Callable[..., Any], fake: Callable[..., Any], **spec: Any) -> Callable[..., Any]:
-        made = operator(fn, name=self.name + fn.__name__, kind="delta rule", of_driver=True, **spec)
+        made = operator(fn, name=self.name + fn.__name__, kind="recurrence", of_driver=True, **spec)
         register_fake(made)(fake)
         return made
 
@@ -72,7 +72,7 @@ class Stages(ABC):
     def numbers_of(self, x: AnyInputs, options: AnyOptions) -> Any: ...
 
     @abstractmethod
-    def empty_tiles(self, x: Any, NT: int, kept: Fields | None) -> Any:
+    def empty_tiles(self, x: Any, NT: int, kept: Fields | None, numbers: Any) -> Any:
         """Tiles of NT chunks, to be prepared from x; for backward, given `kept`, those that it needs for that."""
 
     @abstractmethod
@@ -103,24 +103,26 @@ class Stages(ABC):
 
     # --- Operators, and what they return without computing it
 
+    def _unprepared(self, inputs: Fields, chunks: Fields, kept: Fields | None, numbers: list[float]) -> Given:
+        x, where, n = self.prepared(*inputs), Chunks(*chunks), self.numbers(*numbers)
+        return Given(x, self.empty_tiles(x, where.chunk_index.shape[0], kept, n), where, n)
+
     def _empty(self, inputs: Fields, chunks: Fields, numbers: list[float]) -> list[Tensor]:
-        return list(self.empty_tiles(self.prepared(*inputs), Chunks(*chunks).chunk_index.shape[0], None))
+        return list(self._unprepared(inputs, chunks, None, numbers).tiles)
 
     def _prepare(self, inputs: Fields, chunks: Fields, numbers: list[float]) -> list[Tensor]:
-        tiles = self._empty(inputs, chunks, numbers)
-        x, where = self.prepared(*inputs), Chunks(*chunks)
-        self.launch_prepare(Given(x, self.tiles(*tiles), where, self.numbers(*numbers)))
-        return tiles
+        given = self._unprepared(inputs, chunks, None, numbers)
+        self.launch_prepare(given)
+        return list(given.tiles)
 
     def _empty_again(self, inputs: Fields, chunks: Fields, kept: Fields, numbers: list[float]) -> list[Tensor]:
-        tiles = self.empty_tiles(self.prepared(*inputs), Chunks(*chunks).chunk_index.shape[0], kept)
+        tiles = self._unprepared(inputs, chunks, kept, numbers).tiles
         return [getattr(tiles, name) for name in self.again]
 
     def _recompute(self, inputs: Fields, chunks: Fields, kept: Fields, numbers: list[float]) -> list[Tensor]:
-        x, where = self.prepared(*inputs), Chunks(*chunks)
-        tiles = self.empty_tiles(x, where.chunk_index.shape[0], kept)
-        self.launch_prepare(Given(x, tiles, where, self.numbers(*numbers)))
-        return [getattr(tiles, name) for name in self.again]
+        given = self._unprepared(inputs, chunks, kept, numbers)
+        self.launch_prepare(given)
+        return [getattr(given.tiles, name) for name in self.again]
 
     def _scanned(
         self, inputs: Fields, tiles: Fields, chunks: Fields, initial: Fields, final_rows: int, numbers: list[float]
@@ -196,7 +198,7 @@ class Stages(ABC):
         d_initial = do.new_empty(initial[0].shape if need_d_initial else 0, dtype=torch.float32)
         given = self._given(inputs, tiles, chunks, numbers)
         states = States(*initial), States(*d_final), d_initial if need_d_initial else None
-        grads = self.launch_backward(do, given, *states)
+        grads = self.launch_backward(dense_heads(do), given, *states)
         return [do.new_empty(0) if d is None else d for d in (*grads, d_initial)]
 
     def _room(self, inputs: Fields, **_: Any) -> int:

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -20,7 +21,7 @@ from titan_linear.ops.layout.boundaries import CHUNK
 from titan_linear.ops.runtime.options import States
 from titan_linear.ops.triton.launch import Kernel
 
-BT = tl.constexpr(CHUNK)
+BT = constexpr(CHUNK)
 NONE = States(None)
 
 
@@ -69,19 +70,8 @@ def empty_states(like: Tensor, rows: int, K: int) -> Tensor:
     return like.new_empty(rows, like.shape[1], K, like.shape[2], dtype=torch.float32)
 
 
-def empty_gradients(do, inputs, tiles, chunks, initial, d_final, need_d_initial, *_) -> tuple[Tensor, ...]:
-    """What the rules' backward operators return, without computing it."""
-    grads = (do.new_empty(0) if given is None else given.new_empty(given.shape) for given in inputs)
-    return *grads, do.new_empty(States(*initial).values.shape if need_d_initial else 0, dtype=torch.float32)
-
-
-def empty_boundary_gradients(do, tiles, chunks, entries, wanted) -> Tensor:
-    """dS_ext of `entries`, not yet computed; the first of the tiles is [NT, HV, K, .]."""
-    return empty_states(do, entries.shape[0], tiles[0].shape[2])
-
-
 @Kernel
-def sum_groups_kernel(x, y, n, R: tl.constexpr, K: tl.constexpr, B: tl.constexpr):
+def sum_groups_kernel(x, y, n, R: constexpr, K: constexpr, B: constexpr):
     """B of y's n numbers, each the sum of R of x's."""
     o_y = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     b_y = tl.zeros([B], tl.float32)
@@ -105,14 +95,14 @@ def dot(a, b, acc=None):
 
 
 @triton.jit
-def load_tokens(x, start, n, column, BD: tl.constexpr):
+def load_tokens(x, start, n, column, BD: constexpr):
     """BD columns of a chunk's rows of x (`Rows`), from token `start` (64 bits) on: n rows, then zeros."""
     o_c, o_d = tl.arange(0, BT)[:, None], tl.arange(0, BD)[None, :]
     return tl.load(x.x + start * x.stride + column + (o_c * x.stride + o_d), mask=o_c < n, other=0.0)
 
 
 @triton.jit
-def store_tokens(x, b_x, start, n, column, BD: tl.constexpr):
+def store_tokens(x, b_x, start, n, column, BD: constexpr):
     """As `load_tokens`."""
     o_c, o_d = tl.arange(0, BT)[:, None], tl.arange(0, BD)[None, :]
     tl.store(x.x + start * x.stride + column + (o_c * x.stride + o_d), b_x.to(x.x.dtype.element_ty), mask=o_c < n)
@@ -144,13 +134,6 @@ def write_state(states, i_n, stride, o_s, b_s):
 
 
 @triton.jit
-def load_rows(x, start, rows, stride, column, BT: tl.constexpr, BD: tl.constexpr):
-    """A [BT, BD] tile of a matrix from token `start` (64 bits) on: its first `rows` rows, then zeros."""
-    o_c, o_d = tl.arange(0, BT)[:, None], tl.arange(0, BD)[None, :]
-    return tl.load(x + start * stride + column + (o_c * stride + o_d), mask=o_c < rows, other=0.0)
-
-
-@triton.jit
 def fetch_rows(desc, start, length, row, column):
     """A tile of an entry [length, .] from its token `row` on, by the copy engine, which reads zeros past its end.
     start: the entry's first token in the stream."""
@@ -161,28 +144,3 @@ def fetch_rows(desc, start, length, row, column):
 def fetch_tile(desc, i_p):
     """The BT rows of one chunk and head, of `chunk_tiles`."""
     return desc.load([(i_p * BT).to(tl.int32), 0])
-
-
-@triton.jit
-def store_rows(x, b_x, start, rows, stride, column, BT: tl.constexpr, BD: tl.constexpr):
-    o_c, o_d = tl.arange(0, BT)[:, None], tl.arange(0, BD)[None, :]
-    tl.store(x + start * stride + column + (o_c * stride + o_d), b_x.to(x.dtype.element_ty), mask=o_c < rows)
-
-
-@triton.jit
-def load_state(states, index, i_n, stride, o_s):
-    """Elements o_s of entry i_n's state in fp32; a row of states has `stride` elements."""
-    if index is None:
-        return tl.load(states + i_n * stride + o_s).to(tl.float32)
-    else:
-        row = tl.load(index + i_n).to(tl.int64)
-        return tl.load(states + row * stride + o_s, mask=(o_s >= 0) & (row >= 0), other=0.0).to(tl.float32)
-
-
-@triton.jit
-def store_state(states, index, i_n, stride, o_s, b_s):
-    if index is None:
-        tl.store(states + i_n * stride + o_s, b_s)
-    else:
-        row = tl.load(index + i_n).to(tl.int64)
-        tl.store(states + row * stride + o_s, b_s, mask=(o_s >= 0) & (row >= 0))
