@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BailingHybridConfig
 
 from titan_linear.config import load_config
 from titan_linear.config.reading import toml_value
+from titan_linear.config.schema import NAMES
 from titan_linear.models import families
 from titan_linear.models.adapters import config_from_hf, config_to_hf, placements
 from titan_linear.models.config import ModelConfig, MoEConfig, mistake
@@ -138,6 +139,7 @@ def test_a_dense_qwen3_next() -> None:
 def test_the_table_names_every_preset() -> None:
     rows = [line.split()[:2] for line in flavors().partition("\n\n")[0].splitlines()[1:]]
     assert rows == [[name, flavor] for name, sizes in MODELS.items() for flavor in sizes]
+    assert sorted(NAMES) == sorted(MODELS)
 
 
 def test_keys_change_sizes_pattern_and_options() -> None:

@@ -337,7 +337,10 @@ def _explain(error: Any) -> str:
         return f"{key} = {value!r} must be a {what}"
     if kind == "bool_type":
         return f"{key} = {value!r} must be true or false"
-    return f"{key} = {value!r} must {error['msg'].partition(' should ')[2] or error['msg']}"
+    choices = error["ctx"]["expected"].split("'")[1::2] if kind == "literal_error" else []
+    near = difflib.get_close_matches(str(value), choices, 1)
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    return f"{key} = {value!r} must {error['msg'].partition(' should ')[2] or error['msg']}{meant}"
 
 
 def _table_of(key: str) -> type[Section] | None:

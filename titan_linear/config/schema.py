@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum, auto
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -50,26 +51,14 @@ class Job(Section):
     is set aside."""
 
 
+CONFIGS = Path(__file__).parents[1] / "models/families/configs"  # a file of presets for each published family
+NAMES = ("hybrid", "kda", "gdn", *sorted(file.stem for file in CONFIGS.glob("*.json")))
+
+
 class Model(Section):
     """The network and its tokenizer."""
 
-    name: Literal[
-        "hybrid",
-        "kda",
-        "gdn",
-        "qwen3.5",
-        "qwen3-next",
-        "olmo-hybrid",
-        "kimi-linear",
-        "ling-3",
-        "nemotron-h",
-        "granite-h",
-        "bamba",
-        "falcon-h1",
-        "lfm2",
-        "minimax",
-        "rwkv7",
-    ] = "hybrid"
+    name: Literal[NAMES] = "hybrid"  # type: ignore[valid-type]
     """Family: linear layers only (kda, gdn), a pattern with softmax attention (hybrid), or a published hybrid."""
     flavor: str = Field("debug", min_length=1)
     """Preset of the family: debug, 340M, 1.3B, 27B, 80B-A3B, ... (--help flavors lists them); hf: the model in
