@@ -13,8 +13,8 @@ import torch
 
 from tests.processes import stay
 from titan_linear.distributed.ending import peer_is_lost
+from titan_linear.hooks import exports
 from titan_linear.models.decoder import Decoder
-from titan_linear.run import exports
 from titan_linear.step.optimizer import AdamW
 from titan_linear.storage import checkpoint
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from titan_linear.hooks import Hook, StepResult
 from titan_linear.step.feed import FeedStats
-from titan_linear.step.hooks import Hook, StepResult
 from titan_linear.step.passes import Forward
 from titan_linear.train import Trainer
 

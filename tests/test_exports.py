@@ -24,11 +24,9 @@ from titan_linear.commands import convert
 from titan_linear.config import Config, check_config, load_config
 from titan_linear.data import ByteTokenizer
 from titan_linear.distributed.process import StopSignal
-from titan_linear.run import exports
+from titan_linear.hooks import Exports, Hook, StepResult, exports
 from titan_linear.run.build import model_config
-from titan_linear.run.exports import Exports
 from titan_linear.run.preflight import _check_checkpoint, preflight
-from titan_linear.step.hooks import Hook, StepResult
 from titan_linear.train import Trainer
 
 ROOT = Path(__file__).parents[1]

@@ -22,8 +22,8 @@ from titan_linear.models.init import initialise
 from titan_linear.models.mixers import GDN, KDA, MLA, RWKV7, Attention, Lightning, Mamba2, ShortConv
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
-from titan_linear.observe import flops
-from titan_linear.observe.flops import forward_flops, known_peak, peak_tflops, training_flops
+from titan_linear.step import flops
+from titan_linear.step.flops import forward_flops, known_peak, peak_tflops, training_flops
 
 aten = torch.ops.aten
 CHUNKED, PACKED = [64, 192, 128], [1, 70, 64, 150]  # documents of whole chunks, and of any length

@@ -14,8 +14,8 @@ import pytest
 from tests.test_train import worst
 from tests.worlds import Worlds
 from titan_linear.config import load_config
+from titan_linear.hooks.compilation import Graphs
 from titan_linear.models.presets import MODELS
-from titan_linear.run.compilation import Graphs
 from titan_linear.run.preflight import preflight
 from titan_linear.train import Trainer
 

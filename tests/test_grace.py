@@ -17,7 +17,7 @@ from tests.worlds import Worlds
 from titan_linear.config import load_config
 from titan_linear.data import Batch
 from titan_linear.distributed.process import StopSignal
-from titan_linear.run.grace import Grace, StepAbandoned
+from titan_linear.hooks.grace import Grace, StepAbandoned
 from titan_linear.step.feed import BatchSharding
 from titan_linear.storage.tensors import holds_optimizer
 from titan_linear.train import Trainer
@@ -122,7 +122,7 @@ def decide(rank: int, world_size: int) -> list[str]:
     """What is decided of a signal on rank 1 before micro-step `done` of a step of 40 s, a save taking 15."""
     said = []
     patch = pytest.MonkeyPatch()
-    patch.setattr("titan_linear.run.grace.time", SimpleNamespace(monotonic=lambda: 0.0))
+    patch.setattr("titan_linear.hooks.grace.time", SimpleNamespace(monotonic=lambda: 0.0))
     for seconds, done, save in ((50, 2, 15.0), (60, 2, 15.0), (60, 0, 15.0), (0, 2, 15.0), (81, 2, 0.0), (79, 2, 0.0)):
         stop = StopSignal()
         grace = Grace(seconds, stop, dist.group.WORLD, 4, lambda save=save: save)

@@ -54,7 +54,7 @@ from titan_linear.models.config import differences
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.presets import MODELS, preset
-from titan_linear.run import exports
+from titan_linear.run import export
 from titan_linear.run.build import tokenizer_path
 from titan_linear.run.console import first_weights, model_name
 from titan_linear.run.generate import Sampling, generate_tokens
@@ -531,7 +531,7 @@ def test_an_export_ends_where_its_tokenizer_does(corpus: Path, tmp_path: Path) -
         _, model = read_model(source)
         decoder = Decoder(model)
         load_weights(source, decoder)
-        exports.export(out, run, model, build_tokenizer(str(source)), gather(decoder), dtype="source")
+        export.export(out, run, model, build_tokenizer(str(source)), gather(decoder), dtype="source")
         texts = {name: json.loads((out / name).read_text()) for name in ("config.json", "generation_config.json")}
         assert [text["eos_token_id"] for text in texts.values()] == [said, said]
         assert texts["config.json"]["bos_token_id"] == 5 and texts["generation_config.json"]["top_k"] == 20

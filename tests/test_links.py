@@ -15,8 +15,8 @@ from titan_linear.data import ByteTokenizer, write_corpus
 from titan_linear.data.corpus.cache import remove_cache
 from titan_linear.data.corpus.writing import Journal, write_into
 from titan_linear.distributed.hangs import Watch
-from titan_linear.observe.metrics import MetricsLogger
-from titan_linear.observe.spikes import MicroLoss, write_spike
+from titan_linear.hooks.metrics import MetricsLogger
+from titan_linear.hooks.spikes import MicroLoss, write_spike
 from titan_linear.storage.files import alone, write_whole
 from titan_linear.storage.run_lock import claimed, lock_folder
 from titan_linear.storage.rundir import check_folders

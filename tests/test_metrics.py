@@ -15,11 +15,11 @@ import torch
 
 from titan_linear import train
 from titan_linear.config import Config, load_config
-from titan_linear.observe import metrics
-from titan_linear.observe.metrics import MetricsLogger, Work
-from titan_linear.observe.report import is_logged, peak_memory_gib
+from titan_linear.hooks import metrics
+from titan_linear.hooks.compilation import Graphs
+from titan_linear.hooks.metrics import MetricsLogger, Work
+from titan_linear.hooks.report import is_logged, peak_memory_gib
 from titan_linear.run import rank
-from titan_linear.run.compilation import Graphs
 
 ROOT = Path(__file__).parents[1]
 VALUES = {"loss": 2.5, "grad_norm": 0.75, "lr": 1e-3, "memory_gib": 1.5}
@@ -280,7 +280,7 @@ def test_a_killed_run_keeps_every_line(config):
     code = """if True:
         import os, signal, sys
         from titan_linear.config import load_config
-        from titan_linear.observe.metrics import MetricsLogger
+        from titan_linear.hooks.metrics import MetricsLogger
         logger = MetricsLogger(load_config(sys.argv[1:]))
         for step in range(1, 4):
             logger.log(step, loss=1.0, grad_norm=1.0, lr=1.0, tokens=step, memory_gib=1.0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from titan_linear.config import Config, load_config
-from titan_linear.observe.profiling import MemorySnapshots, Profiler
+from titan_linear.hooks.profiling import MemorySnapshots, Profiler
 
 
 def profiler(config: Config, done: int) -> Profiler:

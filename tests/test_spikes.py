@@ -14,7 +14,7 @@ from tests.worlds import Worlds
 from titan_linear.commands import batch
 from titan_linear.config import load_config
 from titan_linear.data import IGNORE, ByteTokenizer, Stream, write_corpus
-from titan_linear.observe.spikes import NonFinite, Outliers
+from titan_linear.hooks.spikes import NonFinite, Outliers
 from titan_linear.run.preflight import preflight
 from titan_linear.train import Trainer
 

@@ -24,6 +24,7 @@ from tests.test_train import SMALL, whole_weights
 from tests.worlds import Worlds
 from titan_linear.config import load_config
 from titan_linear.data import IGNORE, ByteTokenizer, write_corpus
+from titan_linear.hooks.telemetry import Observed
 from titan_linear.models.mixers.delta import DeltaMixer, KDAMixer
 from titan_linear.models.mixers.lightning import LightningMixer
 from titan_linear.models.mixers.mamba2 import Mamba2Mixer
@@ -32,7 +33,6 @@ from titan_linear.models.mixers.recurrent import RecurrentMixer
 from titan_linear.models.mixers.rwkv7 import RWKV7Mixer
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN
-from titan_linear.observe.telemetry import Observed
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.reference.convolution import direct_causal_conv1d
 from titan_linear.ops.reference.delta_rule import gdn_gate, kda_gate, l2norm, recurrent_delta_rule
@@ -388,7 +388,7 @@ def test_share_of_other_fragments(name: str, layout: str, folder: Path, worlds: 
 def layers_in_turn(rank: int, world_size: int, argv: list[str]) -> list[list[str]]:
     """Of which layers each step shows what crosses, if it may be of two."""
     OWN["hybrid"]["small"] = SMALL
-    with patch("titan_linear.observe.telemetry.ACROSS", 2):
+    with patch("titan_linear.hooks.telemetry.ACROSS", 2):
         trainer, seen = Trainer(load_config(argv)), []
         for _ in range(4):
             trainer.train_step()

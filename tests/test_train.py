@@ -26,11 +26,11 @@ from tests.worlds import Worlds
 from titan_linear.config import Training, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.distributed.process import be_deterministic
+from titan_linear.hooks.spikes import NonFinite
 from titan_linear.models.config import Entry, ModelConfig, MoEConfig
 from titan_linear.models.mixers import RWKV7, Attention, Mamba2, ShortConv
 from titan_linear.models.presets import OWN, PUBLISHED
 from titan_linear.models.rope import RopeScaling
-from titan_linear.observe.spikes import NonFinite
 from titan_linear.run.build import model_config
 from titan_linear.run.console import unbalanced
 from titan_linear.run.preflight import preflight

@@ -2,7 +2,7 @@
 
 build   what is trained → mesh → model (meta → parallelize → allocate) → optimizer → weights → feed
 step    batch → forward → backward, summed over micro-batches → update: sums over ranks, clipping, optimizer
-loop    steps, saves and validations until the last step or a signal; all else hangs on it (step/hooks.py)
+loop    steps, saves and validations until the last step or a signal; all else hangs on it (hooks/)
 """
 
 from __future__ import annotations
@@ -18,20 +18,27 @@ from titan_linear.distributed.ending import Ending
 from titan_linear.distributed.groups import host_group
 from titan_linear.distributed.hangs import Watch
 from titan_linear.distributed.process import StopSignal, own_device
-from titan_linear.observe.spikes import Spikes
-from titan_linear.observe.telemetry import Telemetry
+from titan_linear.hooks import (
+    Compilation,
+    Exports,
+    Grace,
+    Hook,
+    MemorySnapshots,
+    Profiler,
+    Report,
+    Spikes,
+    StepAbandoned,
+    StepResult,
+    Telemetry,
+)
 from titan_linear.run.build import build_dims, build_model, build_passes
-from titan_linear.run.compilation import Compilation
-from titan_linear.run.console import ended
+from titan_linear.run.console import ended, write_down
 from titan_linear.run.data import file_groups
 from titan_linear.run.evaluation import Evaluation
-from titan_linear.run.exports import Exports, export_last
-from titan_linear.run.grace import Grace, StepAbandoned
+from titan_linear.run.export import export_last
 from titan_linear.run.rank import run_rank
-from titan_linear.run.reporting import reporting_hooks
 from titan_linear.run.start import build_checkpointer, build_loader, open_subject, saved_progress, set_weights
 from titan_linear.step.feed import FeedStats
-from titan_linear.step.hooks import Hook, StepResult
 from titan_linear.step.optimizer import build_optimizer
 from titan_linear.step.update import Update, rate_at
 from titan_linear.storage.step_folders import Progress
@@ -196,19 +203,18 @@ class Trainer:
             self._finish()
 
     def _writing_hooks(self) -> list[Hook]:
-        """The hooks that write files, in the run's folder."""
-        hooks = reporting_hooks(
-            self.config,
-            self.model,
-            self.dims,
-            self.device,
-            self.step,
-            feed=self.feed,
-            telemetry=self.telemetry,
-            compilation=self.compilation,
-        )
-        if dist.get_rank() == 0 and self.config.checkpoint.export_interval:
-            self.exports = Exports(self.config, self.step, self.checkpointer.in_use)
+        """The hooks that write files, in the run's folder. Before theirs rank 0 writes what the run is made of."""
+        config, first = self.config, dist.get_rank() == 0
+        hooks: list[Hook] = [MemorySnapshots(config)]
+        if first:
+            write_down(config, self.model, self.dims, self.feed.cut, self.device, self.step)
+        if config.profiling.enable_profiling:
+            hooks.append(Profiler(config, self.step, self.feed.settle))
+        if first:
+            parts = self.model.config, self.dims, self.device
+            hooks.append(Report(config, *parts, self.step, self.telemetry, self.compilation.numbers))
+        if first and config.checkpoint.export_interval:
+            self.exports = Exports(config, self.step, self.checkpointer.in_use)
             hooks.append(self.exports)
         return hooks
 

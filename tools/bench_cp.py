@@ -61,9 +61,9 @@ from titan_linear.commands import command_parser, line, table
 from titan_linear.distributed.groups import process_group
 from titan_linear.distributed.one_process import RankFailed
 from titan_linear.distributed.process import own_device, refusing, run_command
+from titan_linear.hooks.report import clock_and_power
 from titan_linear.models import mixers
 from titan_linear.models.config import MixerOptions, ModelConfig
-from titan_linear.observe.report import clock_and_power
 from titan_linear.ops import attention, build_cp_context
 from titan_linear.ops.exchange import kcp
 from titan_linear.ops.layout.context import SOFTMAX_METHODS

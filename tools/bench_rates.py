@@ -41,7 +41,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titan_linear.commands import command_parser
 from titan_linear.distributed.groups import process_group
 from titan_linear.distributed.process import ignore_warnings_of_torch, own_device, refusing, run_command
-from titan_linear.observe.flops import known_peak
 from titan_linear.ops import (
     CPContext,
     attention,
@@ -56,6 +55,7 @@ from titan_linear.ops.float8 import CAPABILITY, scaled_product, scaled_rows
 from titan_linear.ops.layout.boundaries import PROGRAMS
 from titan_linear.ops.torch.attention_kernels import attention_kernel
 from titan_linear.planner.timing import DIM, share_of
+from titan_linear.step.flops import known_peak
 
 GIB = 2**30
 ROUNDS = 5

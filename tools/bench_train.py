@@ -57,12 +57,12 @@ from titan_linear.config import Config, check_config, data_parallel_degrees, loa
 from titan_linear.data import build_tokenizer, write_corpus
 from titan_linear.distributed.groups import of_all_ranks, on_rank_0, process_group
 from titan_linear.distributed.process import ignore_warnings_of_torch, own_device, run_command
+from titan_linear.hooks import Hook, StepResult
+from titan_linear.hooks.report import clock_and_power, peak_memory_gib
 from titan_linear.models.config import Documents, ModelConfig
-from titan_linear.observe.flops import peak_tflops, training_flops
-from titan_linear.observe.report import clock_and_power, peak_memory_gib
 from titan_linear.run.build import model_without_tokenizer
 from titan_linear.step.feed import FeedStats
-from titan_linear.step.hooks import Hook, StepResult
+from titan_linear.step.flops import peak_tflops, training_flops
 from titan_linear.step.optimizer import HostCopy
 from titan_linear.train import Trainer
 from tools import traces

@@ -24,9 +24,9 @@ from titan_linear.config import Config, load_config
 from titan_linear.data import Batch
 from titan_linear.distributed.one_process import LocalGroup, Shared, Work, registered, take_turns
 from titan_linear.distributed.process import ignore_warnings_of_torch, own_device
+from titan_linear.hooks.report import clock_and_power
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.init import initialise
-from titan_linear.observe.report import clock_and_power
 from titan_linear.ops.layout.levels import FARTHER, H200
 from titan_linear.ops.torch import flash4
 from titan_linear.planner.machine import Group, Machine, read_rates, shipped

@@ -36,11 +36,11 @@ from titan_linear.commands import command_parser, table
 from titan_linear.config import Config, check_config, hf_weights, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.distributed.process import own_device, refusing, run_command
+from titan_linear.hooks.report import clock_and_power, peak_memory_gib
 from titan_linear.models.init import initialise
-from titan_linear.observe.flops import peak_tflops, training_flops
-from titan_linear.observe.report import clock_and_power, peak_memory_gib
 from titan_linear.run.build import allocated, model_config, tokenizer_path
-from titan_linear.run.exports import export
+from titan_linear.run.export import export
+from titan_linear.step.flops import peak_tflops, training_flops
 from titan_linear.step.update import rate_at
 from titan_linear.storage.hf_writing import gather
 from titan_linear.storage.rundir import METRICS, cut_metrics

@@ -29,7 +29,7 @@ from titan_linear.distributed.process import ignore_warnings_of_torch, refusing
 from titan_linear.models.adapters import Placement
 from titan_linear.models.families.rwkv7 import from_rwkv_lm
 from titan_linear.run.build import DTYPES
-from titan_linear.run.exports import EXPORT_DTYPES, export_checkpoint
+from titan_linear.run.export import EXPORT_DTYPES, export_checkpoint
 from titan_linear.storage.checkpoint import Checkpointer
 from titan_linear.storage.files import progress
 from titan_linear.storage.hf_io import RowReader, locate, open_folder, read_model

@@ -92,7 +92,7 @@ class MixerOptions(ABC):
 
     @abstractmethod
     def flops(self, dim: int, documents: Documents) -> int:
-        """FLOPs of the products in forward, in a model of width `dim` (see titan_linear/observe/flops.py)."""
+        """FLOPs of the products in forward, in a model of width `dim` (see titan_linear/step/flops.py)."""
 
     def cases(self, draw: Draws) -> Iterator[OpCase]:
         """Each of its `ops`, for the doctor."""

@@ -33,7 +33,6 @@ from torch.utils._pytree import tree_leaves
 from titan_linear.config import Config, fsdp_degrees, layer_checkpointing, micro_steps, replicas_wait
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
 from titan_linear.models.mixers.delta import DeltaOptions
-from titan_linear.observe.flops import training_flops
 from titan_linear.ops.exchange.allgather import heads_of_slice
 from titan_linear.ops.exchange.kcp import sizes_of
 from titan_linear.ops.layout.boundaries import CHUNK, PROGRAMS
@@ -43,6 +42,7 @@ from titan_linear.ops.triton.configs import kernel_dims
 from titan_linear.planner.counting import Call, Layer, Work
 from titan_linear.planner.machine import Machine
 from titan_linear.planner.memory import Batch, Units, boundaries, context, hidden_shapes, layers, units
+from titan_linear.step.flops import training_flops
 
 PARTS = (
     "products",

@@ -15,13 +15,13 @@ from titan_linear.config import changed
 from titan_linear.distributed.groups import host_group, of_all_ranks
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.parts import local_tensor
+from titan_linear.hooks.compilation import Graphs
 from titan_linear.ops.runtime.support import short
 from titan_linear.proof.findings import Finding, Findings, Note, bound_of_model
 from titan_linear.proof.processes import passes_of_process
 from titan_linear.proof.ranks import LocalDims, model_of, on_ranks, passes_of
 from titan_linear.proof.subject import Subject
 from titan_linear.run.build import DTYPES, build_dims
-from titan_linear.run.compilation import Graphs
 from titan_linear.step.passes import Passes
 
 BATCHES, IN_ONE_PROCESS = 10, 4  # the latter on every rank in turn

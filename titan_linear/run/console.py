@@ -1,4 +1,4 @@
-"""Lines for people: what a run is made of, and what it leaves."""
+"""Lines for people: what a run is made of, which is also written into its folder, and what it leaves."""
 
 from __future__ import annotations
 
@@ -9,16 +9,57 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from titan_linear.config import Config, Model, hf_assets, hf_weights, toml_value
 from titan_linear.data import Tokenizer
+from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.models.config import ModelConfig
+from titan_linear.models.decoder import Decoder
+from titan_linear.models.float8 import float8_line
+from titan_linear.ops.registry import start_lines
 from titan_linear.run.build import VOCAB_MULTIPLE, follows_tokenizer, model_without_tokenizer
-from titan_linear.run.exports import is_exported
+from titan_linear.run.export import is_exported
+from titan_linear.step.feed import BatchSharding
+from titan_linear.step.flops import no_peak, peak_tflops
 from titan_linear.storage.hf_io import read_model
-from titan_linear.storage.rundir import BOARD, checkpoint_folder
+from titan_linear.storage.run_manifest import write_manifest
+from titan_linear.storage.rundir import BOARD, checkpoint_folder, set_run_aside, starts_anew, write_config
+from titan_linear.storage.tensors import named_parameters
 
 ROOT = Path(__file__).parents[2]  # where the package lies
+
+
+def write_down(
+    config: Config, model: Decoder, dims: ParallelDims, sharding: BatchSharding, device: torch.device, step: int
+) -> None:
+    """Write and print what the run is made of. On rank 0.
+
+    step: steps of the run before this start.
+    """
+    if starts_anew(config):
+        set_run_aside(config)
+    write_config(config)
+    write_manifest(
+        config,
+        world_size=dist.get_world_size(),
+        degrees=dims.degrees,
+        implementations={op: choice.implementation for op, choice in model.implementations.items()},
+    )
+    parameters = sum(p.numel() for p in named_parameters(model).values())
+    lines = [
+        f"model {model_name(config)}: {parameters:,} parameters, {model.config.composition}",
+        *start_lines(model.implementations),
+        float8_line(model),
+        uncompiled(config, device),
+        unbalanced(model.config),
+        unwarmed(config),
+        f"mesh {dims.description}",
+        sharding.uneven(config.training.local_batch_size * config.training.seq_len),
+        f"resuming from step {step}" if step else first_weights(config),
+        no_peak(config, device) if peak_tflops(config, device) is None else "",
+    ]
+    print("\n".join(filter(None, lines)))
 
 
 def model_name(config: Config) -> str:

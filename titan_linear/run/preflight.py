@@ -25,7 +25,7 @@ from titan_linear.run.data import (
     other_tokenizer,
     tokens_of,
 )
-from titan_linear.run.exports import export_family, is_exported, lacks_export, not_exported
+from titan_linear.run.export import export_family, is_exported, lacks_export, not_exported
 from titan_linear.run.model_checks import check_model
 from titan_linear.step.optimizer import learning_rate
 from titan_linear.storage.hf_io import CONFIG as HF_CONFIG

@@ -5,5 +5,5 @@ feed.py       which tokens of a batch this rank computes, and what is planned fo
 passes.py     forward and backward, by micro-batch; mixed precision
 update.py     gradients summed over ranks, the update, the experts' biases
 optimizer.py  AdamW or Muon, the learning rate, clipping
-hooks.py      what hangs on a step: telemetry, reports, exports, ...
+flops.py      what a step computes, and the peak of GPUs
 """

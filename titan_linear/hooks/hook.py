@@ -1,7 +1,4 @@
-"""What hangs on the steps of a run, each in a file of its own: telemetry, spikes, reports, profiles, exports, ...
-
-The trainer calls every hook at a few moments, in the order of its list, the same on all ranks.
-"""
+"""The base of all hooks, and what it is told of a step."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from titan_linear.distributed.process import StopSignal
-from titan_linear.step.hooks import Hook, StepResult
+from titan_linear.hooks.hook import Hook, StepResult
 
 UNKNOWN = 0.5  # of the time: assumed for a save until one has been done
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from titan_linear.config import Config, seq_len_at
 from titan_linear.distributed.groups import set_timeout, without_timeout
 from titan_linear.distributed.mesh import ParallelDims
-from titan_linear.step.hooks import Hook, StepResult
+from titan_linear.hooks.hook import Hook, StepResult
 
 
 class Compilation(Hook):

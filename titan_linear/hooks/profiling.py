@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import torch
 
 from titan_linear.config import Config
-from titan_linear.step.hooks import Hook, StepResult
+from titan_linear.hooks.hook import Hook, StepResult
 from titan_linear.storage.files import write_whole
 
 RECORDING = (torch.profiler.ProfilerAction.RECORD, torch.profiler.ProfilerAction.RECORD_AND_SAVE)

@@ -12,12 +12,12 @@ import torch
 
 from titan_linear.config import Config, seq_len_at, tokens_at
 from titan_linear.distributed.mesh import ParallelDims
+from titan_linear.hooks.hook import Hook, StepResult
+from titan_linear.hooks.metrics import GIB, MetricsLogger, Work
+from titan_linear.hooks.telemetry import Telemetry
 from titan_linear.models.config import ModelConfig
-from titan_linear.observe.flops import peak_tflops, training_flops
-from titan_linear.observe.metrics import GIB, MetricsLogger, Work
-from titan_linear.observe.telemetry import Telemetry
 from titan_linear.step.feed import FeedStats
-from titan_linear.step.hooks import Hook, StepResult
+from titan_linear.step.flops import peak_tflops, training_flops
 
 
 class Report(Hook):

@@ -16,7 +16,7 @@ from titan_linear.config import Config
 from titan_linear.data import Streams, num_labels
 from titan_linear.distributed.ending import RunFailed
 from titan_linear.distributed.groups import of_all_ranks
-from titan_linear.step.hooks import Hook, StepResult
+from titan_linear.hooks.hook import Hook, StepResult
 from titan_linear.storage.files import open_own
 from titan_linear.storage.rundir import SPIKES, json_line
 

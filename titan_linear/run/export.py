@@ -1,24 +1,14 @@
-"""Checkpoints as Hugging Face folders, while the run goes on: checkpoint.export_interval.
+"""A run's weights as a Hugging Face folder.
 
-A process on rank 0's machine, of the lowest priority and without a GPU, reads a finished checkpoint and writes
-step-N-hf beside it, one tensor at a time; no step waits for it, and it dies with that rank. A failure is a warning,
-also one to start the process. A process that is killed is started again, once. An export that a kill of the run or a
-stop cut short is made at the next start, as long as the checkpoint is there; if the run is finished, that start only
-names it.
-
-python -m titan_linear.run.exports CHECKPOINT FOLDER DTYPE      does what that process does
+python -m titan_linear.run.export CHECKPOINT FOLDER DTYPE      an export while the run goes on (hooks/exports.py)
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO
 
 import torch
 import torch.distributed as dist
@@ -26,16 +16,15 @@ from torch import Tensor
 
 from titan_linear.config import Config, hf_assets, hf_weights
 from titan_linear.data import Tokenizer
-from titan_linear.distributed.process import StopSignal, ignore_warnings_of_torch, refusing
+from titan_linear.distributed.process import ignore_warnings_of_torch, refusing
 from titan_linear.models.adapters import config_to_hf
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.run.build import DTYPES, model_config, open_tokenizer, tokenizer_path, unallocated
-from titan_linear.step.hooks import Hook, StepResult
 from titan_linear.storage.hf_io import CONFIG, read_config, read_model
 from titan_linear.storage.hf_writing import check_tokenizer, find_family, gather, write_folder
 from titan_linear.storage.rundir import checkpoint_folder, config_of
-from titan_linear.storage.step_folders import describe, verify, weights_path, whole_steps
+from titan_linear.storage.step_folders import verify, weights_path
 from titan_linear.storage.tensors import check_weights, stored_weights
 
 EXPORT_DTYPES = {**DTYPES, "float16": torch.float16, "source": None}
@@ -47,7 +36,7 @@ START = """
 import sys
 from titan_linear.distributed.process import die_with_parent
 die_with_parent(int(sys.argv[1]))
-from titan_linear.run.exports import main
+from titan_linear.run.export import main
 sys.exit(main(sys.argv[2:]))
 """
 
@@ -149,106 +138,6 @@ def export_last(config: Config, model: Decoder, tokenizer: Tokenizer) -> None:
     export(path, config, model.config, tokenizer, gather(model), dtype=dtype)
     if dist.get_rank() == 0:
         print(f"exported '{path}'")
-
-
-class Exports(Hook):
-    """The exports of a run, on rank 0.
-
-    Args:
-        step: the step that the run begins or resumes from.
-        in_use: steps whose checkpoints must not be removed; this adds each step until it is exported.
-    """
-
-    def __init__(self, config: Config, step: int, in_use: set[int]):
-        self.config = config
-        self.folder = checkpoint_folder(config)
-        self.in_use = in_use
-        self.waiting: list[int] = []
-        self.process: subprocess.Popen | None = None  # exports step-`exporting`
-        self.exporting: int | None = None
-        self.again: set[int] = set()  # steps whose process was killed
-        self.output: IO[str]
-        for saved in whole_steps(self.folder):
-            if saved <= step:
-                self.after_save(saved)
-
-    def after_save(self, step: int) -> None:
-        """Export step-N once it is whole, if that is asked for."""
-        if lacks_export(self.config, step) and step not in (*self.waiting, self.exporting):
-            self.waiting.append(step)
-            self.in_use.add(step)
-
-    def after_step(self, done: StepResult) -> None:
-        self.look()
-
-    def look(self) -> None:
-        """Start the next export if it can start, and report one that has ended, without waiting."""
-        if self.process and self.process.poll() is not None:
-            self._say()
-        if self.waiting and not self.process and (whole := self._whole()):
-            self._begin(whole[0])
-
-    def finish(self, stop: StopSignal) -> None:
-        """Wait for all exports, unless the run is asked to stop. No save follows, and no checkpoint is in use."""
-        while not (stop.received or stop.agreed):
-            self.look()
-            if not self.process and not self._whole():  # what still waits is not whole, and never will be
-                break
-            time.sleep(0.05)
-        if self.process:
-            self.process.kill()
-            self.process.wait()
-            self.waiting.insert(0, self.exporting)
-        self.in_use.clear()
-
-    def report(self, stop: StopSignal) -> None:
-        """Say which exports are not made, once the checkpoints are removed that were kept for them."""
-        whole = self._whole()
-        if gone := [f"step-{step}" for step in self.waiting if step not in whole]:
-            print(f"warning: not exported: {', '.join(gone)} (no checkpoint there any more)")
-        if whole and not stop.agreed:  # the run is complete: no later start will make these
-            print(not_exported(whole))
-
-    def _whole(self) -> list[int]:
-        """Those of the waiting steps whose checkpoints are whole."""
-        whole = whole_steps(self.folder)
-        return [step for step in self.waiting if step in whole]
-
-    def _begin(self, step: int) -> None:
-        self.waiting.remove(step)
-        self.exporting = step
-        checkpoint = self.folder / f"step-{step}"
-        dtype = self.config.checkpoint.export_dtype
-        try:
-            # Whatever bytes the process writes are shown.
-            self.output = tempfile.TemporaryFile("w+", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
-            self.process = subprocess.Popen(
-                command(checkpoint, export_folder(self.config, step), dtype),
-                env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=self.output,
-                stderr=self.output,
-            )
-        except OSError as error:
-            self._ended(f"no process starts: {describe(error)}")
-
-    def _say(self) -> None:
-        self.output.seek(0)
-        said = self.output.read().strip().splitlines() or [f"exit code {self.process.returncode}"]
-        self.output.close()
-        if self.process.returncode < 0 and self.exporting not in self.again:
-            self.again.add(self.exporting)
-            self.waiting.append(self.exporting)
-            said.append("its process was killed; it starts again")
-        self._ended("" if self.process.returncode == 0 else said[-1].removeprefix("error: "))
-
-    def _ended(self, problem: str) -> None:
-        step = self.exporting
-        self.exporting = self.process = None
-        if step not in self.waiting:
-            self.in_use.discard(step)
-        failed = f"warning: exporting step-{step} failed: {problem}"
-        print(failed if problem else f"exported '{export_folder(self.config, step)}'")
 
 
 def command(checkpoint: Path, folder: Path, dtype: str) -> list[str]:

@@ -1,0 +1,26 @@
+"""What hangs on the steps of a run, each a `Hook` (hook.py) in a file of its own:
+
+spikes.py       writes down steps whose loss stands out; ends the run after one that is not finite
+telemetry.py    looks into some steps: norms by layer, losses by position and source, what mixers report of themselves
+grace.py        asks for signals, and gives a step up that leaves no time to save
+compilation.py  gives the ranks time to compile, and warns of layers that are compiled again
+profiling.py    traces; snapshots of a GPU's memory
+report.py       a step's numbers on the console, in metrics.jsonl, TensorBoard and W&B (metrics.py)
+exports.py      checkpoints as Hugging Face folders, while the run goes on
+
+The trainer calls every hook at these moments, in the order of its list, the same on all ranks:
+
+    __enter__
+        before_step → forward, backward, update → after_step
+        between_steps: after_save, after_validation
+    __exit__
+"""
+
+from titan_linear.hooks.compilation import Compilation
+from titan_linear.hooks.exports import Exports
+from titan_linear.hooks.grace import Grace, StepAbandoned
+from titan_linear.hooks.hook import Hook, StepResult
+from titan_linear.hooks.profiling import MemorySnapshots, Profiler
+from titan_linear.hooks.report import Report
+from titan_linear.hooks.spikes import NonFinite, Spikes
+from titan_linear.hooks.telemetry import Telemetry
