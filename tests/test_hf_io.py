@@ -815,8 +815,6 @@ def test_presets_have_an_architecture() -> None:
     """The first that holds the model, options that it does not read aside."""
     found = {f"{name} {flavor}": find_family(m) for name, flavors in MODELS.items() for flavor, m in flavors.items()}
     assert found["kda 340M"] == "KDAForCausalLM" and found["gdn 1.3B"] == "GatedDeltaNetForCausalLM"
-    assert found["qwen3.5 2B"] == "Qwen3_5ForCausalLM" and found["qwen3.5 35B-A3B"] == "Qwen3_5MoeForCausalLM"
-    assert found["kimi-linear 48B-A3B"] == found["kimi-linear debug"] == "KimiLinearForCausalLM"
     assert found["hybrid 340M"] == found["hybrid debug"] == "TitanLinearForCausalLM"
 
 

@@ -73,6 +73,22 @@ MLA_SIZES = dict(
     shared_k_dim="qk_rope_head_dim",
     v_dim="v_head_dim",
 )
+MOE_SIZES = dict(
+    num_experts="num_experts",
+    top_k="num_experts_per_token",
+    hidden_dim="moe_intermediate_size",
+    normalise="moe_renormalize",
+    scale="routed_scaling_factor",
+    groups="num_expert_group",
+    top_groups="topk_group",
+)
+OTHER_NAMES = dict(  # in transformers and in Ling's folders
+    num_local_experts="num_experts",
+    num_experts_per_tok="num_experts_per_token",
+    norm_topk_prob="moe_renormalize",
+    n_group="num_expert_group",
+    n_shared_experts="num_shared_experts",
+)
 
 
 def _from_hf(config: Json) -> ModelConfig:
@@ -128,24 +144,10 @@ def mlps_from_hf(key: Keys, first_sparse: int) -> Json:
 
 
 def _moe_from_hf(key: Keys) -> MoEConfig:
-    hidden = key("moe_intermediate_size")
-    return MoEConfig(
-        num_experts=_first(key, "num_experts", "num_local_experts"),
-        top_k=_first(key, "num_experts_per_token", "num_experts_per_tok"),
-        hidden_dim=hidden,
-        shared_hidden_dim=hidden * (_first(key, "num_shared_experts", "n_shared_experts") or 0),
-        score="sigmoid",
-        normalise=key("moe_renormalize", key("norm_topk_prob", True)),
-        selection_bias=True,
-        scale=key("routed_scaling_factor"),
-        groups=_first(key, "num_expert_group", "n_group"),
-        top_groups=key("topk_group"),
-    )
-
-
-def _first(key: Keys, *names: str) -> int | None:
-    """The value of the first of these keys that is there."""
-    return key(next((name for name in names if name in key.config), names[0]))
+    key = Keys({name: key(other) for other, name in OTHER_NAMES.items() if other in key.config} | key.config)
+    sizes = key.options(MOE_SIZES, normalise=True)
+    shared = sizes["hidden_dim"] * (key("num_shared_experts") or 0)
+    return MoEConfig(**sizes, shared_hidden_dim=shared, score="sigmoid", selection_bias=True)
 
 
 def _to_hf(config: ModelConfig) -> Json:
@@ -170,16 +172,7 @@ def mlps_to_hf(config: ModelConfig) -> Json:
     types = ["sparse" if config.has_experts(i) else "dense" for i in range(config.num_layers)]
     written = dict(intermediate_size=config.hidden_dim, mlp_layer_types=types)
     if (moe := config.moe) is not None:
-        written |= dict(
-            num_experts=moe.num_experts,
-            num_experts_per_token=moe.top_k,
-            moe_intermediate_size=moe.hidden_dim,
-            num_shared_experts=moe.shared_hidden_dim // moe.hidden_dim,
-            moe_renormalize=moe.normalise,
-            routed_scaling_factor=moe.scale,
-            num_expert_group=moe.groups,
-            topk_group=moe.top_groups,
-        )
+        written |= dict(**named(moe, MOE_SIZES), num_shared_experts=moe.shared_hidden_dim // moe.hidden_dim)
     return written
 
 
