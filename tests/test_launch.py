@@ -22,6 +22,7 @@ from titan_linear import launch
 from titan_linear.config import Config, load_config
 from titan_linear.distributed.process import AGREED, LAUNCHER, LOST
 from titan_linear.launch import Node
+from titan_linear.run import preflight
 from titan_linear.storage.run_lock import claimed, lock_folder
 
 ROOT = Path(__file__).parents[1]
@@ -404,8 +405,7 @@ def test_a_port_in_use_is_a_mistake(monkeypatch):
 def calls(monkeypatch, tmp_path) -> Iterator[list]:
     """What main calls, in a folder of its own, with no GPU and two processes."""
     calls = []
-    module = SimpleNamespace(preflight=lambda config, *sizes: calls.append(("preflight", *sizes)), prove=None)
-    monkeypatch.setitem(sys.modules, "titan_linear.run.preflight", module)
+    monkeypatch.setattr(preflight, "preflight", lambda config, *sizes: calls.append(("preflight", *sizes)))
     monkeypatch.setattr(launch, "run_workers", lambda *args: calls.append(args) or 0)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     for name in ("NGPU", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -470,7 +470,7 @@ def test_preflight_refuses_before_workers_start(calls, capsys, monkeypatch):
     def refuse(config, *sizes):
         raise ValueError("training.dataset_path = 'x' holds no document")
 
-    monkeypatch.setattr(sys.modules["titan_linear.run.preflight"], "preflight", refuse)
+    monkeypatch.setattr(preflight, "preflight", refuse)
     assert launch.main([]) == 2
     assert capsys.readouterr().err == "error: training.dataset_path = 'x' holds no document\n"
     assert calls == [] and not Path("outputs").exists()

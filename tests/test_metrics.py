@@ -19,7 +19,6 @@ from titan_linear.hooks import metrics
 from titan_linear.hooks.compilation import Graphs
 from titan_linear.hooks.metrics import MetricsLogger, Work
 from titan_linear.hooks.report import is_logged, peak_memory_gib
-from titan_linear.run import rank
 
 ROOT = Path(__file__).parents[1]
 VALUES = {"loss": 2.5, "grad_norm": 0.75, "lr": 1e-3, "memory_gib": 1.5}
@@ -306,14 +305,14 @@ def test_a_full_disk_is_one_line(
 ) -> None:
     """Also where it is the metrics that find it full."""
 
-    def run(config: Config, train: object) -> None:
+    def run(config: Config) -> None:
         logger = MetricsLogger(config)
         logger.file = open("/dev/full", "w")  # noqa: SIM115
         logger.log_validation(1, 2.0)
 
-    monkeypatch.setattr(rank, "_join", run)
-    monkeypatch.setattr(rank, "die_with_parent", lambda: None)
-    monkeypatch.setattr(rank.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(train, "join", run)
+    monkeypatch.setattr(train, "die_with_parent", lambda: None)
+    monkeypatch.setattr(train.signal, "signal", lambda *_: None)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     argv = ["--job.dump_folder", str(tmp_path), "--metrics.enable_tensorboard", "false"]

@@ -20,6 +20,7 @@ from titan_linear.config import Optimizer, load_config
 from titan_linear.distributed.matrices import WholeMatrices
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
 from titan_linear.distributed.parts import local_tensor
+from titan_linear.hooks.norms import squares_of_each, update_squares
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
@@ -27,7 +28,7 @@ from titan_linear.models.presets import OWN, preset
 from titan_linear.run.build import build_model
 from titan_linear.run.preflight import preflight
 from titan_linear.step import optimizer as optim
-from titan_linear.step.optimizer import build_optimizer, hidden_matrices, squares_of_each, update, update_squares
+from titan_linear.step.optimizer import build_optimizer, hidden_matrices, update
 from titan_linear.storage.hf_writing import gather
 from titan_linear.storage.tensors import named_parameters
 from titan_linear.train import Trainer

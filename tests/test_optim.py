@@ -14,19 +14,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.worlds import Worlds
 from titan_linear.config import LRScheduler, Optimizer
 from titan_linear.distributed.parts import local_tensor
+from titan_linear.hooks import norms
+from titan_linear.hooks.norms import squares_of_each, update_squares
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.presets import preset
-from titan_linear.step import optimizer as optim
 from titan_linear.step.optimizer import (
     HOST_BLOCK,
     build_optimizer,
     learning_rate,
     scale_gradients,
-    squares_of_each,
     step_numbers,
     sum_of_squares,
     update,
-    update_squares,
 )
 
 
@@ -98,7 +97,7 @@ def test_kernels_of_an_update_get_plain_tensors(worlds: Worlds) -> None:
 @pytest.mark.parametrize("at_once", [1, 20, 1 << 20])
 def test_what_a_step_added(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each parameter, in any order, found together with few others or with all."""
-    monkeypatch.setattr(optim, "AT_ONCE", at_once)
+    monkeypatch.setattr(norms, "AT_ONCE", at_once)
     generator = torch.Generator().manual_seed(0)
     shapes = [(3,), (4, 5), (2, 7), (6,), (3, 3)]
     ps = [nn.Parameter(torch.randn(s, generator=generator, dtype=torch.float64)) for s in shapes]

@@ -327,18 +327,18 @@ from datetime import timedelta
 import torch.distributed as dist
 from titan_linear import train
 from titan_linear.distributed.groups import set_timeout
-from titan_linear.run import preflight, rank
+from titan_linear.run import preflight
 
 def slowly(*args, whole=preflight.open_corpora, **options):
     time.sleep(4)
     return whole(*args, **options)
 
-def impatiently(*args, whole=rank.on_rank_0):
+def impatiently(*args, whole=train.on_rank_0):
     set_timeout([dist.group.WORLD], timedelta(seconds=2))
     whole(*args)
     set_timeout([dist.group.WORLD], timedelta(minutes=30))
 
-preflight.open_corpora, rank.on_rank_0 = slowly, impatiently
+preflight.open_corpora, train.on_rank_0 = slowly, impatiently
 sys.exit(train.main(sys.argv[1:]))
 """
 

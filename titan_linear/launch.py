@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING
 
 from titan_linear.config import Config, check_config, config_to_toml, load_config
 from titan_linear.distributed.process import AGREED, LAUNCHER, LOST, STORE, outliving_readers, refusing, run_command
-from titan_linear.run.clearance import cleared
 from titan_linear.storage.rundir import CONFIG
 
 if TYPE_CHECKING:
@@ -64,6 +63,8 @@ def main(argv: list[str]) -> int:
     config, node = load_config(argv), this_node()
     world_size = node.count * node.processes
     check_config(config, world_size)
+    from titan_linear.run.preflight import cleared  # slow to import; --help and misspelt keys do without
+
     with cleared(config, argv, world_size, node.processes, first=node.rank == 0), outliving_readers():
         return run_workers(config, node)
 

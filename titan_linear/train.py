@@ -8,16 +8,29 @@ loop    steps, saves and validations until the last step or a signal; all else h
 from __future__ import annotations
 
 import math
+import os
+import signal
 import sys
 from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
-from titan_linear.config import Config, micro_steps, schedule_steps
-from titan_linear.distributed.ending import Ending
-from titan_linear.distributed.groups import host_group
-from titan_linear.distributed.hangs import Watch
-from titan_linear.distributed.process import StopSignal, own_device
+from titan_linear.config import Config, load_config, micro_steps, schedule_steps
+from titan_linear.distributed.ending import Ending, explain, report
+from titan_linear.distributed.groups import host_group, on_rank_0, process_group
+from titan_linear.distributed.hangs import Watch, watched
+from titan_linear.distributed.process import (
+    StopSignal,
+    be_deterministic,
+    die_with_parent,
+    ignore_warnings_of_torch,
+    outliving_readers,
+    own_device,
+    under_launcher,
+)
 from titan_linear.hooks import (
     Compilation,
     Exports,
@@ -36,11 +49,12 @@ from titan_linear.run.console import ended, write_down
 from titan_linear.run.data import file_groups
 from titan_linear.run.evaluation import Evaluation
 from titan_linear.run.export import export_last
-from titan_linear.run.rank import run_rank
+from titan_linear.run.preflight import cleared
 from titan_linear.run.start import build_checkpointer, build_loader, open_subject, saved_progress, set_weights
 from titan_linear.step.feed import FeedStats
 from titan_linear.step.optimizer import build_optimizer
 from titan_linear.step.update import Update, rate_at
+from titan_linear.storage.rundir import CONFIG, RECORDERS
 from titan_linear.storage.step_folders import Progress
 
 
@@ -293,8 +307,36 @@ class Trainer:
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code."""
-    return run_rank(argv, train)
+    """Join the run's processes and train; return the exit code. What ends the run is said by `report`, or inside the
+    process group by `Ending.leave`."""
+    die_with_parent()
+    ignore_warnings_of_torch()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # except while it trains (profiling.py)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])  # the launcher blocks it
+    with outliving_readers():
+        try:
+            join(load_config(argv))
+        except Exception as error:
+            return report(error)
+    return 0  # to torchrun anything else is a failure
+
+
+def join(config: Config) -> None:
+    if config.debug.deterministic:
+        be_deterministic()
+    folder = Path(config.job.dump_folder)
+    with process_group(timedelta(seconds=config.comm.init_timeout_seconds)) as ending, ExitStack() as held:
+        watch = held.enter_context(watched(folder / RECORDERS, ending.store, config.comm.train_timeout_seconds))
+        if not under_launcher():  # torchrun: once joined, the others can wait while rank 0 checks and tokenises
+            world_size = dist.get_world_size()
+            node_size = int(os.environ["LOCAL_WORLD_SIZE"])
+            clearance = cleared(config, sys.argv[1:], world_size, node_size)
+            on_rank_0(lambda: held.enter_context(clearance), host_group())
+        try:
+            train(config, watch, ending)
+        except torch.OutOfMemoryError as error:
+            plan = f"titan-linear plan --gpus {dist.get_world_size()} --job.config_file {folder / CONFIG}"
+            raise torch.OutOfMemoryError(f"{explain(error)[1]}; what a run needs: {plan}") from error
 
 
 def train(config: Config, watch: Watch, ending: Ending) -> None:

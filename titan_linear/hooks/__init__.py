@@ -1,7 +1,7 @@
 """What hangs on the steps of a run, each a `Hook` (hook.py) in a file of its own:
 
 spikes.py       writes down steps whose loss stands out; ends the run after one that is not finite
-telemetry.py    looks into some steps: norms by layer, losses by position and source, what mixers report of themselves
+telemetry.py    looks into some steps: norms by layer (norms.py), losses by position and source, what mixers report
 grace.py        asks for signals, and gives a step up that leaves no time to save
 compilation.py  gives the ranks time to compile, and warns of layers that are compiled again
 profiling.py    traces; snapshots of a GPU's memory

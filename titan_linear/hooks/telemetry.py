@@ -37,13 +37,13 @@ from titan_linear.config import Config
 from titan_linear.data import IGNORE, FileGroups, MixedStreams, Streams
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.hooks.hook import Hook, StepResult
+from titan_linear.hooks.norms import squares_of_each, update_squares
 from titan_linear.models.decoder import Block, Decoder
 from titan_linear.models.mlps.moe import MoE
 from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.ops.exchange.collectives import gather_along
 from titan_linear.ops.layout.boundaries import to_device
 from titan_linear.step.feed import MicroBatch
-from titan_linear.step.optimizer import squares_of_each, update_squares
 
 WINDOW = (256, 4096)  # least and most tokens of the window, which is 1/SHARE of a rank's tokens
 SHARE = 16  # ratio of a rank's tokens to those of the window

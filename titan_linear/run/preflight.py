@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,7 +32,14 @@ from titan_linear.run.model_checks import check_model
 from titan_linear.step.optimizer import learning_rate
 from titan_linear.storage.hf_io import CONFIG as HF_CONFIG
 from titan_linear.storage.hf_io import POSITIONS, check_folder
-from titan_linear.storage.rundir import check_folders, checkpoint_folder, finished_without_checkpoint
+from titan_linear.storage.run_lock import claimed
+from titan_linear.storage.rundir import (
+    check_folders,
+    check_resume,
+    checkpoint_folder,
+    copied_configuration,
+    finished_without_checkpoint,
+)
 from titan_linear.storage.step_folders import (
     REWOUND,
     Progress,
@@ -44,6 +53,29 @@ from titan_linear.storage.tensors import check_weights, holds_optimizer
 
 # Variables of the run's own processes.
 RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@contextmanager
+def cleared(config: Config, argv: list[str], world_size: int, node_size: int, *, first: bool = True) -> Iterator[None]:
+    """Check all that can be refused, say how the run resumes, and hold the locks of its folders inside `with`.
+
+    Args:
+        argv: the run's command line, for the doctor.
+        node_size: number of processes on this node.
+        first: whether this is node 0, which holds the locks for all nodes and has the doctor prove the run.
+
+    Raises:
+        ValueError, SystemExit: as `claimed`, `check_resume`, `preflight` and `prove`.
+    """
+    if warning := copied_configuration(config):
+        print(warning)
+    with claimed(config) if first else nullcontext():
+        for change in check_resume(config):
+            print(f"resuming with {change}")
+        preflight(config, world_size, node_size)
+        if config.doctor.at_start and first:
+            prove(argv, world_size)
+        yield
 
 
 def preflight(config: Config, world_size: int, node_size: int | None = None) -> None:

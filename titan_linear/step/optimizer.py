@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from titan_linear.distributed.matrices import WholeMatrices
 from titan_linear.distributed.parts import by_device, local_tensor, whole
 
 HOST_BLOCK = 1 << 16  # elements whose squares a core of the host adds up in their own dtype
-AT_ONCE = 1 << 26  # elements for which `update_squares` computes updates at a time, in two copies
 
 
 class AdamW(torch.optim.AdamW):
@@ -175,11 +174,11 @@ def sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
     """Sum of squares of this rank's parts of the tensors, a float64 scalar: for one number the width costs nothing."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = [_norms(list(map(local_tensor, own))).to(device) for own in by_device(tensors)]
+    norms = [norms_of(list(map(local_tensor, own))).to(device) for own in by_device(tensors)]
     return torch.cat(norms).double().square().sum()
 
 
-def _norms(tensors: list[Tensor]) -> Tensor:
+def norms_of(tensors: list[Tensor]) -> Tensor:
     """2-norms [.] of tensors on the same device, or of parts of them."""
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
     if tensors[0].device.type != "cpu":
@@ -214,84 +213,6 @@ def update(optimizer: torch.optim.AdamW, numbers: Tensor, lr: float, max_norm: f
         scale_gradients(group["params"], numbers[1], max_norm)
     optimizer.found_inf = (~numbers[:2].isfinite().all()).float()  # as torch.amp.GradScaler sets it
     optimizer.step()
-
-
-@torch.no_grad()
-def squares_of_each(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """[n] float64: for each tensor, the sum of squares of this rank's part."""
-    lists: dict[torch.device, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        lists.setdefault(tensor.device, []).append(i)
-    squares = [_squares([local_tensor(tensors[i]) for i in own]) for own in lists.values()]
-    return _placed(squares, [i for own in lists.values() for i in own], len(tensors), device)
-
-
-def _squares(tensors: list[Tensor]) -> Tensor:
-    """Sums of squares [.] float64 of tensors on the same device."""
-    if tensors[0].device.type != "cpu":
-        return _norms(tensors).double().square()
-    return torch.stack([_norms([tensor]).double().square().sum() for tensor in tensors])
-
-
-def _placed(parts: list[Tensor], places: list[int], n: int, device: torch.device) -> Tensor:
-    """[n] float64: the numbers of all parts at their places, zeros elsewhere."""
-    none = torch.zeros(n, dtype=torch.float64, device=device)
-    if not places:
-        return none
-    numbers = torch.cat([part.to(device) for part in parts])
-    return numbers if places == list(range(n)) else none.index_copy_(0, torch.tensor(places, device=device), numbers)
-
-
-@torch.no_grad()
-def update_squares(optimizer: torch.optim.AdamW, parameters: list[nn.Parameter], device: torch.device) -> Tensor:
-    """[n] float64: for each parameter, the sum of squares of what the last step added to this rank's part of it,
-    computed from the moments after the step: Δ = −lr (u + wd p) / (1 − lr wd) with u = m̂ / (√v̂ + ε), or Muon's scaled
-    orthogonal matrix, and p as it is now. All ranks call it."""
-    place = {p: i for i, p in enumerate(parameters)}
-    squares = []
-    places = []
-    for group in optimizer.param_groups:
-        own = [p for p in group["params"] if p in place and optimizer.state.get(p)]
-        directions = optimizer.scaled_directions(group) if "momentum" in group else None
-        for part in _at_once(own):
-            if directions is None:
-                update = _adamw_directions(group, optimizer.state, part)
-            else:
-                update = [directions[p] for p in part]
-            torch._foreach_add_(update, list(map(local_tensor, part)), alpha=group["weight_decay"])
-            scale = group["lr"] / (1 - group["lr"] * group["weight_decay"])
-            squares.append(_squares(update) * scale**2)
-            places += [place[p] for p in part]
-    return _placed(squares, places, len(parameters), device)
-
-
-def _at_once(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Split into lists of at most `AT_ONCE` elements, or of one parameter."""
-    part, elements = [], 0
-    for p in parameters:
-        number = local_tensor(p).numel()
-        if part and elements + number > AT_ONCE:
-            yield part
-            part, elements = [], 0
-        part, elements = [*part, p], elements + number
-    if part:
-        yield part
-
-
-def _adamw_directions(
-    group: dict[str, Any], state: dict[nn.Parameter, dict[str, Tensor]], own: list[nn.Parameter]
-) -> list[Tensor]:
-    """m̂ / (√v̂ + ε) of parameters of one group."""
-    moments = [[local_tensor(state[p][name]) for p in own] for name in ("exp_avg", "exp_avg_sq")]
-    step = state[own[0]]["step"].double()
-    dtype = moments[0][0].dtype
-    bias1, bias2 = (1 - beta**step for beta in group["betas"])
-    root = torch._foreach_sqrt(moments[1])
-    torch._foreach_div_(root, bias2.sqrt().to(dtype))
-    torch._foreach_add_(root, group["eps"])
-    update = torch._foreach_div(moments[0], root)
-    torch._foreach_div_(update, bias1.to(dtype))
-    return update
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
