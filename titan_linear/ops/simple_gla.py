@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from titan_linear.ops.layout.context import CPContext
-from titan_linear.ops.recurrence import Recurrence, check_queries, rules, run
+from titan_linear.ops.recurrence import Recurrence, check_queries, run
 from titan_linear.ops.runtime.options import DecayInputs, DecayOptions
 from titan_linear.ops.runtime.support import Choice
 from titan_linear.ops.torch.linear_attention import TorchLinearAttention, step
-from titan_linear.ops.triton.configs import decay_needs
+from titan_linear.ops.triton.configs import decay_needs, with_kernels
+
+
+def _triton() -> Any:
+    from titan_linear.ops.triton.ssd import triton_decay  # Triton is available on Linux only
+
+    return triton_decay
 
 
 def decaying(op: str, **names: str) -> Recurrence:
     """A recurrence whose state only decays."""
-    implementations = rules(TorchLinearAttention, *decay_needs())
+    implementations = with_kernels(_triton, lambda: TorchLinearAttention, *decay_needs())
     return Recurrence(op, implementations, ("A", "D", "dt_bias"), step, names)
 
 

@@ -5,7 +5,7 @@ The plan is seconds by part, of the busiest rank:
     products       matrix products, at a rate by the smallest of their three sizes; in bfloat16 never faster than their
                    bytes
     attention      the pairs that the mask leaves, at a rate by kernel and head dim
-    recurrence     each of its operators: a time per token and head, and per token of the longest entry, which one head
+    delta rule     each of its operators: a time per token and head, and per token of the longest entry, which one head
                    scans alone; the convolution, per token and channel
     elementwise    bytes read and written, by single operations or as compiled
     head           its products, the loss's reads and writes of logits
@@ -47,7 +47,7 @@ from titan_linear.step.flops import training_flops
 PARTS = (
     "products",
     "attention",
-    "recurrence",
+    "delta rule",
     "elementwise",
     "head",
     "optimizer",
@@ -111,13 +111,13 @@ class Clock:
                 parts["attention"] += seconds
                 parts["communication"] += self._keys_exposed(call, seconds)
             elif kind == "convolution":
-                parts["recurrence"] += self.rates.operators[call.name][0] * call.arguments["x"].numel() * 1e-9
-            elif kind == "recurrence" and call.name in self.rates.operators:
-                parts["recurrence"] += self._recurrence(call.name, mixers, segments)
+                parts["delta rule"] += self.rates.operators[call.name][0] * call.arguments["x"].numel() * 1e-9
+            elif kind == "delta rule" and call.name in self.rates.operators:
+                parts["delta rule"] += self._delta_rule(call.name, mixers, segments)
             elif kind == "float8":
                 a, b = call.arguments["a"], call.arguments["b"]
                 parts["products"] += self.rates.float8_product((len(a), len(b), a.shape[1]))
-            elif kind in ("fused", "segments", "recurrence"):
+            elif kind in ("fused", "segments", "delta rule"):
                 # Also tables and folds, which are small, and what was not measured.
                 given = [x for x in tree_leaves(call.arguments) if isinstance(x, Tensor)]
                 parts["elementwise"] += sum(x.nbytes for x in (*given, *call.outputs)) / self.rates.fused
@@ -161,7 +161,7 @@ class Clock:
             seconds = hops * (self.cp.message + own / self.cp.neighbour)
         return max(seconds - compute, seconds / slices)
 
-    def _recurrence(self, name: str, mixers: Sequence[MixerOptions], segments: int) -> float:
+    def _delta_rule(self, name: str, mixers: Sequence[MixerOptions], segments: int) -> float:
         """Seconds for all heads of the first recurrence, plus the time by which one head's scan outlasts what the GPU
         needs for all of them."""
         operators = self.rates.operators

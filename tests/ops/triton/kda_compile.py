@@ -45,33 +45,25 @@ def stream(HV: int, K: int, V: int, plain: bool) -> tuple[list, list, Any, Any]:
     return chunks, states, two, None if plain else two
 
 
-def launch_stages(stages: Any, inputs: list, do: Any, numbers: list[float], plain: bool, whole: bool = True) -> None:
-    """All stages, or those alone that prepare tiles; plain: without states, else with states by index."""
-    (_, _, K), (_, HV, V) = inputs[0].shape, inputs[2].shape
-    chunks, states, entries, wanted = stream(HV, K, V, plain)
-    given = [dict(zip(stages.inputs._fields, inputs, strict=True))[name] for name in stages.prepared._fields]
-    made = stages.tiles(*launch(stages.prepare, given, chunks, numbers))
-    if stages.again:
-        launch(stages.recompute, given, chunks, [getattr(made, name) for name in stages.kept], numbers)
-    if not whole:
-        return
-    tables = inputs, list(made), chunks
-    launch(stages.scan, *tables, states, 0 if plain else N, numbers)
-    launch(stages.boundary, *tables, [entries, wanted], numbers)
-    launch(stages.boundary_bwd, do, *tables, [entries, wanted], numbers)
-    launch(stages.backward, do, *tables, states, states, not plain, numbers)
-
-
 def kda_case(dtype: str, K: int, V: int, gate: str = "none", safe: bool = True, R: int = 1, whole: bool = True) -> None:
     """All stages, or those alone whose configuration depends on the gate; without a gate in the kernel: normalised
     inputs, no states (what is timed)."""
-    from titan_linear.ops.triton.kda import GATES, KDA
+    from titan_linear.ops.triton import kda
 
     HV, plain, of = 64, gate == "none", {"kind": dtype}
     H = HV // R
     q, k, v = meta(T, 2 * H * K + HV * V, **of).split([H * K, H * K, HV * V], -1)  # as the mixer gives them
     q, k, v, do = q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V)), meta(T, HV, V, **of)
     g, beta = meta(T, HV, K, kind="float32"), meta(T, HV, **of)
-    gate_inputs = [None, None] if plain else [meta(HV, kind="float32"), meta(HV * K, kind="float32")]
-    numbers = [0.5, -5.0, float(GATES[gate]), float(safe), 0.0 if plain else 2.0]
-    launch_stages(KDA, [q, k, v, g, beta, *gate_inputs], do, numbers, plain, whole)
+    A_log, dt_bias = (None, None) if plain else (meta(HV, kind="float32"), meta(HV * K, kind="float32"))
+    chunks, states, entries, wanted = stream(HV, K, V, plain)
+    numbers = (0.5, -5.0, kda.GATES[gate], safe, None if plain else 2.0)
+    inputs = [q, k, v, g, beta, A_log, dt_bias]
+    tiles = list(launch(kda.kda_prepare, inputs, chunks, *numbers))
+    launch(kda.kda_recompute, inputs, chunks, *numbers)
+    if not whole:
+        return
+    launch(kda.kda_scan, v, tiles, chunks, states, 0 if plain else N)
+    launch(kda.kda_boundary, v, tiles, chunks, entries, wanted)
+    launch(kda.kda_boundary_bwd, do, tiles, chunks, entries, wanted)
+    launch(kda.kda_backward, do, inputs, tiles, chunks, states, states, not plain, *numbers)

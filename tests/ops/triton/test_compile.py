@@ -22,13 +22,11 @@ from contextlib import contextmanager
 from itertools import accumulate
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.ops.triton.kda_compile import T, kda_case, launch, launch_stages, meta, results_of
+from tests.ops.triton.kda_compile import N, T, kda_case, launch, meta, results_of, stream
 
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
 SHARED_LIMIT = 232448  # bytes a program may use on sm_90
 # Case (as printed) -> why its spills are accepted. float32 and head dims of 256 may spill: right, not fast.
 MANY_TILES = "six to ten fp32 tiles are alive at once; splitting the kernel further reads its inputs again"
@@ -135,43 +133,54 @@ def _stack_pointer_as_number(code: str) -> list[tuple[int, str]]:
     return [(int(at, 16), line) for at, line in lines if "[R1" not in line and not re.match(stack, line)]
 
 
-class Chip:
-    """In place of Triton's driver: a GPU to compile for, which need not be here."""
+def compile_launch(kernel, grid, arguments: dict, target: int = 90) -> dict:
+    """What launching `kernel` with these arguments on sm_<target> would compile: its name, resources and code."""
+    import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
-    def __init__(self, target: int):
-        self.target = target
-
-    def get_current_device(self) -> int:
-        return self.target  # one for each target: kernels are remembered by device
-
-    def get_current_stream(self, device: int) -> None:
-        return None
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self.target, 32)
+    names = {
+        torch.float32: "*fp32",
+        torch.bfloat16: "*bf16",
+        torch.float16: "*fp16",
+        torch.int32: "*i32",
+        torch.int64: "*i64",
+    }
+    options = {key: arguments.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in arguments}
+    signature, constants, attributes = {}, {}, {}
+    for i, (parameter, value) in enumerate(zip(kernel.params, (arguments[p.name] for p in kernel.params))):
+        divisible = isinstance(value, torch.Tensor) or (type(value) is int and value % 16 == 0)
+        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif isinstance(value, TensorDescriptor):
+            signature[parameter.name] = f"tensordesc<{names[value.base.dtype][1:]}{list(value.block_shape)}>"
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = names[value.dtype]
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+        if divisible and signature[parameter.name] != "constexpr":
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
+    result = {"kernel": kernel.__name__, "shared": compiled.metadata.shared} | _resources(compiled.asm["cubin"])
+    config = {k: arguments[k] for k in ("BT", "BD", "BV", "STAGES") if k in arguments} | options
+    return result | {"config": config, "code": _code(compiled.asm["cubin"])}
 
 
 @contextmanager
-def compiled_launches(target: int = 90, only: tuple[str, ...] = ()) -> Iterator[list[dict]]:
-    """Launches inside (of the kernels in `only`, if any) compile for sm_<target>; the list collects their results."""
+def compiled_launches() -> Iterator[list[dict]]:
+    """Launches inside compile for sm_90 instead; the list collects their results."""
     from triton import JITFunction
-    from triton.runtime import driver
 
     results: list[dict] = []
     original = JITFunction.run
 
     def run(self, *args, grid, warmup, **kwargs):
-        if only and self.__name__ not in only:
-            return
-        compiled = original(self, *args, grid=grid, warmup=True, **kwargs)
-        cubin = compiled.asm["cubin"]
-        named = {key: x for key, x in kwargs.items() if key in ("BT", "BD", "BV", "STAGES", *OPTIONS)}
-        result = {"kernel": self.__name__, "shared": compiled.metadata.shared, "config": named, "code": _code(cubin)}
-        results.append(result | _resources(cubin))
+        arguments = dict(zip([p.name for p in self.params], args)) | kwargs
+        results.append(compile_launch(self, grid, arguments))
 
-    driver.set_active(Chip(target))
     JITFunction.run = run
     try:
         yield results
@@ -201,39 +210,58 @@ def conv1d_case(dtype: str, W: int, by_index: bool = False, norm_dim: int | None
 def gdn_case(dtype: str, K: int, V: int, R: int = 1, plain: bool = False, HV: int = 64) -> None:
     """All stages; plain: normalised inputs, no states (what is timed); else gate, β's sigmoid and states by
     index in the kernels."""
-    from titan_linear.ops.triton.gdn import GDN
+    from titan_linear.ops.triton import gdn
 
     H = HV // R
     q, k, v, do = (meta(T, *of_head, kind=dtype) for of_head in ((H, K), (H, K), (HV, V), (HV, V)))
     g, beta = meta(T, HV, kind="float32"), meta(T, HV, kind="float32")
-    gate = [None, None] if plain else [meta(HV, kind="float32"), meta(HV, kind="float32")]
-    launch_stages(GDN, [q, k, v, g, beta, *gate], do, [0.5, 0.0 if plain else 2.0], plain)
+    gate = (None, None) if plain else (meta(HV, kind="float32"), meta(HV, kind="float32"))
+    chunks, states, entries, wanted = stream(HV, K, V, plain)
+    numbers = (0.5, None if plain else 2.0)
+    inputs = [q, k, v, g, beta, *gate]
+    tiles = list(launch(gdn.gdn_prepare, inputs, chunks, *numbers))
+    launch(gdn.gdn_scan, q, k, v, tiles, chunks, states, 0 if plain else N, 0.5)
+    launch(gdn.gdn_backward, do, inputs, tiles, chunks, states, states, not plain, *numbers)
+    launch(gdn.gdn_boundary, k, v, tiles, chunks, entries, wanted)
+    launch(gdn.gdn_boundary_bwd, do, q, k, tiles, chunks, entries, wanted, 0.5)
 
 
 def ssd_case(dtype: str, heads: int, P: int, K: int, G: int, plain: bool = False, gla: bool = False) -> None:
     """All stages; plain: no states (what is timed); else states by index; gla: log decays, and factors of none."""
-    from titan_linear.ops.triton.ssd import SSD
+    from titan_linear.ops.triton import ssd
 
     width, of = heads * P, {"kind": dtype}
     x, B, C = meta(T, width + 2 * G * K, **of).split([width, G * K, G * K], -1)  # as the mixer gives them
     v, k, q, do = x.unflatten(-1, (heads, P)), *(y.unflatten(-1, (G, K)) for y in (B, C)), meta(T, heads, P, **of)
     g, A, D, bias = meta(T, heads, **of), *(None if gla else meta(heads, kind="float32") for _ in range(3))
-    inputs, numbers = [q, k, v, g, A, D, bias], [1.0, float(not gla), 0.0, float("inf"), 1.0 + (dtype == "float32")]
-    launch_stages(SSD, inputs, do, numbers, plain)
+    chunks, states, two, wanted = stream(heads, K, P, plain)
+    limits = (not gla, 0.0, float("inf"))
+    gates = launch(ssd.ssd_prepare, g, A, bias, chunks, 2 if dtype == "float32" else 1, *limits)
+    launch(ssd.ssd_scan, q, k, v, D, gates, chunks, states, 0 if plain else N, 1.0)
     if plain:  # one document, which is cut into pieces
         one = [meta(2, kind="int32"), meta(T // 64, 2, kind="int32"), meta(2, kind="int32")]
-        tiles = launch(SSD.prepare, [g, A, bias], one, numbers)
-        launch(SSD.scan, inputs, tiles, one, [None, None], 0, numbers)
+        launch(ssd.ssd_scan, q, k, v, D, gates[: T // 64], one, states, 0, 1.0)
+    launch(ssd.ssd_boundary, k, v, gates, chunks, two, wanted)
+    launch(ssd.ssd_boundary_bwd, do, q, gates, chunks, two, wanted, 1.0)
+    inputs = [q, k, v, g, A, D, bias]
+    launch(ssd.ssd_backward, do, inputs, [gates], chunks, states, states, not plain, 1.0, *limits)
 
 
 def rwkv7_case(dtype: str, K: int, V: int, plain: bool = False) -> None:
     """All stages; plain: no states (what is timed), and raw gates; else states by index, and log decays."""
-    from titan_linear.ops.triton.rwkv7 import RWKV7
+    from titan_linear.ops.triton import rwkv7
 
     H = 64
     *of_heads, do = (meta(T, H, dim, kind=dtype) for dim in (K, K, V, K, K, V))
     inputs = [*of_heads, meta(T, H, K, kind=dtype if plain else "float32")]
-    launch_stages(RWKV7, inputs, do, [1.0, -0.6 if plain else 0.0], plain)
+    chunks, states, two, wanted = stream(H, K, V, plain)
+    numbers = (1.0, -0.6 if plain else None)
+    tiles = list(launch(rwkv7.rwkv7_prepare, inputs, chunks, *numbers))
+    launch(rwkv7.rwkv7_recompute, inputs, chunks, tiles[4], *numbers)
+    launch(rwkv7.rwkv7_scan, inputs[2], tiles, chunks, states, 0 if plain else N)
+    launch(rwkv7.rwkv7_boundary, tiles, chunks, two, wanted)
+    launch(rwkv7.rwkv7_boundary_bwd, do, tiles, chunks, two, wanted)
+    launch(rwkv7.rwkv7_backward, do, inputs, tiles, chunks, states, states, not plain, *numbers)
 
 
 def fold_case(K: int, V: int, number: bool = False) -> None:

@@ -15,12 +15,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language import constexpr
 
 from titan_linear.ops.layout.boundaries import CHUNK
 from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.triton.launch import Kernel
-from titan_linear.ops.triton.tiles import BT
 
 
 class Chunks(NamedTuple):
@@ -29,19 +27,6 @@ class Chunks(NamedTuple):
     cu_seqlens: Tensor  # [N+1] int32
     chunk_index: Tensor  # [NT, 2] int32 (entry or -1, chunk in it)
     chunk_offsets: Tensor  # [N+1] int32, each entry's first row in chunk_index
-
-
-class Listed(NamedTuple):
-    """Some entries, of which kernels write states at boundaries."""
-
-    entries: Tensor | None  # [F] int32; None: all, in order
-    wanted: Tensor | None  # [F] int32, what is written for each: 0 nothing, 1 S_ext (dS_ext), 2 M too; None: all
-
-    def rows(self, chunks: Chunks) -> int:
-        return len(chunks.cu_seqlens) - 1 if self.entries is None else len(self.entries)
-
-
-ALL = Listed(None, None)
 
 
 def max_chunks(tokens: int, entries: int, chunk_size: int) -> int:
@@ -57,35 +42,24 @@ def chunks_of(cu_seqlens: Tensor, tokens: int) -> Chunks:
 
 
 @triton.jit
-def chunk_at(chunks, i_t):
+def locate(chunk_index, cu_seqlens, i_t, BT: tl.constexpr):
     """First token (64 bits) of chunk i_t and its number of tokens, 0 for a surplus row."""
-    i_n, i_c = tl.load(chunks.chunk_index + 2 * i_t), tl.load(chunks.chunk_index + 2 * i_t + 1)
+    i_n, i_c = tl.load(chunk_index + 2 * i_t), tl.load(chunk_index + 2 * i_t + 1)
     used = i_n >= 0
-    start = tl.load(chunks.cu_seqlens + i_n, mask=used, other=0) + tl.where(used, i_c * BT, 0)
-    end = tl.load(chunks.cu_seqlens + i_n + 1, mask=used, other=0)
+    start = tl.load(cu_seqlens + i_n, mask=used, other=0) + tl.where(used, i_c * BT, 0)
+    end = tl.load(cu_seqlens + i_n + 1, mask=used, other=0)
     return start.to(tl.int64), tl.minimum(end - start, BT)
 
 
 @triton.jit
-def entry_at(chunks, listed, i_f):
-    """First token (64 bits), length, and first chunk (64 bits) of the listed entry i_f."""
-    i_n = i_f if listed.entries is None else tl.load(listed.entries + i_f).to(tl.int64)
-    start = tl.load(chunks.cu_seqlens + i_n).to(tl.int64)
-    length = (tl.load(chunks.cu_seqlens + i_n + 1) - start).to(tl.int32)
-    return start, length, tl.load(chunks.chunk_offsets + i_n).to(tl.int64)
-
-
-@triton.jit
-def is_wanted(listed, i_f, what):
-    """Whether `what` is to be written for the listed entry i_f."""
-    if listed.wanted is None:
-        return True
-    else:
-        return tl.load(listed.wanted + i_f) >= what
+def locate_entry(cu_seqlens, chunk_offsets, i_n):
+    """First token (64 bits), length, and first chunk (64 bits) of entry i_n."""
+    start = tl.load(cu_seqlens + i_n).to(tl.int64)
+    return start, (tl.load(cu_seqlens + i_n + 1) - start).to(tl.int32), tl.load(chunk_offsets + i_n).to(tl.int64)
 
 
 @Kernel
-def chunk_table_kernel(cu_seqlens, chunk_index, chunk_offsets, N, NT, BT, BN: constexpr):
+def chunk_table_kernel(cu_seqlens, chunk_index, chunk_offsets, N, NT, BT, BN: tl.constexpr):
     i_n = tl.program_id(0)
     first = 0
     for j in range(0, i_n, BN):
