@@ -266,7 +266,7 @@ def leaves(x: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.detach().clone().requires_grad_() for name, t in x.items()}
 
 
-def relative_error(a: Tensor, b: Tensor) -> float:
-    """‖a − b‖ / ‖b‖; infinite where a is not finite."""
-    error = (a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-300)
+def relative_error(a: Tensor, b: Tensor, scale: Tensor | None = None) -> float:
+    """‖a − b‖ / ‖scale‖, b's by default; infinite where a is not finite."""
+    error = (a.double() - b.double()).norm() / (b if scale is None else scale).double().norm().clamp(min=1e-300)
     return error.item() if torch.isfinite(a).all() else float("inf")

@@ -1,4 +1,4 @@
-"""Kernels compiled ahead of time, on meta tensors: how, and every stage of KDA."""
+"""Operators compiled ahead of time, on meta tensors, in a process of their own."""
 
 from __future__ import annotations
 
@@ -43,27 +43,3 @@ def stream(HV: int, K: int, V: int, plain: bool) -> tuple[list, list, Any, Any]:
     states = [None, None] if plain else [meta(N, HV, K, V, kind="float32"), meta(N, kind="int32")]
     two = meta(2, kind="int32")
     return chunks, states, two, None if plain else two
-
-
-def kda_case(dtype: str, K: int, V: int, gate: str = "none", safe: bool = True, R: int = 1, whole: bool = True) -> None:
-    """All stages, or those alone whose configuration depends on the gate; without a gate in the kernel: normalised
-    inputs, no states (what is timed)."""
-    from titan_linear.ops.triton import kda
-
-    HV, plain, of = 64, gate == "none", {"kind": dtype}
-    H = HV // R
-    q, k, v = meta(T, 2 * H * K + HV * V, **of).split([H * K, H * K, HV * V], -1)  # as the mixer gives them
-    q, k, v, do = q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V)), meta(T, HV, V, **of)
-    g, beta = meta(T, HV, K, kind="float32"), meta(T, HV, **of)
-    A_log, dt_bias = (None, None) if plain else (meta(HV, kind="float32"), meta(HV * K, kind="float32"))
-    chunks, states, entries, wanted = stream(HV, K, V, plain)
-    numbers = (0.5, -5.0, kda.GATES[gate], safe, None if plain else 2.0)
-    inputs = [q, k, v, g, beta, A_log, dt_bias]
-    tiles = list(launch(kda.kda_prepare, inputs, chunks, *numbers))
-    launch(kda.kda_recompute, inputs, chunks, *numbers)
-    if not whole:
-        return
-    launch(kda.kda_scan, v, tiles, chunks, states, 0 if plain else N)
-    launch(kda.kda_boundary, v, tiles, chunks, entries, wanted)
-    launch(kda.kda_boundary_bwd, do, tiles, chunks, entries, wanted)
-    launch(kda.kda_backward, do, inputs, tiles, chunks, states, states, not plain, *numbers)

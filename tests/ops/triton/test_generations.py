@@ -11,15 +11,9 @@ import sys
 
 import pytest
 
-from tests.ops.triton.kda_compile import kda_case, results_of
-from tests.ops.triton.test_compile import (
-    compile_launch,
-    conv1d_case,
-    cross_entropy_case,
-    gdn_case,
-    look_for_wrong,
-    swiglu_case,
-)
+from tests.ops.triton.kda_compile import results_of
+from tests.ops.triton.shapes import BF16, SHAPES, Shape, results
+from tests.ops.triton.test_compile import OnTheChip, compile_launch, with_wrong_instructions
 
 # GDN: none at sm_100, K and V up to 128 at sm_120 (ops/triton/configs.py says why).
 SHARED = {80: 166912, 86: 101376, 89: 101376, 100: 232448, 120: 101376}  # bytes a program may use on sm_<target>
@@ -61,15 +55,22 @@ def launches(target: int, op: str, K: int, only: tuple[str, ...] = ()) -> list[d
 
     configs.architecture = lambda device: configs.shipped_for(divmod(target, 10))
     JITFunction.run = run
-    if op == "kda":
-        kda_case("bfloat16", K, K, "bounded")
-    elif op == "gdn":
-        gdn_case("bfloat16", K, K)
-    elif op == "conv1d":
-        conv1d_case("bfloat16", 4)
-    else:
-        (swiglu_case if op == "swiglu" else cross_entropy_case)()
-    return look_for_wrong(found, target)
+    with OnTheChip():
+        results(shape_of(op, K), "meta", "triton")
+    return with_wrong_instructions({op: found}, target)[op]
+
+
+def shape_of(op: str, K: int) -> Shape:
+    """In bfloat16."""
+    heads = {"K": K, "V": K, "H": 2, "HV": 2}
+    shapes = {
+        "kda": Shape(op, BF16, heads, {"gate": "raw", "lower_bound": -5.0}),
+        "gdn": Shape(op, BF16, heads),
+        "conv1d": Shape(op, BF16, {"W": 4, "D": 1000}),
+        "swiglu": Shape(op, BF16, {"H": 2816}, {"gate_factor": 0.5}),
+        "cross_entropy": Shape(op, BF16, {"vocab": 248320}),
+    }
+    return SHAPES[str(shapes[op])]
 
 
 @pytest.fixture(scope="module")

@@ -64,6 +64,14 @@ def load_gates(w, start, rows, stride, column, K: tl.constexpr, LOWER_BOUND: tl.
 
 
 @triton.jit
+def load_narrow(x, start, rows, stride, column, V: tl.constexpr, WIDTH: tl.constexpr):
+    """As `load_rows`, of V columns, with zeros up to WIDTH."""
+    o_c, o_v = tl.arange(0, 64)[:, None], tl.arange(0, WIDTH)[None, :]
+    inside = (o_c < rows) & (o_v < V)
+    return tl.load(x + start * stride + column + (o_c * stride + o_v), mask=inside, other=0.0)
+
+
+@triton.jit
 def decays(b_w, CT: tl.constexpr, LOWER_BOUND: tl.constexpr):
     """Of a chunk's gates [64, K]: Γ and Γ' relative to its reference [64, K]; 2^reference, 2^(γ − reference) and
     2^γ [K]. Gates are log decays, or with LOWER_BOUND the logits of what it is multiplied by."""
@@ -117,7 +125,10 @@ def prepare_kernel(
     cu_seqlens, chunk_index, scale, stride_q, stride_k, stride_v, stride_a, stride_b, stride_w,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CT: tl.constexpr, LOWER_BOUND: tl.constexpr,
 ):  # fmt: skip
-    """One (chunk, head). All loads come first: between barriers each would wait for the memory by itself."""
+    """One (chunk, head). All loads come first: between barriers each would wait for the memory by itself. In 16 bits
+    values are at least 64 wide: ptxas 12.8 gets descriptors of narrower ones wrong."""
+    VW: tl.constexpr = V if CT == tl.float32 else 64  # noqa: SIM300
+    o_v = tl.arange(0, VW)[None, :]
     i_h, i_t = tl.program_id(0), tl.program_id(1)
     start, n = locate(chunk_index, cu_seqlens, i_t, 64)
     tile = i_t.to(tl.int64) * H + i_h
@@ -126,7 +137,7 @@ def prepare_kernel(
     b_a = load_rows(a, start, n, stride_a, o_k, 64, K)
     b_b = load_rows(b, start, n, stride_b, o_k, 64, K)
     b_k = load_rows(k, start, n, stride_k, o_k, 64, K)
-    b_v = load_rows(v, start, n, stride_v, i_h * V, 64, V).to(CT)
+    b_v = load_narrow(v, start, n, stride_v, i_h * V, V, VW).to(CT)
     b_q = load_rows(q, start, n, stride_q, o_k, 64, K)
     if O is None:
         b_T = tl.load(at(inverse, tile, 64, 0, 64, 64))
@@ -150,7 +161,7 @@ def prepare_kernel(
     b_P = dot(tl.trans(b_b), b_w) * to_end[:, None]
     tl.store(at(P, tile, K, 0, K, K), b_P.to(CT))
     b_U = dot(tl.trans(b_k), b_v, dot(tl.trans(b_b), b_u)) * to_end[:, None]
-    tl.store(at(U, tile, K, 0, V, V), b_U.to(CT))
+    tl.store(at(U, tile, K, 0, V, VW), b_U.to(CT), mask=o_v < V)
     q_tilde = b_q.to(tl.float32) * (scale * tl.exp2(x))
     b_q = q_tilde.to(CT)
     A_qb = pairs(b_q, b_b, CT, False)
@@ -158,7 +169,7 @@ def prepare_kernel(
     tl.store(at(Q, tile, 64, 0, K, K), b_Q.to(CT))
     if O is not None:
         b_O = dot(pairs(b_q, b_k, CT, False), b_v, dot(A_qb, b_u))
-        tl.store(at(O, tile, 64, 0, V, V), b_O.to(CT))
+        tl.store(at(O, tile, 64, 0, V, VW), b_O.to(CT), mask=o_v < V)
 
 
 @triton.jit
