@@ -52,7 +52,7 @@ class Shape(NamedTuple):
     op: str  # of OPS in tests/ops/inputs.py, or of PROGRAMS
     dtype: torch.dtype
     dims: Mapping[str, int]
-    options: Mapping[str, Any] = MappingProxyType({})  # of the op, and what RECURRENCE takes out of them
+    options: Mapping[str, Any] = MappingProxyType({})  # of the op, and those that programs here read: gate, tokens, …
     compiled: bool = False  # without a GPU, in every run of the tests; the others by `python -m`
 
     def __str__(self) -> str:

@@ -30,8 +30,6 @@ from tests.ops.triton.machine_code import run_on, wrong_instructions
 from tests.ops.triton.shapes import SHAPES, results
 
 SHARED_LIMIT = 232448  # bytes a program may use on sm_90
-
-
 MANY_TILES = "six to ten fp32 tiles are alive at once; splitting the kernel further reads its inputs again"
 OCCUPANCY = "fewer registers let more programs run on a multiprocessor: KDA's prepare takes 1.4 ms instead of 1.9"
 DECAYS = "60 loads among 1,200 instructions; 8 warps have every sum pass through shared memory"
