@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,9 @@ from titan_linear.config.reading import toml_value
 from titan_linear.config.schema import NAMES
 from titan_linear.models import families
 from titan_linear.models.adapters import config_from_hf, config_to_hf, placements
-from titan_linear.models.config import ModelConfig, MoEConfig, mistake
+from titan_linear.models.config import ModelConfig, MoEConfig, fingerprint, mistake
 from titan_linear.models.init import count_parameters
-from titan_linear.models.presets import MODELS, OWN, flavors, preset, resized
+from titan_linear.models.presets import MODELS, OWN, PUBLISHED, flavors, preset, resized
 from titan_linear.models.rope import RopeScaling
 from titan_linear.run.build import model_without_tokenizer
 from titan_linear.run.export import FAMILY_OF
@@ -67,6 +68,33 @@ def family_of(name: str, config: ModelConfig) -> str:
 def published(name: str, flavor: str) -> dict[str, object]:
     """The config.json that the preset is read from."""
     return json.loads((Path(families.__file__).parent / f"configs/{name}.json").read_text())[flavor]
+
+
+DIGESTS = {
+    "bamba": "fe50254637997996",
+    "falcon-h1": "c0b74cf2c19af029",
+    "granite-h": "4e2229f0242a2d58",
+    "kimi-linear": "6c1d1d0f3fda404e",
+    "lfm2": "12a1a663e83fae4c",
+    "ling-3": "13ab24a8015c98aa",
+    "minimax": "8b619ef885989074",
+    "nemotron-h": "9daaf2a28a864635",
+    "olmo-hybrid": "90567bd248356aba",
+    "qwen3-next": "f4740851fffbd86a",
+    "qwen3.5": "e6104b14cad5a88c",
+    "rwkv7": "754cb4a276568294",
+}
+
+
+def digest(sizes: dict[str, ModelConfig]) -> str:
+    """Of every option of every flavor that is not its default."""
+    training = [(m.init_std, m.moe and (m.moe.balance_coefficient, m.moe.bias_update_rate)) for m in sizes.values()]
+    parts = [*sizes, *map(fingerprint, sizes.values()), training]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def test_no_number_of_a_published_size_changes() -> None:
+    assert {name: digest(sizes) for name, sizes in PUBLISHED.items()} == DIGESTS
 
 
 def test_every_published_size_is_counted() -> None:
