@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
@@ -233,6 +234,19 @@ def check_rounding(
     limits |= {n: (1 + 3 / x[n].numel() ** 0.5) * max(one[n], one["g"]) for n in PARAMETERS & x.keys()}
     for size in sizes:
         assert not [(n, e, limits[n]) for n, e in errors(size).items() if not e <= limits[n]], size
+
+
+def test_the_last_rank_is_the_thread_that_calls() -> None:
+    *others, last = run_ranks(lambda group: threading.current_thread(), 3)
+    assert last is threading.current_thread() and last not in others
+
+    def interrupted(group: LocalGroup) -> None:
+        if group.rank() == 2:
+            raise KeyboardInterrupt  # as Ctrl-C in the main thread
+        dist.barrier(group)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(interrupted, 3)
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])

@@ -21,7 +21,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, count
@@ -63,7 +63,10 @@ def run_ranks(on_rank: Callable[[LocalGroup], T], size: int) -> list[T]:
 
 
 def take_turns(work: Sequence[Callable[[], T]]) -> list[T]:
-    """The result of each rank's function, for ranks that use several groups (`local_groups`). Raises `RankFailed`."""
+    """The result of each rank's function, for ranks that use several groups (`local_groups`). Raises `RankFailed`.
+
+    The last rank is the caller's thread: torch 2.11 may crash where another than the main thread compiles.
+    """
     turns, results = Turns(len(work)), [None] * len(work)
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
@@ -81,16 +84,19 @@ def take_turns(work: Sequence[Callable[[], T]]) -> list[T]:
             error = raised
         turns.end(rank, error)
 
-    threads = [
-        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(len(work))
-    ]
+    *others, last = range(len(work))
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in others]
     for thread in threads:
         thread.start()
     turns.begin()
+    copy_context().run(run, last)
     for thread in threads:
         thread.join()
     if turns.failed is not None:
-        raise RankFailed(turns.failed[0], len(work), turns.failed[1]) from turns.failed[1]
+        rank, error = turns.failed
+        if isinstance(error, Exception):
+            raise RankFailed(rank, len(work), error) from error
+        raise error  # Ctrl-C
     return results
 
 
