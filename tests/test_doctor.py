@@ -29,7 +29,7 @@ from titan_linear.distributed import compiling
 from titan_linear.models import plan
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.decoder import Decoder
-from titan_linear.models.mixers import delta
+from titan_linear.models.mixers import MIXERS
 from titan_linear.models.mlps.moe import MoE
 from titan_linear.models.presets import OWN, PUBLISHED
 from titan_linear.models.rope import Rotary
@@ -39,7 +39,7 @@ from titan_linear.ops.layout import build_context
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.torch import delta_rule
 from titan_linear.ops.torch.attention_kernels import Kernel
-from titan_linear.proof import compiled, data, definitions, doctor, hf, model, ops, processes, ranks, resume
+from titan_linear.proof import cases, compiled, data, definitions, doctor, hf, model, ops, processes, ranks, resume
 from titan_linear.proof import subject as proof_subject
 from titan_linear.proof.findings import Finding, Findings, Note
 from titan_linear.proof.subject import STREAMS, Subject, fitting, subject_of
@@ -395,7 +395,7 @@ SABOTAGES = {
         r"what is loaded: .*optimizer state exp_avg_sq of layers\.2\.mlp\.up_proj\.weight",
     ),
     "another document, in the last place": (
-        delta,
+        cases,
         "chunk_kda",
         leaks_an_ulp,
         of_case(ops.documents, "chunk_kda"),
@@ -670,11 +670,15 @@ def test_a_kernel_that_cannot_start_is_a_finding(subject: Subject) -> None:
     def fails(*_: object, **__: object) -> Tensor:
         raise OutOfResources("shared memory")
 
-    with sabotaged(delta, "chunk_kda", fails):
+    with sabotaged(cases, "chunk_kda", fails):
         check = next(pair for pair in doctor.checks(subject) if pair[0].startswith("implementations, chunk_kda"))
         (found,) = doctor.guarded(*check)
     assert str(found).startswith("FAIL implementations, chunk_kda, layer 0: cannot be computed")
     assert "OutOfResources: shared memory" in str(found)
+
+
+def test_every_mixer_is_compared_with_definitions() -> None:
+    assert all(cases.cases.dispatch(kind) is not cases.cases.dispatch(object) for kind in MIXERS.values())
 
 
 def test_ranks_that_cannot_go_on_are_a_finding(subject: Subject) -> None:

@@ -83,6 +83,15 @@ def problems(root: Path) -> list[str]:
     return said
 
 
+def test_only_proofs_know_the_definitions() -> None:
+    known = modules(ROOT)
+    reference = f"{PACKAGE}.ops.reference"
+    users = {
+        room(name) for name, file in known.items() if any(x.startswith(reference) for x in imports(name, file, known))
+    }
+    assert users <= {"ops", "proof", "tools"} and "proof" in users
+
+
 def test_imports_flow_one_way() -> None:
     assert problems(ROOT) == []
     assert len(modules(ROOT)) > 50

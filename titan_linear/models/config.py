@@ -7,7 +7,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -15,7 +15,6 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get
 import numpy as np
 from torch import nn
 
-from titan_linear.models.cases import Draws, OpCase
 from titan_linear.models.layers import OpDims
 from titan_linear.models.mlps import Dense, MLPOptions, MoEConfig
 from titan_linear.models.mlps.dense import DenseActivation
@@ -93,10 +92,6 @@ class MixerOptions(ABC):
     @abstractmethod
     def flops(self, dim: int, documents: Documents) -> int:
         """FLOPs of the products in forward, in a model of width `dim` (see titan_linear/step/flops.py)."""
-
-    def cases(self, draw: Draws) -> Iterator[OpCase]:
-        """Each of its `ops`, for the doctor."""
-        return iter(())
 
     def scan_programs(self, ranks: int) -> int | None:
         """Programs of a scan of its kernels over one entry, with the heads shared out among `ranks`; None: no scan."""

@@ -4,6 +4,7 @@
     findings.py  a line: what was compared, the figure, its bound, and where the worst error lies
     ranks.py     the run's ranks in one process, and a step on them as the trainer takes it
     data.py      labels, the cut of a batch, streams under other degrees
+    cases.py     the ops of each mixer, with their definitions
     ops.py       ops and mixers: split among ranks, against their oracles, documents alone, repeated
     model.py     the whole model: split among ranks against one process, documents alone, a step repeated
     processes.py under torchrun, the same step on the run's own processes: FSDP2, the mesh, collectives of the devices

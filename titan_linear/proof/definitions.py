@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_linear.models.cases import DELTA
 from titan_linear.models.draws import generator
 from titan_linear.models.float8 import SMALLEST
 from titan_linear.models.layers import rotate
@@ -18,6 +17,7 @@ from titan_linear.models.rope import inverse_frequencies
 from titan_linear.ops.cross_entropy import IGNORE, chunked_cross_entropy
 from titan_linear.ops.float8 import emulated_linear, float8_linear
 from titan_linear.ops.runtime.support import short
+from titan_linear.proof.cases import DELTA
 from titan_linear.proof.findings import UNIT, Finding, Findings, off, worst
 from titan_linear.proof.subject import Subject
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from titan_linear.data import IGNORE
 from titan_linear.distributed.mesh import ParallelDims
-from titan_linear.models.cases import DELTA, Tensors
 from titan_linear.models.decoder import Decoder
 from titan_linear.ops.runtime.support import short
+from titan_linear.proof.cases import DELTA, Tensors
 from titan_linear.proof.data import tokens_in
 from titan_linear.proof.findings import UNIT, Finding, Findings, bound_of_model, off, worst
 from titan_linear.proof.ops import ALONE, SMALL, begins, may_differ, plan_of, repeatable

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from titan_linear.distributed.parallelize import cp_method
-from titan_linear.models.cases import DELTA, OpCase, Tensors
 from titan_linear.models.config import MixerOptions
-from titan_linear.models.draws import generator
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.registry import choose_implementations
 from titan_linear.ops.runtime.support import short
+from titan_linear.proof.cases import Case, Draws, Tensors
+from titan_linear.proof.cases import cases as of_ops
 from titan_linear.proof.data import tokens_of
 from titan_linear.proof.findings import UNIT, Finding, Findings, off, worst
 from titan_linear.proof.ranks import LocalDims, on_ranks, sharding_of
@@ -29,28 +28,6 @@ ALONE = 6  # number of documents that are computed alone
 SMALL = 1e-3  # share of the batch's norm that a document (of one token, say) counts for at least
 
 
-@dataclass(frozen=True)
-class Case:
-    """An op with the shapes that a mixer gives it, or a mixer."""
-
-    name: str  # "chunk_kda", "kda"
-    layers: tuple[int, ...]
-    tokens: Tensors  # [1, T, ...] float64
-    dy: Tensor  # [1, T, ...] float64, the output's gradient
-    parameters: Tensors  # float64
-    run: Callable[[Tensors, BatchPlan, str], Tensor]  # (inputs, plan, impl) -> [1, T, ...]
-    bound: float  # in float64
-    units: Mapping[str, float]  # bounds of results in other dtypes, in UNITs; "": all others
-    wide: tuple[str, ...]  # parameters that are never narrower than float32
-    oracle: Callable[[Tensors, Tensor], Tensor] | None = None  # an op's definition: (x, cu_seqlens)
-    usual: Mapping[str, Tensor] = field(default_factory=dict)  # parameters instead of those that amplify rounding
-    by_head: bool = False  # the output and its inputs are [1, T, heads, ...]
-    first: int = 0  # where its tokens begin in the batch
-
-    def __str__(self) -> str:
-        return f"{self.name}, layer{'s' * (len(self.layers) > 1)} {', '.join(map(str, self.layers))}"
-
-
 # --- The cases of a model --------------------------------------------------------------------------------------------
 
 OF_MIXER = {"": 12.0}
@@ -59,73 +36,38 @@ OF_MIXER = {"": 12.0}
 def cases(subject: Subject) -> Iterator[Case]:
     """For each kind of mixer its ops, then the mixer itself."""
     whole = subject.whole(torch.float64)
+    T = STREAMS * subject.config.training.seq_len
     for kind in subject.model.mixers:
         layers = tuple(i for i, layer in enumerate(subject.model.layers) if kind in layer.mixers)
-        draw = _Draws(subject, kind)
-        for of_op in kind.cases(draw):
-            yield _op(of_op, layers, draw)
+        method = cp_method(kind, subject.config.parallelism)
+        draw = Draws(T, subject.config.debug.seed, kind.name, subject.device, method)
         of_first = zip(subject.model.layers[layers[0]].mixers, whole.layers[layers[0]].mixers, strict=True)
-        yield _mixer(kind, layers, draw, dict(of_first)[kind])
+        for case in (*of_ops(kind, draw), _mixer(kind, draw, subject.model.dim, dict(of_first)[kind])):
+            yield replace(case, layers=layers)
 
 
-class _Draws:
-    """Draws normal numbers by name, for the tokens of one data-parallel rank's streams."""
-
-    def __init__(self, subject: Subject, kind: MixerOptions):
-        self.T = STREAMS * subject.config.training.seq_len
-        self.seed = subject.config.debug.seed
-        self.kind = kind.name
-        self.device = subject.device
-        self.dim = subject.model.dim
-        self.cp_method = cp_method(kind, subject.config.parallelism)
-
-    def __call__(self, name: str, *shape: int) -> Tensor:
-        rng = generator(self.seed, "proof", self.kind, name)
-        return torch.randn(shape, generator=rng).double().to(self.device)
-
-    def tokens(self, name: str, *shape: int) -> Tensor:
-        return self(name, 1, self.T, *shape)
-
-
-def _op(of: OpCase, layers: tuple[int, ...], draw: _Draws) -> Case:
-    return Case(
-        of.op,
-        layers,
-        {name: draw.tokens(name, *shape) for name, shape in of.tokens.items()},
-        draw.tokens("dy", *of.output),
-        of.parameters,
-        partial(of.run, cp_method=draw.cp_method),
-        of.bound,
-        of.units,
-        wide=of.wide,
-        oracle=of.oracle,
-        usual=of.usual,
-        by_head=of.by_head,
-    )
-
-
-def _mixer(kind: MixerOptions, layers: tuple[int, ...], draw: _Draws, mixer: nn.Module) -> Case:
+def _mixer(kind: MixerOptions, draw: Draws, dim: int, mixer: nn.Module) -> Case:
     def run(x: Tensors, plan: BatchPlan, impl: str) -> Tensor:
         x = dict(x)
         own = copy.deepcopy(mixer)  # per call: ranks run it in turns
-        tokens, *taken = (x.pop(name) for name in given)
+        arguments = [x.pop(name) for name in tokens]
         for name, p in x.items():
             owner, _, leaf = name.rpartition(".")
             module = own.get_submodule(owner)
             del module._parameters[leaf]
             setattr(module, leaf, p)
         own.cp_method = draw.cp_method
-        own.implementations = choose_implementations(kind.ops, impl, tokens.device, tokens.dtype)
-        y = own(tokens, plan, None, *taken)
+        own.implementations = choose_implementations(kind.ops, impl, arguments[0].device, arguments[0].dtype)
+        x, *taken = arguments
+        y = own(x, plan, None, *taken)
         return y if isinstance(y, Tensor) else y[0]
 
+    tokens = draw.tokens(x=(dim,)) | (draw.tokens(values=(kind.takes,)) if kind.takes else {})
     parameters = {name: p.detach() for name, p in mixer.named_parameters()}
-    given = {"x": draw.tokens("x", draw.dim)}
-    if kind.takes:
-        given["values"] = draw.tokens("values", kind.takes)
-    dy = draw.tokens("dy of mixer", draw.dim)
     wide = getattr(mixer, "kept_whole", ())
-    return Case(f"mixer {kind.name}", layers, given, dy, parameters, run, DELTA, OF_MIXER, wide)
+    dy = draw("dy of mixer", 1, draw.T, dim)
+    more = {"parameters": parameters, "wide": wide, "by_head": False}
+    return Case(f"mixer {kind.name}", tokens, dy, run, None, OF_MIXER, **more)
 
 
 # --- A case on one rank or many --------------------------------------------------------------------------------------

@@ -11,10 +11,10 @@ from torch import Tensor
 from titan_linear.distributed.groups import host_group, of_all_ranks
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.parts import whole
-from titan_linear.models.cases import Tensors
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import owned
 from titan_linear.ops.runtime.support import short
+from titan_linear.proof.cases import Tensors
 from titan_linear.proof.findings import Findings
 from titan_linear.proof.model import (
     Station,

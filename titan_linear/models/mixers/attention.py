@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
-from titan_linear.models.cases import Draws, OpCase, attention_case
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
 from titan_linear.models.layers import (
     Cache,
@@ -75,9 +73,6 @@ class Attention(MixerOptions):
 
     def indivisible_heads(self, ranks: int) -> str | None:
         return None if key_head_copies(self.heads, self.kv_heads, ranks) else super().indivisible_heads(ranks)
-
-    def cases(self, draw: Draws) -> Iterator[OpCase]:
-        yield attention_case(self.heads, self.kv_heads, self.head_dim, self.head_dim, self.scale)
 
     def build(self, config: ModelConfig, layer: int) -> AttentionMixer:
         return AttentionMixer(self, config)

@@ -6,9 +6,7 @@ apply a delta rule, norm and gate each head's output, and project back. Their ga
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_linear.models.cases import Draws, OpCase, Tensors, convolution_case
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.draws import Draw, time_step_bias, uniform_decay, zeros
 from titan_linear.models.layers import ConvWeight, GatedRMSNorm, OpDims, project, project_each, projection, widen
@@ -25,7 +22,6 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_gated_delta_rule, chunk_kda
 from titan_linear.ops.delta_rule import is_bound
 from titan_linear.ops.layout.boundaries import scan_programs
-from titan_linear.ops.reference.delta_rule import gdn_gate, kda_gate, l2norm, recurrent_delta_rule
 from titan_linear.ops.triton.configs import kernel_dims
 
 IN_KERNEL = dict.fromkeys(("use_gate_in_kernel", "use_beta_sigmoid_in_kernel"), True)
@@ -73,40 +69,6 @@ class DeltaOptions(RecurrentOptions):
         projections = 2 * dim * (qkv + self.v_heads * (V + 1)) + self.gate_flops(dim)
         rule = self.v_heads * (6 * K * V * documents.tokens + 4 * (K + V) * documents.chunk_pairs)
         return (projections + 2 * self.conv_size * qkv) * documents.tokens + rule
-
-    def delta_cases(
-        self,
-        draw: Draws,
-        op: Callable[..., tuple[Tensor, Tensor | None]],
-        gate: Callable[..., Tensor],
-        of_gate: tuple[int, ...],
-        **options: float | None,
-    ) -> Iterator[OpCase]:
-        """gate: the definition of log decays, from gates [1, T, *of_gate]; options: of gate and op."""
-        H = self.heads
-        HV = self.v_heads
-        K = self.head_dim
-        V = self.v_head_dim
-        # Decays that last for hundreds of tokens and differ by head, so that a leak does not fade and exchanged heads
-        # show. They amplify rounding: below float64, kernels are held to what they promise for usual decays.
-        dt_bias = draw("dt_bias", math.prod(of_gate))
-        slow = {"A_log": torch.linspace(-1, 1, HV).double().to(dt_bias.device), "dt_bias": dt_bias - 7}
-
-        def run(x: Tensors, plan: BatchPlan, impl: str, cp_method: str) -> Tensor:
-            given = {"allow_neg_eigval": self.beta_range == 2.0, **IN_KERNEL, **options}
-            x = x | {name: l2norm(x[name]).to(x[name].dtype) for name in "qk"}
-            return op(**x, impl=impl, cp_method=cp_method, **plan.documents, **given)[0]
-
-        def oracle(x: Tensors, cu_seqlens: Tensor) -> Tensor:
-            g = gate(x["g"], x["A_log"], x["dt_bias"], **options)
-            beta = self.beta_range * x["beta"].sigmoid()
-            return recurrent_delta_rule(l2norm(x["q"]), l2norm(x["k"]), x["v"], g, beta, cu_seqlens=cu_seqlens)[0]
-
-        tokens = {"q": (H, K), "k": (H, K), "v": (HV, V), "g": of_gate, "beta": (HV,)}
-        units = {"": 1.5, "g": 3.0, "beta": 3.0, "A_log": 6.0, "dt_bias": 6.0}  # the last two are sums that cancel
-        usual, wide = {"dt_bias": dt_bias}, ("A_log", "dt_bias")
-        yield OpCase(self.op, tokens, (HV, V), slow, run, oracle, units, wide=wide, usual=usual)
-        yield convolution_case(draw, (H * K, H * K, HV * V), self.conv_size, norm_dim=K)
 
     def scan_programs(self, ranks: int) -> int:
         return scan_programs(self.v_heads // ranks, kernel_dims(self.head_dim, self.v_head_dim)[1])
@@ -199,10 +161,6 @@ class KDA(DeltaOptions):
         widths = self.v_heads * (self.head_dim + self.v_head_dim)
         return 2 * rank * (2 * dim + widths) if self.low_rank_gates else 2 * dim * widths
 
-    def cases(self, draw: Draws) -> Iterator[OpCase]:
-        gates = (self.v_heads, self.head_dim)
-        return self.delta_cases(draw, chunk_kda, kda_gate, gates, lower_bound=self.lower_bound)
-
     def build(self, config: ModelConfig, layer: int) -> KDAMixer:
         return KDAMixer(self, config)
 
@@ -258,9 +216,6 @@ class GDN(DeltaOptions):
 
     def gate_flops(self, dim: int) -> int:
         return 2 * dim * self.v_heads * (1 + self.v_head_dim)
-
-    def cases(self, draw: Draws) -> Iterator[OpCase]:
-        return self.delta_cases(draw, chunk_gated_delta_rule, gdn_gate, (self.v_heads,))
 
     def build(self, config: ModelConfig, layer: int) -> GDNMixer:
         return GDNMixer(self, config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_linear.models.cases import Draws, OpCase, simple_gla_case
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.layers import OpDims, RMSNorm, project_each, projection, widened
 from titan_linear.models.mixers.recurrent import Cache, Inputs, RecurrentMixer, RecurrentOptions
@@ -39,9 +37,6 @@ class Lightning(RecurrentOptions):
         return 10 * dim * width * documents.tokens + 4 * width * (
             self.head_dim * documents.tokens + documents.chunk_pairs
         )
-
-    def cases(self, draw: Draws) -> Iterator[OpCase]:
-        yield simple_gla_case(self.heads, self.head_dim, self.head_dim, scale=1.0)
 
     def scan_programs(self, ranks: int) -> int:
         return scan_programs(self.heads // ranks, self.head_dim)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_linear.models.cases import Draws, OpCase, Tensors, convolution_case
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.draws import ones, time_step_bias, uniform_decay
 from titan_linear.models.layers import ConvWeight, OpDims, cut, project, projection, scaled, widen
@@ -20,7 +18,6 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_ssd
 from titan_linear.ops.exchange.collectives import Ranks, sum_over_ranks
 from titan_linear.ops.layout.boundaries import scan_programs
-from titan_linear.ops.reference.linear_attention import recurrent_ssd
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,29 +67,6 @@ class Mamba2(RecurrentOptions):
         per_token += 4 * inner * self.state_dim
         pairs = 2 * (self.groups * self.state_dim + inner) * documents.chunk_pairs
         return per_token * documents.tokens + pairs
-
-    def cases(self, draw: Draws) -> Iterator[OpCase]:
-        heads = self.heads
-        P = self.head_dim
-        G = self.groups
-        N = self.state_dim
-        limits = {"dt_softplus": True, "dt_limit": (self.dt_min, self.dt_max)}
-        # Decays that last for hundreds of tokens and differ by head: see `DeltaOptions.delta_cases`.
-        dt_bias = draw("dt_bias", heads)
-        A = -torch.linspace(0.3, 3, heads).double().to(dt_bias.device)
-
-        def run(x: Tensors, plan: BatchPlan, impl: str, cp_method: str) -> Tensor:
-            return chunk_ssd(**x, **limits, impl=impl, cp_method=cp_method, **plan.documents)[0]
-
-        def oracle(x: Tensors, cu_seqlens: Tensor) -> Tensor:
-            return recurrent_ssd(**x, **limits, cu_seqlens=cu_seqlens)[0]
-
-        tokens = {"x": (heads, P), "dt": (heads,), "B": (G, N), "C": (G, N)}
-        parameters = {"A": A, "D": draw("D", heads), "dt_bias": dt_bias - 7}
-        units = {"": 1.5, "dt": 3.0, "B": 3.0, "C": 3.0, **dict.fromkeys(parameters, 6.0)}
-        usual, wide = {"dt_bias": dt_bias}, tuple(parameters)
-        yield OpCase(self.op, tokens, (heads, P), parameters, run, oracle, units, wide=wide, usual=usual)
-        yield convolution_case(draw, self.widths, self.conv_size, bias=self.conv_bias)
 
     def scan_programs(self, ranks: int) -> int:
         return scan_programs(self.heads // ranks, self.head_dim)

@@ -3,14 +3,12 @@ gated heads, as in Ling 3."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from titan_linear.models.cases import Draws, OpCase, attention_case
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
 from titan_linear.models.layers import Cache, OpDims, RMSNorm, attention_entropy, grown, projection, rotate, widened
 from titan_linear.models.plan import BatchPlan, Window
@@ -56,9 +54,6 @@ class MLA(MixerOptions):
     @property
     def head_counts(self) -> dict[str, int]:
         return {"query heads": self.heads}
-
-    def cases(self, draw: Draws) -> Iterator[OpCase]:
-        yield attention_case(self.heads, self.heads, self.head_dim, self.v_dim)
 
     def build(self, config: ModelConfig, layer: int) -> MLAMixer:
         return MLAMixer(self, config)

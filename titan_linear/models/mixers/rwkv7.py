@@ -4,7 +4,7 @@ writes, by rates and decays of each channel, all from mixes of a token with the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -13,14 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_linear.models.cases import Draws, OpCase, Tensors, convolution_case
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.draws import Draw, Elements, constant, token_mix
 from titan_linear.models.layers import SHIFT_OPS, Cache, LayerNorm, OpDims, projection, token_shift, widen
 from titan_linear.models.mixers.recurrent import Inputs, RecurrentMixer, RecurrentOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_rwkv7
-from titan_linear.ops.reference.linear_attention import recurrent_dplr
 
 
 def log_decay(w: Tensor) -> Tensor:
@@ -57,27 +55,6 @@ class RWKV7(RecurrentOptions):
         K, width = self.head_dim, self.heads * self.head_dim
         projections = 8 * dim * width + 2 * (self.w_rank + self.a_rank + self.v_rank + self.g_rank) * (dim + width)
         return projections * documents.tokens + width * (8 * K * documents.tokens + 16 * documents.chunk_pairs)
-
-    def cases(self, draw: Draws) -> Iterator[OpCase]:
-        shape = (self.heads, self.head_dim)
-
-        def inputs(x: Tensors) -> Tensors:
-            """With decays that last for hundreds of tokens: see `DeltaOptions.delta_cases`."""
-            removed = F.normalize(widen(x["a"]), dim=-1)
-            b = removed * widen(x["b"]).sigmoid()
-            return x | {"w": x["w"] - 7, "a": -removed.to(x["a"].dtype), "b": b.to(x["b"].dtype)}
-
-        def run(x: Tensors, plan: BatchPlan, impl: str, cp_method: str) -> Tensor:
-            how = {"use_gate_in_kernel": True, "impl": impl, "cp_method": cp_method}
-            return chunk_rwkv7(**inputs(x), **how, **plan.documents)[0]
-
-        def oracle(x: Tensors, cu_seqlens: Tensor) -> Tensor:
-            r, w, *others = (inputs(x)[name] for name in "rwkvab")
-            return recurrent_dplr(r, *others, log_decay(w), scale=1.0, cu_seqlens=cu_seqlens)[0]
-
-        units = {"": 3.0, "w": 6.0}
-        yield OpCase(self.op, dict.fromkeys("rwkvab", shape), shape, {}, run, oracle, units)
-        yield convolution_case(draw, (math.prod(shape),), 2, activation=None)
 
     @property
     def contradiction(self) -> str | None:

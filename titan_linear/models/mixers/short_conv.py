@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor, nn
 
-from titan_linear.models.cases import Draws, OpCase, convolution_case
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
 from titan_linear.models.layers import Cache, ConvWeight, OpDims, convolve, project_each, projection
 from titan_linear.models.plan import BatchPlan
@@ -30,9 +28,6 @@ class ShortConv(MixerOptions):
     def flops(self, dim: int, documents: Documents) -> int:
         """Projections to B, C, x and from the output; the convolution."""
         return (8 * dim + 2 * self.conv_size) * self.channels * documents.tokens
-
-    def cases(self, draw: Draws) -> Iterator[OpCase]:
-        yield convolution_case(draw, (self.channels,), self.conv_size, activation=None)
 
     @property
     def head_counts(self) -> dict[str, int]:
