@@ -25,7 +25,7 @@ from tests.worlds import Worlds
 from titan_linear import launch
 from titan_linear.config import changed, load_config
 from titan_linear.data import PackedStreams, Stream, StreamLoader, Streams
-from titan_linear.distributed import compiling
+from titan_linear.distributed import compiling, parallelize
 from titan_linear.models import plan
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.decoder import Decoder
@@ -39,7 +39,7 @@ from titan_linear.ops.layout import build_context
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.torch import delta_rule
 from titan_linear.ops.torch.attention_kernels import Kernel
-from titan_linear.proof import cases, compiled, data, definitions, doctor, hf, model, ops, processes, ranks, resume
+from titan_linear.proof import cases, compiled, data, definitions, doctor, hf, model, ops, processes, resume
 from titan_linear.proof import subject as proof_subject
 from titan_linear.proof.findings import Finding, Findings, Note
 from titan_linear.proof.subject import STREAMS, Subject, fitting, subject_of
@@ -409,7 +409,7 @@ SABOTAGES = {
         r"float64: chunk_gated_delta_rule, layer 1, against the definition .* > .* \(ddt_bias, head \d\)",
     ),
     "the experts' biases, under expert parallelism": (
-        ranks,
+        parallelize,
         "apply_ep",
         without_selection_biases,
         model.split,

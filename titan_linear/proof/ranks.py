@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_linear.distributed.experts import apply_ep
+from titan_linear.config import changed
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.one_process import LocalGroup, local_groups, take_turns
-from titan_linear.distributed.parallelize import apply_ac, apply_cp, replicated_parameters
+from titan_linear.distributed.parallelize import parallelize, replicated_parameters
 from titan_linear.distributed.parts import Parts
-from titan_linear.distributed.tensor_parallel import apply_tp
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.mlps.moe import MoE
 from titan_linear.ops.exchange.collectives import Ranks
@@ -43,6 +42,7 @@ class LocalDims:
     expert_group: LocalGroup  # ranks of data_group that have the same experts
     sharded = False
     replicas = 1
+    parameter_mesh = expert_parameter_mesh = None  # for tensors that lie on several processes
 
     @property
     def dp(self) -> int:
@@ -55,6 +55,10 @@ class LocalDims:
     @property
     def tp(self) -> int:
         return self.degrees.tp
+
+    @property
+    def ep(self) -> int:
+        return self.degrees.ep
 
     @property
     def copies(self) -> int:
@@ -124,16 +128,9 @@ def model_of(subject: Subject, whole: Decoder, dims: LocalDims, compiled: bool =
             own.mlp.loads = torch.zeros_like(layer.mlp.loads)
     if whole.config.tie_embeddings:
         model.head.weight = model.embedding.weight
-    experts = apply_ep(model, dims.ep_ranks) if dims.degrees.ep > 1 else frozenset()
-    splits = apply_tp(model, dims.tp_ranks) if dims.tp > 1 else {}
-    model.parts = Parts(splits, None, experts, None)  # the meshes are for tensors that lie on several processes
-    apply_cp(model, subject.config.parallelism)
-    if compiled:
-        from titan_linear.distributed.compiling import apply_compile  # imports the compiler
-
-        apply_compile(model, subject.config.compile.backend)
-    apply_ac(model, subject.config.activation_checkpoint, compiled=compiled)
-    return model.use(subject.config.model.impl, subject.device, subject.dtype, dims.tp)
+    parallelize(model, dims, changed(subject.config, {"compile.enable": compiled}), subject.device)
+    model.parts = getattr(model, "parts", Parts({}, None))
+    return model
 
 
 def sum_as_fsdp(model: Decoder, dims: LocalDims) -> None:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_linear.config import Config, changed
-from titan_linear.data import StreamLoader
 from titan_linear.distributed.groups import host_group, of_all_ranks
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
 from titan_linear.distributed.parts import local_tensor
@@ -23,6 +22,7 @@ from titan_linear.proof.findings import Finding, Findings, Note
 from titan_linear.proof.ops import repeatable
 from titan_linear.proof.subject import STREAMS, MoreDocuments, Subject, narrowed
 from titan_linear.run.build import build_dims, build_model, build_passes
+from titan_linear.run.start import build_loader
 from titan_linear.step.optimizer import build_optimizer
 from titan_linear.step.update import Update
 from titan_linear.storage.checkpoint import Checkpointer
@@ -46,13 +46,7 @@ class Run:
 
     def __post_init__(self) -> None:
         config = self.subject.config
-        self.loader = StreamLoader(
-            MoreDocuments(self.subject.streams),
-            global_batch_size=config.training.global_batch_size,
-            local_batch_size=1,
-            dp_rank=self.dims.dp_rank,
-            dp_degree=self.dims.dp,
-        )
+        self.loader = build_loader(config, MoreDocuments(self.subject.streams), self.dims)
 
     def begin(self) -> None:
         """Take batches from the loader's next stream on."""
@@ -170,5 +164,5 @@ def _on_one_rank(config: Config) -> Config:
 
 def _taken(config: Config, dp: int) -> Config:
     """The config uncompiled, with a global batch for `dp` data-parallel ranks."""
-    batch = {"training.global_batch_size": STREAMS * dp, "training.local_batch_size": 1}
+    batch = {"training.global_batch_size": STREAMS * dp, "training.local_batch_size": 1, "training.num_workers": 0}
     return changed(config, batch | {"compile.enable": False})
