@@ -95,9 +95,9 @@ def delta_rules() -> Iterator[Shape]:
         for K, V in ((8, 1), (8, 40), (33, 72), (65, 104), (96, 192), (129, 200), (255, 225)):  # padded
             yield Shape(op, BF16, {"K": K, "V": V} | next(heads), next(gate))
         for options in gates:
-            for K in (128, 256):
-                here = not options or (K == 128 and "lower_bound" in options)
-                yield Shape(op, BF16, {"K": K, "V": K, "H": 2, "HV": 2}, options, compiled=here)
+            here = not options or "lower_bound" in options
+            yield Shape(op, BF16, {"K": 128, "V": 128, "H": 2, "HV": 2}, options, compiled=here)
+        yield Shape(op, BF16, {"K": 256, "V": 256, "H": 2, "HV": 2}, compiled=True)
         yield Shape(op, BF16, {"K": 128, "V": 128, "H": 16, "HV": 64}, gates[-1])
         yield Shape(op, BF16, {"K": 128, "V": 192, "H": 30, "HV": 30}, compiled=op == "gdn")
         yield Shape(op, BF16, {"K": 128, "V": 128, "H": 1, "HV": 1}, LONG, compiled=op == "kda")
@@ -107,12 +107,11 @@ def delta_rules() -> Iterator[Shape]:
 def rwkv7() -> Iterator[Shape]:
     options = cycle(({}, {"use_gate_in_kernel": True}))
     for dtype in DTYPES:
-        limit = largest_dim(HOPPER, "rwkv7", dtype.itemsize)
-        for K in (8, 16, 32, 33, 64):
-            for V in (1, 16, 32, 48, 64):
-                if max(K, V) <= limit:
-                    here = dtype == FP32 and K == V == limit
-                    yield Shape("rwkv7", dtype, {"K": K, "V": V, "H": 3}, next(options), compiled=here)
+        limit = largest_dim(HOPPER, "rwkv7", dtype.itemsize)  # keys of all widths are computed at this one
+        values = [V for V in (1, 16, 32, 48, 64) if V <= limit and (dtype != FP16 or V in (1, 64))]
+        for K, V in [*((limit, V) for V in values), (8, limit), (33 if limit > 33 else 16, limit)]:
+            here = dtype == FP32 and K == V
+            yield Shape("rwkv7", dtype, {"K": K, "V": V, "H": 3}, next(options), compiled=here)
     for gate in ({}, {"use_gate_in_kernel": True}):
         yield Shape("rwkv7", BF16, {"K": 64, "V": 64, "H": 64}, gate, compiled=True)
     yield Shape("rwkv7", BF16, {"K": 64, "V": 64, "H": 1}, LONG)
