@@ -108,7 +108,7 @@ def rwkv7() -> Iterator[Shape]:
     options = cycle(({}, {"use_gate_in_kernel": True}))
     for dtype in DTYPES:
         limit = largest_dim(HOPPER, "rwkv7", dtype.itemsize)  # keys of all widths are computed at this one
-        values = [V for V in (1, 16, 32, 48, 64) if V <= limit and (dtype != FP16 or V in (1, 64))]
+        values = [V for V in (1, 16, 32, 48, 64) if limit >= V and (dtype != FP16 or V in (1, 64))]
         for K, V in [*((limit, V) for V in values), (8, limit), (33 if limit > 33 else 16, limit)]:
             here = dtype == FP32 and K == V
             yield Shape("rwkv7", dtype, {"K": K, "V": V, "H": 3}, next(options), compiled=here)

@@ -43,7 +43,7 @@ from titan_linear.ops.triton.configs import kernel_dims, widest_slice
 
 # Largest relative errors, of o and of what is not named; float32's products are exact to about 2^-21.
 EXACT = 2e-5
-# In 16 bits a chain of three roundings of half a unit each: of what a product reads, of its result, and of what is stored.
+# In 16 bits a chain of three roundings of half a unit each: what a product reads, its result, and what is stored.
 # Gates' gradients subtract two such.
 CHAIN = 1.5 * UNIT
 DELTA_RULE = dict.fromkeys(("o", "final", "dq", "dk", "dv", "dinitial_state"), CHAIN) | {"": 2 * CHAIN}
