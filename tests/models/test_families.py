@@ -33,7 +33,7 @@ from tests.worlds import Worlds
 from titan_linear.models.adapters import config_from_hf, config_to_hf, ignored, placements
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder, LayerCache
-from titan_linear.models.families.layout import check_values
+from titan_linear.models.families.keys import check_values
 from titan_linear.models.init import initialise
 from titan_linear.models.mixers import Attention, Mamba2
 from titan_linear.models.plan import BatchPlan

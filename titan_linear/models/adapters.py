@@ -22,7 +22,8 @@ import torch
 from titan_linear.models.config import MOST_LAYERS, MixerOptions, ModelConfig, MoEConfig, differences
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.families import FAMILIES
-from titan_linear.models.families.layout import Family, Layout, check_values
+from titan_linear.models.families.keys import Keys, check_values
+from titan_linear.models.families.layout import Family, Layout
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -142,7 +143,7 @@ def _read(family: Family, config: Mapping[str, object]) -> ModelConfig:
         text = _text(config)
         if type(n := text.get("num_hidden_layers")) is int and n > MOST_LAYERS:
             raise ValueError(f"config.json: num_hidden_layers = {n} is above {MOST_LAYERS:,}; fetch it again")
-        model = family.config_from_hf(text)
+        model = family.keys.read(Keys(text))
     except (TypeError, KeyError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"config.json: a value is of another kind than its key's ({error}); fetch it again") from None
     check_values(model)
@@ -155,8 +156,9 @@ def config_to_hf(family: str, config: ModelConfig) -> dict[str, object]:
         raise ValueError(f"family = {family!r} is unknown; use one of {', '.join(FAMILIES)}")
     if unknown := {layer.name for layer in config.layers if layer.kinds not in FAMILIES[family].layers}:
         raise ValueError(f"{family} cannot hold this model: it has no layers {', '.join(sorted(unknown))}; use another")
-    written = FAMILIES[family].config_to_hf(config)
-    if found := differences(config, FAMILIES[family].config_from_hf(written)):
+    keys = FAMILIES[family].keys
+    written = keys.write(config)
+    if found := differences(config, keys.read(Keys(written))):
         said = ", ".join(f"{option} = {ours!r}" for option, (ours, _) in found.items())
         raise ValueError(f"{family} cannot hold this model: {said}; use another")
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # transformers' defaults are one model's

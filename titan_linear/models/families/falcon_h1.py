@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from titan_linear.models.config import ModelConfig
-from titan_linear.models.families.layout import (
+from titan_linear.models.families.keys import (
+    COMMON,
+    HEAD_DIM,
     HEADS,
-    MAMBA2_SIZES,
-    Family,
+    HIDDEN_DIM,
+    TIME_STEP_LIMIT,
     Json,
     Keys,
-    attention_to_hf,
-    common_from_hf,
-    common_to_hf,
-    mamba2,
-    named,
-    options_of,
-    outside_layers,
-    self_attention,
-    swiglu,
-    time_step_limit,
-    time_step_limit_to_hf,
-    weights,
+    Part,
+    Row,
+    changed,
+    derived,
+    mixer,
+    only,
+    plain,
+    rope,
+    written,
 )
+from titan_linear.models.families.layout import Family, mamba2, outside_layers, self_attention, swiglu, weights
 from titan_linear.models.mixers import Attention, Mamba2
 
 # --- Tensors ---------------------------------------------------------------------------------------------------------
@@ -36,88 +36,86 @@ LAYERS = {
 
 # --- config.json -----------------------------------------------------------------------------------------------------
 
-OF_MAMBA2 = ("z_factor", "x_factor", "b_factor", "c_factor", "dt_factor")  # in the order of ssm_multipliers
+
+def _factors(theirs: str, *ours: str) -> Row:
+    """A list of numbers: our options."""
+
+    def read(key: Keys) -> Json:
+        given = key(theirs, None) or [1.0] * len(ours)
+        if len(given) != len(ours):
+            raise ValueError(f"config.json: {theirs} = {given}; give {len(ours)} numbers")
+        return dict(zip(ours, given))
+
+    return Row(read, lambda part: {theirs: [getattr(part, name) for name in ours]})
 
 
-def _from_hf(config: Json) -> ModelConfig:
-    key = Keys({"mamba_norm_before_gate": True, **config})  # transformers' default, which we do not have
-    for name in ("mlp_bias", "mamba_proj_bias", "projectors_bias"):
-        key.only(name, False)
-    gate, down = _factors(key, "mlp_multipliers", 2)
-    return ModelConfig(
-        **common_from_hf(key),
-        pattern=((_mamba2_from_hf(key), _attention_from_hf(key)),),
-        hidden_dim=key("intermediate_size"),
-        embedding_factor=key("embedding_multiplier", 1.0),
-        gate_factor=gate,
-        mlp_factor=down,
-        logits_divisor=1 / key("lm_head_multiplier", 1.0),
-    )
+INPUTS = _factors("ssm_multipliers", "z_factor", "x_factor", "b_factor", "c_factor", "dt_factor")
 
 
-def _factors(key: Keys, name: str, count: int) -> list[float]:
-    given = key(name, None) or [1.0] * count
-    if len(given) != count:
-        raise ValueError(f"config.json: {name} = {given}; give {count} numbers")
-    return given
+def _head_dim(key: Keys) -> int:
+    if (given := key("mamba_d_head", "auto")) != "auto":
+        return given
+    width = key("mamba_d_ssm") or key("mamba_expand", 2) * key("hidden_size")
+    return width // key("mamba_n_heads")
 
 
-def _mamba2_from_hf(key: Keys) -> Mamba2:
-    sizes = key.options(MAMBA2_SIZES, head_dim="auto", groups=1, conv_size=4, conv_bias=True)
-    if sizes["head_dim"] == "auto":
-        width = key("mamba_d_ssm") or key("mamba_expand", 2) * key("hidden_size")
-        sizes["head_dim"] = width // sizes["heads"]
+def _read_norm(key: Keys) -> Json:
+    """A norm comes after the gate, which is not transformers' default."""
     if normed := key("mamba_rms_norm", False):
-        key.only("mamba_norm_before_gate", False)
-    factors = [key("ssm_in_multiplier", 1.0) * x for x in _factors(key, "ssm_multipliers", 5)]
-    return Mamba2(
-        **sizes,
-        **time_step_limit(key),
-        **dict(zip(OF_MAMBA2, factors, strict=True)),
-        out_factor=key("ssm_out_multiplier", 1.0),
-        output_norm=normed,
-    )
+        only("mamba_norm_before_gate", False).read(Keys({"mamba_norm_before_gate": True, **key.config}))
+    return dict(output_norm=normed)
 
 
-def _attention_from_hf(key: Keys) -> Attention:
+def _read_attention_factors(key: Keys) -> Json:
     """A factor on its input is one on queries, on keys and on values."""
     factor = key("attention_in_multiplier", 1.0)
-    return Attention(
-        **key.options(HEADS),
-        head_dim=key.head_dim(),
+    return dict(
         key_factor=factor**2 * key("key_multiplier", 1.0),
         out_factor=factor * key("attention_out_multiplier", 1.0),
-        **key.rope(1e4),
     )
 
 
-def _to_hf(config: ModelConfig) -> Json:
-    mamba, attention = options_of(config, Mamba2), options_of(config, Attention)
-    written = dict(
-        **common_to_hf(config),
-        model_type="falcon_h1",
-        intermediate_size=config.hidden_dim,
-        embedding_multiplier=config.embedding_factor,
-        mlp_multipliers=[config.gate_factor, config.mlp_factor],
-        lm_head_multiplier=1 / config.logits_divisor,
-        **named(mamba, MAMBA2_SIZES),
-        **time_step_limit_to_hf(mamba.dt_min, mamba.dt_max),
-        mamba_d_ssm=mamba.heads * mamba.head_dim,
-        mamba_rms_norm=mamba.output_norm,
-        mamba_norm_before_gate=False,
-        ssm_in_multiplier=1.0,
-        ssm_multipliers=[getattr(mamba, name) for name in OF_MAMBA2],
-        ssm_out_multiplier=mamba.out_factor,
-        **attention_to_hf(attention),
-        head_dim=attention.head_dim,
-        key_multiplier=attention.key_factor,
-        attention_in_multiplier=1.0,
-        attention_out_multiplier=attention.out_factor,
-    )
-    del written["layer_types"]  # all are alike
-    return written
+def _read_inputs(key: Keys) -> Json:
+    return {name: key("ssm_in_multiplier", 1.0) * x for name, x in INPUTS.read(key).items()}
 
 
-FALCON_H1 = Family(
-    outside_layers("embed_tokens", "final_layernorm"), LAYERS, swiglu("mlp.", "feed_forward."), (), _from_hf, _to_hf
+MAMBA2 = Part(
+    Mamba2,
+    plain(
+        heads="mamba_n_heads",
+        head_dim=("mamba_d_head", "auto"),
+        state_dim="mamba_d_state",
+        groups=("mamba_n_groups", 1),
+        conv_size=("mamba_d_conv", 4),
+        conv_bias=("mamba_conv_bias", True),
+    ),
+    derived(head_dim=_head_dim),
+    TIME_STEP_LIMIT,
+    Row(write=lambda mamba: dict(mamba_d_ssm=mamba.heads * mamba.head_dim)),
+    Row(_read_norm, lambda mamba: dict(mamba_rms_norm=mamba.output_norm, mamba_norm_before_gate=False)),
+    written(ssm_in_multiplier=1.0),
+    Row(_read_inputs, INPUTS.write),
+    plain(out_factor=("ssm_out_multiplier", 1.0)),
 )
+ATTENTION = Part(
+    Attention,
+    HEADS,
+    rope(1e4),
+    HEAD_DIM,
+    Row(_read_attention_factors, lambda attention: dict(key_multiplier=attention.key_factor)),
+    Row(write=lambda attention: dict(attention_in_multiplier=1.0, attention_out_multiplier=attention.out_factor)),
+)
+KEYS = Part(
+    ModelConfig,
+    *COMMON,
+    only("mlp_bias mamba_proj_bias projectors_bias", False),
+    written(model_type="falcon_h1"),
+    HIDDEN_DIM,
+    plain(embedding_factor=("embedding_multiplier", 1.0)),
+    _factors("mlp_multipliers", "gate_factor", "mlp_factor"),
+    changed("logits_divisor", "lm_head_multiplier", lambda x: 1 / x, lambda x: 1 / x, 1.0),
+    derived(pattern=lambda key: ((MAMBA2.read(key), ATTENTION.read(key)),)),
+    mixer(MAMBA2),
+    mixer(ATTENTION),
+)
+FALCON_H1 = Family(outside_layers("embed_tokens", "final_layernorm"), LAYERS, swiglu("mlp.", "feed_forward."), (), KEYS)

@@ -6,17 +6,32 @@ The folders that we write also open without that library, through modeling_titan
 from __future__ import annotations
 
 from titan_linear.models.config import ModelConfig
+from titan_linear.models.families.keys import (
+    Json,
+    Keys,
+    Part,
+    Row,
+    always,
+    beta_range,
+    changed,
+    derived,
+    either,
+    mixer,
+    names_of_model,
+    only,
+    plain,
+    shortest,
+    table,
+    written,
+)
 from titan_linear.models.families.layout import (
     GATES,
     MLP,
     Family,
-    Json,
-    Keys,
+    Spellings,
     convolutions,
     gates,
-    options_of,
     outside_layers,
-    shortest,
     spelled,
     weights,
 )
@@ -44,120 +59,85 @@ FLA_ATTENTION = (*_NORMS, *weights("mixer.", "attn.", "q_proj", "k_proj", "v_pro
 # --- config.json -----------------------------------------------------------------------------------------------------
 
 
-def _from_hf(config: Json, kind: type[KDA] | type[GDN]) -> ModelConfig:
-    key = Keys(config)
-    key.only("hidden_act", "swish", "silu")
-    key.only("use_short_conv", True)
-    key.only("use_gate", True)
-    key.only("attnres_block_size", None)
-    dim = key("hidden_size")
-    softmax, attention = _softmax_from_hf(key, dim)
-    layers = range(key("num_hidden_layers"))
-    linear = None if set(layers) <= set(softmax) else _linear_from_hf(key, kind)
-    return ModelConfig(
-        vocab_size=key("vocab_size"),
-        dim=dim,
-        num_layers=len(layers),
-        hidden_dim=_hidden_dim(key, dim),
-        pattern=shortest([attention if i in softmax else linear for i in layers]),
-        tie_embeddings=key("tie_word_embeddings", False),
-        norm_eps=key("norm_eps", 1e-6),
-        init_std=key("initializer_range", 0.02),
-    )
-
-
-def _linear_from_hf(key: Keys, kind: type[KDA] | type[GDN]) -> KDA | GDN:
-    heads, head_dim = key("num_heads"), key("head_dim")
-    own = {"lower_bound": key("lower_bound", None)} if kind is KDA else {}
-    return kind(
-        heads=heads,
-        v_heads=key("num_v_heads", None) or heads,
-        head_dim=head_dim,
-        v_head_dim=int(head_dim * key("expand_v", 1.0 if kind is KDA else 2.0)),
-        conv_size=key("conv_size", 4),
-        beta_range=2.0 if key("allow_neg_eigval", False) else 1.0,
-        **own,
-    )
-
-
-def _hidden_dim(key: Keys, dim: int) -> int:
-    """intermediate_size, or the multiple of 256 at or above 2/3 · hidden_ratio · hidden_size."""
-    if size := key("intermediate_size", None):
-        return size
-    return 256 * -(-int(dim * (key("hidden_ratio", None) or 4) * 2 / 3) // 256)
-
-
-def _softmax_from_hf(key: Keys, dim: int) -> tuple[list[int], Attention | None]:
-    """The indices of the softmax layers, and their options."""
+def _read_spec(key: Keys) -> Json:
+    """attn: what softmax layers are, and their indices."""
     specs = key("attn", None) or []
     specs = [specs] if isinstance(specs, dict) else specs
-    found = [{**s, "layers": None} for s in specs]
-    if any(s != found[0] for s in found):
+    kinds = [{**spec, "layers": None} for spec in specs]
+    if any(kind != kinds[0] for kind in kinds):
         raise ValueError("config.json: attn has layers of several kinds; only one kind of softmax layer is known")
-    layers = [i for s in specs for i in s["layers"]]
-    if not layers:
-        return [], None
-    spec = Keys(found[0])
-    spec.only("qkv_bias", False)
-    spec.only("window_size", None)
-    heads = spec("num_heads")
-    return layers, Attention(
-        heads=heads,
-        kv_heads=spec("num_kv_heads", None) or heads,
-        head_dim=dim // heads,
-        rope_theta=float(spec("rope_theta", None) or 10000.0),
+    return dict(*kinds[:1], layers=[i for spec in specs for i in spec["layers"]])
+
+
+SOFTMAX = Part(
+    Attention,
+    plain(heads="num_heads"),
+    either("kv_heads", "num_kv_heads", lambda spec: spec("num_heads"), None),
+    derived(head_dim=lambda spec: spec("hidden_size") // spec("num_heads")),
+    always("qkv_bias", False),
+    always("window_size", None),
+    changed("rope_theta", "rope_theta", lambda theta: float(theta or 10000.0), lambda theta: theta, None),
+)
+
+
+def _write_softmax(model: ModelConfig) -> Json:
+    layers = [i for i, layer in enumerate(model.layers) if isinstance(layer.mixers[0], Attention)]
+    return dict(attn=dict(layers=layers, **mixer(SOFTMAX).write(model)) if layers else None)
+
+
+def _pattern(linear: Part) -> Row:
+    def read(key: Keys) -> Json:
+        layers = range(key("num_hidden_layers"))
+        spec = _read_spec(key)
+        softmax = set(spec["layers"])
+        attention = SOFTMAX.read(Keys(spec | dict(hidden_size=key("hidden_size")))) if softmax else None
+        other = None if softmax >= set(layers) else linear.read(key)
+        return dict(pattern=shortest([attention if i in softmax else other for i in layers]))
+
+    return Row(read, _write_softmax)
+
+
+def _hidden_dim(key: Keys) -> int:
+    """The multiple of 256 at or above 2/3 · hidden_ratio · hidden_size."""
+    return 256 * -(-int(key("hidden_size") * (key("hidden_ratio", None) or 4) * 2 / 3) // 256)
+
+
+def _linear(kind: type[KDA] | type[GDN], expand: float, *rows: Row) -> Part:
+    return Part(
+        kind,
+        plain(heads="num_heads"),
+        either("v_heads", "num_v_heads", lambda key: key("num_heads"), None),
+        plain(head_dim="head_dim"),
+        Row(
+            lambda key: dict(v_head_dim=int(key("head_dim") * key("expand_v", expand))),
+            lambda linear: dict(expand_v=linear.v_head_dim / linear.head_dim),
+        ),
+        plain(conv_size=("conv_size", 4)),
+        beta_range("allow_neg_eigval", False),
+        *rows,
     )
 
 
-def _to_hf(config: ModelConfig, kind: type[KDA] | type[GDN]) -> Json:
-    written = dict(
-        model_type="kda" if kind is KDA else "gated_deltanet",
-        **remote_code(config, "KDA" if kind is KDA else "GatedDeltaNet"),
-        hidden_act="swish",
-        use_short_conv=True,
-        use_gate=True,
-        attn=None,
+def _family(name: str, model_type: str, linear: Part, tensors: tuple[Spellings, ...]) -> Family:
+    keys = table(
+        model_type,
+        *(Row(write=row.write) for row in remote_code(name)),
+        names_of_model(("norm_eps", 1e-6)),
+        either("hidden_dim", "intermediate_size", _hidden_dim, None),
+        always("hidden_act", "swish", "silu"),
+        always("use_short_conv", True),
+        always("use_gate", True),
+        only("attnres_block_size", None),
+        written(attn=None),
+        mixer(linear),
+        _pattern(linear),
     )
-    if linear := options_of(config, kind):
-        written |= dict(
-            num_heads=linear.heads,
-            num_v_heads=linear.v_heads,
-            head_dim=linear.head_dim,
-            expand_v=linear.v_head_dim / linear.head_dim,
-            conv_size=linear.conv_size,
-            allow_neg_eigval=linear.beta_range == 2.0,
-        )
-    if isinstance(linear, KDA):
-        written |= dict(safe_gate=linear.lower_bound is not None, lower_bound=linear.lower_bound)
-    if attention := options_of(config, Attention):
-        softmax = [i for i, layer in enumerate(config.layers) if isinstance(layer.mixers[0], Attention)]
-        written["attn"] = dict(
-            layers=softmax,
-            num_heads=attention.heads,
-            num_kv_heads=attention.kv_heads,
-            qkv_bias=False,
-            window_size=None,
-            rope_theta=attention.rope_theta,
-        )
-    return written
+    return Family(FLA_MODEL, {(linear.kind,): tensors, (Attention,): FLA_ATTENTION}, MLP, (), keys, float32=GATES)
 
 
-SOFTMAX = {(Attention,): FLA_ATTENTION}
-FLA_KDA_FAMILY = Family(
-    FLA_MODEL,
-    {(KDA,): FLA_KDA, **SOFTMAX},
-    MLP,
-    (),
-    lambda c: _from_hf(c, KDA),
-    lambda c: _to_hf(c, KDA),
-    float32=GATES,
+BOUND = Row(
+    lambda key: dict(lower_bound=key("lower_bound", None)),
+    lambda kda: dict(safe_gate=kda.lower_bound is not None, lower_bound=kda.lower_bound),
 )
-FLA_GDN_FAMILY = Family(
-    FLA_MODEL,
-    {(GDN,): FLA_GDN, **SOFTMAX},
-    MLP,
-    (),
-    lambda c: _from_hf(c, GDN),
-    lambda c: _to_hf(c, GDN),
-    float32=GATES,
-)
+FLA_KDA_FAMILY = _family("KDA", "kda", _linear(KDA, 1.0, BOUND), FLA_KDA)
+FLA_GDN_FAMILY = _family("GatedDeltaNet", "gated_deltanet", _linear(GDN, 2.0), FLA_GDN)

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from titan_linear.models.config import ModelConfig, MoEConfig
-from titan_linear.models.families.layout import (
-    HEADS,
-    MAMBA2_SIZES,
-    MODEL,
-    NORMS,
-    Family,
+from titan_linear.models.config import ModelConfig
+from titan_linear.models.families.keys import (
+    COMMON,
+    TIME_STEP_LIMIT,
+    UNGROUPED,
     Json,
     Keys,
-    Layout,
-    common_from_hf,
-    common_to_hf,
-    mamba2,
-    named,
-    options_of,
-    rope_to_hf,
-    self_attention,
-    spelled,
-    time_step_limit,
-    time_step_limit_to_hf,
-    weights,
+    Part,
+    Row,
+    derived,
+    experts,
+    layer_types,
+    mixer,
+    only,
+    plain,
+    rope,
+    share_of_width,
+    table,
+    written,
 )
+from titan_linear.models.families.layout import MODEL, NORMS, Family, Layout, mamba2, self_attention, spelled, weights
 from titan_linear.models.mixers import Attention, Mamba2
 
 # --- Tensors ---------------------------------------------------------------------------------------------------------
@@ -55,77 +54,69 @@ LAYERS = {
 
 # --- config.json -----------------------------------------------------------------------------------------------------
 
-FACTORS = dict(
-    embedding_factor="embedding_multiplier", residual_factor="residual_multiplier", logits_divisor="logits_scaling"
+POSITIONS = rope(1e4)
+MAMBA2_SIZES = Part(
+    Mamba2,
+    plain(
+        heads="mamba_n_heads",
+        head_dim=("mamba_d_head", "auto"),
+        state_dim="mamba_d_state",
+        groups=("mamba_n_groups", 1),
+        conv_size=("mamba_d_conv", 4),
+        conv_bias=("mamba_conv_bias", True),
+    ),
+    derived(head_dim=lambda key: key("mamba_expand", 2) * key("hidden_size") // key("mamba_n_heads")),
 )
-MOE_SIZES = dict(num_experts="num_local_experts", top_k="num_experts_per_tok", hidden_dim="intermediate_size")
+MAMBA2 = Part(Mamba2, *MAMBA2_SIZES.rows, TIME_STEP_LIMIT)
 
 
-def _from_hf(config: Json) -> ModelConfig:
-    key = Keys(config)
-    key.only("mamba_proj_bias", False)
-    key.only("position_embedding_type", None, "nope", "rope")
-    older = dict(mamba="linear_attention", attention="full_attention")
-    return ModelConfig(
-        **common_from_hf(key),
-        pattern=key.pattern(_attention_from_hf, mamba2_from_hf, lambda i: False, **older),
-        hidden_dim=key("shared_intermediate_size"),
-        moe=_moe_from_hf(key) if key("num_local_experts") else None,
-        **key.options(FACTORS, **dict.fromkeys(FACTORS, 1.0)),
-    )
+def _write_expand(model: ModelConfig) -> Json:
+    """A whole number in transformers."""
+    widths = [mixer.heads * mixer.head_dim for mixer in model.mixers if isinstance(mixer, Mamba2)]
+    return {"mamba_expand": widths[0] // model.dim} if widths else {}
 
 
-def mamba2_from_hf(key: Keys) -> Mamba2:
-    sizes = key.options(MAMBA2_SIZES, head_dim="auto", groups=1, conv_size=4, conv_bias=True)
-    sizes["head_dim"] = key("mamba_expand", 2) * key("hidden_size") // sizes["heads"]  # as transformers wants it
-    return Mamba2(**sizes, **time_step_limit(key))
+MAMBA2_KEYS = (mixer(MAMBA2_SIZES), Row(write=_write_expand), mixer(Part(Mamba2, TIME_STEP_LIMIT)))
 
 
-def mamba2_to_hf(mamba: Mamba2, dim: int) -> Json:
-    return dict(
-        **named(mamba, MAMBA2_SIZES),
-        mamba_expand=mamba.heads * mamba.head_dim // dim,  # a whole number in transformers
-        **time_step_limit_to_hf(mamba.dt_min, mamba.dt_max),
-    )
-
-
-def _attention_from_hf(key: Keys) -> Attention:
-    heads = key("num_attention_heads")
-    positions = key("position_embedding_type", None) == "rope"
-    head_dim = key("hidden_size") // heads
+def _read_scale(key: Keys) -> Json:
     scale = float(key("attention_multiplier", 1.0))
-    return Attention(
-        heads=heads,
-        kv_heads=key("num_key_value_heads", None) or heads,
-        head_dim=head_dim,
-        scale=None if scale == head_dim**-0.5 else scale,
-        **(key.rope(10000.0) if positions else dict(rope_theta=None)),
-    )
+    return dict(scale=None if scale == share_of_width(key) ** -0.5 else scale)
 
 
-def _moe_from_hf(key: Keys) -> MoEConfig:
-    return MoEConfig(**key.options(MOE_SIZES), shared_hidden_dim=key("shared_intermediate_size"))
+def _write_scale(attention: Attention) -> Json:
+    return dict(attention_multiplier=attention.head_dim**-0.5 if attention.scale is None else attention.scale)
 
 
-def _to_hf(config: ModelConfig) -> Json:
-    written = dict(
-        model_type="granitemoehybrid",
-        **common_to_hf(config),
-        shared_intermediate_size=config.hidden_dim,
-        **named(config.moe or MoEConfig(0, 0, config.hidden_dim), MOE_SIZES),
-        **named(config, FACTORS),
-        position_embedding_type="nope",
-    )
-    if mamba := options_of(config, Mamba2):
-        written |= mamba2_to_hf(mamba, config.dim)
-    if attention := options_of(config, Attention):
-        written |= dict(
-            **named(attention, HEADS),
-            attention_multiplier=attention.head_dim**-0.5 if attention.scale is None else attention.scale,
-        )
-        if attention.rope_theta is not None:
-            written |= dict(position_embedding_type="rope", **rope_to_hf(attention))
-    return written
+def _read_positions(key: Keys) -> Json:
+    return POSITIONS.read(key) if key("position_embedding_type", None) == "rope" else dict(rope_theta=None)
 
 
-GRANITE_H = Family(MODEL, LAYERS, _mlp("mlp."), EXPERTS, _from_hf, _to_hf)
+def _write_positions(attention: Attention) -> Json:
+    return dict(position_embedding_type="rope", **POSITIONS.write(attention)) if attention.rotary else {}
+
+
+ATTENTION = Part(Attention, *UNGROUPED, Row(_read_scale, _write_scale), Row(_read_positions, _write_positions))
+KEYS = table(
+    "granitemoehybrid",
+    *COMMON,
+    layer_types(ATTENTION, MAMBA2, lambda key, i: False, mamba="linear_attention", attention="full_attention"),
+    only("mamba_proj_bias", False),
+    plain(hidden_dim="shared_intermediate_size"),
+    experts(
+        lambda key: key("num_local_experts"),
+        plain(num_experts="num_local_experts", top_k="num_experts_per_tok", hidden_dim="intermediate_size"),
+        derived(shared_hidden_dim=lambda key: key("shared_intermediate_size")),
+        otherwise=lambda model: dict(num_local_experts=0, num_experts_per_tok=0, intermediate_size=model.hidden_dim),
+    ),
+    plain(
+        embedding_factor=("embedding_multiplier", 1.0),
+        residual_factor=("residual_multiplier", 1.0),
+        logits_divisor=("logits_scaling", 1.0),
+    ),
+    only("position_embedding_type", None, "nope", "rope"),
+    written(position_embedding_type="nope"),
+    *MAMBA2_KEYS,
+    mixer(ATTENTION),
+)
+GRANITE_H = Family(MODEL, LAYERS, _mlp("mlp."), EXPERTS, KEYS)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from titan_linear.models.config import ModelConfig
-from titan_linear.models.families.layout import (
+from titan_linear.models.families.keys import (
     HEADS,
-    Family,
+    USUAL,
     Json,
     Keys,
-    attention_to_hf,
-    common_from_hf,
-    common_to_hf,
-    fused,
-    options_of,
-    outside_layers,
-    weights,
+    Part,
+    Row,
+    always,
+    derived,
+    layer_types,
+    mixer,
+    overruled,
+    plain,
+    rope,
+    share_of_width,
+    written,
 )
+from titan_linear.models.families.layout import Family, fused, outside_layers, weights
 from titan_linear.models.mixers import Attention, ShortConv
 
 # --- Tensors ---------------------------------------------------------------------------------------------------------
@@ -48,27 +53,13 @@ MLP = weights("mlp.", "feed_forward.", gate_proj="w1", up_proj="w3", down_proj="
 # --- config.json -----------------------------------------------------------------------------------------------------
 
 
-def _from_hf(config: Json) -> ModelConfig:
-    key = Keys({"rms_norm_eps": config.get("norm_eps", 1e-5), "tie_word_embeddings": True, **config})
-    key.only("conv_bias", False)
-    if "tie_embedding" in config:  # an older name
-        key = Keys({**key.config, "tie_word_embeddings": config["tie_embedding"]})
-    attention = key("full_attn_idxs", None)
-    attention = range(key("num_hidden_layers")) if attention is None else attention
-    return ModelConfig(
-        **common_from_hf(key),
-        pattern=key.pattern(_attention_from_hf, _conv_from_hf, lambda i: i in attention, conv="linear_attention"),
-        hidden_dim=_hidden_dim(key),
-    )
+def _is_full(key: Keys, layer: int) -> bool:
+    full = key("full_attn_idxs", None)
+    return full is None or layer in full
 
 
-def _conv_from_hf(key: Keys) -> ShortConv:
-    return ShortConv(channels=key("hidden_size"), conv_size=key("conv_L_cache", 3))
-
-
-def _attention_from_hf(key: Keys) -> Attention:
-    head_dim = key("hidden_size") // key("num_attention_heads")
-    return Attention(**key.options(HEADS), head_dim=head_dim, qk_norm="head", **key.rope(1e6))
+def _write_types(model: ModelConfig) -> Json:
+    return dict(layer_types=["conv" if layer.mixers[0].linear else "full_attention" for layer in model.layers])
 
 
 def _hidden_dim(key: Keys) -> int:
@@ -80,21 +71,21 @@ def _hidden_dim(key: Keys) -> int:
     return -(-int(key("block_ffn_dim_multiplier", 1.0) * int(2 * given / 3)) // multiple) * multiple
 
 
-def _to_hf(config: ModelConfig) -> Json:
-    written = common_to_hf(config)
-    written |= dict(
-        model_type="lfm2",
-        norm_eps=written.pop("rms_norm_eps"),
-        layer_types=["conv" if layer.mixers[0].linear else "full_attention" for layer in config.layers],
-        intermediate_size=config.hidden_dim,
-        block_auto_adjust_ff_dim=False,
-        conv_bias=False,
-    )
-    if conv := options_of(config, ShortConv):
-        written["conv_L_cache"] = conv.conv_size
-    if attention := options_of(config, Attention):
-        written |= attention_to_hf(attention)
-    return written
-
-
-LFM2 = Family(MODEL, LAYERS, MLP, (), _from_hf, _to_hf)
+CONVOLUTION = Part(ShortConv, derived(channels=lambda key: key("hidden_size")), plain(conv_size=("conv_L_cache", 3)))
+ATTENTION = Part(Attention, HEADS, derived(head_dim=share_of_width), rope(1e6), qk_norm="head")
+KEYS = Part(
+    ModelConfig,
+    plain(vocab_size="vocab_size", dim="hidden_size", num_layers="num_hidden_layers"),
+    overruled(tie_embeddings=("tie_embedding tie_word_embeddings", True)),
+    plain(init_std=("initializer_range", 0.02)),
+    *USUAL,
+    layer_types(ATTENTION, CONVOLUTION, _is_full, _write_types, conv="linear_attention"),
+    written(model_type="lfm2"),
+    plain(norm_eps=("norm_eps", 1e-5)),
+    derived(hidden_dim=_hidden_dim),
+    Row(write=lambda model: dict(intermediate_size=model.hidden_dim, block_auto_adjust_ff_dim=False)),
+    always("conv_bias", False),
+    mixer(CONVOLUTION),
+    mixer(ATTENTION),
+)
+LFM2 = Family(MODEL, LAYERS, MLP, (), KEYS)

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from titan_linear.models.config import ModelConfig
-from titan_linear.models.families.kimi import mla_from_hf, mla_to_hf, mlps_from_hf, mlps_to_hf
+from titan_linear.models.families.keys import (
+    COMMON,
+    Json,
+    Keys,
+    Part,
+    Row,
+    always,
+    layer_types,
+    mixer,
+    only,
+    overruled,
+    table,
+)
+from titan_linear.models.families.kimi import LATENT, mlps
 from titan_linear.models.families.layout import (
     GATES,
     MLP,
     NORMS,
     ROUTER,
     Family,
-    Json,
-    Keys,
     Layout,
     Spellings,
-    common_from_hf,
-    common_to_hf,
     experts,
-    options_of,
     spelled,
     swiglu,
     weights,
@@ -72,56 +79,50 @@ MODEL = (
 # --- config.json -----------------------------------------------------------------------------------------------------
 
 
-def _from_hf(config: Json) -> ModelConfig:
-    key = Keys(config)
-    key.only("q_lora_rank", None)
-    key.only("no_kda_lora", True)
-    key.only("rope_interleave", True)
-    key.only("score_function", "sigmoid")
-    period = key("layer_group_size", 6)
-    return ModelConfig(
-        **common_from_hf(key),
-        pattern=key.pattern(_mla_from_hf, _kda_from_hf, lambda i: (i + 1) % period == 0),
-        **mlps_from_hf(key, first_sparse=2),
-    )
-
-
-def _mla_from_hf(key: Keys) -> MLA:
+def _read_positions(key: Keys) -> Json:
     positions = key.rope(6e6, 1.0)
     if positions.get("rope_scaling") or positions["rotary_fraction"] != 1:
         raise ValueError("config.json: rope_parameters scale or leave out channels; only rope_type 'default' is known")
-    return mla_from_hf(key, rope_theta=positions["rope_theta"], head_gate=True)
+    return dict(rope_theta=positions["rope_theta"])
 
 
-def _kda_from_hf(key: Keys) -> KDA:
-    heads = key("linear_num_heads", key("num_attention_heads"))
-    head_dim = key("linear_head_dim", key("head_dim", 128))
-    return KDA(
-        heads=heads,
-        v_heads=heads,
-        head_dim=head_dim,
-        v_head_dim=head_dim,
-        lower_bound=key("kda_lower_bound", -5.0) if key("kda_safe_gate", True) else None,
-        gate_bias=False,
-        low_rank_gates=False,
-        conv_size=key("linear_conv_kernel_dim", key("short_conv_kernel_size", 4)),
-    )
+def _write_positions(mla: MLA) -> Json:
+    return dict(rope_parameters=dict(rope_type="default", rope_theta=mla.rope_theta))
 
 
-def _to_hf(config: ModelConfig) -> Json:
-    written = dict(model_type="bailing_hybrid", **common_to_hf(config), **mlps_to_hf(config), q_lora_rank=None)
-    if kda := options_of(config, KDA):
-        written |= dict(
-            num_attention_heads=kda.heads,
-            head_dim=kda.head_dim,
-            short_conv_kernel_size=kda.conv_size,
-            kda_safe_gate=kda.lower_bound is not None,
-            kda_lower_bound=-5.0 if kda.lower_bound is None else kda.lower_bound,
-        )
-    if mla := options_of(config, MLA):
-        written |= dict(rope_parameters=dict(rope_type="default", rope_theta=mla.rope_theta), **mla_to_hf(config))
-    return written
+def _read_bound(key: Keys) -> Json:
+    return dict(lower_bound=key("kda_lower_bound", -5.0) if key("kda_safe_gate", True) else None)
 
 
+def _write_bound(kda: KDA) -> Json:
+    bound = kda.lower_bound
+    return dict(kda_safe_gate=bound is not None, kda_lower_bound=-5.0 if bound is None else bound)
+
+
+LINEAR = Part(
+    KDA,
+    overruled(
+        heads="linear_num_heads num_attention_heads",
+        v_heads="linear_num_heads num_attention_heads",
+        head_dim=("linear_head_dim head_dim", 128),
+        v_head_dim=("linear_head_dim head_dim", 128),
+        conv_size=("linear_conv_kernel_dim short_conv_kernel_size", 4),
+    ),
+    Row(_read_bound, _write_bound),
+    gate_bias=False,
+    low_rank_gates=False,
+)
+ATTENTION = Part(MLA, Row(_read_positions, _write_positions), *LATENT, head_gate=True)
+KEYS = table(
+    "bailing_hybrid",
+    *COMMON,
+    layer_types(ATTENTION, LINEAR, lambda key, i: (i + 1) % key("layer_group_size", 6) == 0),
+    *mlps(first_sparse=2),
+    always("q_lora_rank", None),
+    only("no_kda_lora rope_interleave", True),
+    only("score_function", "sigmoid"),
+    mixer(LINEAR),
+    mixer(ATTENTION),
+)
 FLOAT32 = (*ROUTER, *CONVOLUTIONS, *GATES)
-LING_3 = Family(MODEL, LAYERS, MLP, EXPERTS, _from_hf, _to_hf, mtp_layers=True, ties=False, float32=FLOAT32)
+LING_3 = Family(MODEL, LAYERS, MLP, EXPERTS, KEYS, mtp_layers=True, ties=False, float32=FLOAT32)

@@ -5,24 +5,25 @@ from __future__ import annotations
 import sys
 
 from titan_linear.models.config import ModelConfig, MoEConfig
-from titan_linear.models.families.layout import (
-    COMMON,
-    HEADS,
-    ROUTER,
-    Family,
+from titan_linear.models.families.keys import (
+    TIME_STEP_LIMIT,
     Json,
     Keys,
-    mamba2,
-    named,
-    options_of,
-    outside_layers,
-    self_attention,
+    Part,
+    Row,
+    always,
+    as_many_as_layers,
+    changed,
+    either,
+    experts,
+    mixer,
+    names_of_model,
+    only,
+    plain,
     shortest,
-    spelled,
-    time_step_limit,
-    time_step_limit_to_hf,
-    weights,
+    table,
 )
+from titan_linear.models.families.layout import ROUTER, Family, mamba2, outside_layers, self_attention, spelled, weights
 from titan_linear.models.mixers import Attention, Mamba2
 from titan_linear.models.mlps import Dense
 
@@ -51,25 +52,6 @@ LAYERS = {
 
 # --- config.json -----------------------------------------------------------------------------------------------------
 
-NAMES = COMMON | dict(norm_eps="layer_norm_epsilon")
-MAMBA2_SIZES = dict(
-    heads="mamba_num_heads",
-    head_dim="mamba_head_dim",
-    state_dim="ssm_state_size",
-    groups="n_groups",
-    conv_size="conv_kernel",
-    conv_bias="use_conv_bias",
-)
-MOE_SIZES = dict(
-    num_experts="n_routed_experts",
-    top_k="num_experts_per_tok",
-    hidden_dim="moe_intermediate_size",
-    shared_hidden_dim="moe_shared_expert_intermediate_size",
-    normalise="norm_topk_prob",
-    scale="routed_scaling_factor",
-    groups="n_group",
-    top_groups="topk_group",
-)
 LETTERS = {"M": "mamba2", "*": "attention", "-": Dense.name, "E": MoEConfig.name}  # of a pattern
 WORDS = {  # of a list of layers, in transformers and before
     "linear_attention": "mamba2",
@@ -79,27 +61,43 @@ WORDS = {  # of a list of layers, in transformers and before
     "mlp": Dense.name,
     "moe": MoEConfig.name,
 }
-
-
-def _from_hf(config: Json) -> ModelConfig:
-    key = Keys(config)
-    for name in ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias", "residual_in_fp32"):
-        key.only(name, False)
-    key.only("mlp_hidden_act", "relu2")
-    key.only("mamba_hidden_act", "silu")
-    key.only("sliding_window", None)
-    key.only("quantization_config", None)
-    kinds = _kinds(key)
-    made = {"mamba2": _mamba2_from_hf, "attention": _attention_from_hf}
-    mixers = {kind: make(key) for kind, make in made.items() if kind in kinds}
-    return ModelConfig(
-        **key.options(NAMES, num_layers=len(kinds), norm_eps=1e-5, tie_embeddings=False, init_std=0.02),
-        pattern=shortest([mixers.get(kind, kind) for kind in kinds]),
-        hidden_dim=key("intermediate_size") if Dense.name in kinds else 0,
-        moe=_moe_from_hf(key) if MoEConfig.name in kinds else None,
-        one_branch=True,
-        activation="relu2",
-    )
+MAMBA2 = Part(
+    Mamba2,
+    plain(
+        heads="mamba_num_heads",
+        head_dim="mamba_head_dim",
+        state_dim=("ssm_state_size", 128),
+        groups=("n_groups", 8),
+        conv_size=("conv_kernel", 4),
+        conv_bias=("use_conv_bias", True),
+    ),
+    TIME_STEP_LIMIT,
+    # What transformers takes for the lower limit. Its initial weights need the logarithm.
+    Row(write=lambda mamba: dict(time_step_min=mamba.dt_min or sys.float_info.min)),
+)
+ATTENTION = Part(
+    Attention,
+    either("head_dim", "head_dim", lambda key: key("attention_head_dim", 128), None),
+    plain(heads="num_attention_heads"),
+    either("kv_heads", "num_key_value_heads", lambda key: key("num_attention_heads")),
+    rope_theta=None,
+)
+EXPERTS_KEYS = (
+    plain(
+        num_experts="n_routed_experts",
+        top_k="num_experts_per_tok",
+        hidden_dim="moe_intermediate_size",
+    ),
+    either("shared_hidden_dim", "moe_shared_expert_intermediate_size", lambda key: key("intermediate_size")),
+    plain(
+        normalise=("norm_topk_prob", True),
+        scale=("routed_scaling_factor", 1.0),
+        groups=("n_group", 1),
+        top_groups=("topk_group", 1),
+    ),
+    always("n_shared_experts", 1),
+    changed("latent_dim", "moe_latent_size", lambda size: size or 0, lambda size: size or None, None),
+)
 
 
 def _kinds(key: Keys) -> list[str]:
@@ -109,71 +107,56 @@ def _kinds(key: Keys) -> list[str]:
     given = key(name)
     if unknown := sorted(set(given) - set(known)):
         raise ValueError(f"config.json: {name} has {unknown}; known are {list(known)}")
-    if len(given) != key("num_hidden_layers", len(given)):
-        raise ValueError(
-            f"config.json: {name} has {len(given)} layers; num_hidden_layers = {key('num_hidden_layers')} must be the "
-            "same number"
-        )
+    as_many_as_layers(name, given, key("num_hidden_layers", len(given)))
     return [known[one] for one in given]
 
 
-def _mamba2_from_hf(key: Keys) -> Mamba2:
-    sizes = key.options(MAMBA2_SIZES, state_dim=128, groups=8, conv_size=4, conv_bias=True)
-    return Mamba2(**sizes, **time_step_limit(key))
+def _pattern(key: Keys) -> Json:
+    kinds = _kinds(key)
+    parts = {"mamba2": MAMBA2, "attention": ATTENTION}
+    mixers = {kind: parts[kind].read(key) for kind in parts if kind in kinds}
+    return dict(num_layers=len(kinds), pattern=shortest([mixers.get(kind, kind) for kind in kinds]))
 
 
-def _attention_from_hf(key: Keys) -> Attention:
-    heads = key("num_attention_heads")
-    head_dim = key("head_dim", None) or key("attention_head_dim", 128)
-    return Attention(heads=heads, kv_heads=key("num_key_value_heads") or heads, head_dim=head_dim, rope_theta=None)
+def _write_pattern(model: ModelConfig) -> Json:
+    words, letters = ({kind: name for name, kind in reversed(names.items())} for names in (WORDS, LETTERS))
+    return dict(
+        layers_block_type=[words[layer.name] for layer in model.layers],
+        hybrid_override_pattern="".join(letters[layer.name] for layer in model.layers),
+    )
 
 
-def _moe_from_hf(key: Keys) -> MoEConfig:
-    key.only("n_shared_experts", 1)
-    sizes = key.options(MOE_SIZES, normalise=True, scale=1.0, groups=1, top_groups=1)
-    sizes["shared_hidden_dim"] = sizes["shared_hidden_dim"] or key("intermediate_size")  # as transformers has it
-    return MoEConfig(
-        **sizes,
+KEYS = table(
+    "nemotron_h",
+    names_of_model(("layer_norm_epsilon", 1e-5), ("num_hidden_layers", None)),
+    Row(_pattern, _write_pattern),
+    Row(
+        lambda key: dict(hidden_dim=key("intermediate_size") if Dense.name in _kinds(key) else 0),
+        lambda model: dict(intermediate_size=model.hidden_dim or model.dim),
+    ),
+    always("mlp_hidden_act", "relu2"),
+    always("attention_bias", False),
+    only("mlp_bias use_bias mamba_proj_bias residual_in_fp32", False),
+    only("mamba_hidden_act", "silu"),
+    only("sliding_window quantization_config", None),
+    mixer(MAMBA2),
+    mixer(ATTENTION),
+    experts(
+        lambda key: MoEConfig.name in _kinds(key),
+        *EXPERTS_KEYS,
         score="sigmoid",
         selection_bias=True,
         activation="relu2",
-        latent_dim=key("moe_latent_size", None) or 0,
-    )
-
-
-def _to_hf(config: ModelConfig) -> Json:
-    kinds = [layer.name for layer in config.layers]
-    words, letters = ({kind: name for name, kind in reversed(table.items())} for table in (WORDS, LETTERS))
-    written = dict(
-        model_type="nemotron_h",
-        **named(config, NAMES),
-        layers_block_type=[words[kind] for kind in kinds],
-        hybrid_override_pattern="".join(letters[kind] for kind in kinds),
-        intermediate_size=config.hidden_dim or config.dim,
-        mlp_hidden_act="relu2",
-        attention_bias=False,
-    )
-    if mamba := options_of(config, Mamba2):
-        written |= dict(
-            **named(mamba, MAMBA2_SIZES),
-            **time_step_limit_to_hf(mamba.dt_min, mamba.dt_max),
-            # What transformers takes for the lower limit. Its initial weights need the logarithm.
-            time_step_min=mamba.dt_min or sys.float_info.min,
-        )
-    if attention := options_of(config, Attention):
-        written |= dict(head_dim=attention.head_dim, **named(attention, HEADS))
-    if (moe := config.moe) is not None:
-        written |= dict(**named(moe, MOE_SIZES), n_shared_experts=1, moe_latent_size=moe.latent_dim or None)
-    return written
-
-
+    ),
+    one_branch=True,
+    activation="relu2",
+)
 NEMOTRON_H = Family(
     MODEL,
     LAYERS,
     weights("mlp.", "mixer.", *_MLP),
     EXPERTS,
-    _from_hf,
-    _to_hf,
+    KEYS,
     prefixes=("backbone.", "model."),
     ignored=(r"mtp\..*",),
     ties=False,

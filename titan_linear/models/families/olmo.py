@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import math
 
-from titan_linear.models.config import ModelConfig
+from titan_linear.models.families.keys import (
+    COMMON,
+    HIDDEN_DIM,
+    UNGROUPED,
+    Json,
+    Keys,
+    Part,
+    Row,
+    beta_range,
+    either,
+    layer_types,
+    mixer,
+    plain,
+    table,
+    write_rope,
+)
 from titan_linear.models.families.layout import (
-    GDN_SIZES,
     MLP,
     MODEL,
     Family,
-    Json,
-    Keys,
-    attention_to_hf,
-    common_from_hf,
-    common_to_hf,
     convolutions,
     gates,
-    named,
-    options_of,
     self_attention,
     spelled,
     weights,
@@ -47,56 +54,50 @@ OLMO_ATTENTION = (
 # --- config.json -----------------------------------------------------------------------------------------------------
 
 
-def _from_hf(config: Json) -> ModelConfig:
-    key = Keys(config)
-    pattern = key.pattern(_attention_from_hf, _gdn_from_hf, lambda i: i % 4 == 3)
+def _key_dim(key: Keys) -> int:
+    heads = key("linear_num_key_heads", None) or key("num_attention_heads")
+    return key("linear_key_head_dim", None) or int(0.75 * key("hidden_size") / heads)
+
+
+GATED_DELTA_NET = Part(
+    GDN,
+    either("heads", "linear_num_key_heads", lambda key: key("num_attention_heads"), None),
+    either("v_heads", "linear_num_value_heads", lambda key: key("num_attention_heads"), None),
+    either("head_dim", "linear_key_head_dim", _key_dim, None),
+    either("v_head_dim", "linear_value_head_dim", lambda key: 2 * _key_dim(key), None),
+    plain(conv_size=("linear_conv_kernel_dim", 4)),
+    beta_range("linear_allow_neg_eigval", True),
+    o_norm_eps=O_NORM_EPS,
+)
+
+
+def _positions(key: Keys) -> Json:
+    positions = key.rope(math.nan)
+    theta = positions["rope_theta"]
+    if theta is not None and math.isnan(theta):  # transformers and vLLM read this differently
+        raise ValueError("config.json: rope_parameters has no 'rope_theta'; set it: null for a model without positions")
+    return positions
+
+
+ATTENTION = Part(Attention, *UNGROUPED, Row(_positions, write_rope), qk_norm="width")
+TYPES = layer_types(ATTENTION, GATED_DELTA_NET, lambda key, i: i % 4 == 3)
+
+
+def _both_types(key: Keys) -> Json:
+    pattern = TYPES.read(key)["pattern"]
     if len(set(pattern)) < 2:  # transformers refuses it
         raise ValueError(f"config.json: every layer is {pattern[0].name}, and this architecture has gdn and attention")
-    return ModelConfig(
-        **common_from_hf(key),
-        pattern=pattern,
-        hidden_dim=key("intermediate_size"),
-        post_norm=(Attention.name,),
-    )
+    return dict(pattern=pattern)
 
 
-def _gdn_from_hf(key: Keys) -> GDN:
-    heads = key("linear_num_key_heads", None) or key("num_attention_heads")
-    head_dim = key("linear_key_head_dim", None) or int(0.75 * key("hidden_size") / heads)
-    return GDN(
-        heads=heads,
-        v_heads=key("linear_num_value_heads", None) or key("num_attention_heads"),
-        head_dim=head_dim,
-        v_head_dim=key("linear_value_head_dim", None) or 2 * head_dim,
-        conv_size=key("linear_conv_kernel_dim", 4),
-        beta_range=2.0 if key("linear_allow_neg_eigval", True) else 1.0,
-        o_norm_eps=O_NORM_EPS,
-    )
-
-
-def _attention_from_hf(key: Keys) -> Attention:
-    heads = key("num_attention_heads")
-    rope = key.rope(math.nan)
-    if rope["rope_theta"] is not None and math.isnan(rope["rope_theta"]):  # transformers and vLLM read this differently
-        raise ValueError("config.json: rope_parameters has no 'rope_theta'; set it: null for a model without positions")
-    return Attention(
-        heads=heads,
-        kv_heads=key("num_key_value_heads", None) or heads,
-        head_dim=key("hidden_size") // heads,
-        qk_norm="width",
-        **rope,
-    )
-
-
-def _to_hf(config: ModelConfig) -> Json:
-    written = dict(model_type="olmo_hybrid", **common_to_hf(config), intermediate_size=config.hidden_dim)
-    if attention := options_of(config, Attention):
-        written |= attention_to_hf(attention)
-    if gdn := options_of(config, GDN):
-        written |= named(gdn, GDN_SIZES)
-        written["linear_allow_neg_eigval"] = gdn.beta_range == 2.0
-    return written
-
-
+KEYS = table(
+    "olmo_hybrid",
+    *COMMON,
+    Row(_both_types, TYPES.write),
+    HIDDEN_DIM,
+    mixer(ATTENTION),
+    mixer(GATED_DELTA_NET),
+    post_norm=(Attention.name,),
+)
 LAYERS = {(GDN,): OLMO_GDN, (Attention,): OLMO_ATTENTION}
-OLMO_HYBRID = Family(MODEL, LAYERS, MLP, (), _from_hf, _to_hf, float32=("A_log",))
+OLMO_HYBRID = Family(MODEL, LAYERS, MLP, (), KEYS, float32=("A_log",))

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 from titan_linear.models.config import ModelConfig, MoEConfig
-from titan_linear.models.families.layout import (
-    GDN_SIZES,
+from titan_linear.models.families.keys import (
+    COMMON,
     HEADS,
-    MLP,
-    MODEL,
-    NORMS,
-    Family,
+    HIDDEN_DIM,
     Json,
     Keys,
-    OwnTokenizer,
-    attention_to_hf,
-    common_from_hf,
-    common_to_hf,
+    Part,
+    Row,
     experts,
-    fused,
-    gates,
-    named,
-    options_of,
-    swiglu,
-    weights,
+    layer_types,
+    mixer,
+    only,
+    plain,
+    rope,
+    table,
 )
+from titan_linear.models.families.layout import MLP, MODEL, NORMS, Family, OwnTokenizer, fused, gates, swiglu, weights
+from titan_linear.models.families.layout import experts as each_expert
 from titan_linear.models.mixers import GDN, Attention
 
 # --- Tensors ---------------------------------------------------------------------------------------------------------
@@ -54,81 +48,90 @@ QWEN3_5_GDN = (
 )
 EXPERTS = (
     *weights("mlp.", "mlp.", router="gate", shared_gate="shared_expert_gate"),
-    *experts(("mlp.", "mlp."), "gate_proj", "up_proj", "down_proj"),
+    *each_expert(("mlp.", "mlp."), "gate_proj", "up_proj", "down_proj"),
     *swiglu("mlp.shared.", "mlp.shared_expert."),
 )
 
 # --- config.json -----------------------------------------------------------------------------------------------------
 
-MOE_SIZES = dict(num_experts="num_experts", top_k="num_experts_per_tok", hidden_dim="moe_intermediate_size")
+FULL = Part(Attention, plain(head_dim="head_dim"), HEADS, rope(1e4, 0.25), qk_norm="head", output_gate=True)
+LINEAR = Part(
+    GDN,
+    plain(
+        heads="linear_num_key_heads",
+        v_heads="linear_num_value_heads",
+        head_dim="linear_key_head_dim",
+        v_head_dim="linear_value_head_dim",
+        conv_size="linear_conv_kernel_dim",
+    ),
+)
 
 
-def _from_hf(config: Json, model_type: str) -> ModelConfig:
-    key = Keys(config)
-    key.only("attn_output_gate", True)
-    key.only("output_gate_type", "swish", "silu")  # of linear layers
+def _is_full(key: Keys, layer: int) -> bool:
     every = key("full_attention_interval", 4)
-    moe = model_type != "qwen3_5_text" and key("num_experts") > 0
-    return ModelConfig(
-        **common_from_hf(key),
-        pattern=key.pattern(
-            _attention_from_hf, lambda key: GDN(**key.options(GDN_SIZES)), lambda i: i % every == every - 1
-        ),
-        hidden_dim=key("intermediate_size", 0) if model_type == "qwen3_5_moe_text" else key("intermediate_size"),
-        zero_centred_norm=True,
-        moe=_moe_from_hf(key, model_type) if moe else None,
-        dense_layers=_dense_layers(key) if moe and model_type == "qwen3_next" else (),
-    )
+    return layer % every == every - 1
 
 
-def _attention_from_hf(key: Keys) -> Attention:
-    sizes = key.options(HEADS) | dict(head_dim=key("head_dim"))
-    return Attention(**sizes, qk_norm="head", output_gate=True, **key.rope(10000.0, 0.25))
+def _has_experts(key: Keys) -> bool:
+    return key("num_experts") > 0
 
 
-def _moe_from_hf(key: Keys, model_type: str) -> MoEConfig:
+def _read_shared(key: Keys) -> Json:
     shared = key("shared_expert_intermediate_size") or 0
-    normalise = model_type != "qwen3_next" or key("norm_topk_prob", True)  # Qwen3.5 always does, without a key
-    return MoEConfig(
-        **key.options(MOE_SIZES),
-        shared_hidden_dim=shared,
-        shared_gate=shared > 0,
-        normalise=normalise,
-        balance_coefficient=key("router_aux_loss_coef", 0.001) if key("output_router_logits", False) else 0.0,
+    return dict(shared_hidden_dim=shared, shared_gate=shared > 0)
+
+
+def _read_balance(key: Keys) -> Json:
+    balance = key("router_aux_loss_coef", 0.001) if key("output_router_logits", False) else 0.0
+    return dict(balance_coefficient=balance)
+
+
+def _write_balance(moe: MoEConfig) -> Json:
+    balance = moe.balance_coefficient
+    return dict(output_router_logits=balance > 0, router_aux_loss_coef=balance or 0.001)
+
+
+def _experts(*rows: Row) -> Row:
+    return experts(
+        _has_experts,
+        plain(num_experts="num_experts", top_k="num_experts_per_tok", hidden_dim="moe_intermediate_size"),
+        Row(_read_shared, lambda moe: dict(shared_expert_intermediate_size=moe.shared_hidden_dim)),
+        Row(_read_balance, _write_balance),
+        *rows,
+        otherwise=lambda model: dict(num_experts=0),
     )
 
 
-def _dense_layers(key: Keys) -> tuple[int, ...]:
+def _read_dense_layers(key: Keys) -> Json:
+    if not _has_experts(key):
+        return {}
     step = key("decoder_sparse_step", 1)
-    only = key("mlp_only_layers", None) or []
-    return tuple(i for i in range(key("num_hidden_layers")) if i in only or (i + 1) % step)
+    dense = key("mlp_only_layers", None) or []
+    return dict(dense_layers=tuple(i for i in range(key("num_hidden_layers")) if i in dense or (i + 1) % step))
 
 
-def _to_hf(config: ModelConfig, model_type: str) -> Json:
-    written = dict(model_type=model_type, **common_to_hf(config))
-    if attention := options_of(config, Attention):
-        written |= dict(head_dim=attention.head_dim, **attention_to_hf(attention))
-    if gdn := options_of(config, GDN):
-        written |= named(gdn, GDN_SIZES)
-    if config.hidden_dim or model_type == "qwen3_next":
-        written["intermediate_size"] = config.hidden_dim
-    if (moe := config.moe) is not None:
-        written |= dict(
-            **named(moe, MOE_SIZES),
-            shared_expert_intermediate_size=moe.shared_hidden_dim,
-            output_router_logits=moe.balance_coefficient > 0,
-            router_aux_loss_coef=moe.balance_coefficient or 0.001,
-        )
-    elif model_type != "qwen3_5_text":
-        written["num_experts"] = 0
-    if model_type == "qwen3_next" and moe is not None:
-        written |= dict(norm_topk_prob=moe.normalise, mlp_only_layers=list(config.dense_layers), decoder_sparse_step=1)
-    return written
+def _write_dense_layers(model: ModelConfig) -> Json:
+    return dict(mlp_only_layers=list(model.dense_layers), decoder_sparse_step=1) if model.moe else {}
 
 
-def _both_ways(model_type: str) -> tuple[Callable[[Json], ModelConfig], Callable[[ModelConfig], Json]]:
-    return partial(_from_hf, model_type=model_type), partial(_to_hf, model_type=model_type)
+def _keys(model_type: str, *rows: Row) -> Part:
+    return table(
+        model_type,
+        *COMMON,
+        layer_types(FULL, LINEAR, _is_full),
+        only("attn_output_gate", True),
+        only("output_gate_type", "swish", "silu"),  # of linear layers
+        mixer(FULL),
+        mixer(LINEAR),
+        *rows,
+        zero_centred_norm=True,
+    )
 
+
+WIDTH_OF_MLPS = Row(
+    lambda key: dict(hidden_dim=key("intermediate_size", 0)),
+    lambda model: dict(intermediate_size=model.hidden_dim) if model.hidden_dim else {},
+)
 
 # --- Tokenizer -------------------------------------------------------------------------------------------------------
 
@@ -161,7 +164,11 @@ _TOKENIZER = OwnTokenizer(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"), _is_qw
 
 # --- The families ----------------------------------------------------------------------------------------------------
 
-_VISION = (r"model\.visual\..*", r"mtp\..*")  # and multi-token prediction
+_VISION = dict(
+    prefixes=("model.", "model.language_model."),
+    ignored=(r"model\.visual\..*", r"mtp\..*"),  # and multi-token prediction
+    own_tokenizer=_TOKENIZER,
+)
 _QWEN3_5_LAYERS = {(GDN,): QWEN3_5_GDN, (Attention,): ATTENTION}
 
 QWEN3_5 = Family(
@@ -169,28 +176,29 @@ QWEN3_5 = Family(
     _QWEN3_5_LAYERS,
     MLP,
     (),
-    *_both_ways("qwen3_5_text"),
-    ("model.", "model.language_model."),
-    _VISION,
-    ("Qwen3_5ForConditionalGeneration",),
-    _TOKENIZER,
+    _keys("qwen3_5_text", HIDDEN_DIM),
+    wrappers=("Qwen3_5ForConditionalGeneration",),
+    **_VISION,
 )
 QWEN3_5_MOE = Family(
     MODEL,
     _QWEN3_5_LAYERS,
     MLP,
     EXPERTS,
-    *_both_ways("qwen3_5_moe_text"),
-    ("model.", "model.language_model."),
-    _VISION,
-    ("Qwen3_5MoeForConditionalGeneration",),
-    _TOKENIZER,
+    _keys("qwen3_5_moe_text", WIDTH_OF_MLPS, _experts()),
+    wrappers=("Qwen3_5MoeForConditionalGeneration",),
+    **_VISION,
 )
 QWEN3_NEXT = Family(
     MODEL,
     {(GDN,): QWEN3_NEXT_GDN, (Attention,): ATTENTION},
     MLP,
     EXPERTS,
-    *_both_ways("qwen3_next"),
+    _keys(
+        "qwen3_next",
+        HIDDEN_DIM,
+        _experts(plain(normalise=("norm_topk_prob", True))),  # Qwen3.5 always does, without a key
+        Row(_read_dense_layers, _write_dense_layers),
+    ),
     ignored=(r"mtp\..*",),
 )

@@ -5,39 +5,40 @@ from __future__ import annotations
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 
-from titan_linear.models.config import MixerOptions, ModelConfig
-from titan_linear.models.families.layout import COMMON, Json, Keys, named
+from titan_linear.models.config import MixerOptions
+from titan_linear.models.families.keys import Json, Keys, Row, changed, plain, written
 from titan_linear.models.mixers import MIXERS
 from titan_linear.models.rope import RopeScaling
 
 MODELING = Path(__file__).parents[1] / "modeling_titan_linear.py"
 ROPE = MODELING.with_name("rope.py")  # which it imports
 
-NAMES = COMMON | dict(hidden_dim="intermediate_size", norm_eps="norm_eps", zero_centred_norm="zero_centred_norm")
 
-
-def remote_code(config: ModelConfig, name: str) -> Json:
-    """Keys of a folder with FLA's tensor names. `name`: that of the file's classes, without Config or ForCausalLM."""
+def remote_code(name: str) -> tuple[Row, ...]:
+    """Rows of a folder with FLA's tensor names. `name`: that of the file's classes, without Config or ForCausalLM."""
     classes = dict(AutoConfig=f"{name}Config", AutoModelForCausalLM=f"{name}ForCausalLM")
-    return dict(
-        auto_map={auto: f"{MODELING.stem}.{own}" for auto, own in classes.items()},
-        **named(config, NAMES),
-        post_norm=list(config.post_norm),
-        pattern=[{"kind": m.name, **asdict(m)} for m in config.pattern],
+    return (
+        written(auto_map={auto: f"{MODELING.stem}.{own}" for auto, own in classes.items()}),
+        plain(
+            vocab_size="vocab_size",
+            dim="hidden_size",
+            num_layers="num_hidden_layers",
+            norm_eps="norm_eps",
+            tie_embeddings="tie_word_embeddings",
+            init_std="initializer_range",
+            hidden_dim="intermediate_size",
+            zero_centred_norm="zero_centred_norm",
+        ),
+        changed("post_norm", "post_norm", tuple, list),
+        Row(_read_pattern, lambda model: dict(pattern=[{"kind": m.name, **asdict(m)} for m in model.pattern])),
     )
 
 
-def from_remote(config: Json) -> ModelConfig:
-    """The model that `remote_code` described."""
-    key = Keys(config)
+def _read_pattern(key: Keys) -> Json:
     pattern = key("pattern")
     if not (isinstance(pattern, list) and pattern and all(isinstance(options, dict) for options in pattern)):
         raise ValueError(f"config.json: pattern = {pattern!r}; give a list of a mixer's options each")
-    return ModelConfig(
-        **key.options(NAMES),
-        post_norm=tuple(key("post_norm")),
-        pattern=tuple(_mixer(options) for options in pattern),
-    )
+    return dict(pattern=tuple(_mixer(options) for options in pattern))
 
 
 def _mixer(options: Json) -> MixerOptions:

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
-from titan_linear.models.families.layout import COMMON, Family, Json, Keys, Layout, Spellings, named, spelled, weights
+from titan_linear.models.families.keys import (
+    Json,
+    Keys,
+    Part,
+    Row,
+    always,
+    derived,
+    either,
+    mixer,
+    names_of_model,
+    only,
+    plain,
+    table,
+    written,
+)
+from titan_linear.models.families.layout import Family, Layout, Spellings, spelled, weights
 from titan_linear.models.mixers import RWKV7
 
 # --- Tensors ---------------------------------------------------------------------------------------------------------
@@ -55,52 +69,45 @@ CHANNEL_MIXING = (
 # --- config.json -----------------------------------------------------------------------------------------------------
 
 
-NAMES = COMMON | dict(norm_eps="norm_eps")
-RANKS = dict(w_rank="decay_low_rank_dim", a_rank="a_low_rank_dim", v_rank="v_low_rank_dim", g_rank="gate_low_rank_dim")
-
-
-def _from_hf(config: Json) -> ModelConfig:
-    key = Keys(config)
-    key.only("hidden_act", "sqrelu")
-    key.only("norm_first", True)
-    key.only("norm_bias", True)
-    key.only("attn", None)
+def _read_heads(key: Keys) -> Json:
     dim = key("hidden_size")
-    layers = key("num_hidden_layers")
-    if key("value_dim", None) not in (None, dim, [dim] * layers):
+    if key("value_dim", None) not in (None, dim, [dim] * key("num_hidden_layers")):
         raise ValueError(f"config.json: value_dim = {key('value_dim')}; only hidden_size = {dim} is known")
     head_dim = key("head_dim", 64) or dim // key("num_heads")
     if dim % head_dim:
         raise ValueError(f"config.json: hidden_size = {dim} is no multiple of head_dim = {head_dim}; fetch it again")
-    ranks = key.options(RANKS, w_rank=64, a_rank=64, v_rank=16, g_rank=128)
-    mixer = RWKV7(heads=dim // head_dim, head_dim=head_dim, **ranks)
-    hidden_dim = key("intermediate_size", None) or 32 * -(-int(dim * (key("hidden_ratio", None) or 4)) // 32)
-    return replace(
-        _sized(key("vocab_size"), dim, mixer, layers, hidden_dim),
-        **key.options(NAMES, norm_eps=1e-5, tie_embeddings=False, init_std=0.02),
-    )
+    return dict(heads=dim // head_dim, head_dim=head_dim)
 
 
-def _sized(vocab_size: int, dim: int, mixer: RWKV7, num_layers: int, hidden_dim: int) -> ModelConfig:
-    return ModelConfig(vocab_size, dim, (mixer,), num_layers, hidden_dim, layer_norm=True, activation="shifted_relu2")
+def _hidden_dim(key: Keys) -> int:
+    return 32 * -(-int(key("hidden_size") * (key("hidden_ratio", None) or 4)) // 32)
 
 
-def _to_hf(config: ModelConfig) -> Json:
-    mixer, *_ = config.pattern
-    return dict(
-        model_type="rwkv7",
-        **named(config, NAMES),
-        intermediate_size=config.hidden_dim,
-        hidden_act="sqrelu",
-        head_dim=mixer.head_dim,
-        **named(mixer, RANKS),
-        norm_first=True,
-        norm_bias=True,
-        fuse_norm=False,  # FLA's fused norms add 1e-6 to the squares of keys
-    )
-
-
-RWKV7_FAMILY = Family(MODEL, {(RWKV7,): TIME_MIXING}, CHANNEL_MIXING, (), _from_hf, _to_hf)
+MIXER = Part(
+    RWKV7,
+    Row(_read_heads, lambda mixer: dict(head_dim=mixer.head_dim)),
+    plain(
+        w_rank=("decay_low_rank_dim", 64),
+        a_rank=("a_low_rank_dim", 64),
+        v_rank=("v_low_rank_dim", 16),
+        g_rank=("gate_low_rank_dim", 128),
+    ),
+)
+OPTIONS = dict(layer_norm=True, activation="shifted_relu2")
+KEYS = table(
+    "rwkv7",
+    names_of_model(("norm_eps", 1e-5)),
+    either("hidden_dim", "intermediate_size", _hidden_dim, None),
+    always("hidden_act", "sqrelu"),
+    derived(pattern=lambda key: (MIXER.read(key),)),
+    mixer(MIXER),
+    always("norm_first", True),
+    always("norm_bias", True),
+    only("attn", None),
+    written(fuse_norm=False),  # FLA's fused norms add 1e-6 to the squares of keys
+    **OPTIONS,
+)
+RWKV7_FAMILY = Family(MODEL, {(RWKV7,): TIME_MIXING}, CHANNEL_MIXING, (), KEYS)
 
 # --- RWKV-LM's files -------------------------------------------------------------------------------------------------
 
@@ -162,7 +169,8 @@ def _model_of(tensors: dict[str, Tensor]) -> ModelConfig:
     ranks = {f"{x}_rank": sizes(f"blocks.{num_layers - 1}.att.{x}1")[1] for x in "wavg"}
     vocab_size, dim = sizes("emb.weight")
     mixer = RWKV7(heads=heads, head_dim=head_dim, **ranks)
-    return _sized(vocab_size, dim, mixer, num_layers, sizes("blocks.0.ffn.key.weight")[0])
+    hidden_dim, _ = sizes("blocks.0.ffn.key.weight")
+    return ModelConfig(vocab_size, dim, (mixer,), num_layers, hidden_dim, **OPTIONS)
 
 
 def _tensor(tensors: dict[str, Tensor], name: str) -> Tensor:
