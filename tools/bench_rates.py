@@ -26,7 +26,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -52,7 +51,7 @@ from titan_linear.ops import (
     chunk_ssd,
 )
 from titan_linear.ops.float8 import CAPABILITY, scaled_product, scaled_rows
-from titan_linear.ops.layout.boundaries import PROGRAMS
+from titan_linear.ops.layout.segments import PROGRAMS
 from titan_linear.ops.torch.attention_kernels import attention_kernel
 from titan_linear.planner.timing import DIM, share_of
 from titan_linear.step.flops import known_peak
@@ -321,7 +320,8 @@ def one_document(bench: Bench, may_split: bool) -> CPContext:
     """The context of one document with all tokens. may_split: whether it may be scanned in segments."""
     cu = torch.tensor([0, bench.tokens], dtype=torch.int32)
     context = build_cp_context(cu, rank=0, world_size=1, device=bench.device)
-    return replace(context, stream=replace(context.stream, may_split=may_split))  # what ops of one rank read
+    context.stream.may_split = may_split  # what ops of one rank read
+    return context
 
 
 # --- Links -----------------------------------------------------------------------------------------------------------

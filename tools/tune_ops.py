@@ -32,7 +32,7 @@ from triton.testing import do_bench
 
 from titan_linear.commands import command_parser
 from titan_linear.distributed.process import refusing, run_command
-from titan_linear.ops.layout.boundaries import scan_programs, segment_length
+from titan_linear.ops.layout.segments import scan_programs, segment_length
 from titan_linear.ops.registry import OPS
 from titan_linear.ops.runtime.support import Target, capability
 from titan_linear.ops.triton.configs import CONFIGS, Config, architecture, row

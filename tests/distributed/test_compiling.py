@@ -27,7 +27,7 @@ from titan_linear.models.mixers import GDN, KDA, RWKV7, Attention, Lightning
 from titan_linear.models.mixers.delta import DeltaOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import build_cp_context
-from titan_linear.ops.layout import boundaries as segments
+from titan_linear.ops.layout import segments
 from titan_linear.ops.triton import launch
 
 UNEQUAL = (

@@ -36,7 +36,7 @@ def given_to_layers(rank: int, world_size: int) -> tuple[list[bool], list[torch.
 
     for layer in model.layers:
         layer.register_forward_pre_hook(look)  # which comes after FSDP's
-    tokens = torch.arange(context.tokens).remainder(8).unsqueeze(0)
+    tokens = torch.arange(context.cut.tokens).remainder(8).unsqueeze(0)
     model(tokens, plan, torch.zeros_like(tokens)).backward()
     return same, inputs, angles
 

@@ -33,8 +33,10 @@ from titan_linear.models.presets import preset
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.attention import pairs_computed
 from titan_linear.ops.convolution import lay_out
-from titan_linear.ops.layout.boundaries import CHUNK, Boundaries, to_device
+from titan_linear.ops.layout import build_context
+from titan_linear.ops.layout.boundaries import CHUNK, Boundaries
 from titan_linear.ops.layout.context import SOFTMAX_METHODS
+from titan_linear.ops.layout.tables import to_device
 from titan_linear.step.feed import BatchSharding
 
 DOCUMENTS = [[64], [5, 20, 20, 19], [32, 32]]  # one that crosses the cut of two ranks, some, none
@@ -157,7 +159,7 @@ def host_work(mixer: str, device: torch.device, group: dist.ProcessGroup | None,
     use_methods([block.mixer for block in blocks], **methods)
     for mode in (nullcontext(), work_on_host(device)):
         plan = plan_of([5, 20, 20, 19], device, group, **methods, **W)
-        x = torch.randn(1, plan.cp_context.tokens, 32, device=device, requires_grad=True)
+        x = torch.randn(1, plan.cp_context.cut.tokens, 32, device=device, requires_grad=True)
         with mode as seen, torch.autograd.set_multithreading_enabled(False):
             y, values = x, None
             for block in blocks:
@@ -246,7 +248,7 @@ def compiled(
         for lengths in documents:
             W = (MIXERS | OTHERS)[mixer].ops.get("causal_conv1d", {})
             plan = plan_of(lengths, device, dist.group.WORLD if world_size > tp else None, **methods, **W)
-            tokens = plan.cp_context.tokens // (tp if grad else 1)
+            tokens = plan.cp_context.cut.tokens // (tp if grad else 1)
             x = torch.randn(1, tokens, 32, generator=torch.Generator().manual_seed(rank)).requires_grad_(grad)
             results = []
             for forwards in (blocks, fast):
@@ -355,8 +357,8 @@ def test_a_batch_is_planned_for_what_its_layers_read(
         dims = SimpleNamespace(tp=1, cp=cp, cp_group=group)
         sharding = BatchSharding.of(model, dims, torch.device("cpu"), torch.float32, **methods)
         mine, labels, plan = sharding(batch)
-        of = plan.cp_context
-        tables = {"ring": of.for_ring, "allgather": of.for_allgather, "ulysses+ring": of.for_nodes}
+        of = plan.cp_context.softmax
+        tables = {"ring": of.ring, "allgather": of.allgather, "ulysses+ring": of.nodes}
         assert {name for name, x in tables.items() if x is not None} == planned
         whole, used = build_cp_context(cu, group, layout="zigzag" if cp > 1 else "contiguous"), sharding.methods(64)
         assert plan.pairs == (pairs_computed(whole, used[0] if used else "ring") if sharding.softmax else 0)
@@ -371,7 +373,7 @@ def test_the_whole_stream_is_planned_for() -> None:
     """In one copy with the rest: what an all-to-all over heads reads, with chunks and segments for linear layers."""
     copies = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(f"{to_device.__module__}.to_device", lambda *given: copies.append(given) or to_device(*given))
+        patch.setattr(build_context, "to_device", lambda *tree: copies.append(tree) or to_device(*tree))
         for layout in ("contiguous", "zigzag"):
             split = {"rank": 1, "world_size": 2, "layout": layout, "attention": ()}
             plans = [build_cp_context(boundaries([4000, 96]), stream_programs=n, **split) for n in (None, (), (8,))]

@@ -197,7 +197,7 @@ def exchanged(group: LocalGroup) -> list[bool]:
     context = build_cp_context(torch.tensor([0, 8]), group, conv1d_kernel_size=3)
     pending: list = []
     calls = (
-        lambda x: sum(y.sum() for y in with_halo(x**2, context.halo_of(2), context.slots, 2, group.group_name)),
+        lambda x: sum(y.sum() for y in with_halo(x**2, context.halo_of(2), context.cut.slots, 2, group.group_name)),
         lambda x: tokens_to_heads((x**2).view(1, 4, 2), context),
         lambda x: _Exchange.apply(x**2, [2, 2], [2, 2], group.group_name, pending),
         lambda x: chunked_cross_entropy(x**2, torch.ones(3, 2), torch.ones(4, dtype=torch.int64), 4),

@@ -42,7 +42,7 @@ from titan_linear.models.decoder import Block, Decoder
 from titan_linear.models.mlps.moe import MoE
 from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.ops.exchange.collectives import gather_along
-from titan_linear.ops.layout.boundaries import to_device
+from titan_linear.ops.layout.tables import to_device
 from titan_linear.step.feed import MicroBatch
 
 WINDOW = (256, 4096)  # least and most tokens of the window, which is 1/SHARE of a rank's tokens
@@ -164,7 +164,7 @@ class Telemetry(Hook):
         """[T] int64: the group of each of this rank's tokens, on the device."""
         of_streams = np.concatenate([self.groups.of_stream(i) for i in batch.streams])
         own = np.concatenate([of_streams[start:end] for start, end in batch.plan.cp_context.fragments])
-        return to_device({"groups": own}, self.device)["groups"]
+        return to_device(torch.from_numpy(own), self.device)
 
     def _add(
         self,

@@ -12,7 +12,7 @@ from torch import Tensor
 from titan_linear.models.layers import angles
 from titan_linear.models.rope import Rotary
 from titan_linear.ops import CPContext
-from titan_linear.ops.layout.boundaries import to_device
+from titan_linear.ops.layout.tables import to_device
 
 
 class BatchPlan:
@@ -78,12 +78,11 @@ class Window:
         edges = np.unique(np.clip(plan.cp_context.cu_seqlens_cpu.numpy(), 0, tokens))  # int32
         longest = int(np.diff(edges).argmax())
         start, end = edges[longest : longest + 2].tolist()
-        arrays = {"whole": edges, "halves": np.insert(edges, longest + 1, (start + end + 1) // 2)}
-        moved = to_device(arrays, plan.position_ids.device)
-        positions = plan.position_ids[:tokens]
-        whole, halves = (BatchPlan(positions, moved[name]) for name in arrays)
+        arrays = edges, np.insert(edges, longest + 1, (start + end + 1) // 2)
+        moved = to_device([torch.from_numpy(x) for x in arrays], plan.position_ids.device)
+        whole, halves = (BatchPlan(plan.position_ids[:tokens], cu_seqlens) for cu_seqlens in moved)
         apart = BatchPlan(plan.position_ids, plan.cp_context.cu_seqlens)
-        fragments = (plan, apart) if plan.cp_context.world_size > 1 else None
+        fragments = (plan, apart) if plan.cp_context.ranks.world_size > 1 else None
         return cls(whole, halves, slice((start + end + 1) // 2, end), fragments)
 
     @property

@@ -12,8 +12,9 @@ from torch import Tensor
 from titan_linear.ops.exchange.allgather import GATHER_LIMIT, allgather_attention, slice_bytes
 from titan_linear.ops.exchange.ring import ring_attention
 from titan_linear.ops.exchange.ulysses import key_head_copies, ulysses_attention, ulysses_ring_attention
-from titan_linear.ops.layout.boundaries import Boundaries, checked, distinct
+from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.layout.context import SOFTMAX_METHODS, CPContext
+from titan_linear.ops.layout.documents import checked, distinct
 from titan_linear.ops.layout.spans import entries, pairs_by_rank
 from titan_linear.ops.runtime.options import check_usable
 from titan_linear.ops.torch.attention import local_attention
@@ -75,12 +76,12 @@ def attention(
         documents = None if cu_seqlens is None else _documents(cu_seqlens, q, k)
         return local_attention(q, k, v, scale, causal, documents)
     _check_context(cp_context, cu_seqlens, q, k)
-    if cp_context.world_size == 1:
+    if cp_context.ranks.world_size == 1:
         return local_attention(q, k, v, scale, causal, cp_context.stream)
     if method == "auto":
-        ranks = (cp_context.world_size, cp_context.node_size)
+        ranks = (cp_context.ranks.world_size, cp_context.ranks.node_size)
         width = k.shape[-1] + v.shape[-1]
-        method = choose_method(*ranks, cp_context.stream_tokens, q.shape[2], k.shape[2], width, k.dtype)
+        method = choose_method(*ranks, cp_context.cut.stream_tokens, q.shape[2], k.shape[2], width, k.dtype)
     return METHODS[method](q, k, v, scale, causal, cp_context)
 
 
@@ -123,10 +124,10 @@ def pairs_computed(cp: CPContext, method: str) -> float:
 
     method: one of `METHODS`."""
     if method == "allgather":
-        return cp.gathered.pairs[1].tolist()[cp.rank]
-    own = pairs_by_rank(entries(cp.all_fragments, cp.documents), cp.world_size, causal=True).tolist()
-    ranks = {"ulysses": cp.world_size, "ulysses+ring": cp.node_size}.get(method, 1)
-    first = cp.rank - cp.rank % ranks
+        return cp.gathered.pairs[1].tolist()[cp.ranks.rank]
+    own = pairs_by_rank(entries(cp.cut.fragments, cp.cut.documents), cp.ranks.world_size, causal=True).tolist()
+    ranks = {"ulysses": cp.ranks.world_size, "ulysses+ring": cp.ranks.node_size}.get(method, 1)
+    first = cp.ranks.rank - cp.ranks.rank % ranks
     return sum(own[first : first + ranks]) / ranks
 
 
@@ -163,6 +164,6 @@ def _check_context(cp: CPContext, cu_seqlens: Tensor | None, q: Tensor, k: Tenso
     if cu_seqlens is not None:
         raise ValueError("cu_seqlens must not be given with cp_context, which holds the documents")
     _check_one_stream("cp_context", q, k)
-    if q.shape[1] != cp.tokens:
-        raise ValueError(f"q has {q.shape[1]} tokens; cp_context gives rank {cp.rank} {cp.tokens}")
+    if q.shape[1] != cp.cut.tokens:
+        raise ValueError(f"q has {q.shape[1]} tokens; cp_context gives rank {cp.ranks.rank} {cp.cut.tokens}")
     check_usable(cp, "q", q)

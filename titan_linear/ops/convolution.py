@@ -83,8 +83,8 @@ def causal_conv1d(
     _check_parts(parts, D, norm_dim)
     if cp_context is not None:
         check_cp("x", x, initial_state, output_final_state, cu_seqlens, cp_context)
-        if cp_context.conv1d_kernel_size not in (None, W):
-            built = cp_context.conv1d_kernel_size
+        if cp_context.tables.conv1d_kernel_size not in (None, W):
+            built = cp_context.tables.conv1d_kernel_size
             raise ValueError(f"weight has W = {W}; cp_context was built with conv1d_kernel_size = {built}")
     N = check_boundaries(B, T, cu_seqlens, cu_seqlens_cpu)
     if initial_state is not None and initial_state.shape != (N, D, W - 1):
@@ -95,10 +95,10 @@ def causal_conv1d(
         )
     flat = x.flatten(0, 1)
     initial = None if initial_state is None else States(initial_state)
-    if cp_context is not None and cp_context.world_size > 1 and W > 1:
+    if cp_context is not None and cp_context.ranks.world_size > 1 and W > 1:
         routes = cp_context.halo_of(W - 1)
-        flat, halo = with_halo(flat, routes, cp_context.slots, W - 1, cp_context.group_name)
-        initial = States(halo.transpose(1, 2), cp_context.enters_slot)
+        flat, halo = with_halo(flat, routes, cp_context.cut.slots, W - 1, cp_context.ranks.group_name)
+        initial = States(halo.transpose(1, 2), cp_context.tables.forward_chains.entry_slots)
     convolve = CONVOLUTION.load(CONVOLUTION.implementation(impl, x.device, x.dtype, W=W))
     boundaries = boundaries_of(x, cu_seqlens, cp_context, cu_seqlens_cpu)
     bias = None if bias is None else bias.contiguous()

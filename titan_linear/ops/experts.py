@@ -174,6 +174,6 @@ GROUPED_LINEAR = Op(
 def stream_means(x: Tensor, num_streams: int, cp_context: CPContext | None) -> Tensor:
     """x [T, E], this rank's tokens, one stream after another -> [num_streams, E], means over whole streams."""
     means = x.unflatten(0, (num_streams, -1)).mean(1)
-    if cp_context is not None and cp_context.world_size > 1:  # ranks have equal parts of every stream
-        means = sum_ranks(means, cp_context.group_name) / cp_context.world_size
+    if cp_context is not None and cp_context.ranks.world_size > 1:  # ranks have equal parts of every stream
+        means = sum_ranks(means, cp_context.ranks.group_name) / cp_context.ranks.world_size
     return means

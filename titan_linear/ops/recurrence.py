@@ -137,9 +137,10 @@ class _Recurrence(torch.autograd.Function):
         ctx.rule = None  # what it holds serves one backward only
         do = torch.zeros_like(inputs.v) if do is None else do
         if call.cp is not None:
-            dS_ext = rule.boundary_backward(do, call.cp.reverse_chains)
-            d_leaving = incoming_states(dS_ext, M, call.cp.reverse_chains, call.cp.group_name, reverse=True)
-            final = States(d_leaving, call.cp.leaves_slot)
+            chains = call.cp.tables.reverse_chains
+            dS_ext = rule.boundary_backward(do, chains)
+            d_leaving = incoming_states(dS_ext, M, chains, call.cp.ranks.group_name, reverse=True)
+            final = States(d_leaving, chains.entry_slots)
         else:
             wanted = call.need_final and d_final is not None  # compiled code gives empty states an empty gradient
             final = States(d_final.to(state_dtype(inputs))) if wanted else None
@@ -166,8 +167,9 @@ def _forward(call: Call, inputs: AnyInputs, initial_state: Tensor | None, keep: 
     rule = call.implementation(inputs, call.options, call.boundaries, differentiable=keep)
     states, entering, M = initial_state, None, None
     if call.cp is not None:
-        S_ext, M = rule.boundary(call.cp.forward_chains)
-        states = entering = incoming_states(S_ext, M, call.cp.forward_chains, call.cp.group_name)
+        chains = call.cp.tables.forward_chains
+        S_ext, M = rule.boundary(chains)
+        states = entering = incoming_states(S_ext, M, chains, call.cp.ranks.group_name)
     o, final = rule.forward(_initial(states, call, inputs), call.need_final)
     return o.to(inputs.v.dtype), final, entering, M, tuple(rule.kept), rule if keep else None
 
@@ -176,7 +178,8 @@ def _initial(states: Tensor | None, call: Call, inputs: AnyInputs) -> States | N
     """The states from which entries start, in the dtype of states (`state_dtype`)."""
     if states is None:
         return None
-    return States(states.to(state_dtype(inputs)), None if call.cp is None else call.cp.enters_slot)
+    slots = None if call.cp is None else call.cp.tables.forward_chains.entry_slots
+    return States(states.to(state_dtype(inputs)), slots)
 
 
 def run(
@@ -208,7 +211,7 @@ def run(
     check_floats(**{name: initial_state})
     _check_state(name, initial_state, N, v.shape[2], q.shape[3], v.shape[3], state_v_first)
     initial_state = swapped(initial_state, state_v_first)
-    several = cp_context is not None and cp_context.world_size > 1
+    several = cp_context is not None and cp_context.ranks.world_size > 1
     if several and cp_method == "ulysses":
         return _over_heads(recurrence, given, options, cp_context, impl), None
     inputs = _each(given, recurrence, lambda x: x.flatten(0, 1), lambda x: x.flatten().contiguous())
@@ -253,7 +256,7 @@ def _over_heads(
         given,
         recurrence,
         lambda x: tokens_to_heads(x, cp).flatten(0, 1),
-        lambda x: x.reshape(cp.world_size, -1)[cp.rank],
+        lambda x: x.reshape(cp.ranks.world_size, -1)[cp.ranks.rank],
     )
     rule = _implementation(recurrence, inputs, impl)
     o, _ = _function(rule)(Call(type(given), rule, options, cp.stream, None, False), None, *inputs)

@@ -230,10 +230,11 @@ def context(batch: Batch) -> CPContext:
         node_size=math.gcd(batch.cp, max(batch.node // batch.tp, 1)),
         device=META,
     )
-    if batch.cp == 1:
-        return described
-    planned = {"group": "planned", "group_name": "planned"}  # no exchange runs on it
-    return replace(described, for_nodes=replace(described.for_nodes, **planned), **planned)
+    if batch.cp > 1:
+        planned = {"group": "planned", "group_name": "planned"}  # no exchange runs on it
+        for cp in described, described.of_nodes:
+            cp.ranks = replace(cp.ranks, **planned)
+    return described
 
 
 def layers(model: ModelConfig, batch: Batch) -> list[Layer]:

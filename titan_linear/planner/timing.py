@@ -35,9 +35,10 @@ from titan_linear.models.config import Documents, MixerOptions, ModelConfig
 from titan_linear.models.mixers.delta import DeltaOptions
 from titan_linear.ops.exchange.allgather import heads_of_slice
 from titan_linear.ops.exchange.kcp import sizes_of
-from titan_linear.ops.layout.boundaries import CHUNK, PROGRAMS
+from titan_linear.ops.layout.boundaries import CHUNK
 from titan_linear.ops.layout.chains import Chains
 from titan_linear.ops.layout.levels import Network, direct_messages, duration, messages, route
+from titan_linear.ops.layout.segments import PROGRAMS
 from titan_linear.ops.triton.configs import kernel_dims
 from titan_linear.planner.counting import Call, Layer, Work
 from titan_linear.planner.machine import Machine
@@ -221,7 +222,7 @@ def attended(batch: Batch) -> tuple[int, int]:
     """For the rank's tokens: the number of (query, key) pairs that the mask leaves, and the longest entry's length."""
     described = context(batch)
     own, _ = described.gathered.pairs.tolist()
-    return own[described.rank], int(described.boundaries.longest)
+    return own[described.ranks.rank], int(described.tables.boundaries.longest)
 
 
 # --- A step ----------------------------------------------------------------------------------------------------------

@@ -22,8 +22,8 @@ from titan_linear.models.layers import widened
 from titan_linear.models.plan import BatchPlan, Rotary
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.attention import choose_method, pairs_computed
-from titan_linear.ops.layout.boundaries import to_device
 from titan_linear.ops.layout.build_context import ranks_per_node
+from titan_linear.ops.layout.tables import to_device
 
 
 @dataclass(frozen=True)
@@ -84,18 +84,16 @@ class BatchSharding:
             num_streams=batch.num_streams,
             layout=self.layout if self.dims.cp > 1 else "contiguous",
             conv1d_kernel_size=self.conv1d_kernel_size,
-            device=self.device,
             programs=self.programs,
             stream_programs=self.stream_programs,
             attention=methods,
         )
+        local = [batch.tokens, batch.labels]
+        if self.dims.cp > 1:
+            local = [torch.cat([x[:, start:end] for start, end in context.fragments], 1) for x in local]
+        context, tokens, labels = to_device([context, *local], self.device)
         if self.compiled:
             context.mark_dynamic()
-        mine = [slice(start, end) for start, end in context.fragments]
-        local = {"tokens": batch.tokens, "labels": batch.labels}
-        if self.dims.cp > 1:
-            local = {name: torch.cat([x[:, f] for f in mine], 1) for name, x in local.items()}
-        moved = to_device(local, self.device)
         plan = BatchPlan(
             context.position_ids,
             cp_context=context,
@@ -103,7 +101,7 @@ class BatchSharding:
             pairs=pairs_computed(context, next(iter(methods), "ring")) if self.softmax else 0.0,
         )
         plan.prepare(self.rotaries, widened(self.compute_dtype))
-        return moved["tokens"], moved["labels"], plan
+        return tokens, labels, plan
 
     def methods(self, tokens: int) -> tuple[str, ...]:
         """How softmax layers communicate in batches of this many tokens over all ranks: one method, or several if

@@ -241,25 +241,25 @@ def with_owner(cp, hop, causal=True):
 
 def pairs_of_blocks(ranks, causal):
     """How often the squares and rectangles of all ranks cover each (query, key), as a [T, T] count in global tokens."""
-    T = ranks[0].stream_tokens
+    T = ranks[0].cut.stream_tokens
     tokens = [tokens_of(cp) for cp in ranks]
     count = torch.zeros(T, T, dtype=torch.int64)
     for cp in ranks:
         for a, b in pairwise(cp.cu_seqlens.tolist()):
             square = torch.ones(b - a, b - a, dtype=torch.int64)
-            mine = tokens[cp.rank][a:b]
+            mine = tokens[cp.ranks.rank][a:b]
             count[mine[:, None], mine[None, :]] += square.tril() if causal else square
         rectangles = cp.rectangles if causal else cp.full_rectangles
         for hop, a, b, c, d in rows(rectangles.by_hop):
-            keys = tokens[(cp.rank - hop) % cp.world_size][c:d]
+            keys = tokens[(cp.ranks.rank - hop) % cp.ranks.world_size][c:d]
             assert b > a and len(keys)
-            count[tokens[cp.rank][a:b][:, None], keys[None, :]] += 1
+            count[tokens[cp.ranks.rank][a:b][:, None], keys[None, :]] += 1
     return count
 
 
 def pairs_of_spans(ranks, causal):
     """The same of their spans, whose rows arrive as the routes say."""
-    T, W, count = ranks[0].stream_tokens, len(ranks), 0
+    T, W, count = ranks[0].cut.stream_tokens, len(ranks), 0
     plans, tokens = [cp.gathered if causal else cp.full_gathered for cp in ranks], [tokens_of(cp) for cp in ranks]
     queries = [
         tokens[r][p.queries.rows].split([len(tokens[r]) - int(p.queries.leaving.sum()), *p.queries.leaving])
@@ -509,7 +509,7 @@ def test_auto_depends_on_shapes_alone():
 
 def errors_raised(rank, world_size):
     cp = context("one document", rank, world_size, "contiguous", dist.group.WORLD)
-    T = cp.tokens
+    T = cp.cut.tokens
     one, three = torch.zeros(1, T, 1, 8), torch.zeros(1, T, 3, 8)
     attempts = {
         "ulysses": lambda: attention(three, three, three, cp_context=cp, method="ulysses"),

@@ -175,8 +175,9 @@ def test_gradients_of_a_token_in_several_halos_are_added_in_order(
 
     def added(group: LocalGroup) -> tuple[Tensor, Tensor]:
         ctx = build_cp_context(cu, group, layout=layout, device=DEVICE)
-        routes, draw = ctx.halo_of(3), torch.Generator().manual_seed(ctx.rank)
-        dx, d_halo = (torch.randn(*shape, generator=draw).to(DEVICE) for shape in ((ctx.tokens, 8), (ctx.slots, 3, 8)))
+        routes, draw = ctx.halo_of(3), torch.Generator().manual_seed(ctx.ranks.rank)
+        shapes = (ctx.cut.tokens, 8), (ctx.cut.slots, 3, 8)
+        dx, d_halo = (torch.randn(*shape, generator=draw).to(DEVICE) for shape in shapes)
         return_halo(dx, d_halo, list(routes), group.group_name)
         return dx, routes.rows[: int(routes.send_counts.sum())].cpu()
 

@@ -32,10 +32,10 @@ def states_by(
     shapes: of a slot's S_ext and M."""
     context, results = build_cp_context(boundaries(lengths * streams), group, layout=layout, num_streams=streams), []
     draw = torch.Generator().manual_seed(group.rank())
-    for chains, reverse in ((context.forward_chains, False), (context.reverse_chains, True)):
-        S_ext, M = (torch.randn(context.slots, *shape, generator=draw, dtype=torch.float64) for shape in shapes)
+    for chains, reverse in ((context.tables.forward_chains, False), (context.tables.reverse_chains, True)):
+        S_ext, M = (torch.randn(context.cut.slots, *shape, generator=draw, dtype=torch.float64) for shape in shapes)
         S_ext[chains.wanted < STATE], M[chains.wanted < STATE_AND_M] = torch.nan, torch.nan
-        pairs, name = (S_ext, M / shapes[0][1] ** 0.5), context.group_name
+        pairs, name = (S_ext, M / shapes[0][1] ** 0.5), context.ranks.group_name
         directly = kcp.fold_chains(*kcp.exchange(*pairs, chains, name), chains, reverse)
         found = [directly, *(levels.incoming_by_levels(*pairs, chains, way, name, reverse) for way in ways)]
         results.append(found)
@@ -105,8 +105,8 @@ def test_ranks_have_equal_shares(monkeypatch: pytest.MonkeyPatch, world_size: in
     def on_rank(group: LocalGroup) -> None:
         where = {"layout": layout, "node_size": 8, "attention": ()}
         context = build_cp_context(torch.tensor([0, 4 * world_size]), group, **where)
-        states = torch.zeros(context.slots, heads, 2, 2)
-        kcp.incoming_states(states, states, context.forward_chains, context.group_name)
+        states = torch.zeros(context.cut.slots, heads, 2, 2)
+        kcp.incoming_states(states, states, context.tables.forward_chains, context.ranks.group_name)
 
     monkeypatch.setattr(levels, "all_to_all", exchanged)
     monkeypatch.setattr(folds, "act", acted)
@@ -131,7 +131,8 @@ def test_levels_where_chains_are_long() -> None:
         (9, 64, (Level(1, 2), Level(2, 4), Level(8, 2), Level(16, 4))),
     ]:
         sizes = Sizes(heads, slots=1, state=1 << 16, transition=1 << 16)
-        most = build_cp_context(torch.tensor([0, ranks]), rank=0, world_size=ranks).forward_chains.most.item()
+        context = build_cp_context(torch.tensor([0, ranks]), rank=0, world_size=ranks)
+        most = context.tables.forward_chains.most.item()
         assert most == 2 * ranks - 3
         assert route(most, ranks, min(ranks, 8), sizes) == says
         assert route(2, ranks, min(ranks, 8), sizes) == ()

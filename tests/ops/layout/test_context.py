@@ -34,17 +34,17 @@ def test_fragments_positions_and_entries(lengths: list[int], world_size: int, la
         tokens = tokens_of(ctx)
         assert torch.equal(ctx.position_ids, position[tokens])
         edges = {0, *(i for i in range(1, size) if document[tokens[i]] != document[tokens[i - 1]]), size}
-        starts = range(0, size + 1, size // ctx.slots)
+        starts = range(0, size + 1, size // ctx.cut.slots)
         edges |= set(starts)
         assert ctx.cu_seqlens.dtype == torch.int32 and ctx.cu_seqlens.tolist() == sorted(edges)
-        firsts, lasts = ctx.reverse_chains.entries.tolist(), ctx.forward_chains.entries.tolist()
+        firsts, lasts = ctx.tables.reverse_chains.entries.tolist(), ctx.tables.forward_chains.entries.tolist()
         for first, last, (start, end) in zip(firsts, lasts, pairwise(starts), strict=True):
             assert (ctx.cu_seqlens[first], ctx.cu_seqlens[last + 1]) == (start, end)
         N = len(ctx.cu_seqlens) - 1
-        assert ctx.enters_slot.tolist() == [
+        assert ctx.tables.forward_chains.entry_slots.tolist() == [
             firsts.index(n) if n in firsts and ctx.own_fragments[firsts.index(n)].enters else -1 for n in range(N + 1)
         ]
-        assert ctx.leaves_slot.tolist() == [
+        assert ctx.tables.reverse_chains.entry_slots.tolist() == [
             lasts.index(n) if n in lasts and ctx.own_fragments[lasts.index(n)].leaves else -1 for n in range(N + 1)
         ]
         for f in ctx.own_fragments:
@@ -76,7 +76,7 @@ def test_each_stream_is_cut_by_itself(layout: str) -> None:
 def test_chunk_tables(size: int) -> None:
     """Row by row: the entry and the chunk in it; an entry's first row in the offsets."""
     ctx = build_cp_context(boundaries([100, 156, 1, 255]), rank=1, world_size=2)
-    index, offsets = ctx.boundaries.chunks[size]
+    index, offsets = ctx.tables.boundaries.chunks[size]
     lengths = ctx.cu_seqlens.diff().tolist()
     rows = [[n, c] for n, length in enumerate(lengths) for c in range(-(-length // size))]
     assert index.tolist() == rows

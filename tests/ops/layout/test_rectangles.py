@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tests.ops.layout.documents import packed
-from titan_linear.ops.layout.boundaries import padded
-from titan_linear.ops.layout.fragments import LAYOUTS, Fragment, cut, owned
+from titan_linear.ops.layout.fragments import LAYOUTS, Fragment, cut_streams, owned
 from titan_linear.ops.layout.rectangles import Rectangle, _append, _rectangles, rectangles
+from titan_linear.ops.layout.tables import padded
 
 
 def searched(fragments: Sequence[Fragment], rank: int, world_size: int, causal: bool) -> np.ndarray:
@@ -34,7 +34,7 @@ def searched(fragments: Sequence[Fragment], rank: int, world_size: int, causal: 
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_tables_are_those_of_a_search_through_all_fragments(layout: str, causal: bool) -> None:
     for seed, (kind, world_size, streams) in enumerate([("web", 4, 3), ("mixed", 8, 2), ("one", 4, 2), ("web", 1, 2)]):
-        fragments = cut(packed(kind, 4096, seed, streams), streams, world_size, layout)
+        fragments = cut_streams(packed(kind, 4096, seed, streams), streams, world_size, layout).fragments
         for rank in range(world_size):
             found = rectangles(fragments, rank, world_size, causal=causal).by_hop
             assert np.array_equal(found, searched(fragments, rank, world_size, causal))
@@ -50,7 +50,7 @@ def test_the_work_is_linear_in_streams() -> None:
             nonlocal count
             count += event in ("call", "c_call")
 
-        fragments = cut(np.arange(streams + 1) * 64, streams, 4, "zigzag")
+        fragments = cut_streams(np.arange(streams + 1) * 64, streams, 4, "zigzag").fragments
         sys.setprofile(profile)
         try:
             rectangles(fragments, 1, 4, causal=True)

@@ -33,8 +33,9 @@ from tests.ops.inputs import (
 )
 from tests.worlds import Worlds
 from titan_linear.ops import build_cp_context, causal_conv1d
-from titan_linear.ops.layout import build_context
-from titan_linear.ops.layout.boundaries import Boundaries, scan_programs, segment_arrays, segment_length
+from titan_linear.ops.layout import segments
+from titan_linear.ops.layout.boundaries import Boundaries
+from titan_linear.ops.layout.segments import scan_programs, segment_length, segments_of_length
 from titan_linear.ops.triton import chunks, split_documents
 from titan_linear.ops.triton import delta_rule as rules
 from titan_linear.ops.triton.chunks import chunks_of
@@ -158,15 +159,15 @@ def test_planned_segments_are_those_of_the_device() -> None:
     """But for surplus ones, which are empty."""
     for lengths, length in ([1, 300, 64, 200], 64), ([1000], 128), ([64, 64], 512):
         cu = boundaries(lengths)
-        planned = segment_arrays(cu.numpy(), length, np.ones(len(lengths), dtype=bool))
+        planned = segments_of_length(cu.numpy(), length, np.ones(len(lengths), dtype=bool))
         found = segments_of(Boundaries(cu.to(DEVICE, torch.int32)), sum(lengths), length)
-        S = len(planned["numbers"])
-        assert torch.equal(found.cu_seqlens[: S + 1].cpu(), torch.from_numpy(planned["cu_seqlens"]))
-        assert torch.equal(found.offsets.cpu(), torch.from_numpy(planned["offsets"]))
-        assert torch.equal(found.chunk_offsets[: S + 1].cpu(), torch.from_numpy(planned["chunk_offsets"]))
-        assert torch.equal(found.wanted[:S].cpu(), torch.from_numpy(planned["wanted"]))
-        rows = planned["chunk_index"][: planned["chunk_offsets"][-1]]
-        assert torch.equal(found.chunk_index[: len(rows)].cpu(), torch.from_numpy(rows))
+        S = len(planned.numbers)
+        assert torch.equal(found.cu_seqlens[: S + 1].cpu(), planned.cu_seqlens)
+        assert torch.equal(found.offsets.cpu(), planned.offsets)
+        assert torch.equal(found.chunk_offsets[: S + 1].cpu(), planned.chunk_offsets)
+        assert torch.equal(found.wanted[:S].cpu(), planned.wanted)
+        rows = planned.chunk_index[: planned.chunk_offsets[-1]]
+        assert torch.equal(found.chunk_index[: len(rows)].cpu(), rows)
 
 
 def in_a_context(run: Callable, x: dict[str, Tensor], lengths: list[int], *programs: int) -> list[Tensor]:
@@ -181,7 +182,7 @@ def in_a_context(run: Callable, x: dict[str, Tensor], lengths: list[int], *progr
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 def test_planned_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A context that planned for the scan, and one that did not: the same bits."""
-    monkeypatch.setattr(build_context, "segment_length", lambda *_: 64)
+    monkeypatch.setattr(segments, "segment_length", lambda *_: 64)
     monkeypatch.setattr(rules, "segment_length", lambda *_: 64)
     x = make_inputs(op, 140, H=1, HV=1, K=32, V=32, gate="slow")
     run = partial(call, op, impl="triton")
@@ -192,7 +193,7 @@ def test_planned_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 def test_compiled_code_reads_planned_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph for all documents, in which no table is made."""
-    monkeypatch.setattr(build_context, "segment_length", lambda *_: 64)
+    monkeypatch.setattr(segments, "segment_length", lambda *_: 64)
     for module in (chunks, split_documents):
         monkeypatch.setattr(module, "chunk_table", lambda *_: pytest.fail("a table is made"))
     counter = CompileCounterWithBackend("aot_eager")

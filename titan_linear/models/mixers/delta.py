@@ -21,7 +21,7 @@ from titan_linear.models.mixers.recurrent import Cache, Inputs, RecurrentMixer, 
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_gated_delta_rule, chunk_kda
 from titan_linear.ops.delta_rule import is_bound
-from titan_linear.ops.layout.boundaries import scan_programs
+from titan_linear.ops.layout.segments import scan_programs
 from titan_linear.ops.triton.configs import kernel_dims
 
 IN_KERNEL = dict.fromkeys(("use_gate_in_kernel", "use_beta_sigmoid_in_kernel"), True)

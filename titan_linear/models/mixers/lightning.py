@@ -15,7 +15,7 @@ from titan_linear.models.mixers.recurrent import Cache, Inputs, RecurrentMixer, 
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_simple_gla
 from titan_linear.ops.exchange.collectives import Ranks
-from titan_linear.ops.layout.boundaries import scan_programs
+from titan_linear.ops.layout.segments import scan_programs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ def ring_attention(
 
     stride: neighbours on the ring lie so many ranks of the group apart."""
     rectangles = cp.rectangles if causal else cp.full_rectangles
-    where = list(document_spans(cp.boundaries)), rectangles.by_hop, rectangles.hops, cp.group_name, stride
+    where = list(document_spans(cp.tables.boundaries)), rectangles.by_hop, rectangles.hops, cp.ranks.group_name, stride
     return Attention.apply(q, k, v, (ring_forward, ring_backward), where, scale, causal)
 
 

@@ -26,7 +26,7 @@ def tokens_to_heads(x: Tensor, cp: CPContext, *, in_node: bool = False) -> Tenso
     in_node: the ranks of a node alone exchange; [1, T_node, H/node_size, ...] are the node's tokens in the order in
     which a rank of `cp.of_nodes` holds them. Differentiable. Raises ValueError where the ranks do not divide H.
     """
-    ranks = cp.node_size if in_node else cp.world_size
+    ranks = cp.ranks.node_size if in_node else cp.ranks.world_size
     if x.shape[2] % ranks:
         raise ValueError(
             f"an all-to-all over heads cannot split {x.shape[2]} heads among {ranks} ranks; "
@@ -46,7 +46,7 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: boo
     W must divide Hq, and divide Hkv or be a multiple of it; a key head is then sent to each rank that has queries
     for it, and autograd sums its gradients.
     """
-    k, v = (_copied(x, "ulysses", q.shape[2], cp.world_size) for x in (k, v))
+    k, v = (_copied(x, "ulysses", q.shape[2], cp.ranks.world_size) for x in (k, v))
     q, k, v = (tokens_to_heads(x, cp) for x in (q, k, v))
     return heads_to_tokens(local_attention(q, k, v, scale, causal, cp.stream), cp)
 
@@ -54,9 +54,9 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: boo
 def ulysses_ring_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, cp: CPContext) -> Tensor:
     """Attention in two dimensions (USP, Fang & Zhao 2024): in a node all-to-all over heads, as in `ulysses_attention`;
     between nodes a ring for each share of the heads, on which a node's ranks are one."""
-    k, v = (_copied(x, "ulysses+ring", q.shape[2], cp.node_size) for x in (k, v))
+    k, v = (_copied(x, "ulysses+ring", q.shape[2], cp.ranks.node_size) for x in (k, v))
     q, k, v = (tokens_to_heads(x, cp, in_node=True) for x in (q, k, v))
-    o = ring_attention(q, k, v, scale, causal, cp.of_nodes, stride=cp.node_size)
+    o = ring_attention(q, k, v, scale, causal, cp.of_nodes, stride=cp.ranks.node_size)
     return heads_to_tokens(o, cp, in_node=True)
 
 
@@ -81,8 +81,8 @@ def key_head_copies(Hq: int, Hkv: int, W: int) -> int:
 class _ExchangeHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, cp: CPContext, in_node: bool, to_heads: bool) -> Tensor:
-        order, ranks = (cp.order_in_node, cp.node_size) if in_node else (cp.order, cp.world_size)
-        ctx.where = (list(order), ranks, cp.group_name)
+        order, ranks = (cp.order_in_node, cp.ranks.node_size) if in_node else (cp.cut.order, cp.ranks.world_size)
+        ctx.where = (list(order), ranks, cp.ranks.group_name)
         ctx.to_heads = to_heads
         return exchange_heads(x, *ctx.where, to_heads)
 

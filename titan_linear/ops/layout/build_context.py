@@ -4,38 +4,23 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_linear.ops.layout.boundaries import (
-    CHUNK,
-    CONV_RUN,
-    Boundaries,
-    ChunkTable,
-    OnHost,
-    Segments,
-    Tables,
-    check_copy,
-    checked,
-    chunk_arrays,
-    distinct,
-    segment_arrays,
-    segment_length,
-    short,
-    to_tensors,
-)
-from titan_linear.ops.layout.chains import Chains, blocks_wanted, chains
-from titan_linear.ops.layout.context import SOFTMAX_METHODS, CPContext
-from titan_linear.ops.layout.fragments import LAYOUTS, Fragments, HaloRoutes, cut, halo_routes, owned
+from titan_linear.ops.layout.boundaries import CHUNK
+from titan_linear.ops.layout.chains import chains
+from titan_linear.ops.layout.context import SOFTMAX_METHODS, CPContext, SoftmaxTables, TokenTables
+from titan_linear.ops.layout.documents import check_copy, checked, distinct, short
+from titan_linear.ops.layout.fragments import LAYOUTS, Cut, Fragments, RankGroup, cut_streams, halo_routes, owned
 from titan_linear.ops.layout.rectangles import rectangles
-from titan_linear.ops.layout.spans import PAIRS_PER_ROW, gathered, span_tables
+from titan_linear.ops.layout.segments import CONV_RUN, with_tables
+from titan_linear.ops.layout.spans import PAIRS_PER_ROW, gathered_spans
+from titan_linear.ops.layout.tables import to_device
 
 
 @torch.inference_mode(False)  # a context built under inference mode must serve training, too
@@ -83,75 +68,21 @@ def build_cp_context(
             layout or method; neither a group nor a rank below world_size; num_streams or conv1d_kernel_size below 1;
             a stream length that W (2W for zigzag) does not divide; streams whose edges are not document boundaries.
     """
-    rank, world_size, node_size = _place(group, rank, world_size, node_size)
+    ranks = _rank_group(group, rank, world_size, node_size)
     _check_options(layout, num_streams, conv1d_kernel_size, attention)
     if cu_seqlens_cpu is not None:
         check_copy(cu_seqlens, cu_seqlens_cpu)
     documents = _documents(cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu)
-    fragments = cut(documents, num_streams, world_size, layout)
-    mine = owned(fragments, rank)
-    local, positions, entries = _local_layout(documents, mine)
-    allgather = "allgather" in attention
-    slots = _slots_of_entries(mine, entries, len(local) - 1)
-    crossing = ((slots["enters_slot"] >= 0) | (slots["leaves_slot"] >= 0))[:-1]
-    of_all = {"node_size": np.array([node_size]), "zigzag": np.array([layout == "zigzag"])}
-    tables = {
-        "tokens": (_OfTokens, {"position_ids": positions, **slots}),
-        "forward": (Chains, _chains(fragments, rank, world_size, entries, reverse=False) | of_all),
-        "reverse": (Chains, _chains(fragments, rank, world_size, entries, reverse=True) | of_all),
-        **(span_tables(fragments, documents, rank, world_size, pairs_per_row, causal=True) if allgather else {}),
-        **_boundary_tables("entries", local, (CHUNK, CONV_RUN), programs, crossing, joined=world_size > 1),
-    }
-    whole = documents.astype(np.int32)
-    alone = world_size == 1 and layout == "contiguous"  # then the entries are the documents
-    if not alone:
-        sizes = () if stream_programs is None else (CHUNK,)
-        apart = np.zeros(len(whole) - 1, dtype=bool)
-        tables |= _boundary_tables("stream", whole, sizes, stream_programs or (), apart)
-    if conv1d_kernel_size is not None:
-        tables["halo"] = HaloRoutes, halo_routes(fragments, rank, world_size, conv1d_kernel_size - 1)
-    moved = to_tensors(tables, cu_seqlens.device if device is None else torch.device(device))
-    boundaries = _boundaries("entries", moved, programs, joined=world_size > 1)
-    named = {"group": group, "group_name": "" if group is None else group.group_name}
-    for_nodes = None
-    if "ulysses+ring" in attention and world_size > 1:
-        node, nodes = rank // node_size, world_size // node_size
-        streams = {"num_streams": num_streams, "layout": layout, "device": boundaries.cu_seqlens.device}
-        as_ranks = build_cp_context(
-            torch.from_numpy(documents), rank=node, world_size=nodes, attention=("ring",), **streams
-        )
-        for_nodes = replace(as_ranks, **named)
-    return CPContext(
-        **named,
-        layout=layout,
-        rank=rank,
-        world_size=world_size,
-        conv1d_kernel_size=conv1d_kernel_size,
-        num_streams=num_streams,
-        node_size=node_size,
-        slots=len(mine),
-        tokens=int(local[-1]),
-        stream_tokens=int(documents[-1]),
-        all_fragments=fragments,
-        order=tuple(f.rank * len(mine) + f.slot for f in fragments),
-        documents=documents,
-        boundaries=boundaries,
-        **moved["tokens"]._asdict(),
-        stream=boundaries if alone else _boundaries("stream", moved, stream_programs or ()),
-        forward_chains=moved["forward"],
-        reverse_chains=moved["reverse"],
-        halo=moved.get("halo"),
-        for_ring=rectangles(fragments, rank, world_size, causal=True) if "ring" in attention else None,
-        for_allgather=gathered(moved) if allgather else None,
-        for_nodes=for_nodes,
-        pairs_per_row=pairs_per_row,
-    )
+    cut = cut_streams(documents, num_streams, ranks.world_size, layout)
+    tables = _token_tables(cut, ranks, conv1d_kernel_size, programs, stream_programs)
+    context = CPContext(ranks, cut, tables, _softmax_tables(cut, ranks, attention, pairs_per_row))
+    return to_device(context, cu_seqlens.device if device is None else torch.device(device))
 
 
-def _place(
+def _rank_group(
     group: dist.ProcessGroup | None, rank: int | None, world_size: int | None, node_size: int | None
-) -> tuple[int, int, int]:
-    """This rank's number, the number of ranks, and that of a node. ValueError: they are not given, or do not fit."""
+) -> RankGroup:
+    """ValueError: rank and number of ranks, or that of a node, are not given, or do not fit."""
     if group is not None:
         rank, world_size = group.rank(), group.size()
     if rank is None or world_size is None or not 0 <= rank < world_size:
@@ -161,7 +92,7 @@ def _place(
         raise ValueError(
             f"node_size = {node_size}; give a divisor of the number of ranks, {world_size}, or leave it out"
         )
-    return rank, world_size, node_size
+    return RankGroup(group, "" if group is None else group.group_name, rank, world_size, node_size)
 
 
 def _check_options(layout: str, num_streams: int, conv1d_kernel_size: int | None, attention: Collection[str]) -> None:
@@ -175,58 +106,52 @@ def _check_options(layout: str, num_streams: int, conv1d_kernel_size: int | None
         raise ValueError(f"attention has {unknown}; give methods of {', '.join(map(repr, SOFTMAX_METHODS))}, or none")
 
 
-class _OfTokens(NamedTuple):
-    """Fields of `CPContext`."""
-
-    position_ids: Tensor
-    enters_slot: Tensor
-    leaves_slot: Tensor
-
-
-class _Edges(NamedTuple):
-    """Fields of `Boundaries`."""
-
-    cu_seqlens: Tensor
-    cu_seqlens_cpu: OnHost
-    longest: OnHost
-
-
-def _boundary_tables(
-    name: str,
-    cu_seqlens: np.ndarray,
-    chunks: Sequence[int],
+def _token_tables(
+    cut: Cut,
+    ranks: RankGroup,
+    conv1d_kernel_size: int | None,
     programs: Sequence[int],
-    crossing: np.ndarray,
-    joined: bool = False,
-) -> Tables:
-    """The tables of `Boundaries`. chunks: the tokens per chunk of each chunk table that is read; crossing: [N] bool, as
-    in `segment_arrays`."""
-    longest = np.diff(cu_seqlens).max(keepdims=True).astype(np.int64)
-    edges = {"cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens, "longest": longest}
-    tables: Tables = {name: (_Edges, edges)}
-    for n in chunks:
-        index, offsets = chunk_arrays(cu_seqlens, n)
-        tables[f"{name}, chunks of {n}"] = ChunkTable, {"index": index, "offsets": offsets}
-    for n in programs:
-        if length := _segment_length(cu_seqlens, n, joined):
-            tables[f"{name}, segments {n}"] = Segments, segment_arrays(cu_seqlens, length, crossing)
-    return tables
+    stream_programs: Sequence[int] | None,
+) -> TokenTables:
+    local, positions, entries = _local_layout(cut.documents, owned(cut.fragments, ranks.rank))
+    forward, reverse = (chains(cut.fragments, ranks, entries, reverse=reverse) for reverse in (False, True))
+    crossing = (torch.maximum(forward.entry_slots, reverse.entry_slots) >= 0)[:-1].numpy()
+    documents = halo = None
+    if ranks.world_size > 1 or cut.layout != "contiguous":  # else the entries are the documents
+        sizes = () if stream_programs is None else (CHUNK,)
+        documents = with_tables(cut.documents.astype(np.int32), sizes, stream_programs or ())
+    if conv1d_kernel_size is not None:
+        halo = halo_routes(cut.fragments, ranks.rank, ranks.world_size, conv1d_kernel_size - 1)
+    return TokenTables(
+        torch.from_numpy(positions),
+        with_tables(local, (CHUNK, CONV_RUN), programs, crossing, joined=ranks.world_size > 1),
+        documents,
+        forward,
+        reverse,
+        halo,
+        conv1d_kernel_size,
+    )
 
 
-def _segment_length(cu_seqlens: np.ndarray, programs: int, joined: bool) -> int | None:
-    """`segment_length`, or None if no documents of so many tokens are cut. If others are, but cutting these does not
-    pay, each entry is one segment: compiled code has one form for all batches."""
-    tokens = int(cu_seqlens[-1])
-    if segment_length(tokens, 1, programs, joined) is None:
-        return None
-    return segment_length(tokens, len(cu_seqlens) - 1, programs, joined) or tokens
+def _softmax_tables(cut: Cut, ranks: RankGroup, methods: Collection[str], pairs_per_row: int) -> SoftmaxTables:
+    place = ranks.rank, ranks.world_size
+    ring = spans = nodes = None
+    if "ring" in methods:
+        ring = rectangles(cut.fragments, *place, causal=True)
+    if "allgather" in methods:
+        spans = gathered_spans(cut.fragments, cut.documents, *place, pairs_per_row, causal=True)
+    if "ulysses+ring" in methods and ranks.world_size > 1:
+        nodes = _of_nodes(cut, ranks)
+    return SoftmaxTables(ring, spans, nodes, pairs_per_row)
 
 
-def _boundaries(name: str, moved: Mapping[str, Any], programs: Sequence[int], joined: bool = False) -> Boundaries:
-    """`Boundaries` from the tables of `_boundary_tables` as tensors."""
-    chunks = {n: moved[key] for n in (CHUNK, CONV_RUN) if (key := f"{name}, chunks of {n}") in moved}
-    segments = {n: moved.get(f"{name}, segments {n}") for n in programs}
-    return Boundaries(**moved[name]._asdict(), joined=joined, chunks=chunks, segments=segments)
+def _of_nodes(cut: Cut, ranks: RankGroup) -> CPContext:
+    """The context in which a node is a rank."""
+    node, count = ranks.rank // ranks.node_size, ranks.world_size // ranks.node_size
+    nodes = RankGroup(ranks.group, ranks.group_name, node, count, node_size=count)
+    cut = cut_streams(cut.documents, cut.num_streams, count, cut.layout)
+    tables = _token_tables(cut, nodes, conv1d_kernel_size=None, programs=(), stream_programs=None)
+    return CPContext(nodes, cut, tables, _softmax_tables(cut, nodes, ("ring",), PAIRS_PER_ROW))
 
 
 def ranks_per_node(group: dist.ProcessGroup | None, world_size: int) -> int:
@@ -244,13 +169,6 @@ def shared_by_nodes(ranks: Sequence[int], size: int) -> int:
     """The largest number that divides the number of these ranks on each node of `size` processes."""
     nodes = groupby(rank // size for rank in ranks)
     return math.gcd(*(len(list(of_node)) for _, of_node in nodes))
-
-
-def _chains(
-    fragments: Fragments, rank: int, world_size: int, entries: np.ndarray, *, reverse: bool
-) -> dict[str, np.ndarray]:
-    blocks = blocks_wanted(fragments, world_size, reverse=reverse)
-    return chains(fragments, rank, world_size, entries, reverse=reverse) | {"blocks": blocks, "blocks_on_host": blocks}
 
 
 def _documents(cu_seqlens: Tensor) -> np.ndarray:
@@ -277,16 +195,3 @@ def _local_layout(documents: np.ndarray, fragments: Fragments) -> tuple[np.ndarr
     local = np.concatenate([[0], np.cumsum(length)])
     positions = np.arange(local[-1]) + np.repeat(first - local[:-1], length)
     return local.astype(np.int32), positions, np.array(entries)
-
-
-def _slots_of_entries(fragments: Fragments, entries: np.ndarray, count: int) -> dict[str, np.ndarray]:
-    """For each entry, the slot if its document comes in from another fragment, or goes on into one, else −1; one row
-    more than there are entries, so that a table never has a single row."""
-    enters = np.full(count + 1, -1, dtype=np.int32)
-    leaves = np.full(count + 1, -1, dtype=np.int32)
-    for slot, (f, (first, last)) in enumerate(zip(fragments, entries, strict=True)):
-        if f.enters:
-            enters[first] = slot
-        if f.leaves:
-            leaves[last] = slot
-    return {"enters_slot": enters, "leaves_slot": leaves}

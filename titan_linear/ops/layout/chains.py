@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from titan_linear.ops.layout.boundaries import OnHost, padded
-from titan_linear.ops.layout.fragments import Fragment, Fragments, owned
+from titan_linear.ops.layout.fragments import Fragment, Fragments, RankGroup, owned
+from titan_linear.ops.layout.tables import OnHost, padded, table
 
 NOTHING, STATE, STATE_AND_M = range(3)  # what is needed of a fragment
 
@@ -24,6 +24,9 @@ class Chains(NamedTuple):
     """This rank's part in one direction. Forward, a slot gives the state that leaves it and gets the state that enters
     it; in reverse, it gives the gradient of the state that entered and gets that of the state that left."""
 
+    # The slot whose incoming state an entry starts from (in reverse, with whose gradient it ends), −1: zeros. One row
+    # more than there are entries, so that a table never has a single row.
+    entry_slots: Tensor  # [N+1] int32
     entries: Tensor  # [slots] int32: the entry whose boundary a slot gives: its last (in reverse its first)
     wanted: Tensor  # [slots] int32: NOTHING, STATE or STATE_AND_M
     chain_offsets: Tensor  # [slots + 1] int32: where each slot's links begin, which fold into it in order
@@ -43,9 +46,9 @@ class Chains(NamedTuple):
     zigzag: OnHost  # [1] whether every second slot's fragments run from the last rank to the first
 
 
-def chains(fragments: Fragments, rank: int, world_size: int, entries: np.ndarray, *, reverse: bool) -> dict:
-    """The arrays of `Chains`, by name, up to `most`. entries: [slots, 2] the first and last entry of each fragment of
-    this rank."""
+def chains(fragments: Fragments, ranks: RankGroup, entries: np.ndarray, *, reverse: bool) -> Chains:
+    """entries: [slots, 2] the first and last entry of each fragment of this rank."""
+    rank, world_size = ranks.rank, ranks.world_size
     chain = _walks(fragments, reverse)
     own = [i for i, f in enumerate(fragments) if f.rank == rank]
     slots, blocks = len(own), len(fragments) // len(own)
@@ -58,23 +61,38 @@ def chains(fragments: Fragments, rank: int, world_size: int, entries: np.ndarray
     sent = _sent(fragments, chain, own, world_size)
     sends = [(fragments[j].slot, kind) for js in sent for kind in range(2) for j in js[kind]]
     wanted = [_wanted(f, reverse) for f in owned(fragments, rank)]
-    table = np.stack([entries[:, 0 if reverse else 1], wanted], 1).astype(np.int32)
+    slot_table = np.stack([entries[:, 0 if reverse else 1], wanted], 1).astype(np.int32)
     most = np.zeros(world_size, dtype=np.int64)
     np.add.at(most, [f.rank for f in fragments], [max(2 * len(walk) - 1, 0) for walk in chain])
-    return {
-        "entries": table[:, 0],
-        "wanted": table[:, 1],
-        "slots": table,
-        "chain_offsets": chain_offsets.astype(np.int32),
-        "s_row": links[:, 1].astype(np.int32),
-        "m_row": links[:, 2].astype(np.int32),
-        "crosses": np.array([any(chain)]),
-        "sends": padded(sends, 2 * slots * blocks, 2),
-        "send_counts": np.array([[len(js) for js in kinds] for kinds in sent]),
-        "receive_counts": np.array([[len(js) for js in kinds] for kinds in received]),
-        "links": links,
-        "most": most.max(keepdims=True),
-    }
+    passing, zigzag = blocks_wanted(fragments, world_size, reverse=reverse)
+    return table(
+        Chains,
+        entry_slots=_entry_slots(owned(fragments, rank), entries, reverse),
+        entries=slot_table[:, 0],
+        wanted=slot_table[:, 1],
+        chain_offsets=chain_offsets.astype(np.int32),
+        s_row=links[:, 1].astype(np.int32),
+        m_row=links[:, 2].astype(np.int32),
+        slots=slot_table,
+        crosses=np.array([any(chain)]),
+        sends=padded(sends, 2 * slots * blocks, 2),
+        send_counts=np.array([[len(js) for js in kinds] for kinds in sent]),
+        receive_counts=np.array([[len(js) for js in kinds] for kinds in received]),
+        links=links,
+        most=most.max(keepdims=True),
+        blocks=passing,
+        blocks_on_host=passing,
+        node_size=np.array([ranks.node_size]),
+        zigzag=np.array([zigzag]),
+    )
+
+
+def _entry_slots(fragments: Fragments, entries: np.ndarray, reverse: bool) -> np.ndarray:
+    slots = np.full(entries[-1, 1] + 2, -1, dtype=np.int32)
+    for slot, f in enumerate(fragments):
+        if f.leaves if reverse else f.enters:
+            slots[entries[slot, 1 if reverse else 0]] = slot
+    return slots
 
 
 def _wanted(f: Fragment, reverse: bool) -> int:
@@ -136,10 +154,11 @@ def block_sizes(world_size: int) -> list[int]:
     return [n for n in range(1, world_size) if world_size % n == 0]
 
 
-def blocks_wanted(fragments: Fragments, world_size: int, *, reverse: bool) -> np.ndarray:
+def blocks_wanted(fragments: Fragments, world_size: int, *, reverse: bool) -> tuple[np.ndarray, bool]:
     """[Σ W/n · slots] int32: for blocks of each of `block_sizes`, in rank order, and for each slot, whether the block
     passes on NOTHING, a STATE, or a STATE_AND_M: what a document carries from its last fragment into the next, and
-    whether what enters the first fragment has a part in it; in reverse, from its first fragment into the one before."""
+    whether what enters the first fragment has a part in it; in reverse, from its first fragment into the one before.
+    And whether the fragments of some slots run from the last rank to the first."""
     slots = len(fragments) // world_size
     through, passes, place = np.zeros((3, world_size, slots), dtype=np.int64)
     owner = tuple(np.array([(f.rank, f.slot) for f in fragments]).T)
@@ -153,4 +172,4 @@ def blocks_wanted(fragments: Fragments, world_size: int, *, reverse: bool) -> np
         passed = np.where(falls == reverse, last[:, 1], last[:, 0])
         whole = through.reshape(-1, n, slots).all(1)
         tables.append(np.where(whole, STATE_AND_M, np.where(passed, STATE, NOTHING)).ravel())
-    return np.concatenate([np.zeros(0), *tables]).astype(np.int32)
+    return np.concatenate([np.zeros(0), *tables]).astype(np.int32), bool(falls.any())

@@ -1,4 +1,5 @@
-"""How a packed stream is cut: fragments, their owners, the documents at their two ends, the tokens before them."""
+"""Which ranks share packed streams and how these are cut: fragments, their owners, the documents at their two ends, the
+tokens before them."""
 
 from __future__ import annotations
 
@@ -6,9 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch.distributed as dist
 from torch import Tensor
 
-from titan_linear.ops.layout.boundaries import OnHost
+from titan_linear.ops.layout.tables import OnHost, table
 
 LAYOUTS = ("contiguous", "zigzag")
 
@@ -43,8 +45,33 @@ class Fragment:
 Fragments = tuple[Fragment, ...]  # every rank's, in global order, unless others are named
 
 
-def cut(documents: np.ndarray, num_streams: int, world_size: int, layout: str) -> Fragments:
-    """Every rank's fragments.
+@dataclass(eq=False)  # not frozen: torch 2.11 would then compile a guard for every number in it
+class RankGroup:
+    """The ranks that share streams, and this one among them."""
+
+    group: dist.ProcessGroup | None
+    group_name: str  # by which operators find it; "" without a group
+    rank: int
+    world_size: int
+    node_size: int  # ranks of the group per node
+
+
+@dataclass(eq=False)
+class Cut:
+    """How streams are cut among ranks; the same on all of them."""
+
+    layout: str
+    num_streams: int
+    documents: np.ndarray  # [.] int64 global boundaries, without empty documents
+    fragments: Fragments
+    order: tuple[int, ...]  # index of each fragment in rank order, rank · slots + slot
+    slots: int  # number of fragments per rank
+    tokens: int  # number of tokens per rank, T_local
+    stream_tokens: int  # and of all ranks, T
+
+
+def cut_streams(documents: np.ndarray, num_streams: int, world_size: int, layout: str) -> Cut:
+    """Cut streams into fragments.
 
     Args:
         documents: [N+1] int64, global boundaries without empty documents; the last is the total length of the streams.
@@ -74,7 +101,9 @@ def cut(documents: np.ndarray, num_streams: int, world_size: int, layout: str) -
         mirrored = block >= world_size  # only in the zigzag layout
         owner = 2 * world_size - 1 - block if mirrored else block
         fragments.append(Fragment(start, start + size, owner, stream * slots + mirrored, head, tail))
-    return tuple(fragments)
+    slots *= num_streams
+    order = tuple(f.rank * slots + f.slot for f in fragments)
+    return Cut(layout, num_streams, documents, tuple(fragments), order, slots, slots * size, total)
 
 
 def owned(fragments: Fragments, rank: int) -> Fragments:
@@ -96,8 +125,8 @@ class HaloRoutes(NamedTuple):
     receive_counts: OnHost  # [W] and from each sender
 
 
-def halo_routes(fragments: Fragments, rank: int, world_size: int, width: int) -> dict:
-    """The arrays of `HaloRoutes`, by name, for the `width` tokens before each fragment."""
+def halo_routes(fragments: Fragments, rank: int, world_size: int, width: int) -> HaloRoutes:
+    """Routes of the `width` tokens before each fragment."""
     leaving, coming = [], []  # (receiver, row), (sender, place)
     size = fragments[0].end
     mine = [i for i, f in enumerate(fragments) if f.rank == rank]
@@ -113,13 +142,14 @@ def halo_routes(fragments: Fragments, rank: int, world_size: int, width: int) ->
                 coming += [(source.rank, target.slot * width + width - target.start + t) for t in tokens]
     rows, send_counts = _by_rank(leaving, world_size, len(mine) * width * max(width, 1))
     places, receive_counts = _by_rank(coming, world_size, len(mine) * width)
-    return {
-        "rows": rows,
-        "places": places,
-        "crosses": np.array([any(f.enters for f in fragments)]),
-        "send_counts": send_counts,
-        "receive_counts": receive_counts,
-    }
+    return table(
+        HaloRoutes,
+        rows=rows,
+        places=places,
+        crosses=np.array([any(f.enters for f in fragments)]),
+        send_counts=send_counts,
+        receive_counts=receive_counts,
+    )
 
 
 def _by_rank(pairs: list[tuple[int, int]], world_size: int, length: int) -> tuple[np.ndarray, np.ndarray]:

@@ -13,10 +13,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from titan_linear.ops.layout.boundaries import padded
 from titan_linear.ops.layout.fragments import Fragment, Fragments, owned
+from titan_linear.ops.layout.tables import OnHost, padded
 
 Rows = tuple[int, int]
 
@@ -29,11 +28,11 @@ class Rectangle(NamedTuple):
 
 
 class Rectangles(NamedTuple):
-    """This rank's rectangles, on the CPU. Rows beyond the last are −1, so that the shape of the table does not depend
+    """This rank's rectangles. Rows beyond the last are −1, so that the shape of the table does not depend
     on the documents."""
 
-    by_hop: Tensor  # [., 5] hop around the ring, q range in local rows, kv range in rows of the owner
-    hops: Tensor  # [1] number of hops that keys travel, the most on any rank
+    by_hop: OnHost  # [., 5] hop around the ring, q range in local rows, kv range in rows of the owner
+    hops: OnHost  # [1] number of hops that keys travel, the most on any rank
 
 
 def rectangles(fragments: Fragments, rank: int, world_size: int, *, causal: bool) -> Rectangles:

@@ -15,16 +15,18 @@ come back as rows of o, and which rows of K|V a rank needs from which other rank
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from titan_linear.ops.layout.boundaries import Boundaries, OnHost, Tables
+from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.layout.fragments import Fragments
+from titan_linear.ops.layout.tables import OnHost, table
 
 # --- Which rank computes which queries -------------------------------------------------------------------------------
 
@@ -234,19 +236,10 @@ class GatheredSpans(NamedTuple):
     spans: Spans
     queries: QueryRoutes
     keys: KeyRoutes
-    pairs: Tensor  # [2, W] int64 on the CPU: query-key pairs of each rank's queries, and of those it computes
+    pairs: OnHost  # [2, W] int64: query-key pairs of each rank's queries, and of those it computes
 
 
-class Pairs(NamedTuple):
-    pairs: OnHost  # of `GatheredSpans`
-
-
-def gathered(moved: Mapping[str, Any]) -> GatheredSpans:
-    """From the tables of `span_tables` as tensors."""
-    return GatheredSpans(moved["spans"], moved["queries"], moved["keys"], moved["pairs"].pairs)
-
-
-def span_tables(
+def gathered_spans(
     fragments: Fragments,
     documents: np.ndarray,
     rank: int,
@@ -254,7 +247,7 @@ def span_tables(
     pairs_per_row: int = PAIRS_PER_ROW,
     *,
     causal: bool,
-) -> Tables:
+) -> GatheredSpans:
     """fragments: every rank's. documents: [N+1] int64 global boundaries. pairs_per_row: as in `build_cp_context`."""
     own = entries(fragments, documents)
     blocks = _blocks(fragments, world_size)
@@ -267,16 +260,16 @@ def span_tables(
     k_lengths = (after - first)[here]
     q, k = (_bounds(lengths).astype(np.int32) for lengths in (q_lengths, k_lengths))
     longest = {"longest_q": q_lengths.max(keepdims=True), "longest_k": k_lengths.max(keepdims=True)}
-    pairs = np.stack([pairs_by_rank(of, world_size, causal) for of in (own, runs)])
-    return {
-        "spans": (Spans, {"q": q, "k": k, "q_cpu": q, "k_cpu": k, **longest}),
-        "queries": (QueryRoutes, _query_routes(fragments, runs, rank, world_size)),
-        "keys": (KeyRoutes, _key_routes(fragments, blocks, needed, first[here], after[here], rank)),
-        "pairs": (Pairs, {"pairs": pairs}),
-    }
+    pairs = np.stack([pairs_by_rank(each, world_size, causal) for each in (own, runs)])
+    return GatheredSpans(
+        table(Spans, q=q, k=k, q_cpu=q, k_cpu=k, **longest),
+        _query_routes(fragments, runs, rank, world_size),
+        _key_routes(fragments, blocks, needed, first[here], after[here], rank),
+        torch.from_numpy(pairs),
+    )
 
 
-def _query_routes(fragments: Fragments, runs: Runs, rank: int, world_size: int) -> dict[str, np.ndarray]:
+def _query_routes(fragments: Fragments, runs: Runs, rank: int, world_size: int) -> QueryRoutes:
     mine = runs.of(np.flatnonzero(runs.owner == rank))
     mine = mine.of(np.lexsort((mine.start, mine.rank, mine.rank != rank)))
     lengths, size = mine.end - mine.start, fragments[0].end
@@ -285,12 +278,13 @@ def _query_routes(fragments: Fragments, runs: Runs, rank: int, world_size: int) 
     moved = runs.rank != runs.owner
     leaving = mine.rank != rank
     coming = moved & (runs.rank == rank)
-    return {
-        "rows": rows,
-        "leaving": np.bincount(mine.rank[leaving], lengths[leaving], world_size).astype(np.int64),
-        "coming": np.bincount(runs.owner[coming], (runs.end - runs.start)[coming], world_size).astype(np.int64),
-        "moves": np.array([moved.any()]),
-    }
+    return table(
+        QueryRoutes,
+        rows=rows,
+        leaving=np.bincount(mine.rank[leaving], lengths[leaving], world_size).astype(np.int64),
+        coming=np.bincount(runs.owner[coming], (runs.end - runs.start)[coming], world_size).astype(np.int64),
+        moves=np.array([moved.any()]),
+    )
 
 
 class _Needed(NamedTuple):
@@ -355,7 +349,7 @@ def _rows_of_busiest(runs: Runs, blocks: np.ndarray, causal: bool) -> int:
 
 def _key_routes(
     fragments: Fragments, blocks: np.ndarray, needed: _Needed, start: np.ndarray, end: np.ndarray, rank: int
-) -> dict[str, np.ndarray]:
+) -> KeyRoutes:
     """blocks: [W, slots, 2], the ranks' tokens; start, end: [.] key ranges of the rank's spans, in order."""
     world_size, slots, _ = blocks.shape
     size = fragments[0].end
@@ -383,13 +377,14 @@ def _key_routes(
     leaving = np.bincount(receiver, leave_end - leave, world_size)
     coming = np.bincount(sender, come_end - come, world_size)
     every = tokens * (np.arange(world_size) != rank)
-    return {
-        "pieces": _joined(row, row + after - first, row < tokens),
-        "sent": _joined(leave, leave_end, receiver),
-        "leaving": every if travel == ALL else leaving.astype(np.int64),
-        "coming": every if travel == ALL else coming.astype(np.int64),
-        "travel": np.array([travel]),
-    }
+    return table(
+        KeyRoutes,
+        pieces=_joined(row, row + after - first, row < tokens),
+        sent=_joined(leave, leave_end, receiver),
+        leaving=every if travel == ALL else leaving.astype(np.int64),
+        coming=every if travel == ALL else coming.astype(np.int64),
+        travel=np.array([travel]),
+    )
 
 
 def _leaving(needed: _Needed, own: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

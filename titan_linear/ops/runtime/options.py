@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_linear.ops.layout.boundaries import CHUNK, Boundaries, check_copy, check_shape, checked
+from titan_linear.ops.layout.boundaries import CHUNK, Boundaries
 from titan_linear.ops.layout.context import CPContext
+from titan_linear.ops.layout.documents import check_copy, check_shape, checked
 
 
 class Inputs(NamedTuple):
@@ -124,7 +125,7 @@ def boundaries_of(
 ) -> Boundaries:
     """The boundaries in x [B, T, ...] of this rank's entries (context parallelism), packed documents, or batch rows."""
     if cp is not None:
-        return cp.stream if cp.world_size == 1 else cp.boundaries
+        return cp.stream if cp.ranks.world_size == 1 else cp.tables.boundaries
     if cu_seqlens is None:
         B, T = x.shape[:2]
         on_host, there = (torch.arange(B + 1, dtype=torch.int32, device=d) * T for d in ("cpu", x.device))
@@ -174,8 +175,8 @@ def check_cp(
         raise ValueError("cu_seqlens must not be passed with cp_context, which holds this rank's own")
     if initial_state is not None or output_final_state:
         raise ValueError("initial_state and output_final_state are not available with cp_context; leave them out")
-    if x.shape[:2] != (1, cp.tokens):
-        raise ValueError(f"{name} has [B, T] = {list(x.shape[:2])}; cp_context gives this rank [1, {cp.tokens}]")
+    if x.shape[:2] != (1, cp.cut.tokens):
+        raise ValueError(f"{name} has [B, T] = {list(x.shape[:2])}; cp_context gives this rank [1, {cp.cut.tokens}]")
     check_usable(cp, name, x)
 
 
@@ -186,7 +187,7 @@ def check_usable(cp: CPContext, name: str, x: Tensor) -> None:
         raise ValueError(
             f"{name} is on {x.device} and cp_context on {cp.cu_seqlens.device}; build it with device = {x.device}"
         )
-    if cp.group is None and cp.world_size > 1:
+    if cp.group is None and cp.ranks.world_size > 1:
         raise ValueError(
-            f"cp_context has {cp.world_size} ranks and no group to communicate with; build it with a group"
+            f"cp_context has {cp.ranks.world_size} ranks and no group to communicate with; build it with a group"
         )

@@ -1,6 +1,6 @@
 """Which program works on which chunk of which packed entry. No chunk spans two entries, so that no state leaks.
 
-In training the tables come with the batch's plan (layout/boundaries.py, `chunk_arrays`); `chunk_table` makes them on
+In training the tables come with the batch's plan (layout/segments.py); `chunk_table` makes them on
 the device where there is none: the host knows only T and N there, so a grid is sized by an upper bound.
 `chunk_index` maps each program to (entry, chunk within the entry), and surplus programs to entry -1; `chunk_offsets`
 has each entry's first row in it. An entry without tokens has one chunk, so that its final state and the gradient of its

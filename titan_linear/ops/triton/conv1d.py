@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_linear.ops.layout.boundaries import CONV_RUN, Boundaries
+from titan_linear.ops.layout.boundaries import Boundaries
+from titan_linear.ops.layout.segments import CONV_RUN
 from titan_linear.ops.runtime.operators import check_first_derivative, operator, register_autograd, register_fake
 from titan_linear.ops.runtime.options import States
 from titan_linear.ops.triton.chunks import chunk_table, max_chunks

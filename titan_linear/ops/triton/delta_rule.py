@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from titan_linear.ops.layout.boundaries import CHUNK, Boundaries, Segments, scan_programs, segment_length
+from titan_linear.ops.layout.boundaries import CHUNK, Boundaries, Segments
 from titan_linear.ops.layout.chains import Chains
+from titan_linear.ops.layout.segments import scan_programs, segment_length
 from titan_linear.ops.runtime.options import AnyInputs, AnyOptions, DeltaRuleOptions, DPLRInputs, Inputs, States
 from titan_linear.ops.triton import gdn, kda, rwkv7
 from titan_linear.ops.triton.chunks import Chunks, chunks_of

@@ -37,7 +37,8 @@ from torch import Tensor, float32
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titan_linear.ops.layout.boundaries import CHUNK as BT
-from titan_linear.ops.layout.boundaries import SHORTEST, Boundaries
+from titan_linear.ops.layout.boundaries import Boundaries
+from titan_linear.ops.layout.segments import SHORTEST
 from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.runtime.options import DecayInputs, DecayOptions, States
 from titan_linear.ops.triton import ssd_kernels as kernels

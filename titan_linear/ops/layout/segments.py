@@ -1,0 +1,99 @@
+"""Entries cut into chunks, and into segments that a scan with few heads runs in parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from titan_linear.ops.layout.boundaries import CHUNK, Boundaries, ChunkTable, Segments
+from titan_linear.ops.layout.tables import table
+
+CONV_RUN = 256  # tokens per program of the convolution
+
+PROGRAMS = 132  # of a scan that fill an H100 or H200: one per multiprocessor
+SHORTEST = 512  # tokens of the shortest segment: below, the fold costs what the scan saves
+
+
+def with_tables(
+    cu_seqlens: np.ndarray,
+    chunks: Iterable[int],
+    programs: Iterable[int],
+    crossing: np.ndarray | None = None,
+    joined: bool = False,
+) -> Boundaries:
+    """`Boundaries` on the host. chunks: the tokens per chunk of each chunk table that is read; programs: of each scan
+    over one entry; crossing: as in `segments_of_length`."""
+    return Boundaries(
+        torch.from_numpy(cu_seqlens),
+        torch.from_numpy(cu_seqlens),
+        torch.from_numpy(np.diff(cu_seqlens).max(keepdims=True).astype(np.int64)),
+        joined=joined,
+        chunks={size: chunk_table(cu_seqlens, size) for size in chunks},
+        segments={n: _segments(cu_seqlens, n, crossing, joined) for n in programs},
+    )
+
+
+def chunk_table(cu_seqlens: np.ndarray, size: int) -> ChunkTable:
+    """Chunks of `size` tokens. An entry without tokens has one, so that its states are written like any other's. A
+    table has at least two rows: torch.compile makes a size of 1 a constant."""
+    counts = np.maximum(-(-np.diff(cu_seqlens) // size), 1)
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    entry = np.repeat(np.arange(len(counts)), counts)
+    index = np.stack([entry, np.arange(offsets[-1]) - offsets[entry]], 1)
+    if len(index) == 1:
+        index = np.append(index, [[-1, 0]], 0)
+    return table(ChunkTable, index=index.astype(np.int32), offsets=offsets.astype(np.int32))
+
+
+def scan_programs(HV: int, V: int) -> int:
+    """Number of programs of a scan over one entry: one per head and block of 64 columns of V."""
+    return HV * max(V // 64, 1)
+
+
+def segment_length(tokens: int, entries: int, programs: int, joined: bool = False) -> int | None:
+    """Tokens per segment, a multiple of 64, or None where cutting does not pay.
+
+    Cutting pays from three segments per entry: with two, the shorter scans save only the time that finding the
+    segments' states and transitions takes. Entries that continue on other ranks need these anyway: there, two pay.
+
+    programs: of a scan over one entry, HV · V / 64.
+    """
+    segments = PROGRAMS // max(entries * programs, 1)
+    least = 2 if joined else 3
+    if segments < least or tokens < least * SHORTEST * entries:
+        return None
+    share = -(-tokens // (entries * segments))
+    return max(-(-share // CHUNK) * CHUNK, SHORTEST)
+
+
+def _segments(cu_seqlens: np.ndarray, programs: int, crossing: np.ndarray | None, joined: bool) -> Segments | None:
+    """None if no documents of so many tokens are cut. If others are, but cutting these does not pay, each entry is one
+    segment: compiled code has one form for all batches."""
+    tokens = int(cu_seqlens[-1])
+    if segment_length(tokens, 1, programs, joined) is None:
+        return None
+    length = segment_length(tokens, len(cu_seqlens) - 1, programs, joined) or tokens
+    return segments_of_length(cu_seqlens, length, crossing)
+
+
+def segments_of_length(cu_seqlens: np.ndarray, length: int, crossing: np.ndarray | None = None) -> Segments:
+    """Segments of `length` tokens; the last of an entry has what is left.
+
+    crossing: [N] bool, entries whose state comes from another rank or goes to one; by default none.
+    """
+    index, offsets = (t.numpy() for t in chunk_table(cu_seqlens, length))
+    entry, number = index[index[:, 0] >= 0].T
+    edges = np.append(cu_seqlens[entry] + number * length, cu_seqlens[-1]).astype(np.int32)
+    chunks = chunk_table(edges, CHUNK)
+    read = np.diff(offsets) > 1
+    if crossing is not None:
+        read |= crossing
+    return Segments(
+        torch.from_numpy(edges),
+        *chunks,
+        torch.from_numpy(offsets),
+        numbers=torch.arange(len(entry), dtype=torch.int32),
+        wanted=torch.from_numpy(2 * read[entry].astype(np.int32)),
+    )

@@ -1,0 +1,74 @@
+"""Tables of a batch: trees of named tuples, made by NumPy on the host, then moved at once to where they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ALIGNMENT = 16  # bytes, as kernels with vector loads require
+OnHost = Annotated[Tensor, "on the host"]  # the type of a table's field that the CPU reads, whatever the device
+
+T = TypeVar("T")
+
+
+def table(kind: Callable[..., T], **arrays: np.ndarray) -> T:
+    """A named tuple of tensors, on the host, in the memory of the arrays."""
+    return kind(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+
+
+def padded(rows: list[tuple[int, ...]], length: int, width: int) -> np.ndarray:
+    """[length, width]: `rows`, then rows of −1, so that the shape of a table does not depend on the documents."""
+    array = np.full((length, width), -1, dtype=np.int64)
+    array[: len(rows)] = np.array(rows, dtype=np.int64).reshape(-1, width)
+    return array
+
+
+def to_device(tree: T, device: torch.device) -> T:
+    """The tree (named tuples, dataclasses, lists, tensors) with its tensors on `device`, contiguous as kernels read
+    them, but for fields of type `OnHost`. They reach a GPU through one pinned buffer, which is copied while the host
+    continues."""
+    if device.type == "cpu":
+        return _mapped(tree, Tensor.contiguous)
+    tensors: list[Tensor] = []
+    _mapped(tree, tensors.append)
+    sizes = [-(-t.nbytes // ALIGNMENT) * ALIGNMENT for t in tensors]
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for part, t in zip(buffer.split(sizes), tensors, strict=True):
+        _like(part, t).copy_(t)
+    parts = zip(buffer.to(device, non_blocking=True).split(sizes), tensors, strict=True)
+    return _mapped(tree, lambda _: _like(*next(parts)))
+
+
+def _like(part: Tensor, t: Tensor) -> Tensor:
+    """The first bytes of a buffer's part with the dtype and shape of t."""
+    return part[: t.nbytes].view(t.dtype).view(t.shape)
+
+
+def _mapped(tree: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The tree with `change` of each tensor in its place."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, list):
+        return [_mapped(branch, change) for branch in tree]
+    if isinstance(tree, dict):
+        return {key: _mapped(branch, change) for key, branch in tree.items()}
+    branches = {name: _mapped(getattr(tree, name), change) for name in _moving(type(tree))}
+    if not branches:
+        return tree
+    return replace(tree, **branches) if is_dataclass(tree) else tree._replace(**branches)
+
+
+@cache
+def _moving(kind: type) -> tuple[str, ...]:
+    """The names of the fields of a dataclass or named tuple that are not of type `OnHost`."""
+    names = [field.name for field in fields(kind)] if is_dataclass(kind) else getattr(kind, "_fields", ())
+    if not names:
+        return ()
+    hints = get_type_hints(kind, include_extras=True)
+    return tuple(name for name in names if OnHost not in (hints[name], *get_args(hints[name])))
