@@ -89,7 +89,7 @@ def test_kernels_fold_as_float64(monkeypatch: pytest.MonkeyPatch, transition: tu
 def test_ranks_have_equal_shares(monkeypatch: pytest.MonkeyPatch, world_size: int, heads: int, layout: str) -> None:
     """One document over all ranks: bytes that a rank sends and receives, of others, and multiplications in products
     with M, which are within 10% of their mean; and as many bytes as the plan says."""
-    found: dict[str, Counter[int]] = defaultdict(Counter)
+    found: dict[str, Counter[int]] = defaultdict(Counter)  # what → rank, or its thread → sum
     all_to_all, act = levels.all_to_all, folds.act
 
     def exchanged(x: Tensor, sent: list[int], received: list[int], name: str) -> Tensor:
@@ -99,7 +99,7 @@ def test_ranks_have_equal_shares(monkeypatch: pytest.MonkeyPatch, world_size: in
         return all_to_all(x, sent, received, name)
 
     def acted(M: Tensor, S: Tensor, reverse: bool) -> Tensor:
-        found["multiplied"][int(threading.current_thread().name.removeprefix("rank "))] += S.numel() * M.shape[-1]
+        found["multiplied"][threading.get_ident()] += S.numel() * M.shape[-1]
         return act(M, S, reverse)
 
     def on_rank(group: LocalGroup) -> None:
