@@ -55,6 +55,7 @@ MODELS: dict[str, ModelConfig] = {
     "BambaForCausalLM": replace(preset("bamba", "debug"), vocab_size=VOCAB),
     "FalconH1ForCausalLM": replace(preset("falcon-h1", "debug"), vocab_size=VOCAB),
     "Lfm2ForCausalLM": replace(preset("lfm2", "debug"), vocab_size=VOCAB),
+    "Lfm2MoeForCausalLM": replace(preset("lfm2-moe", "debug"), vocab_size=VOCAB),
     "RWKV7ForCausalLM": replace(preset("rwkv7", "debug"), vocab_size=VOCAB),
     "MiniMaxForCausalLM": replace(preset("minimax", "debug"), vocab_size=VOCAB),
     "KimiLinearForCausalLM": replace(preset("kimi-linear", "debug"), vocab_size=VOCAB),

@@ -24,6 +24,8 @@ from transformers import (
     KimiLinearForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
     MiniMaxConfig,
     MiniMaxForCausalLM,
     NemotronHConfig,
@@ -214,6 +216,20 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
             rope_parameters=YARN | dict(truncate=False, attention_factor=1.5, beta_fast=16.0, beta_slow=0.5),
         )
     ),
+    "LFM2-MoE": lambda: Lfm2MoeForCausalLM(
+        Lfm2MoeConfig(
+            **{k: v for k, v in SIZES.items() if k != "rms_norm_eps"},
+            **HEADS,
+            norm_eps=1e-3,
+            intermediate_size=48,
+            num_dense_layers=1,
+            num_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=16,
+            routed_scaling_factor=2.5,
+            layer_types=["conv", "full_attention"],
+        )
+    ),
     "MiniMax": lambda: MiniMaxForCausalLM(
         MiniMaxConfig(
             **SIZES,
@@ -285,5 +301,7 @@ def reference(model: PreTrainedModel, tokens: Tensor, bounds: list[int]) -> tupl
         logits.append(out.detach())
         total += loss.item()
     grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
-    grads |= {n: torch.zeros_like(b) for n, b in model.named_buffers() if n.endswith("correction_bias")}
+    grads |= {
+        n: torch.zeros_like(b) for n, b in model.named_buffers() if n.endswith(("correction_bias", "expert_bias"))
+    }
     return torch.cat(logits), total, grads

@@ -553,6 +553,18 @@ def test_vision_language_folders(case: Callable[[str], Case]) -> None:
     assert all(torch.equal(state[n], t) for n, t in c.state.items())
 
 
+def test_experts_of_lfm2_moe_in_float64(case: Callable[[str], Case]) -> None:
+    """What it adds to the sum of a token's weights shows: 1e-6. (Its norms and positions are in float32.)"""
+    c = case("LFM2-MoE")
+    theirs, ours = hf_models.build("LFM2-MoE").double(), Decoder(c.config).double()
+    theirs.set_experts_implementation("eager")  # others have no float64
+    ours.load_state_dict(c.state, strict=False)
+    x = torch.randn(1, T, 32, dtype=torch.float64)
+    with torch.no_grad():
+        y, _ = ours.layers[1].mlp(x, BatchPlan(torch.arange(T)))
+        assert relative(y, theirs.model.layers[1].feed_forward(x)) < 1e-12
+
+
 def test_layers_that_predict_further_tokens(case: Callable[[str], Case]) -> None:
     """Ling 3 has them after its last layer."""
     ling, kimi = case("Ling 3"), case("Kimi-Linear")

@@ -45,6 +45,7 @@ COUNTS = {
     ("lfm2", "350M"): 354_483_968,
     ("lfm2", "700M"): 742_489_344,
     ("lfm2", "1.2B"): 1_170_340_608,
+    ("lfm2-moe", "8B-A1B"): 8_339_929_856,  # and 22 selection biases of 32
     ("granite-h", "micro"): 3_191_396_096,
     ("granite-h", "tiny"): 6_939_037_248,
     ("granite-h", "small"): 32_207_337_984,
@@ -76,6 +77,7 @@ DIGESTS = {
     "granite-h": "4e2229f0242a2d58",
     "kimi-linear": "6c1d1d0f3fda404e",
     "lfm2": "12a1a663e83fae4c",
+    "lfm2-moe": "e3a65286f55b636f",
     "ling-3": "13ab24a8015c98aa",
     "minimax": "8b619ef885989074",
     "nemotron-h": "9daaf2a28a864635",

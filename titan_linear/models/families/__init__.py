@@ -11,6 +11,7 @@ from titan_linear.models.families.granite_h import GRANITE_H
 from titan_linear.models.families.kimi import KIMI_LINEAR
 from titan_linear.models.families.layout import Family
 from titan_linear.models.families.lfm2 import LFM2
+from titan_linear.models.families.lfm2_moe import LFM2_MOE
 from titan_linear.models.families.ling import LING_3
 from titan_linear.models.families.minimax import MINIMAX
 from titan_linear.models.families.nemotron_h import NEMOTRON_H
@@ -31,6 +32,7 @@ FAMILIES: dict[str, Family] = {  # by architecture
     "BambaForCausalLM": BAMBA,
     "FalconH1ForCausalLM": FALCON_H1,
     "Lfm2ForCausalLM": LFM2,
+    "Lfm2MoeForCausalLM": LFM2_MOE,
     "MiniMaxForCausalLM": MINIMAX,
     "RWKV7ForCausalLM": RWKV7_FAMILY,
     "KDAForCausalLM": FLA_KDA_FAMILY,

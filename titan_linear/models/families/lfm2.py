@@ -58,7 +58,7 @@ def _is_full(key: Keys, layer: int) -> bool:
     return full is None or layer in full
 
 
-def _write_types(model: ModelConfig) -> Json:
+def write_types(model: ModelConfig) -> Json:
     return dict(layer_types=["conv" if layer.mixers[0].linear else "full_attention" for layer in model.layers])
 
 
@@ -73,15 +73,19 @@ def _hidden_dim(key: Keys) -> int:
 
 CONVOLUTION = Part(ShortConv, derived(channels=lambda key: key("hidden_size")), plain(conv_size=("conv_L_cache", 3)))
 ATTENTION = Part(Attention, HEADS, derived(head_dim=share_of_width), rope(1e6), qk_norm="head")
-KEYS = Part(
-    ModelConfig,
+COMMON = (
     plain(vocab_size="vocab_size", dim="hidden_size", num_layers="num_hidden_layers"),
     overruled(tie_embeddings=("tie_embedding tie_word_embeddings", True)),
     plain(init_std=("initializer_range", 0.02)),
     *USUAL,
-    layer_types(ATTENTION, CONVOLUTION, _is_full, _write_types, conv="linear_attention"),
+)
+NORM_EPS = plain(norm_eps=("norm_eps", 1e-5))
+KEYS = Part(
+    ModelConfig,
+    *COMMON,
+    layer_types(ATTENTION, CONVOLUTION, _is_full, write_types, conv="linear_attention"),
     written(model_type="lfm2"),
-    plain(norm_eps=("norm_eps", 1e-5)),
+    NORM_EPS,
     derived(hidden_dim=_hidden_dim),
     Row(write=lambda model: dict(intermediate_size=model.hidden_dim, block_auto_adjust_ff_dim=False)),
     always("conv_bias", False),

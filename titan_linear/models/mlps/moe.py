@@ -33,6 +33,7 @@ class MoEConfig(MLPOptions):
     shared_gate: bool = False  # multiply the shared expert's output by sigmoid(a linear of x)
     score: Literal["softmax", "sigmoid"] = "softmax"  # how router logits become scores
     normalise: bool = True  # divide a token's weights by their sum
+    normalise_eps: float = 1e-20  # added to that sum
     scale: float = 1.0  # factor on the weights
     selection_bias: bool = False  # added to scores to choose experts, not to weigh them (DeepSeek-V3, section 2.1.2)
     groups: int = 1  # number of groups; experts are chosen from the best `top_groups` of them
@@ -115,7 +116,7 @@ class Router(nn.Module):
         experts = self._choose(scores.detach())
         weights = scores.gather(1, experts)
         if c.normalise:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            weights = weights / (weights.sum(-1, keepdim=True) + c.normalise_eps)
         return experts, weights * c.scale, scores
 
     def _choose(self, scores: Tensor) -> Tensor:

@@ -1,0 +1,71 @@
+"""LFM2-MoE: LFM2's layers, with experts in all but the first ones."""
+
+from __future__ import annotations
+
+from titan_linear.models.config import ModelConfig
+from titan_linear.models.families.keys import (
+    HIDDEN_DIM,
+    Json,
+    Keys,
+    Row,
+    always,
+    experts,
+    layer_types,
+    mixer,
+    plain,
+    table,
+)
+from titan_linear.models.families.layout import Family, spelled, weights
+from titan_linear.models.families.layout import experts as each_expert
+from titan_linear.models.families.lfm2 import ATTENTION, COMMON, CONVOLUTION, LAYERS, MLP, MODEL, NORM_EPS, write_types
+
+EXPERTS = (
+    *weights("mlp.", "feed_forward.", router="gate"),
+    spelled("mlp.router.selection_bias", "feed_forward.expert_bias"),
+    *each_expert(("feed_forward.", "feed_forward."), "w1", "w3", "w2"),
+)
+
+
+def _is_full(key: Keys, layer: int) -> bool:
+    """Without types of layers transformers has no model."""
+    return key("layer_types")[layer] == "full_attention"
+
+
+def _has_experts(key: Keys) -> bool:
+    return key("num_dense_layers", 2) < key("num_hidden_layers")
+
+
+def _read_dense_layers(key: Keys) -> Json:
+    return dict(dense_layers=tuple(range(key("num_dense_layers", 2)))) if _has_experts(key) else {}
+
+
+def _write_dense_layers(model: ModelConfig) -> Json:
+    """They are the first ones."""
+    return dict(num_dense_layers=len(model.dense_layers) if model.moe else model.num_layers)
+
+
+KEYS = table(
+    "lfm2_moe",
+    *COMMON,
+    NORM_EPS,
+    always("conv_bias", False),
+    layer_types(ATTENTION, CONVOLUTION, _is_full, write_types, conv="linear_attention"),
+    HIDDEN_DIM,
+    Row(_read_dense_layers, _write_dense_layers),
+    experts(
+        _has_experts,
+        plain(
+            num_experts="num_experts",
+            top_k="num_experts_per_tok",
+            hidden_dim="moe_intermediate_size",
+            normalise=("norm_topk_prob", True),
+            scale=("routed_scaling_factor", 1.0),
+            selection_bias=("use_expert_bias", True),
+        ),
+        score="sigmoid",
+        normalise_eps=1e-6,
+    ),
+    mixer(CONVOLUTION),
+    mixer(ATTENTION),
+)
+LFM2_MOE = Family(MODEL, LAYERS, MLP, EXPERTS, KEYS, float32=("selection_bias",))
