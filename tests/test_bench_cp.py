@@ -44,7 +44,7 @@ def test_the_time_of_two_dimensions() -> None:
     mixer, machine = Attention(heads=H, kv_heads=H, head_dim=D), Machine(H200, 8, 50e9, "flash4")
     model = ModelConfig(vocab_size=1024, dim=2048, pattern=(mixer,), num_layers=1, hidden_dim=2048)
     (layer,), clock = layers(model, batch), Clock(machine, batch, compiled=True)
-    parts = clock.of([mixer], layer.forward, layer.forward.calls).parts
+    parts = clock.of(layer.forward, layer.forward.calls).parts
     flops = 4 * D * H * (n * W) * (n * W + 1) / 2 / W
     assert parts["attention"] == pytest.approx(flops / H200.attention["flash4"]["128"][0] / 1e12, rel=1e-3)
     head = H200.node.latency + 2 * n * H * D * 7 / 8 / H200.node.all_to_all

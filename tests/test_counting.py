@@ -12,12 +12,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.dispatch import Inside
 from tests.ops.inputs import MAKERS, call, leaves
+from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
-from titan_linear.models.mixers import GDN, KDA, MLA, Attention
+from titan_linear.models.mixers import GDN, KDA, MLA, RWKV7, Attention, Mamba2
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from titan_linear.ops import build_cp_context
+from titan_linear.ops.runtime.costs import Recurrence
 from titan_linear.ops.runtime.operators import SPECS, contexts
 from titan_linear.ops.triton import ssd
 from titan_linear.planner.counting import Layer, _OneKernelNorms, count
@@ -49,6 +51,29 @@ def counted(layer: int) -> Layer:
         block = Decoder(MODEL).layers[layer]
         x = torch.empty(1, T, MODEL.dim, requires_grad=True)
     return count(block, x, plan("meta"))
+
+
+RECURRENT = {
+    "kda": (KDA(heads=2, v_heads=4, head_dim=64, v_head_dim=128), (4, 64, 128)),
+    "kda, any gate": (KDA(heads=2, v_heads=4, head_dim=64, v_head_dim=128, lower_bound=None), (4, 64, 128)),
+    "gdn": (GDN(heads=2, v_heads=4, head_dim=64, v_head_dim=128), (4, 64, 128)),
+    "mamba2": (Mamba2(heads=4, head_dim=64, state_dim=128), (4, 128, 64)),
+    "rwkv7": (RWKV7(heads=4, head_dim=64, w_rank=8, a_rank=8, v_rank=8, g_rank=8), (4, 64, 64)),
+}
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_operators_of_recurrences_state_what_they_compute(kind: str) -> None:
+    """Over segments too, into which four heads cut a document; `any` gates where the kernels look at each chunk's."""
+    mixer, dims = RECURRENT[kind]
+    model = ModelConfig(vocab_size=256, dim=64, pattern=(mixer,), num_layers=1, hidden_dim=96)
+    (layer,) = layers(model, PLAIN._replace(seq_len=32768))
+    calls = [*layer.forward.calls, *layer.backward.calls]
+    costs = {call.name: call.cost for call in calls if isinstance(call.cost, Recurrence)}
+    assert len(costs) >= 4
+    assert {cost[:4] for cost in costs.values()} == {(32768, *dims)}
+    gated = {name for name, cost in costs.items() if cost.any_gate}
+    assert gated == ({"kda_prepare", "kda_recompute", "kda_backward"} if "any" in kind else set())
 
 
 @pytest.mark.parametrize("layer", range(4), ids=lambda i: MIXERS[i].name)

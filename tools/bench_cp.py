@@ -282,7 +282,7 @@ def planned_share(machine: Machine, mixer: MixerOptions, batch: Batch) -> float:
     model = ModelConfig(vocab_size=1024, dim=2048, pattern=(mixer,), num_layers=1, hidden_dim=2048)
     (layer,) = layers(model, batch)
     clock = Clock(machine, batch, compiled=True)
-    passes = [clock.of([mixer], work, work.calls) for work in (layer.forward, layer.backward)]
+    passes = [clock.of(work, work.calls) for work in (layer.forward, layer.backward)]
     own = sum(p.parts[part] for p in passes for part in ("attention", "delta rule"))
     return sum(p.parts["communication"] for p in passes) / own
 

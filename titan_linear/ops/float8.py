@@ -12,11 +12,13 @@ product is an operator.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import operator, register_fake
 
 Product = Callable[[Tensor, Tensor], Tensor]  # x [.., K], weight [N, K] -> x weightᵀ [.., N]
@@ -35,7 +37,11 @@ def scaled_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x * factor).to(torch.float8_e4m3fn).contiguous(), 1 / factor
 
 
-@operator(kind="float8")
+def _cost(outputs: costs.Outputs, a: Tensor, b: Tensor, **_: Any) -> costs.Product:
+    return costs.Product(len(a), len(b), a.shape[1])
+
+
+@operator(cost=_cost)
 def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, emulate: bool) -> Tensor:
     """a [M, K], b [N, K] e4m3, scales of their rows [M, 1], [N, 1] -> a bᵀ [M, N] in `dtype`: bfloat16, or any float
     type if it is emulated, by a product in float32 or wider."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from titan_linear.models.decoder import Block
 from titan_linear.models.plan import BatchPlan
+from titan_linear.ops.runtime.costs import Cost
 from titan_linear.ops.runtime.operators import SPECS, Spec, contexts
 
 aten = torch.ops.aten
@@ -47,6 +49,10 @@ class Call:
     @property
     def spec(self) -> Spec:
         return SPECS[self.name]
+
+    @cached_property
+    def cost(self) -> Cost | None:
+        return self.spec.cost and self.spec.cost(self.outputs, **self.arguments)
 
     @property
     def temporary(self) -> int:

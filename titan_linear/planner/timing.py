@@ -23,23 +23,30 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from titan_linear.config import Config, fsdp_degrees, layer_checkpointing, micro_steps, replicas_wait
-from titan_linear.models.config import Documents, MixerOptions, ModelConfig
-from titan_linear.models.mixers.delta import DeltaOptions
-from titan_linear.ops.exchange.allgather import heads_of_slice
+from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.ops.exchange.kcp import sizes_of
 from titan_linear.ops.layout.boundaries import CHUNK
 from titan_linear.ops.layout.chains import Chains
 from titan_linear.ops.layout.levels import Network, direct_messages, duration, messages, route
 from titan_linear.ops.layout.segments import PROGRAMS
-from titan_linear.ops.triton.configs import kernel_dims
+from titan_linear.ops.runtime.costs import (
+    Attention,
+    Convolution,
+    Exchange,
+    Gathered,
+    Incoming,
+    Product,
+    Recurrence,
+    Ring,
+    Segments,
+)
 from titan_linear.planner.counting import Call, Layer, Work
 from titan_linear.planner.machine import Machine
 from titan_linear.planner.memory import Batch, Units, boundaries, context, hidden_shapes, layers, units
@@ -95,8 +102,8 @@ class Clock:
         _, self.longest = attended(batch)
         self.gathered = context(batch).gathered
 
-    def of(self, mixers: Sequence[MixerOptions], work: Work, calls: Sequence[Call]) -> Pass:
-        """The time of this work, of a layer of these mixers. calls: those of `work` that run."""
+    def of(self, work: Work, calls: Sequence[Call]) -> Pass:
+        """The time of this work. calls: those of `work` that run."""
         parts = dict.fromkeys(PARTS, 0.0)
         times = work.products + Counter({size: (WIDE - 1) * n for size, n in work.wide_products.items()})
         parts["products"] = sum(self.rates.product(size) * n for size, n in times.items())
@@ -104,118 +111,98 @@ class Clock:
             parts["elementwise"] = work.fused / self.rates.fused
         else:
             parts["elementwise"] = work.elementwise / self.rates.elementwise
-        segments = next((call.outputs[0].shape[0] for call in calls if call.spec.kind == "segments"), 0)
+        segments = next((call.cost.number for call in calls if isinstance(call.cost, Segments)), 0)
         for call in calls:
-            kind = call.spec.kind
-            if kind == "attention":
-                seconds = self._attention(call)
-                parts["attention"] += seconds
-                parts["communication"] += self._keys_exposed(call, seconds)
-            elif kind == "convolution":
-                parts["delta rule"] += self.rates.operators[call.name][0] * call.arguments["x"].numel() * 1e-9
-            elif kind == "delta rule" and call.name in self.rates.operators:
-                parts["delta rule"] += self._delta_rule(call.name, mixers, segments)
-            elif kind == "float8":
-                a, b = call.arguments["a"], call.arguments["b"]
-                parts["products"] += self.rates.float8_product((len(a), len(b), a.shape[1]))
-            elif kind in ("fused", "segments", "delta rule"):
-                # Also tables and folds, which are small, and what was not measured.
-                given = [x for x in tree_leaves(call.arguments) if isinstance(x, Tensor)]
-                parts["elementwise"] += sum(x.nbytes for x in (*given, *call.outputs)) / self.rates.fused
-            else:
-                parts["communication"] += self._exchange(call)
+            for part, seconds in self._parts(call, segments):
+                parts[part] += seconds
         operations = work.groups if self.compiled else work.operations
         return Pass(parts, work.multiplications + operations + LAUNCHES * len(calls))
 
-    def _attention(self, call: Call) -> float:
-        q = call.arguments["q"]
-        v = call.arguments["v"]
-        backward = "do" in call.arguments
-        own, computed = self.gathered.pairs.tolist()
-        if not _keys_travel(call):
-            pairs = sum(own)  # all tokens, but fewer heads
-        elif "pairs" in call.arguments:  # all-gather, which balances them
-            pairs = max(computed)
-        else:  # of the ranks that are one on the ring
-            pairs = sum(own[self.batch.cp - call.arguments["stride"] :])
-        D, Dv = q.shape[3], v.shape[3]
-        flops = 2 * (D + Dv) * q.shape[2] * pairs
-        forward, both = self.machine.attention_rates(D, Dv, self.batch.mean is None)
-        seconds = flops / forward / 1e12
-        return 3.5 * flops / both / 1e12 - seconds if backward else seconds
+    def _parts(self, call: Call, segments: int) -> Iterator[tuple[str, float]]:
+        """Parts of a step, and the seconds that the call adds to each."""
+        cost = call.cost
+        match cost:
+            case Attention():
+                seconds = self._attention(cost)
+                yield "attention", seconds
+                yield "communication", self._keys_exposed(cost.keys, seconds, cost.backward)
+            case Convolution():
+                yield "delta rule", self.rates.operators[call.name][0] * cost.elements * 1e-9
+            case Recurrence() if call.name in self.rates.operators:
+                yield "delta rule", self._recurrence(call.name, cost, segments)
+            case Product():
+                yield "products", self.rates.float8_product(cost)
+            case Exchange():
+                yield "communication", self._exchange(cost)
+            case Incoming():
+                yield "communication", self._incoming(cost)
+            case _:  # also tables and folds, which are small, and what was not measured
+                inputs = [x for x in tree_leaves(call.arguments) if isinstance(x, Tensor)]
+                yield "elementwise", sum(x.nbytes for x in (*inputs, *call.outputs)) / self.rates.fused
 
-    def _keys_exposed(self, call: Call, compute: float) -> float:
-        """Exposed seconds of keys, values and, in backward, their float32 gradients, which travel beside the blocks."""
-        if not _keys_travel(call):
-            return 0.0
-        q, k, v = (call.arguments[name] for name in "qkv")
-        backward = "do" in call.arguments
-        width = k.element_size() + 4 if backward else k.element_size()
-        own = (k.numel() + v.numel()) * width
-        if "pairs" in call.arguments:  # all-gather, and in backward a reduce-scatter
-            slices = k.shape[2] // heads_of_slice(self.gathered.pairs, q, k, v)
-            others = self.gathered.keys.coming.sum().item() / k.shape[1]  # times this rank's own
-            seconds = slices * (1 + backward) * self.cp.ring + own * others / self.cp.all_gather
-        else:
-            slices = SLICES
-            hops = self.batch.cp // call.arguments["stride"] - 1
-            seconds = hops * (self.cp.message + own / self.cp.neighbour)
+    def _attention(self, cost: Attention) -> float:
+        own, _ = self.gathered.pairs.tolist()
+        match cost.keys:
+            case None:
+                pairs = sum(own)  # all tokens, but fewer heads
+            case Gathered(pairs=pairs):  # balanced
+                pass
+            case Ring(stride=stride):
+                pairs = sum(own[self.batch.cp - stride :])  # of the ranks that are one on it
+        flops = 2 * (cost.D + cost.Dv) * cost.heads * pairs
+        forward, both = self.machine.attention_rates(cost.D, cost.Dv, self.batch.mean is None)
+        seconds = flops / forward / 1e12
+        return 3.5 * flops / both / 1e12 - seconds if cost.backward else seconds
+
+    def _keys_exposed(self, keys: Ring | Gathered | None, compute: float, backward: bool) -> float:
+        """Exposed seconds of keys, values and, in backward, their gradients, which travel beside the blocks."""
+        match keys:
+            case None:
+                return 0.0
+            case Gathered(nbytes, share, slices):  # in backward also a reduce-scatter
+                seconds = slices * (1 + backward) * self.cp.ring + nbytes * share / self.cp.all_gather
+            case Ring(nbytes, stride):
+                slices = SLICES
+                hops = self.batch.cp // stride - 1
+                seconds = hops * (self.cp.message + nbytes / self.cp.neighbour)
         return max(seconds - compute, seconds / slices)
 
-    def _delta_rule(self, name: str, mixers: Sequence[MixerOptions], segments: int) -> float:
-        """Seconds for all heads of the first recurrence, plus the time by which one head's scan outlasts what the GPU
-        needs for all of them."""
+    def _recurrence(self, name: str, cost: Recurrence, segments: int) -> float:
+        """Seconds for all heads, plus the time by which one head's scan outlasts what the GPU needs for all of them."""
         operators = self.rates.operators
-        mixer, dims = next((of, dims) for of in mixers for dims in of.ops.values() if "V" in dims)
-        delta = mixer if isinstance(mixer, DeltaOptions) else None
-        each, of_chain = operators.get(f"{name} any", operators[name]) if delta and delta.any_gate else operators[name]
-        of_mixer = delta.v_heads if delta else mixer.head_counts["heads"]
-        tokens = self.batch.tokens * self.batch.tp
-        heads = of_mixer // self.batch.tp
-        if self.batch.linear_method == "ulysses":
-            tokens *= self.batch.cp
-            heads /= self.batch.cp
-        K, V = kernel_dims(dims["K"], dims["V"])
+        each, of_chain = operators.get(f"{name} any", operators[name]) if cost.any_gate else operators[name]
+        tokens, heads, K, V, _ = cost
         chain = tokens / segments if segments else self.longest
         alone = max(chain - tokens * heads * V / 64 / PROGRAMS, 0.0)
         return (each * tokens * heads * share_of(K, V) + of_chain * alone * K / DIM) * 1e-9
 
-    def _exchange(self, call: Call) -> float:
-        kind = call.spec.kind
-        arguments = call.arguments
+    def _exchange(self, cost: Exchange) -> float:
         cp = self.cp
         tp = self.tp
-        if kind == "states":
-            return self._states(**arguments)
-        if kind == "halo":
-            return cp.message  # a halo is small
-        nbytes = arguments["x"].nbytes
+        nbytes = cost.nbytes
         others_of_tp = (self.batch.tp - 1) / self.batch.tp
-        if kind == "heads":  # of all ranks, or of a node's
-            ranks = arguments["world_size"]
-            group = self.machine.group(ranks, self.batch.tp)
-            return group.message + nbytes * (ranks - 1) / ranks / group.all_to_all
-        if kind == "gather":
-            return tp.ring + nbytes * (self.batch.tp - 1) / tp.all_gather
-        if kind == "scatter":
-            return tp.ring + nbytes * others_of_tp / tp.reduce_scatter
-        assert kind == "sum", kind
-        return 2 * tp.ring + nbytes * others_of_tp * (1 / tp.all_gather + 1 / tp.reduce_scatter)
+        match cost.kind:
+            case "halo":
+                return cp.message
+            case "heads":
+                group = self.machine.group(cost.ranks, self.batch.tp)
+                return group.message + nbytes * (cost.ranks - 1) / cost.ranks / group.all_to_all
+            case "gather":
+                return tp.ring + nbytes * (self.batch.tp - 1) / tp.all_gather
+            case "scatter":
+                return tp.ring + nbytes * others_of_tp / tp.reduce_scatter
+            case "sum":
+                return 2 * tp.ring + nbytes * others_of_tp * (1 / tp.all_gather + 1 / tp.reduce_scatter)
 
-    def _states(self, S_ext: Tensor, M: Tensor, tables: list[Tensor], **_: Any) -> float:
+    def _incoming(self, cost: Incoming) -> float:
         """Seconds to bring the states that enter a rank's fragments there, and to fold them."""
-        c = Chains(*tables)
+        most = int(Chains(*cost.tables).most)
         W = self.batch.cp
-        sizes = sizes_of(S_ext, M)
+        sizes = sizes_of(cost.S_ext, cost.M)
         node = math.gcd(W, max(self.machine.node_size // self.batch.tp, 1))
-        levels = route(int(c.most), W, node, sizes)
-        exchange = messages(levels, node, sizes) if levels else direct_messages(int(c.most), W, node, sizes)
+        levels = route(most, W, node, sizes)
+        exchange = messages(levels, node, sizes) if levels else direct_messages(most, W, node, sizes)
         return duration(exchange, Network(self.rates.node.latency, self.rates.node.all_to_all, self.machine.network))
-
-
-def _keys_travel(call: Call) -> bool:
-    """Whether this call of attention exchanges keys with other ranks."""
-    return "group" in call.arguments
 
 
 def attended(batch: Batch) -> tuple[int, int]:
@@ -285,21 +272,20 @@ def step(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: 
 def passes_of(clock: Clock, config: Config, model: ModelConfig) -> list[tuple[Pass, Pass]]:
     """Forward and backward of each layer."""
     modes = [layer_checkpointing(config.activation_checkpoint, i) for i in range(model.num_layers)]
-    each = zip(modes, model.layers, layers(model, clock.batch), strict=True)
-    return [_passes(clock, mode, of.mixers, counted) for mode, of, counted in each]
+    return [_passes(clock, mode, layer) for mode, layer in zip(modes, layers(model, clock.batch), strict=True)]
 
 
-def _passes(clock: Clock, mode: str, mixers: Sequence[MixerOptions], layer: Layer) -> tuple[Pass, Pass]:
+def _passes(clock: Clock, mode: str, layer: Layer) -> tuple[Pass, Pass]:
     """A layer's forward and backward; backward begins with recomputation, if there is any."""
-    forward = clock.of(mixers, layer.forward, layer.forward.calls)
-    backward = clock.of(mixers, layer.backward, layer.backward.calls)
+    forward = clock.of(layer.forward, layer.forward.calls)
+    backward = clock.of(layer.backward, layer.backward.calls)
     if mode == "none":
         return forward, backward
     calls = layer.forward.calls
     if mode == "selective" and not clock.compiled:
         calls = [call for call in calls if not call.spec.of_driver]
     calls = [call for call in calls if mode not in call.spec.kept_by]
-    again = clock.of(mixers, layer.forward, calls)
+    again = clock.of(layer.forward, calls)
     both = {part: again.parts[part] + backward.parts[part] for part in PARTS}
     return forward, Pass(both, again.launches + backward.launches)
 

@@ -43,11 +43,6 @@ class DeltaOptions(RecurrentOptions):
             )
 
     @property
-    def any_gate(self) -> bool:
-        """Whether gates are unbounded, for which the rule's kernels are slower."""
-        return False
-
-    @property
     def ops(self) -> OpDims:
         return {self.op: {"K": self.head_dim, "V": self.v_head_dim}, "causal_conv1d": {"W": self.conv_size}}
 
@@ -144,10 +139,6 @@ class KDA(DeltaOptions):
 
     name: ClassVar[str] = "kda"
     op: ClassVar[str] = "chunk_kda"
-
-    @property
-    def any_gate(self) -> bool:
-        return self.lower_bound is None
 
     @property
     def contradiction(self) -> str | None:

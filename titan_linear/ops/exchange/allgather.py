@@ -21,6 +21,7 @@ from torch import Tensor
 from titan_linear.ops.exchange.collectives import start_all_gather, start_all_to_all, start_reduce_scatter
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.layout.spans import ALL, NOTHING, KeyRoutes, QueryRoutes, Spans
+from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.torch.attention import (
     Attention,
@@ -80,7 +81,19 @@ def worthwhile(pairs: Tensor, q: Tensor, v: Tensor) -> int:
     return min(max(int(flops / LEAST), 1), SLICES)
 
 
-@operator(kept_by=("selective", "attention"), kind="attention")
+def _cost(
+    outputs: costs.Outputs, q: Tensor, k: Tensor, v: Tensor, keys: list[Tensor], pairs: Tensor, **more: Any
+) -> costs.Attention:
+    gathered = costs.Gathered(
+        nbytes=costs.travelling(k, v, **more),
+        share=KeyRoutes(*keys).coming.sum().item() / k.shape[1],
+        slices=k.shape[2] // heads_of_slice(pairs, q, k, v),
+        pairs=max(pairs.tolist()[1]),
+    )
+    return costs.attention(outputs, q, v, **more)._replace(keys=gathered)
+
+
+@operator(kept_by=("selective", "attention"), cost=_cost)
 def allgather_forward(
     q: Tensor,
     k: Tensor,
@@ -121,7 +134,7 @@ def _room_in_backward(q: Tensor, k: Tensor, v: Tensor, keys: list[Tensor], pairs
     return slices + acc * (q.numel() + k.numel() + v.numel())
 
 
-@operator(kind="attention", temporary=_room_in_backward)
+@operator(cost=_cost, temporary=_room_in_backward)
 def allgather_backward(
     do: Tensor,
     q: Tensor,

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import operator, register_autograd, register_fake
 
 
@@ -68,7 +69,7 @@ def _arrival(work: dist.Work, out: Tensor) -> Callable[[], Tensor]:
 # Operators.
 
 
-@operator(kind="gather")
+@operator(cost=costs.exchange("gather"))
 def gather_along(x: Tensor, dim: int, group: str, size: int) -> Tensor:
     """x [1 .., n, ...] of each rank → [1 .., size · n, ...], in rank order; n is the size of dimension `dim`."""
     out = x.new_empty(_with(x.shape, dim, x.shape[dim] * size))
@@ -81,7 +82,7 @@ def _(x, dim, group, size):
     return x.new_empty(_with(x.shape, dim, x.shape[dim] * size))
 
 
-@operator(kept_by=("selective",), kind="scatter")
+@operator(kept_by=("selective",), cost=costs.exchange("scatter"))
 def scatter_along(x: Tensor, dim: int, group: str, size: int) -> Tensor:
     """x [1 .., size · n, ...] of each rank → [1 .., n, ...], this rank's part of the sum. Adjoint of `gather_along`."""
     out = x.new_empty(_with(x.shape, dim, x.shape[dim] // size))
@@ -98,7 +99,7 @@ def _with(shape: torch.Size, dim: int, length: int) -> list[int]:
     return [*shape[:dim], length, *shape[dim + 1 :]]
 
 
-@operator(kept_by=("selective",), kind="sum")
+@operator(kept_by=("selective",), cost=costs.exchange("sum"))
 def sum_ranks(x: Tensor, group: str) -> Tensor:
     """x [...] of each rank → [...], their sum: its own adjoint."""
     out = x.clone(memory_format=torch.contiguous_format)

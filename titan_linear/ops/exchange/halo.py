@@ -13,6 +13,7 @@ from torch import Tensor
 
 from titan_linear.ops.exchange.collectives import all_to_all
 from titan_linear.ops.layout.fragments import HaloRoutes
+from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import check_first_derivative, operator, register_fake
 
 
@@ -38,7 +39,7 @@ class _WithHalo(torch.autograd.Function):
         return dx, None, None, None, None
 
 
-@operator(kept_by=("selective",), kind="halo")
+@operator(kept_by=("selective",), cost=lambda *_, **__: costs.Exchange("halo"))
 def fetch_halo(x: Tensor, tables: list[Tensor], slots: int, width: int, group: str) -> Tensor:
     """x [T_local, D] -> [slots, width, D]; tables: `HaloRoutes`."""
     routes = HaloRoutes(*tables)
@@ -56,7 +57,7 @@ def _(x, tables, slots, width, group):
     return x.new_empty(slots, width, x.shape[1])
 
 
-@operator(mutates=("dx",), kind="halo")
+@operator(mutates=("dx",), cost=lambda *_, **__: costs.Exchange("halo"))
 def return_halo(dx: Tensor, d_halo: Tensor, tables: list[Tensor], group: str) -> None:
     """Add to dx [T_local, D], in place, the gradients of these tokens as halos: the adjoint of `fetch_halo`."""
     routes = HaloRoutes(*tables)

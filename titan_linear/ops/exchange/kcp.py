@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from titan_linear.ops.exchange.folds import fold_chains
 from titan_linear.ops.exchange.levels import incoming_by_levels
 from titan_linear.ops.layout.chains import Chains
 from titan_linear.ops.layout.levels import Sizes, route
+from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import operator, register_fake
 
 
@@ -39,7 +41,11 @@ def incoming_states(S_ext: Tensor, M: Tensor, chains: Chains, group: str, *, rev
     return kcp_incoming(S_ext, M, list(chains), group, reverse)
 
 
-@operator(kept_by=("selective",), kind="states", of_driver=True)
+def _cost(outputs: costs.Outputs, S_ext: Tensor, M: Tensor, tables: list[Tensor], **_: Any) -> costs.Incoming:
+    return costs.Incoming(tables, S_ext, M)
+
+
+@operator(kept_by=("selective",), cost=_cost, of_driver=True)
 def kcp_incoming(S_ext: Tensor, M: Tensor, tables: list[Tensor], group: str, reverse: bool) -> Tensor:
     """`incoming_states`; tables: `Chains`."""
     c = Chains(*tables)

@@ -19,6 +19,7 @@ from titan_linear.ops.exchange.collectives import group_named
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.layout.rectangles import Rectangle
 from titan_linear.ops.layout.spans import Spans, document_spans
+from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.torch.attention import (
     Attention,
@@ -44,7 +45,12 @@ def ring_attention(
     return Attention.apply(q, k, v, (ring_forward, ring_backward), where, scale, causal)
 
 
-@operator(kept_by=("selective", "attention"), kind="attention")
+def _cost(outputs: costs.Outputs, stride: int, **arguments: Any) -> costs.Attention:
+    keys = costs.Ring(costs.travelling(**arguments), stride)
+    return costs.attention(outputs, **arguments)._replace(keys=keys)
+
+
+@operator(kept_by=("selective", "attention"), cost=_cost)
 def ring_forward(
     q: Tensor,
     k: Tensor,
@@ -80,7 +86,7 @@ def _room_in_backward(q: Tensor, k: Tensor, v: Tensor, hops: Tensor, **_: Any) -
     return (acc + k.element_size()) * (q.numel() + keys) + travelling
 
 
-@operator(kind="attention", temporary=_room_in_backward)
+@operator(cost=_cost, temporary=_room_in_backward)
 def ring_backward(
     do: Tensor,
     q: Tensor,

@@ -16,6 +16,7 @@ from torch import Tensor
 from titan_linear.ops.exchange.collectives import all_to_all, group_named
 from titan_linear.ops.exchange.ring import ring_attention
 from titan_linear.ops.layout.context import CPContext
+from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import check_first_derivative, operator, register_fake
 from titan_linear.ops.torch.attention import local_attention
 
@@ -92,7 +93,7 @@ class _ExchangeHeads(torch.autograd.Function):
         return exchange_heads(grad, *ctx.where, not ctx.to_heads), None, None, None
 
 
-@operator(kept_by=("selective",), kind="heads")
+@operator(kept_by=("selective",), cost=costs.exchange("heads"))
 def exchange_heads(x: Tensor, order: list[int], world_size: int, group: str, to_heads: bool) -> Tensor:
     """to_heads: [1, T_local, H, ...] → [1, T, H/W, ...]; else back. world_size: W, or the ranks of a node."""
     if to_heads:

@@ -40,6 +40,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from titan_linear.ops.runtime.costs import Cost
+
 MODES = ("selective", "attention", "full")  # of activation checkpointing, the one that keeps most first
 _current: ContextVar[Run | None] = ContextVar("run of a region", default=None)
 P = ParamSpec("P")
@@ -130,8 +132,6 @@ def kept(fn: Callable[P, R], *, modes: tuple[str, ...] = ("selective",)) -> Call
 # the kernels wait for the host.
 
 LIBRARY = torch.library.Library("titan_linear", "FRAGMENT")
-Exchange = Literal["gather", "scatter", "sum", "heads", "states", "halo"]
-Kind = Exchange | Literal["fused", "float8", "attention", "delta rule", "convolution", "segments"]
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Spec:
     """What activation checkpointing and the planner need to know of an operator."""
 
     kept_by: tuple[str, ...] = ()  # modes of checkpointing that keep its results
-    kind: Kind = "fused"  # how its time is planned; fused: one kernel that reads its inputs and writes its outputs
+    cost: Callable[..., Cost] | None = None  # outputs, and arguments by name → it; None: the bytes of both
     # The recurrences' driver calls it. Unless compiled, checkpointing keeps what the driver's call gives as a whole.
     of_driver: bool = False
     # "forward": gives what backward computes again, by the same operator or by one of its own, "backward". The compiler

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.layout.spans import CUDNN_MULTIPLE, Spans, document_spans
+from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import check_first_derivative, operator, register_fake
 from titan_linear.ops.torch.attention_kernels import (
     ATTENTION,
@@ -173,7 +174,7 @@ def local_attention(
     return Attention.apply(q, k, v, (attention_forward, attention_backward), (spans,), scale, causal)
 
 
-@operator(kept_by=("selective", "attention"), kind="attention")
+@operator(kept_by=("selective", "attention"), cost=costs.attention)
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, spans: list[Tensor], scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
@@ -187,7 +188,7 @@ def _room_in_backward(q: Tensor, **_: Any) -> int:
     return 4 * q.numel()
 
 
-@operator(kind="attention", temporary=_room_in_backward)
+@operator(cost=costs.attention, temporary=_room_in_backward)
 def attention_backward(
     do: Tensor,
     q: Tensor,

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.layout.segments import CONV_RUN
+from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import check_first_derivative, operator, register_autograd, register_fake
 from titan_linear.ops.runtime.options import States
 from titan_linear.ops.triton.chunks import chunk_table, max_chunks
@@ -423,7 +424,11 @@ def _(cu_seqlens, tokens, size):
     return cu_seqlens.new_empty(max_chunks(tokens, cu_seqlens.shape[0] - 1, size), 2)
 
 
-@operator(kept_by=("selective",), kind="convolution")
+def _cost(outputs: costs.Outputs, x: Tensor, **_: Any) -> costs.Convolution:
+    return costs.Convolution(x.numel())
+
+
+@operator(kept_by=("selective",), cost=_cost)
 def conv1d(
     x: Tensor,
     weight: Tensor,
@@ -489,7 +494,7 @@ def _(x, weight, bias, initial_state, state_index, cu_seqlens, chunk_index, widt
     return _outputs(x, weight, cu_seqlens, widths, output_final_state)
 
 
-@operator(kind="convolution")
+@operator(cost=_cost)
 def conv1d_backward(
     x: Tensor,
     dys: list[Tensor],

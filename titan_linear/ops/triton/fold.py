@@ -7,11 +7,14 @@ those of fp32 however long a chain is. Of a diagonal M there is the diagonal [..
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.tiles import load_state
@@ -173,7 +176,11 @@ def fold_segments_kernel(
         tl.debug_barrier()  # the next segment reads all rows
 
 
-@operator(kept_by=("selective",), kind="segments", of_driver=True)
+def _segments(outputs: costs.Outputs, S_ext: Tensor, **_: Any) -> costs.Segments:
+    return costs.Segments(len(S_ext))
+
+
+@operator(kept_by=("selective",), cost=_segments, of_driver=True)
 def fold_segments(
     S_ext: Tensor,
     M: Tensor,

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import CHUNK as BT
+from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.runtime.options import Fields, Inputs, States
 from titan_linear.ops.triton import gdn_kernels as kernels
@@ -70,7 +71,7 @@ def _empty_tiles(inputs: Fields, chunks: list[Tensor], *_: Any) -> Tiles:
     return Tiles(C, A, k.new_empty(NT, HV, 2, BT, dtype=torch.float32))
 
 
-@operator(kind="delta rule", of_driver=True)
+@operator(cost=costs.over_inputs, of_driver=True)
 def gdn_prepare(
     inputs: Fields,
     chunks: list[Tensor],
@@ -115,7 +116,7 @@ def _scan_outputs(k: Tensor, v: Tensor, final_rows: int) -> tuple[Tensor, Tensor
     return v.new_empty(v.shape), empty_states(v, final_rows, k.shape[2])
 
 
-@operator(kept_by=("selective",), kind="delta rule", of_driver=True)
+@operator(kept_by=("selective",), cost=costs.over_states, of_driver=True)
 def gdn_scan(
     q: Tensor,
     k: Tensor,
@@ -165,7 +166,7 @@ def _boundary_outputs(k, v, tiles, chunks, entries, wanted) -> tuple[Tensor, Ten
     return empty_states(v, F, K), v.new_empty(F, HV, K, K, dtype=torch.float32)
 
 
-@operator(kept_by=("selective",), kind="delta rule", of_driver=True)
+@operator(kept_by=("selective",), cost=costs.over_states, of_driver=True)
 def gdn_boundary(
     k: Tensor, v: Tensor, tiles: list[Tensor], chunks: list[Tensor], entries: Tensor, wanted: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -199,7 +200,7 @@ def gdn_boundary(
 register_fake(gdn_boundary)(_boundary_outputs)
 
 
-@operator(kind="delta rule", of_driver=True)
+@operator(cost=costs.over_states, of_driver=True)
 def gdn_boundary_bwd(
     do: Tensor,
     q: Tensor,
@@ -252,7 +253,7 @@ def _room_in_backward(inputs: Fields, **_: Any) -> int:
     return T * HV * (2 * K * V // BT + V + shared) * x.v.element_size()
 
 
-@operator(kind="delta rule", of_driver=True, temporary=_room_in_backward)
+@operator(cost=costs.over_inputs, of_driver=True, temporary=_room_in_backward)
 def gdn_backward(
     do: Tensor,
     inputs: Fields,

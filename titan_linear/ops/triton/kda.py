@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import CHUNK
+from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.runtime.options import Fields, Inputs, States
 from titan_linear.ops.triton.chunks import Chunks
@@ -120,7 +121,7 @@ def _launch_prepare(
         )
 
 
-@operator(kind="delta rule", of_driver=True, prepares="forward")
+@operator(cost=costs.over_inputs, of_driver=True, prepares="forward")
 def kda_prepare(
     inputs: Fields,
     chunks: list[Tensor],
@@ -143,7 +144,7 @@ def _(inputs, chunks, *_):
     return _empty_tiles(inputs, chunks)
 
 
-@operator(kind="delta rule", of_driver=True, prepares="backward")
+@operator(cost=costs.over_inputs, of_driver=True, prepares="backward")
 def kda_recompute(
     inputs: Fields,
     chunks: list[Tensor],
@@ -168,7 +169,7 @@ def _scan_outputs(v, tiles, chunks, initial, final_rows) -> tuple[Tensor, Tensor
     return v.new_empty(v.shape), empty_states(v, final_rows, Tiles(*tiles).qg.shape[2])
 
 
-@operator(kept_by=("selective",), kind="delta rule", of_driver=True)
+@operator(kept_by=("selective",), cost=costs.over_states, of_driver=True)
 def kda_scan(
     v: Tensor, tiles: list[Tensor], chunks: list[Tensor], initial: Fields, final_rows: int
 ) -> tuple[Tensor, Tensor]:
@@ -203,7 +204,7 @@ def _boundary_outputs(v, tiles, chunks, entries, wanted) -> tuple[Tensor, Tensor
     return empty_states(v, F, K), v.new_empty(F, HV, K, K, dtype=torch.float32)
 
 
-@operator(kept_by=("selective",), kind="delta rule", of_driver=True)
+@operator(kept_by=("selective",), cost=costs.over_states, of_driver=True)
 def kda_boundary(
     v: Tensor, tiles: list[Tensor], chunks: list[Tensor], entries: Tensor, wanted: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -239,7 +240,7 @@ def kda_boundary(
 register_fake(kda_boundary)(_boundary_outputs)
 
 
-@operator(kind="delta rule", of_driver=True)
+@operator(cost=costs.over_states, of_driver=True)
 def kda_boundary_bwd(
     do: Tensor, tiles: list[Tensor], chunks: list[Tensor], entries: Tensor, wanted: Tensor | None
 ) -> Tensor:
@@ -279,7 +280,7 @@ def _room_in_backward(inputs: Fields, **_: Any) -> int:
     return T * HV * (2 * K * V // CHUNK + 2 * V + 2 * CHUNK + shared) * x.v.element_size()
 
 
-@operator(kind="delta rule", of_driver=True, temporary=_room_in_backward)
+@operator(cost=costs.over_inputs, of_driver=True, temporary=_room_in_backward)
 def kda_backward(
     do: Tensor,
     inputs: Fields,

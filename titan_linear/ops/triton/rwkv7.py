@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import CHUNK
+from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.runtime.options import DPLRInputs, Fields, States
 from titan_linear.ops.triton import rwkv7_kernels as kernels
@@ -79,7 +80,7 @@ def _prepare(
     return tiles
 
 
-@operator(kind="delta rule", of_driver=True, prepares="forward")
+@operator(cost=costs.over_inputs, of_driver=True, prepares="forward")
 def rwkv7_prepare(
     inputs: list[Tensor], chunks: list[Tensor], scale: float, lower_bound: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -92,7 +93,7 @@ def _(inputs, chunks, scale, lower_bound):
     return _empty_tiles(inputs, chunks, None)
 
 
-@operator(kind="delta rule", of_driver=True, prepares="backward")
+@operator(cost=costs.over_inputs, of_driver=True, prepares="backward")
 def rwkv7_recompute(
     inputs: list[Tensor], chunks: list[Tensor], inverse: Tensor, scale: float, lower_bound: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -115,7 +116,7 @@ def _scan_outputs(v, tiles, chunks, initial, final_rows) -> tuple[Tensor, Tensor
     return v.new_empty(v.shape), empty_states(v, final_rows, Tiles(*tiles).U.shape[2])
 
 
-@operator(kept_by=("selective",), kind="delta rule", of_driver=True)
+@operator(kept_by=("selective",), cost=costs.over_states, of_driver=True)
 def rwkv7_scan(
     v: Tensor, tiles: Fields, chunks: list[Tensor], initial: Fields, final_rows: int
 ) -> tuple[Tensor, Tensor]:
@@ -147,7 +148,13 @@ def _boundary_outputs(tiles, chunks, entries, wanted) -> tuple[Tensor, Tensor]:
     return tuple(decay.new_empty(entries.shape[0], H, K, columns) for columns in (V, K))
 
 
-@operator(kept_by=("selective",), kind="delta rule", of_driver=True)
+def _boundary_cost(outputs: costs.Outputs, tiles: Fields, chunks: list[Tensor], **_: Any) -> costs.Recurrence:
+    NT, *dims = Tiles(*tiles).U.shape
+    N = len(Chunks(*chunks).cu_seqlens) - 1
+    return costs.Recurrence((NT - N + 1) * CHUNK, *dims)  # NT is the most chunks that N entries may have
+
+
+@operator(kept_by=("selective",), cost=_boundary_cost, of_driver=True)
 def rwkv7_boundary(
     tiles: Fields, chunks: list[Tensor], entries: Tensor, wanted: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -165,7 +172,7 @@ def rwkv7_boundary(
 register_fake(rwkv7_boundary)(_boundary_outputs)
 
 
-@operator(kind="delta rule", of_driver=True)
+@operator(cost=costs.over_states, of_driver=True)
 def rwkv7_boundary_bwd(
     do: Tensor, tiles: Fields, chunks: list[Tensor], entries: Tensor, wanted: Tensor | None
 ) -> Tensor:
@@ -189,7 +196,7 @@ def _room_in_backward(inputs: list[Tensor], **_: Any) -> int:
     return 2 * x.v.numel() * x.k.shape[-1] // CHUNK * x.v.element_size() + 4 * x.k.numel()
 
 
-@operator(kind="delta rule", of_driver=True, temporary=_room_in_backward)
+@operator(cost=costs.over_inputs, of_driver=True, temporary=_room_in_backward)
 def rwkv7_backward(
     do: Tensor,
     inputs: list[Tensor],

@@ -39,6 +39,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from titan_linear.ops.layout.boundaries import CHUNK as BT
 from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.layout.segments import SHORTEST
+from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.runtime.options import DecayInputs, DecayOptions, States
 from titan_linear.ops.triton import ssd_kernels as kernels
@@ -97,7 +98,7 @@ def _empty_gates(g: Tensor, chunk_index: Tensor, parts: int) -> Tensor:
     return g.new_empty(chunk_index.shape[0], g.shape[1], 1 + parts, BT, dtype=float32)
 
 
-@operator(kind="delta rule", of_driver=True, prepares="forward")
+@operator(of_driver=True, prepares="forward")
 def ssd_prepare(
     g: Tensor,
     A: Tensor | None,
@@ -147,7 +148,7 @@ def _scores(q: Tensor, k: Tensor, where: Chunks) -> Tensor:
     return scores
 
 
-@operator(kept_by=("selective",), kind="delta rule", of_driver=True)
+@operator(kept_by=("selective",), cost=costs.over_states, of_driver=True)
 def ssd_scan(
     q: Tensor,
     k: Tensor,
@@ -266,7 +267,7 @@ def _boundary(
     return S_ext
 
 
-@operator(kept_by=("selective",), kind="delta rule", of_driver=True)
+@operator(kept_by=("selective",), cost=costs.over_states, of_driver=True)
 def ssd_boundary(
     k: Tensor, v: Tensor, gates: Tensor, chunks: list[Tensor], entries: Tensor, wanted: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -282,7 +283,7 @@ def _(k, v, gates, chunks, entries, wanted):
     return empty_states(v, F, k.shape[2]), v.new_empty(F, HV, 1, dtype=float32)
 
 
-@operator(kind="delta rule", of_driver=True)
+@operator(cost=costs.over_states, of_driver=True)
 def ssd_boundary_bwd(
     do: Tensor, q: Tensor, gates: Tensor, chunks: list[Tensor], entries: Tensor, wanted: Tensor | None, scale: float
 ) -> Tensor:
@@ -313,7 +314,7 @@ def _room_in_backward(inputs: list[Tensor | None], **_: Any) -> int:
     return T * (states + 4 * H * (2 * K + BT) + 4 * HV * 5 * blocks_of(V, 64))
 
 
-@operator(kind="delta rule", of_driver=True, temporary=_room_in_backward)
+@operator(cost=costs.over_inputs, of_driver=True, temporary=_room_in_backward)
 def ssd_backward(
     do: Tensor,
     inputs: list[Tensor | None],
