@@ -34,10 +34,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from titan_linear.config import ActivationCheckpoint, Config, fsdp_degrees, layer_checkpointing, micro_steps
-from titan_linear.distributed.experts import apply_ep
-from titan_linear.distributed.parallelize import replicated_parameters, set_dtype
-from titan_linear.distributed.tensor_parallel import apply_tp
+from titan_linear.config import (
+    ActivationCheckpoint,
+    Config,
+    Parallelism,
+    Training,
+    fsdp_degrees,
+    layer_checkpointing,
+    micro_steps,
+)
+from titan_linear.distributed.parallelize import parallelize, replicated_parameters
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.float8 import use_float8
@@ -47,7 +53,7 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import CPContext, build_cp_context
 from titan_linear.ops.exchange.collectives import Ranks
 from titan_linear.ops.registry import OPS
-from titan_linear.ops.runtime.support import Target
+from titan_linear.ops.runtime.support import Target, short
 from titan_linear.planner.counting import Layer, Memory, count
 from titan_linear.run.build import DTYPES, unallocated
 from titan_linear.step.optimizer import hidden_matrices
@@ -133,23 +139,41 @@ def parameters(model: ModelConfig) -> int:
     return sum(p.numel() for p in _parts(model, 1, 1)[0].parameters())
 
 
+@dataclass(frozen=True)
+class PlannedDims:
+    """The counterpart of `ParallelDims` on the meta device, which needs no groups, before FSDP."""
+
+    tp: int
+    ep: int
+    sharded = False
+    parameter_mesh = expert_parameter_mesh = None
+
+    @property
+    def tp_ranks(self) -> Ranks:
+        return Ranks("", self.tp, 0)
+
+    @property
+    def ep_ranks(self) -> Ranks:
+        return Ranks("", self.ep, 0)
+
+
+def _on_a_rank(model: ModelConfig, dtype: torch.dtype, tp: int, ep: int, **parallelism: str) -> Decoder:
+    """A rank's part of the model under tp and ep, on the meta device. Rows for experts stay on this rank: with equal
+    loads it receives the number of rows that it sends."""
+    decoder = unallocated(model, dtype)
+    training = Training(mixed_precision_param=short(dtype), mixed_precision_reduce="float32")
+    config = Config(training=training, parallelism=Parallelism(**parallelism))
+    parallelize(decoder, PlannedDims(tp, ep), config, META)
+    for moe in (m for m in decoder.modules() if isinstance(m, MoE)):
+        moe.dispatch = LocalDispatch
+    return decoder
+
+
 @cache
 def _parts(model: ModelConfig, tp: int, ep: int) -> tuple[Decoder, set[nn.Parameter]]:
-    """A rank's part of the model under tp and ep, on the meta device, and those of its parameters that are experts."""
-    decoder = unallocated(model, torch.float32)
-    _apply_tp_and_ep(decoder, tp, ep)
+    """A rank's part of the model, and those of its parameters that are experts."""
+    decoder = _on_a_rank(model, torch.float32, tp, ep)
     return decoder, {p for m in decoder.modules() if isinstance(m, Experts) for p in m.parameters()}
-
-
-def _apply_tp_and_ep(model: Decoder, tp: int, ep: int) -> None:
-    """Leave of each tensor the part of one rank of tensor and expert parallelism; the meta device needs no groups. Rows
-    for experts stay on this rank: with equal loads it receives the number of rows that it sends."""
-    if ep > 1:
-        apply_ep(model, Ranks("", ep, 0))
-        for moe in (m for m in model.modules() if isinstance(m, MoE)):
-            moe.dispatch = LocalDispatch
-    if tp > 1:
-        apply_tp(model, Ranks("", tp, 0))
 
 
 def _sharded(model: nn.Module) -> list[nn.Parameter]:
@@ -256,22 +280,17 @@ def layers(model: ModelConfig, batch: Batch) -> list[Layer]:
 @cache
 def _last_layer(model: ModelConfig, batch: Batch, shift: int) -> Layer:
     """shift: of the layers' numbers, by which float8.filter_fqns knows them."""
-    with META:
-        decoder = Decoder(model)
-        x = torch.empty(1, batch.tokens, model.dim, dtype=batch.dtype, requires_grad=True)
-    set_dtype(decoder, batch.dtype)
-    _apply_tp_and_ep(decoder, batch.tp, 1)
+    methods = {"context_parallel_method": batch.softmax_method, "context_parallel_linear_method": batch.linear_method}
+    decoder = _on_a_rank(model, batch.dtype, batch.tp, 1, **methods)
+    x = torch.empty(1, batch.tokens, model.dim, dtype=batch.dtype, device=META, requires_grad=True)
     if batch.float8 is not None:
         use_float8(decoder, batch.float8, first=shift)
     *_, block = decoder.layers
     if isinstance(block.mlp, MoE):
         block.mlp.experts.forward = partial(_one_expert, block.mlp.experts)
     cp = context(batch)
-    values = None
-    for mixer, of in zip(block.mixers, block.options.mixers, strict=True):
-        mixer.cp_method = batch.linear_method if of.linear else batch.softmax_method
-        if of.takes:
-            values = x.new_empty(1, len(cp.position_ids), of.takes // batch.tp, requires_grad=True)
+    width = sum(options.takes for options in block.options.mixers) // batch.tp
+    values = x.new_empty(1, len(cp.position_ids), width, requires_grad=True) if width else None
     return count(block, x, BatchPlan(cp.position_ids, cp_context=cp, num_streams=batch.streams), values)
 
 
