@@ -127,8 +127,8 @@ def numbers(rank: int, world_size: int) -> tuple[list[float], float]:
     loss, signal = torch.tensor(rank + 0.5), 15 if rank == 1 else 0
     counted = ([sharded, whole] if rank == 0 else [sharded]) if rank < world_size // 2 else []
     before = step_numbers(loss, counted, signal)
-    scale_gradients([sharded, whole], before[1], 1.0)
-    return before.tolist(), step_numbers(loss, counted, signal)[1].item()
+    scale_gradients([sharded, whole], before.grad_norm, 1.0)
+    return torch.stack(before).tolist(), step_numbers(loss, counted, signal).grad_norm.item()
 
 
 def test_loss_norm_and_signal_across_ranks_and_kinds_of_tensors(worlds: Worlds) -> None:

@@ -148,16 +148,16 @@ class Trainer:
         self.step = self.begun
         self.loader.advance()
         fed = self._prepare_next()
-        loss, grad_norm, stop, *seen = coming.wait()
-        self.stop.agreed = int(stop)
+        numbers = coming.wait()
+        self.stop.agreed = int(numbers.signal)
         if self.stop.agreed:
             self.passes.drop()
-        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        finite = math.isfinite(numbers.loss) and math.isfinite(numbers.grad_norm)
         self.skipped += not finite
         done = StepResult(
             step=self.step,
-            loss=loss,
-            grad_norm=grad_norm,
+            loss=numbers.loss,
+            grad_norm=numbers.grad_norm,
             lr=rate_at(self.config, self.step),
             skipped=self.skipped,
             finite=finite,
@@ -165,7 +165,7 @@ class Trainer:
             fed=fed,
             losses=losses,
             streams=streams,
-            seen=seen,
+            seen=numbers.seen,
         )
         for hook in self.hooks:
             hook.after_step(done)

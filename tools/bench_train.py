@@ -142,7 +142,7 @@ class Fla:
         """A step; the host then waits for the one before, so that it is never more than a step ahead."""
         before = self.reading
         self.reading = self.peer.train_step()
-        if before and not all(map(math.isfinite, before.wait())):
+        if before and not (math.isfinite((numbers := before.wait()).loss) and math.isfinite(numbers.grad_norm)):
             raise RuntimeError("the loss or a gradient is not finite")
 
     last_step = step

@@ -22,7 +22,7 @@ from titan_linear.models.adapters import config_to_hf
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.run.build import DTYPES, tokenizer_path
 from titan_linear.run.data import build_streams
-from titan_linear.step.optimizer import HostCopy, build_optimizer
+from titan_linear.step.optimizer import HostCopy, StepNumbers, build_optimizer
 from titan_linear.step.update import rate_at
 from titan_linear.storage.hf_writing import find_family
 
@@ -156,7 +156,7 @@ class Peer:
             group["lr"] = rate_at(self.config, self.step)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return HostCopy(torch.stack([total, norm.double()]))
+        return HostCopy(StepNumbers(total, norm.double(), signal=torch.zeros_like(total)))
 
     def state(self) -> dict[str, Any]:
         return {"step": self.step, "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}

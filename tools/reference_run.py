@@ -111,13 +111,13 @@ def timed_step(peer: Peer) -> dict[str, float]:
     """Do a step; its line of metrics.jsonl."""
     config, t = peer.config, peer.config.training
     then = time.perf_counter()
-    loss, norm = peer.train_step().wait()
+    numbers = peer.train_step().wait()
     seconds = time.perf_counter() - then
     documents, peer.documents = peer.documents, []
     line = {
         "step": peer.step,
-        "loss": loss,
-        "grad_norm": norm,
+        "loss": numbers.loss,
+        "grad_norm": numbers.grad_norm,
         "lr": rate_at(config, peer.step),
         "tokens": peer.step * t.global_batch_size * t.seq_len,
         "tokens_per_second": t.global_batch_size * t.seq_len / seconds,

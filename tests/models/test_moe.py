@@ -135,6 +135,7 @@ def test_load_balance_loss_of_each_stream_under_cp(layout: str, worlds: Worlds) 
 
 
 def loads_on_rank(rank: int, world_size: int) -> Tensor:
+    from titan_linear.step.optimizer import StepNumbers
     from titan_linear.step.update import move_selection_biases
 
     moe, x = build(replace(SIGMOID, bias_update_rate=0.125)), inputs(64)
@@ -144,10 +145,10 @@ def loads_on_rank(rank: int, world_size: int) -> Tensor:
     with torch.no_grad():
         moe(x.unsqueeze(0), BatchPlan(torch.arange(64)))  # validation does not count
     counted = moe.loads.clone()
-    move_selection_biases(moe, torch.tensor([1.0, torch.inf, 0.0]))  # a step that is left out
+    move_selection_biases(moe, StepNumbers(*torch.tensor([1.0, torch.inf, 0.0])))  # a step that is left out
     assert not moe.loads.any() and torch.equal(moe.router.selection_bias, before)
     moe.loads = counted
-    move_selection_biases(moe, torch.tensor([1.0, 1.0, 0.0]))
+    move_selection_biases(moe, StepNumbers(*torch.tensor([1.0, 1.0, 0.0])))
     assert not moe.loads.any()
     return moe.router.selection_bias - before
 

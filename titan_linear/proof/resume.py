@@ -64,7 +64,7 @@ class Run:
         reading = self.update.run(losses, self.step)
         self.passes.feed.prefetch()
         ranks = of_all_ranks([i for own in streams for i in own], self.host)
-        return reading.wait()[0], tuple(sorted({i for own in ranks for i in own}))
+        return reading.wait().loss, tuple(sorted({i for own in ranks for i in own}))
 
     def tensors(self) -> dict[str, Tensor]:
         """Copies of this rank's parts of the weights and optimizer states, by name."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -152,9 +152,20 @@ def learning_rate(step: int, peak: float, config: LRScheduler, steps: int) -> fl
     return peak * (config.min_lr_factor + (1 - config.min_lr_factor) * curve[config.decay_type])
 
 
-def step_numbers(loss: Tensor, parameters: Iterable[nn.Parameter], signal: int) -> Tensor:
-    """[loss, 2-norm of all gradients, signal] float64, the same on every rank, from one collective. The host does not
-    wait.
+class StepNumbers(NamedTuple):
+    """Of one step, the same on every rank: float64 scalars on the device."""
+
+    loss: Tensor
+    grad_norm: Tensor  # 2-norm of all gradients
+    signal: Tensor
+
+    def finite(self) -> Tensor:
+        """Whether loss and norm are."""
+        return self.loss.isfinite() & self.grad_norm.isfinite()
+
+
+def step_numbers(loss: Tensor, parameters: Iterable[nn.Parameter], signal: int) -> StepNumbers:
+    """The step's numbers, from one collective. The host does not wait.
 
     Args:
         loss: this rank's part of the sum.
@@ -166,7 +177,7 @@ def step_numbers(loss: Tensor, parameters: Iterable[nn.Parameter], signal: int) 
     rows = row.new_empty(dist.get_world_size() * len(row))
     dist.all_gather_into_tensor(rows, row)
     losses, squares, signals = rows.view(-1, len(row)).unbind(1)
-    return torch.stack([losses.sum(), squares.sum().sqrt(), signals.max()])
+    return StepNumbers(losses.sum(), squares.sum().sqrt(), signals.max())
 
 
 @torch.no_grad()
@@ -198,20 +209,18 @@ def _rows(flat: Tensor) -> list[Tensor]:
     return rows
 
 
-def update(optimizer: torch.optim.AdamW, numbers: Tensor, lr: float, max_norm: float) -> None:
+def update(optimizer: torch.optim.AdamW, numbers: StepNumbers, lr: float, max_norm: float) -> None:
     """Do one step with gradients clipped to a 2-norm of max_norm, unless loss or norm is not finite: then neither
     weights nor moments change. The optimizer's own kernels decide that on the device; the host need not know the
     numbers yet. With offload the host waits for them, and so for every copy of a parameter that the device has yet to
     read; with Muon too.
-
-    numbers: [loss, norm, ...] (`step_numbers`).
     """
-    if any(group["params"][0].device.type != numbers.device.type for group in optimizer.param_groups):
-        numbers = numbers.cpu()
+    if any(group["params"][0].device.type != numbers.loss.device.type for group in optimizer.param_groups):
+        numbers = StepNumbers(*torch.stack(numbers).cpu())
     for group in optimizer.param_groups:
         group["lr"] = lr
-        scale_gradients(group["params"], numbers[1], max_norm)
-    optimizer.found_inf = (~numbers[:2].isfinite().all()).float()  # as torch.amp.GradScaler sets it
+        scale_gradients(group["params"], numbers.grad_norm, max_norm)
+    optimizer.found_inf = (~numbers.finite()).float()  # as torch.amp.GradScaler sets it
     optimizer.step()
 
 
@@ -225,17 +234,28 @@ def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: 
         torch._foreach_mul_(grads, coefficient.to(*kind))
 
 
-class HostCopy:
-    """Numbers on their way from the device to the host, which may go on working until it calls `wait`."""
+class Reading(NamedTuple):
+    """A step's numbers on the host."""
 
-    def __init__(self, numbers: Tensor):
+    loss: float
+    grad_norm: float
+    signal: float
+    seen: list[float]  # what telemetry asked for
+
+
+class HostCopy:
+    """A step's numbers on their way from the device to the host, which may go on working until it calls `wait`."""
+
+    def __init__(self, step: StepNumbers, *seen: Tensor):
+        numbers = torch.cat([torch.stack(step), *seen])
         self.arrived = torch.cuda.Event() if numbers.is_cuda else None
         self.numbers = torch.empty_like(numbers, device="cpu", pin_memory=numbers.is_cuda)
         self.numbers.copy_(numbers, non_blocking=True)
         if self.arrived is not None:
             self.arrived.record()
 
-    def wait(self) -> list[float]:
+    def wait(self) -> Reading:
         if self.arrived is not None:
             self.arrived.synchronize()
-        return self.numbers.tolist()
+        loss, grad_norm, signal, *seen = self.numbers.tolist()
+        return Reading(loss, grad_norm, signal, seen)

@@ -15,7 +15,15 @@ from titan_linear.distributed.parallelize import replicated_parameters
 from titan_linear.distributed.parts import by_device, local_tensor
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.mlps.moe import MoE
-from titan_linear.step.optimizer import AdamW, HostCopy, exchange_device, learning_rate, step_numbers, update
+from titan_linear.step.optimizer import (
+    AdamW,
+    HostCopy,
+    StepNumbers,
+    exchange_device,
+    learning_rate,
+    step_numbers,
+    update,
+)
 
 
 def rate_at(config: Config, step: int) -> float:
@@ -30,7 +38,7 @@ class Watcher(Protocol):
 
     def gradients(self, parameters: list[nn.Parameter]) -> None: ...
 
-    def sums(self, numbers: Tensor, optimizer: AdamW) -> Tensor: ...
+    def sums(self, numbers: StepNumbers, optimizer: AdamW) -> Tensor: ...
 
 
 class Update:
@@ -63,7 +71,7 @@ class Update:
         reading = HostCopy(numbers)
         update(self.optimizer, numbers, rate_at(self.config, step), self.config.training.max_norm)
         if watching:
-            reading = HostCopy(torch.cat([numbers, self.telemetry.sums(numbers, self.optimizer)]))
+            reading = HostCopy(numbers, self.telemetry.sums(numbers, self.optimizer))
         move_selection_biases(self.model, numbers)
         self.optimizer.zero_grad(set_to_none=True)
         return reading
@@ -109,12 +117,10 @@ def counted_parameters(model: nn.Module, dims: ParallelDims) -> list[nn.Paramete
 
 
 @torch.no_grad()
-def move_selection_biases(model: nn.Module, numbers: Tensor) -> None:
+def move_selection_biases(model: nn.Module, numbers: StepNumbers) -> None:
     """Raise the bias of experts that had less than their share of the step's tokens and lower the others' (DeepSeek-V3,
     section 2.1.2), by `bias_update_rate`; then count anew. One collective. Like the weights (`update`), biases do not
     change if loss or norm is not finite; the device decides that, and the host need not know.
-
-    numbers: [loss, norm, ...] of the step.
 
     Every rank counts the tokens that it computes, so that sums over all ranks are those of the whole batch, or a
     multiple of them: ranks of tp compute the same tokens.
@@ -123,7 +129,7 @@ def move_selection_biases(model: nn.Module, numbers: Tensor) -> None:
     layers = [m for m in counted if m.config.bias_update_rate]
     if layers:
         loads = torch.cat([m.loads for m in layers])
-        finite = numbers[:2].isfinite().all()
+        finite = numbers.finite()
         dist.all_reduce(loads)
         for m, load in zip(layers, loads.split([m.config.num_experts for m in layers]), strict=True):
             load = load.to(m.router.selection_bias.dtype)
