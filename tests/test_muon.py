@@ -28,7 +28,7 @@ from titan_linear.models.presets import OWN, preset
 from titan_linear.run.build import build_model
 from titan_linear.run.preflight import preflight
 from titan_linear.step import optimizer as optim
-from titan_linear.step.optimizer import build_optimizer, hidden_matrices, update
+from titan_linear.step.optimizer import StepNumbers, build_optimizer, hidden_matrices, update
 from titan_linear.storage.hf_writing import gather
 from titan_linear.storage.tensors import named_parameters
 from titan_linear.train import Trainer
@@ -79,7 +79,8 @@ def trained(config: ModelConfig, dims: ParallelDims) -> tuple[Decoder, float]:
     """A model after some updates whose gradients are other models' weights, none of them zero; and how far off the
     squares of what the last one added are. One before and one after, of losses that are not finite, change nothing."""
     model, other = built(config, dims), built(config, dims)
-    optimizer, numbers = build_optimizer(model, CONFIG), torch.zeros(3, dtype=torch.float64, device=device())
+    optimizer = build_optimizer(model, CONFIG)
+    numbers = StepNumbers(*torch.zeros(3, dtype=torch.float64, device=device()))
     ps = drawn(model, seed=0)
     assert unchanged_by_nan(optimizer, ps)
     for step in range(STEPS):
@@ -99,7 +100,7 @@ def unchanged_by_nan(optimizer: torch.optim.Optimizer, parameters: list[nn.Param
     before = tensors(parameters, optimizer)
     for p in parameters:
         p.grad = torch.full_like(p, float("nan"))
-    update(optimizer, torch.full((3,), float("nan"), dtype=torch.float64, device=device()), CONFIG.lr, max_norm=1.0)
+    update(optimizer, StepNumbers(*torch.full((3,), float("nan"), device=device())), CONFIG.lr, max_norm=1.0)
     update_squares(optimizer, parameters, device())
     return all(torch.equal(a, b) for a, b in zip(tensors(parameters, optimizer), before, strict=True))
 

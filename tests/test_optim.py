@@ -20,6 +20,7 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.presets import preset
 from titan_linear.step.optimizer import (
     HOST_BLOCK,
+    StepNumbers,
     build_optimizer,
     learning_rate,
     scale_gradients,
@@ -84,7 +85,7 @@ def kinds_in_an_update(rank: int, world_size: int) -> tuple[bool, bool]:
     for p in model.values():
         p.grad = torch.ones_like(p)
     with Kinds() as kinds:
-        update(optimizer, torch.ones(3, dtype=torch.float64), lr=0.1, max_norm=1.0)
+        update(optimizer, StepNumbers(*torch.ones(3, dtype=torch.float64)), lr=0.1, max_norm=1.0)
     alike = all(type(optimizer.state[p]["exp_avg"]) is type(p.data) for p in model.values())
     assert kinds.seen
     return DTensor in kinds.seen, alike and all((p.detach() < 1).all() for p in map(local_tensor, model.values()))
@@ -106,7 +107,7 @@ def test_what_a_step_added(at_once: int, monkeypatch: pytest.MonkeyPatch) -> Non
         before = [p.detach().clone() for p in ps]
         for p in ps:
             p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-        update(optimizer, torch.ones(3, dtype=torch.float64), lr=0.1, max_norm=10.0)
+        update(optimizer, StepNumbers(*torch.ones(3, dtype=torch.float64)), lr=0.1, max_norm=10.0)
     got = update_squares(optimizer, ps[::-1], torch.device("cpu"))
     want = [(p.detach() - old).square().sum().item() for p, old in zip(ps, before, strict=True)][::-1]
     assert got.tolist() == pytest.approx(want, rel=1e-12)
@@ -156,11 +157,11 @@ def test_an_update_clips_and_leaves_out_what_is_not_finite(bad: int | None) -> N
         optimizer = torch.optim.AdamW([p], lr=1.0, fused=True, eps=1.0)  # not free of the gradient's scale
         for _ in range(2):
             p.grad = torch.full_like(p, 3.0) * (0.5 / (10 + 1e-6) if clipped_by_hand else 1.0)
-            update(optimizer, torch.zeros(3) if clipped_by_hand else numbers, 0.1, 0.5)
+            update(optimizer, StepNumbers(*(torch.zeros(3) if clipped_by_hand else numbers)), 0.1, 0.5)
         results.append((p.detach().clone(), optimizer.state[p]["exp_avg_sq"].clone()))
         if bad is not None and not clipped_by_hand:
             numbers[bad], p.grad = float("nan"), torch.full_like(p, 3.0)
-            update(optimizer, numbers, 0.1, 0.5)
+            update(optimizer, StepNumbers(*numbers), 0.1, 0.5)
             assert torch.equal(p, results[0][0]) and torch.equal(optimizer.state[p]["exp_avg_sq"], results[0][1])
             assert optimizer.state[p]["step"] == 2
     for got, want in zip(*results, strict=True):
