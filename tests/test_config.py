@@ -127,7 +127,7 @@ def test_without_a_home_folder(monkeypatch):
     with pytest.raises(ValueError, match="HOME is not set; set it, or XDG_CACHE_HOME"):
         default_cache_dir()
     for path in ("~/texts", "~nobody-of-this-name/texts"):
-        with pytest.raises(ValueError, match=f"no file is at '{path}'"):
+        with pytest.raises(ValueError, match=f"nothing is at '{path}'"):
             source_files("text", path)
         with pytest.raises(ValueError, match=f"{path} does not exist"):
             build_tokenizer(path)

@@ -313,7 +313,7 @@ def test_the_prompt_is_the_samples_or_of_the_demos_texts(installed: Path) -> Non
 
 def test_a_run_that_ends_while_it_warms_up_says_so() -> None:
     assert unwarmed(run("a", "--training.steps=100", "--lr_scheduler.warmup_steps=100")) == ""
-    assert "training.steps = 99 end within" in unwarmed(
+    assert "training.steps = 99 ends within" in unwarmed(
         run("a", "--training.steps=99", "--lr_scheduler.warmup_steps=100")
     )
 

@@ -286,7 +286,7 @@ def test_weights_that_know_another_tokenizer_are_named(
     for name in ("verify", "check_weights"):
         monkeypatch.setattr(preflight_module, name, lambda *_: None)
     keys = {"checkpoint.initial_load_path": tmp_path / "old", "training.dataset": "text"}
-    with pytest.raises(ValueError, match="no file is at"):
+    with pytest.raises(ValueError, match="nothing is at"):
         preflight(run(tmp_path / "new", **keys, **{"training.dataset_path": "nowhere"}), 1)
     warned = (
         f"'{weights}' were trained with another tokenizer than model.tokenizer_path gives" in capsys.readouterr().out

@@ -264,7 +264,8 @@ def test_conversations_read_as_texts_name_the_key(texts: Callable, tmp_path: Pat
         file.write_text(json.dumps(record) + "\n")
     else:
         pq.write_table(pa.Table.from_pylist([record]), file)
-    remedy = r"set training\.dataset_text_field .*, or for conversations training\.dataset_format \(--format\)"
+    fits = "completion" if "prompt" in record else "messages"
+    remedy = rf'for conversations set training\.dataset_format = "{fits}" \(titan-linear corpus: --format {fits}\), '
     with pytest.raises(ValueError, match=r"no (field|column) 'text' \(it has: .*\); " + remedy):
         texts(kind, file)
     if "prompt" not in record:
@@ -289,7 +290,7 @@ def test_a_folder_that_is_named(texts: Callable, tmp_path: Path):
     (folder / "a.jsonl").write_text('{"text": "a"}')
     for path in (folder, folder / "*.jsonl", folder.parent / "*", tmp_path / "*" / "_x" / "*.jsonl"):
         if path.name == "*":
-            with pytest.raises(ValueError, match=r"no \.jsonl or "):
+            with pytest.raises(ValueError, match=r"no \.jsonl file, compressed or not, is at "):
                 texts("jsonl", path)
         elif path.parts[-3] != "*":
             assert texts("jsonl", path) == [b"a"]

@@ -119,7 +119,7 @@ def unwarmed(config: Config) -> str:
     if steps >= warmup:
         return ""
     return (
-        f"warning: training.steps = {steps} end within lr_scheduler.warmup_steps = {warmup}: the learning rate never "
+        f"warning: training.steps = {steps} ends within lr_scheduler.warmup_steps = {warmup}: the learning rate never "
         "rises to optimizer.lr; set fewer to warm up"
     )
 

@@ -28,7 +28,7 @@ import os
 import re
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Collection, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,10 +94,7 @@ class _Fields:
     needed: tuple[str, ...]
     optional: tuple[str, ...] = ()
     is_text: bool = True
-    remedy: str = (
-        "set training.dataset_text_field (titan-linear corpus: --text-field), or for conversations "
-        "training.dataset_format (--format)"
-    )
+    remedy: str = ""
 
     def document(self, record: dict[str, Any], origin: str, size: float) -> Document:
         if missing := self.missing(record):
@@ -106,7 +103,7 @@ class _Fields:
         if self.is_text:
             (name,) = self.needed
             if not isinstance(content := record[name], str):
-                remedy = f"; {self.remedy}" if isinstance(content, list) else ""
+                remedy = f"; {_reading(record)}" if isinstance(content, list) else ""
                 return Document("", origin, size, f"{name!r} is {type(content).__name__}, not text{remedy}")
         try:
             to_json(content, bytes_mode="base64", fallback=str)
@@ -114,10 +111,30 @@ class _Fields:
             return Document("", origin, size, f"not JSON in UTF-8: {error}; repair it")
         return Document(content, origin, size)
 
-    def missing(self, names: Iterable[str], what: str = "field") -> str:
+    def missing(self, names: Collection[str], what: str = "field") -> str:
         """What to say if a needed field is missing; else ""."""
-        name = next((name for name in self.needed if not {name, _OTHER_NAMES.get(name)} & {*names}), None)
-        return "" if name is None else f"no {what} {name!r} (it has: {', '.join(map(repr, names))}); {self.remedy}"
+        if (name := _lacked(self.needed, names)) is None:
+            return ""
+        return f"no {what} {name!r} (it has: {', '.join(map(repr, names))}); {self.remedy or _reading(names)}"
+
+
+def _lacked(needed: Iterable[str], names: Collection[str]) -> str | None:
+    """The first of the needed fields that is not there, under another name either."""
+    return next((name for name in needed if not {name, _OTHER_NAMES.get(name)} & {*names}), None)
+
+
+def _reading(names: Collection[str]) -> str:
+    """How records with these fields can be read, if not as texts under the field that was asked for."""
+    fits = next((form for form, (needed, _) in RECORD_FIELDS.items() if _lacked(needed, names) is None), None)
+    if fits is None:
+        return (
+            "set training.dataset_text_field (titan-linear corpus: --text-field), or for conversations "
+            "training.dataset_format (--format)"
+        )
+    return (
+        f'for conversations set training.dataset_format = "{fits}" (titan-linear corpus: --format {fits}), '
+        "for texts training.dataset_text_field (--text-field)"
+    )
 
 
 class _File(BaseModel):
@@ -146,9 +163,12 @@ def source_files(dataset: str, dataset_path: str | None, *, path_key: str = "tra
             raise ValueError(f"{path_key} = {dataset_path!r}: nothing stands beside a comma; leave the comma out")
         found = _expand(pattern.strip(), dataset)
         if not found:
-            here = "" if Path(os.path.expanduser(pattern.strip())).is_absolute() else f" in {os.getcwd()}"
+            path = Path(os.path.expanduser(pattern.strip()))
+            here = "" if path.is_absolute() else f" in {os.getcwd()}"
+            kind = f"no {suffixes[0]} file".replace("  ", " ") + (", compressed or not," if suffixes[1:] else "")
+            what = kind if os.path.exists(path) or glob.has_magic(pattern) else "nothing"
             raise ValueError(
-                f"{path_key} = {dataset_path!r}: no {' or '.join(suffixes) or 'file'} is at {pattern.strip()!r}{here}; "
+                f"{path_key} = {dataset_path!r}: {what} is at {pattern.strip()!r}{here}; "
                 "give a file, a folder or globs (separated by commas)"
             )
         files.update(found)
