@@ -405,6 +405,7 @@ MIXTURES = {
     "falcon-h1": ("tp 2 x cp 2 zig-zag", "cp 4", "HSDP x cp"),
     "falcon-0.5B": ("tp 2 x cp 2 zig-zag",),
     "lfm2-350M": ("tp 2 x cp 2 zig-zag",),
+    "lfm2-moe": ("ep 2, dp 2",),
     "rwkv7": ("HSDP x cp",),
     "rwkv7-0.1B": ("tp 2 x cp 2 zig-zag",),
 }
@@ -426,7 +427,7 @@ def test_mixtures_of_experts(name: str, corpus: Path, worlds: Worlds, one_proces
         got = worlds(processes).run(train_on_rank, arguments(corpus, keys, split))[0]
         check_equal(got, one)
     bias = one[2].get("layers.1.mlp.router.selection_bias")
-    assert (bias is not None and bool(bias.any())) == (name in ("kimi-linear", "ling-3", "nemotron-h"))
+    assert (bias is not None and bool(bias.any())) == (name in ("kimi-linear", "lfm2-moe", "ling-3", "nemotron-h"))
 
 
 def test_how_experts_are_balanced(corpus: Path) -> None:
