@@ -132,7 +132,8 @@ def _check_batch(config: Config, dp: int) -> None:
     if t.global_batch_size % (dp * t.local_batch_size):
         raise ValueError(
             f"training.global_batch_size = {t.global_batch_size} is not a multiple of training.local_batch_size × "
-            f"data-parallel ranks = {t.local_batch_size} × {dp} = {t.local_batch_size * dp}; change one of them"
+            f"data-parallel ranks = {t.local_batch_size} × {dp} = {t.local_batch_size * dp}; set a multiple, "
+            "lower training.local_batch_size, or let ranks share streams (parallelism.context_parallel_degree)"
         )
 
 
