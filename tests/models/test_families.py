@@ -705,3 +705,19 @@ def test_fla_hybrids() -> None:
     assert config_from_hf(config_to_hf(family, config)) == (family, config)
     with pytest.raises(ValueError, match="window_size = 512"):
         config_from_hf(written | {"attn": attn | {"window_size": 512}})
+
+
+@pytest.mark.parametrize(("kind", "expand"), [("KDA", 1), ("GatedDeltaNet", 2)])
+def test_fla_values_are_as_wide_as_its_classes_have_them(kind: str, expand: int) -> None:
+    """expand_v is 1 by default in KDAConfig, 2 in GatedDeltaNetConfig."""
+    written = dict(architectures=[f"{kind}ForCausalLM"], vocab_size=97, hidden_size=32, num_hidden_layers=1)
+    (mixer,) = config_from_hf(written | dict(num_heads=2, head_dim=8))[1].mixers
+    assert mixer.v_head_dim == 8 * expand
+
+
+def test_ling_3_without_types_of_layers() -> None:
+    """Every sixth layer is softmax, as in transformers' class."""
+    written = config_to_hf("BailingHybridForCausalLM", preset("ling-3", "flash"))
+    del written["layer_types"]
+    layers = config_from_hf(written)[1].layers
+    assert [i for i, layer in enumerate(layers) if not layer.mixers[0].linear] == list(range(5, len(layers), 6))
