@@ -32,8 +32,7 @@ from titan_linear.ops import build_cp_context
 from titan_linear.ops.float8 import emulated_linear, float8_linear, scaled_rows
 from titan_linear.planner import machine, memory, timing
 from titan_linear.proof import definitions
-from titan_linear.run.build import unallocated
-from titan_linear.run.model_checks import check_float8, check_float8_device
+from titan_linear.run.build import check_float8, check_float8_device, unallocated
 from titan_linear.run.preflight import preflight
 
 ON = {"float8.enable": "true", "float8.emulate": "true"}
@@ -300,7 +299,7 @@ def test_devices_without_it_are_refused(
     capability: tuple[int, int] | None, keys: dict, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
-    monkeypatch.setattr("titan_linear.run.model_checks.capability", lambda device: capability)
+    monkeypatch.setattr("titan_linear.run.build.capability", lambda device: capability)
     with pytest.raises(ValueError, match=message):
         check_float8_device(config_of(**keys))
     check_float8_device(config_of(float8__emulate="true", **keys))

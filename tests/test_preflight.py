@@ -16,8 +16,7 @@ from titan_linear.data import build_tokenizer
 from titan_linear.models.config import ModelConfig, fingerprint
 from titan_linear.models.presets import preset
 from titan_linear.run import preflight as preflight_module
-from titan_linear.run.data import check_content
-from titan_linear.run.model_checks import (
+from titan_linear.run.build import (
     check_checkpointing,
     check_expert_parallel,
     check_heads,
@@ -25,6 +24,7 @@ from titan_linear.run.model_checks import (
     check_tensor_parallel,
     spans_nodes,
 )
+from titan_linear.run.data import check_content
 from titan_linear.run.preflight import check_mixture_step, check_prompts, check_schedule, preflight
 from titan_linear.storage.step_folders import Content, Progress
 

@@ -46,9 +46,8 @@ from titan_linear.hooks import (
 )
 from titan_linear.run.build import build_dims, build_model, build_passes
 from titan_linear.run.console import ended, write_down
-from titan_linear.run.data import file_groups
-from titan_linear.run.evaluation import Evaluation
 from titan_linear.run.export import export_last
+from titan_linear.run.generate import Evaluation
 from titan_linear.run.preflight import cleared
 from titan_linear.run.start import build_checkpointer, build_loader, open_subject, saved_progress, set_weights
 from titan_linear.step.feed import FeedStats
@@ -84,8 +83,7 @@ class Trainer:
         self.begun = self.step  # the step that is being computed
 
         # A step: its passes, and its end.
-        groups = file_groups(config, subject.streams)
-        self.telemetry = Telemetry(config, self.model, self.dims, self.device, subject.streams, groups)
+        self.telemetry = Telemetry(config, self.model, self.dims, self.device, subject.streams, subject.groups)
         self.passes = build_passes(
             config,
             self.model,

@@ -15,7 +15,7 @@ import torch
 from titan_linear.config import Config, check_config, hf_weights
 from titan_linear.data import MixedStreams, Streams, Tokenizer, num_labels, verify_changed, verify_corpus
 from titan_linear.models.config import ModelConfig
-from titan_linear.run.build import implementations, model_config, open_tokenizer, unallocated, under_key
+from titan_linear.run.build import check_model, implementations, model_config, open_tokenizer, unallocated, under_key
 from titan_linear.run.console import finished, vocabulary
 from titan_linear.run.data import (
     build_streams,
@@ -28,7 +28,6 @@ from titan_linear.run.data import (
     tokens_of,
 )
 from titan_linear.run.export import export_family, is_exported, lacks_export, not_exported
-from titan_linear.run.model_checks import check_model
 from titan_linear.step.optimizer import learning_rate
 from titan_linear.storage.hf_io import CONFIG as HF_CONFIG
 from titan_linear.storage.hf_io import POSITIONS, check_folder

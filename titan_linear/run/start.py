@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 
 from titan_linear.config import Config, hf_weights
-from titan_linear.data import StreamLoader, Streams, Tokenizer
+from titan_linear.data import FileGroups, StreamLoader, Streams, Tokenizer
 from titan_linear.distributed.groups import host_group, on_rank_0
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.run.build import model_config, open_tokenizer
-from titan_linear.run.data import build_streams, check_alike, check_content, content_of
+from titan_linear.run.data import build_streams, check_alike, check_content, content_of, file_groups
 from titan_linear.storage.checkpoint import Checkpointer
 from titan_linear.storage.hf_io import load_weights
 from titan_linear.storage.rundir import checkpoint_folder
@@ -30,6 +30,7 @@ class Subject(NamedTuple):
     tokenizer: Tokenizer
     streams: Streams
     held_out: Streams | None
+    groups: FileGroups | None  # of files, by which telemetry tells losses apart
     model: ModelConfig
     content: Content
 
@@ -53,7 +54,7 @@ def open_subject(config: Config, known: Progress | None, host: dist.ProcessGroup
     if known:  # a restart has no preflight
         check_content(config, known.content, content)
     check_alike(config, content, host)
-    return Subject(tokenizer, streams, held_out, model, content)
+    return Subject(tokenizer, streams, held_out, file_groups(config, streams), model, content)
 
 
 def build_checkpointer(config: Config) -> Checkpointer | None:
