@@ -198,7 +198,7 @@ def test_time_of_parts() -> None:
     plain, again = parts(), parts("--activation_checkpoint.mode=full")
     assert again["products"] == pytest.approx(plain["products"] * 4 / 3) and again["head"] == plain["head"]
     selective = parts("--activation_checkpoint.mode=selective")
-    assert plain["delta rule"] < selective["delta rule"] < again["delta rule"]
+    assert plain["recurrence"] < selective["recurrence"] < again["recurrence"]
     fourth = parts("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=4")
     assert fourth["products"] == pytest.approx(plain["products"] * (1 + 1 / 12))  # of 24 layers six
     assert parts(gpus=4)["products"] == pytest.approx(4 * plain["products"])
@@ -221,7 +221,7 @@ def test_time_of_mamba2_as_measured(heads: int, groups: int, scan: float, backwa
     clock = Clock(Machine(read_rates(shipped()["H200"]), 8, 50e9, "cudnn"), batch, True)
     (layer,) = layers(model, batch)
     for work, convolution, ms in ((layer.forward, "conv1d", scan), (layer.backward, "conv1d_backward", backward)):
-        seconds = clock.of(work, work.calls).parts["delta rule"]
+        seconds = clock.of(work, work.calls).parts["recurrence"]
         seconds -= clock.rates.operators[convolution][0] * 32768 * sum(mixer.widths) * 1e-9
         assert seconds == pytest.approx(1e-3 * ms, rel=0.01)
 

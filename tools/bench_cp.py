@@ -283,7 +283,7 @@ def planned_share(machine: Machine, mixer: MixerOptions, batch: Batch) -> float:
     (layer,) = layers(model, batch)
     clock = Clock(machine, batch, compiled=True)
     passes = [clock.of(work, work.calls) for work in (layer.forward, layer.backward)]
-    own = sum(p.parts[part] for p in passes for part in ("attention", "delta rule"))
+    own = sum(p.parts[part] for p in passes for part in ("attention", "recurrence"))
     return sum(p.parts["communication"] for p in passes) / own
 
 

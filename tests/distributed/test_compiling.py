@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.decomposition import select_decomp_table
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils._pytree import tree_leaves
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.ops.inputs import boundaries
@@ -209,6 +210,8 @@ def test_mixes_are_computed_again(worlds: Worlds) -> None:
 
 def specialisation(x: object) -> object:
     """What of an argument a kernel is compiled for, but its alignment, which tables on the CPU need not have."""
+    if isinstance(x, tuple):
+        return tuple(map(specialisation, x))
     if isinstance(x, Tensor):
         return x.dtype
     if isinstance(x, TensorDescriptor):
@@ -222,8 +225,9 @@ def compiled_and_launched(rank: int, world_size: int, kind: type[DeltaOptions], 
     run = launch.Kernel._launch
 
     def note(self: launch.Kernel, grid: tuple[int, ...], *args: object, **kwargs: object) -> None:
-        on_meta = any(isinstance(x, Tensor) and x.is_meta for x in args)
-        seen[0 if on_meta else 1].add((self.__name__, *map(specialisation, args), *kwargs.items()))
+        on_meta = any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves((args, kwargs)))
+        constants = {n: specialisation(x) if isinstance(x, Tensor | TensorDescriptor) else x for n, x in kwargs.items()}
+        seen[0 if on_meta else 1].add((self.__name__, *map(specialisation, args), *constants.items()))
         run(self, grid, *args, **kwargs)
 
     model = small(kind, 1, ahead)

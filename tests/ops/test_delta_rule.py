@@ -20,7 +20,7 @@ from tests.ops.inputs import (
     relative_error,
 )
 from titan_linear.ops.reference.delta_rule import l2norm
-from titan_linear.ops.triton import delta_rule as triton_rules
+from titan_linear.ops.triton import rules
 
 TOLERANCE = 1e-9
 LENGTHS = [1, 15, 63, 64, 65, 2, 130]
@@ -42,7 +42,7 @@ def test_gate_and_norm_in_kernel(op: str, lower_bound: float | None) -> None:
 def test_a_second_backward_through_what_was_kept(op: str, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """T in segments in Triton, whose gradients of states are those of one backward. KDA's tiles are computed again by
     products of another size, which may round otherwise: 64 terms each, eight in a chain, over three segments."""
-    monkeypatch.setattr(triton_rules, "segment_length", lambda *_: 64)
+    monkeypatch.setattr(rules, "segment_length", lambda *_: 64)
     x = make_inputs(op, 192, H=1, HV=1, K=16, V=16, gate="slow")
     x = leaves({name: t.float().to(device_of(impl)) for name, t in x.items()})
     first, second = (torch.randn_like(x["v"]) for _ in range(2))

@@ -8,22 +8,16 @@ import torch
 from torch import Tensor
 
 from titan_linear.ops.layout.context import CPContext
-from titan_linear.ops.recurrence import Recurrence, check_queries, run
+from titan_linear.ops.recurrence import Recurrence, check_queries, rules, run
 from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs, beta_range, check_chunk_size, refuse
 from titan_linear.ops.runtime.support import Choice
 from titan_linear.ops.torch.delta_rule import TorchDeltaRule, l2norm, step
-from titan_linear.ops.triton.configs import delta_rule_needs, with_kernels
-
-
-def triton_rules() -> Any:
-    from titan_linear.ops.triton.delta_rule import triton_delta_rule  # Triton is available on Linux only
-
-    return triton_delta_rule
+from titan_linear.ops.triton.configs import delta_rule_needs
 
 
 def delta_rule(name: str, family: str) -> Recurrence:
     """family: of the kernels' configurations (ops/triton/configs.py)."""
-    implementations = with_kernels(triton_rules, lambda: TorchDeltaRule, *delta_rule_needs(family))
+    implementations = rules(TorchDeltaRule, *delta_rule_needs(family))
     return Recurrence(name, implementations, ("A_log", "dt_bias"), step)
 
 

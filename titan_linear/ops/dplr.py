@@ -7,13 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from titan_linear.ops.delta_rule import triton_rules
 from titan_linear.ops.layout.context import CPContext
-from titan_linear.ops.recurrence import Recurrence, check_queries, run
-from titan_linear.ops.runtime.options import DeltaRuleOptions, DPLRInputs, check_chunk_size
+from titan_linear.ops.recurrence import Recurrence, check_queries, rules, run
+from titan_linear.ops.runtime.options import DPLRInputs, DPLROptions, check_chunk_size
 from titan_linear.ops.runtime.support import Choice
 from titan_linear.ops.torch.dplr import TorchDPLR, step
-from titan_linear.ops.triton.configs import delta_rule_needs, with_kernels, without_kernels
+from titan_linear.ops.triton.configs import delta_rule_needs, without_kernels
 
 SAFE = -5.0  # the bound of the log decays that `safe_gate` promises
 RWKV7_BOUND = -2.0  # of those of RWKV-7, for which a chunk needs no sub-blocks
@@ -22,7 +21,7 @@ RWKV7_DECAY = -math.exp(-0.5)  # the bound of the model's own
 DPLR = Recurrence("chunk_dplr_delta_rule", without_kernels(lambda: TorchDPLR), (), step)
 RWKV7 = Recurrence(
     "chunk_rwkv7",
-    with_kernels(triton_rules, lambda: TorchDPLR, *delta_rule_needs("rwkv7", 64)),
+    rules(TorchDPLR, *delta_rule_needs("rwkv7", 64)),
     (),
     step,
     {"q": "r", "gk": "w"},
@@ -137,22 +136,19 @@ def _run(
     given: DPLRInputs,
     scale: float,
     least: float,
-    decay_of_logits: float | None = None,
+    rate: float | None = None,
     *,
     chunk_size: int,
     disable_recompute: bool,
     **options: object,
 ) -> tuple[Tensor, Tensor | None]:
-    """least: what log decays are promised to be at least. decay_of_logits: None, or gk holds logits, whose sigmoids
-    times this are the log decays."""
+    """least: what log decays are promised to be at least. rate: as in `DPLROptions`."""
     check_chunk_size(chunk_size)
-    _check(recurrence, given, least if decay_of_logits is None else None)
+    _check(recurrence, given, least if rate is None else None)
     return run(
         recurrence,
         given,
-        options=DeltaRuleOptions(
-            scale, lower_bound=decay_of_logits, safe_gate=least >= SAFE, disable_recompute=disable_recompute
-        ),
+        options=DPLROptions(scale, rate, least >= SAFE, disable_recompute),
         state_v_first=False,
         **options,
     )

@@ -33,8 +33,9 @@ from titan_linear.ops.runtime.options import (
     state_dtype,
     swapped,
 )
-from titan_linear.ops.runtime.support import Choice, Op, one_dtype
+from titan_linear.ops.runtime.support import Check, Choice, Implementation, Op, one_dtype
 from titan_linear.ops.torch.chunked import TorchRule
+from titan_linear.ops.triton.configs import with_kernels
 
 
 class Rule(Protocol):
@@ -82,6 +83,17 @@ class Recurrence(Op):
 
     def named(self, argument: str) -> str:
         return self.names.get(argument, argument)
+
+
+def _triton_rule() -> Any:
+    from titan_linear.ops.triton.rules import triton_rule  # Triton is available on Linux only
+
+    return triton_rule
+
+
+def rules(torch_rule: type[Rule], *needs: Check) -> dict[str, Implementation]:
+    """The implementations of a recurrence; needs: of the kernels."""
+    return with_kernels(_triton_rule, lambda: torch_rule, *needs)
 
 
 @dataclass(eq=False)  # not frozen, as `Boundaries`

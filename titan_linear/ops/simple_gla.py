@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from titan_linear.ops.layout.context import CPContext
-from titan_linear.ops.recurrence import Recurrence, check_queries, run
+from titan_linear.ops.recurrence import Recurrence, check_queries, rules, run
 from titan_linear.ops.runtime.options import DecayInputs, DecayOptions
 from titan_linear.ops.runtime.support import Choice
 from titan_linear.ops.torch.linear_attention import TorchLinearAttention, step
-from titan_linear.ops.triton.configs import decay_needs, with_kernels
-
-
-def _triton() -> Any:
-    from titan_linear.ops.triton.ssd import triton_decay  # Triton is available on Linux only
-
-    return triton_decay
+from titan_linear.ops.triton.configs import decay_needs
 
 
 def decaying(op: str, **names: str) -> Recurrence:
     """A recurrence whose state only decays."""
-    implementations = with_kernels(_triton, lambda: TorchLinearAttention, *decay_needs())
+    implementations = rules(TorchLinearAttention, *decay_needs())
     return Recurrence(op, implementations, ("A", "D", "dt_bias"), step, names)
 
 

@@ -4,7 +4,7 @@ A layer runs forward and backward as on a GPU: with the operators of the kernels
 rank's tokens, with that rank's parts of the parameters. Every call is recorded, with what it reads and writes:
 
     products     matrix products, by their sizes
-    calls        of our operators: attention, delta rule, convolution, exchanges between ranks
+    calls        of our operators: attention, recurrence, convolution, exchanges between ranks
     elementwise  everything else
 
 Compiled code fuses the elementwise operations between two products or operators: it reads only the outputs of these,

@@ -5,7 +5,7 @@ The plan is seconds by part, of the busiest rank:
     products       matrix products, at a rate by the smallest of their three sizes; in bfloat16 never faster than their
                    bytes
     attention      the pairs that the mask leaves, at a rate by kernel and head dim
-    delta rule     each of its operators: a time per token and head, and per token of the longest entry, which one head
+    recurrence     each of its operators: a time per token and head, and per token of the longest entry, which one head
                    scans alone; the convolution, per token and channel
     elementwise    bytes read and written, by single operations or as compiled
     head           its products, the loss's reads and writes of logits
@@ -55,7 +55,7 @@ from titan_linear.step.flops import training_flops
 PARTS = (
     "products",
     "attention",
-    "delta rule",
+    "recurrence",
     "elementwise",
     "head",
     "optimizer",
@@ -127,9 +127,9 @@ class Clock:
                 yield "attention", seconds
                 yield "communication", self._keys_exposed(cost.keys, seconds, cost.backward)
             case Convolution():
-                yield "delta rule", self.rates.operators[call.name][0] * cost.elements * 1e-9
+                yield "recurrence", self.rates.operators[call.name][0] * cost.elements * 1e-9
             case Recurrence() if call.name in self.rates.operators:
-                yield "delta rule", self._recurrence(call.name, cost, segments)
+                yield "recurrence", self._recurrence(call.name, cost, segments)
             case Product():
                 yield "products", self.rates.float8_product(cost)
             case Exchange():

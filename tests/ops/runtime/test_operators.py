@@ -26,7 +26,7 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.runtime.operators import Run, contexts, kept
 from titan_linear.ops.torch import attention, chunked
-from titan_linear.ops.triton import delta_rule as triton_rules
+from titan_linear.ops.triton import rules
 from titan_linear.ops.triton.launch import Kernel
 
 LENGTHS = [5, 70, 37]  # of 112 tokens: one document crosses the cut of two ranks
@@ -129,7 +129,7 @@ def test_in_pytorch(mixer: str) -> None:
 @pytest.mark.parametrize(("mixer", "segments"), [("kda", False), ("gdn", False), ("kda", True)])
 def test_kernels(mixer: str, segments: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if segments:
-        monkeypatch.setattr(triton_rules, "segment_length", lambda *_: 64)
+        monkeypatch.setattr(rules, "segment_length", lambda *_: 64)
     block = block_of(f"{mixer}, one head", torch.float32, impl="triton")
     compare(block, torch.float32, AGAIN, lengths=FEW)
 

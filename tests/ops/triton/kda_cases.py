@@ -7,7 +7,8 @@ import torch
 from titan_linear.ops.reference.delta_rule import kda_gate, l2norm, recurrent_delta_rule
 from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs, States
 from titan_linear.ops.triton.chunks import chunks_of
-from titan_linear.ops.triton.delta_rule import TritonKDA
+from titan_linear.ops.triton.kda import KDA
+from titan_linear.ops.triton.stages import TritonRule
 
 NAMES = ("o", "ht", "dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dh0")
 
@@ -42,9 +43,9 @@ def run_kernels(x, cu, *, gate="none", safe=False, lower_bound=None, scale=None)
     )
     inputs, chunks = Inputs(*map(x.get, Inputs._fields)), _chunks(x, cu)
     initial, d_final = (None if x.get(name) is None else States(x[name]) for name in ("h0", "dht"))
-    forward = TritonKDA(inputs, options, chunks, ())
+    forward = TritonRule(KDA, inputs, options, chunks, ())
     o, ht = forward.forward(initial, True)
-    again = TritonKDA(inputs, options, chunks, forward.kept[2:])
+    again = TritonRule(KDA, inputs, options, chunks, forward.kept[2:])
     grads, d_initial = again.backward(x["do"], initial, d_final, initial is not None)
     return dict(zip(NAMES, (o, ht, *grads, d_initial), strict=True))
 
@@ -91,7 +92,7 @@ def run_boundary(x, cu, entries, *, safe=False):
     """S_ext, M and dS_ext of the listed entries."""
     entries = torch.tensor(entries, dtype=torch.int32, device=x["q"].device)
     options = DeltaRuleOptions(scale=x["q"].shape[-1] ** -0.5, safe_gate=safe)
-    rule = TritonKDA(Inputs(*(x[n] for n in Inputs._fields[:5])), options, _chunks(x, cu), ())
+    rule = TritonRule(KDA, Inputs(*(x[n] for n in Inputs._fields[:5])), options, _chunks(x, cu), ())
     S_ext, M = rule.entry_transitions(entries)
     return {"S_ext": S_ext, "M": M, "dS_ext": rule.entry_gradients(x["do"], entries)}
 

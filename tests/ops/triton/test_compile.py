@@ -29,6 +29,7 @@ from tests.ops.triton.kda_compile import results_of
 from tests.ops.triton.machine_code import run_on, wrong_instructions
 from tests.ops.triton.shapes import SHAPES, results
 
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
 SHARED_LIMIT = 232448  # bytes a program may use on sm_90
 MANY_TILES = "six to ten fp32 tiles are alive at once; splitting the kernel further reads its inputs again"
 OCCUPANCY = "fewer registers let more programs run on a multiprocessor: KDA's prepare takes 1.4 ms instead of 1.9"
@@ -64,54 +65,43 @@ def _resources(cubin: bytes) -> dict[str, int]:
     return dict(zip(("registers", "spills"), map(int, re.search(r"REG:(\d+) STACK:(\d+)", report).groups())))
 
 
-def compile_launch(kernel, grid, arguments: dict, target: int = 90) -> dict:
-    """What launching `kernel` with these arguments on sm_<target> would compile: its name, resources and code."""
-    import torch
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.tools.tensor_descriptor import TensorDescriptor
+class Chip:
+    """In place of Triton's driver: a GPU to compile for, which need not be here."""
 
-    names = {
-        torch.float32: "*fp32",
-        torch.bfloat16: "*bf16",
-        torch.float16: "*fp16",
-        torch.int32: "*i32",
-        torch.int64: "*i64",
-    }
-    options = {key: arguments.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in arguments}
-    signature, constants, attributes = {}, {}, {}
-    for i, (parameter, value) in enumerate(zip(kernel.params, (arguments[p.name] for p in kernel.params))):
-        divisible = isinstance(value, torch.Tensor) or (type(value) is int and value % 16 == 0)
-        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
-            signature[parameter.name], constants[parameter.name] = "constexpr", value
-        elif isinstance(value, TensorDescriptor):
-            signature[parameter.name] = f"tensordesc<{names[value.base.dtype][1:]}{list(value.block_shape)}>"
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = names[value.dtype]
-        else:
-            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-        if divisible and signature[parameter.name] != "constexpr":
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
-    result = {"kernel": kernel.__name__, "shared": compiled.metadata.shared} | _resources(compiled.asm["cubin"])
-    config = {k: arguments[k] for k in ("BT", "BD", "BV", "STAGES") if k in arguments} | options
-    return result | {"config": config, "cubin": compiled.asm["cubin"]}
+    def __init__(self, target: int):
+        self.target = target
+
+    def get_current_device(self) -> int:
+        return self.target  # one for each target: kernels are remembered by device
+
+    def get_current_stream(self, device: int) -> None:
+        return None
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.target, 32)
 
 
 @contextmanager
-def compiled_launches() -> Iterator[list[dict]]:
-    """Launches inside compile for sm_90 instead; the list collects their results."""
+def compiled_launches(target: int = 90, only: tuple[str, ...] = ()) -> Iterator[list[dict]]:
+    """Launches inside (of the kernels in `only`, if any) compile for sm_<target>; the list collects their results."""
     from triton import JITFunction
+    from triton.runtime import driver
 
     results: list[dict] = []
     original = JITFunction.run
 
     def run(self, *args, grid, warmup, **kwargs):
-        arguments = dict(zip([p.name for p in self.params], args)) | kwargs
-        results.append(compile_launch(self, grid, arguments))
+        if only and self.__name__ not in only:
+            return
+        compiled = original(self, *args, grid=grid, warmup=True, **kwargs)
+        cubin = compiled.asm["cubin"]
+        named = {key: x for key, x in kwargs.items() if key in ("BT", "BD", "BV", "STAGES", *OPTIONS)}
+        result = {"kernel": self.__name__, "shared": compiled.metadata.shared, "config": named, "cubin": cubin}
+        results.append(result | _resources(cubin))
 
+    driver.set_active(Chip(target))
     JITFunction.run = run
     try:
         yield results

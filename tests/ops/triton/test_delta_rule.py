@@ -31,14 +31,14 @@ from tests.ops.inputs import (
     relative_error,
     tokens_of,
 )
+from tests.ops.triton.well_formed import check_stages
 from tests.worlds import Worlds
 from titan_linear.ops import build_cp_context, causal_conv1d
 from titan_linear.ops.layout import segments
 from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.layout.segments import scan_programs, segment_length, segments_of_length
-from titan_linear.ops.triton import chunks, split_documents
-from titan_linear.ops.triton import delta_rule as rules
-from titan_linear.ops.triton.chunks import chunks_of
+from titan_linear.ops.triton import chunks, rules, split_documents
+from titan_linear.ops.triton.gdn import GDN
 from titan_linear.ops.triton.split_documents import segments_of
 
 TOLERANCE = 2e-5  # float32 sums of up to 130 terms, through exponentials
@@ -102,30 +102,16 @@ def test_fragments_in_segments(op: str, layout: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("indexed", [False, True])
 def test_operators_of_gdn_are_well_formed(indexed: bool) -> None:
-    made = raw_gate_inputs("gdn", 70, H=1, HV=2, K=32, V=32, gate="usual")
-    x = {n: (t[0] if t.dim() > 1 else t).float().to(DEVICE) for n, t in made.items()}
-    q, k, v, gates, do = x["q"], x["k"], x["v"], (x["g"], x["beta"], x["A_log"], x["dt_bias"]), torch.ones_like(x["v"])
-    cu, index = (torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in ([0, 70], [0]))
-    chunks, numbers = list(chunks_of(cu, 70)), (0.2, 1.0)
-    ops, states = torch.ops.titan_linear, [torch.ones(1, 2, 32, 32, device=DEVICE), index if indexed else None]
-    inputs = [q, k, v, *gates]
-    tiles = ops.gdn_prepare(inputs, chunks, *numbers)
-    calls = {
-        ops.chunk_table: (cu, 64, 3),
-        ops.gdn_prepare: (inputs, chunks, *numbers),
-        ops.gdn_scan: (q, k, v, tiles, chunks, states, int(indexed), 0.2),
-        ops.gdn_boundary: (k, v, tiles, chunks, index, None),
-        ops.gdn_boundary_bwd: (do, q, k, tiles, chunks, index, None, 0.2),
-        ops.gdn_backward: (do, inputs, tiles, chunks, states, states, indexed, *numbers),
-    }
-    assert all(t.numel() for t in tiles)
-    for op, arguments in calls.items():
-        torch.library.opcheck(op.default, arguments)
+    x = raw_gate_inputs("gdn", 70, H=1, HV=2, K=32, V=32, gate="usual")
+    tokens = [x[n][0].float().to(DEVICE) for n in ("q", "k", "v", "g", "beta")]
+    of_heads = [x[n].float().to(DEVICE) for n in ("A_log", "dt_bias")]
+    check_stages(GDN, [*tokens, *of_heads], [0.2, 1.0], indexed)
 
 
 def test_operators_of_segments_are_well_formed() -> None:
     cu = torch.tensor([0, 0, 10, 200], dtype=torch.int32, device=DEVICE)
     ops = torch.ops.titan_linear
+    torch.library.opcheck(ops.chunk_table.default, (cu, 64, 7))
     torch.library.opcheck(ops.segment_table.default, (cu, 200, 64))
     boundaries, offsets = ops.segment_table(cu, 200, 64)
     assert boundaries.tolist() == [0, 0, 10, 74, 138, *[200] * (len(boundaries) - 5)] and offsets.tolist() == [

@@ -13,7 +13,7 @@ import pytest
 
 from tests.ops.triton.kda_compile import results_of
 from tests.ops.triton.shapes import BF16, SHAPES, Shape, results
-from tests.ops.triton.test_compile import OnTheChip, compile_launch, with_wrong_instructions
+from tests.ops.triton.test_compile import OnTheChip, compiled_launches, with_wrong_instructions
 
 # GDN: none at sm_100, K and V up to 128 at sm_120 (ops/triton/configs.py says why).
 SHARED = {80: 166912, 86: 101376, 89: 101376, 100: 232448, 120: 101376}  # bytes a program may use on sm_<target>
@@ -42,22 +42,12 @@ COMPILED = [  # here; K = V = 128
 
 def launches(target: int, op: str, K: int, only: tuple[str, ...] = ()) -> list[dict]:
     """Resources of every kernel of `op`, or of those in `only`, at sm_<target> in bfloat16."""
-    from triton import JITFunction
-
     from titan_linear.ops.triton import configs
 
-    found: list[dict] = []
-
-    def run(self, *args, grid, warmup, **kwargs):
-        if not only or self.__name__ in only:
-            arguments = dict(zip([p.name for p in self.params], args)) | kwargs
-            found.append(compile_launch(self, grid, arguments, target))
-
     configs.architecture = lambda device: configs.shipped_for(divmod(target, 10))
-    JITFunction.run = run
-    with OnTheChip():
+    with compiled_launches(target, only) as made, OnTheChip():
         results(shape_of(op, K), "meta", "triton")
-    return with_wrong_instructions({op: found}, target)[op]
+    return with_wrong_instructions({op: made}, target)[op]
 
 
 def shape_of(op: str, K: int) -> Shape:

@@ -27,8 +27,9 @@ from tests.ops.triton.kda_cases import (
     run_reference,
 )
 from tests.ops.triton.rounding import rounded_delta_rule
+from tests.ops.triton.well_formed import check_stages
 from titan_linear.ops.reference.delta_rule import l2norm
-from titan_linear.ops.triton.chunks import chunks_of
+from titan_linear.ops.triton.kda import KDA
 
 PACKED = [0, 1, 16, 79, 143]  # documents of 1, 15, 63 and 64 tokens
 
@@ -109,19 +110,5 @@ def test_boundary(K, V):
 @pytest.mark.parametrize("indexed", [False, True])
 def test_operators_are_well_formed(indexed):
     x = make_inputs(70, 1, 1, 32, 32, 1, gate="softplus", device=DEVICE)
-    q, k, v, g, beta, A_log, dt_bias, do = (x[n] for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "do"))
-    chunks = list(chunks_of(torch.tensor([0, 70], dtype=torch.int32, device=DEVICE), 70))
-    index = torch.tensor([0], dtype=torch.int32, device=DEVICE)
-    ops, inputs, numbers = torch.ops.titan_linear, [q, k, v, g, beta, A_log, dt_bias], (0.2, 0.0, 1, True, 1.0)
-    initial, d_final = ([x[name], index if indexed else None] for name in ("h0", "dht"))
-    tiles = ops.kda_prepare(inputs, chunks, *numbers)
-    calls = {
-        ops.kda_prepare: (inputs, chunks, *numbers),
-        ops.kda_recompute: (inputs, chunks, *numbers),
-        ops.kda_scan: (v, tiles, chunks, initial, int(indexed)),
-        ops.kda_boundary: (v, tiles, chunks, index, None),
-        ops.kda_boundary_bwd: (do, tiles, chunks, index, None),
-        ops.kda_backward: (do, inputs, tiles, chunks, initial, d_final, indexed, *numbers),
-    }
-    for op, args in calls.items():
-        torch.library.opcheck(op.default, args)
+    inputs = [x[name] for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias")]
+    check_stages(KDA, inputs, [0.2, 0.0, 1.0, 1.0, 1.0], indexed)

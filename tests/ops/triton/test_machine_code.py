@@ -51,14 +51,14 @@ def narrow() -> dict[str, list[dict]]:
 
 def main() -> None:
     from tests.ops.triton.test_compile import compiled_launches, with_wrong_instructions
-    from titan_linear.ops.triton import rwkv7
+    from titan_linear.ops.triton.rwkv7 import RWKV7
 
     K, V, H = 64, 32, 2
     inputs = [meta(T, H, dim, kind="bfloat16") for dim in (K, K, V, K, K)] + [meta(T, H, K, kind="float32")]
     chunks, *_ = stream(H, K, V, False)
     with compiled_launches() as launches:
-        tiles = list(launch(rwkv7.rwkv7_prepare, inputs, chunks, 1.0, None))
-        launch(rwkv7.rwkv7_recompute, inputs, chunks, tiles[4], 1.0, None)
+        tiles = RWKV7.tiles(*launch(RWKV7.prepare, inputs, chunks, [1.0, 0.0]))
+        launch(RWKV7.recompute, inputs, chunks, [tiles.inverse], [1.0, 0.0])
     names = ["rwkv7_prepare", "rwkv7_recompute"]
     print(json.dumps(with_wrong_instructions({name: [made] for name, made in zip(names, launches, strict=True)})))
 

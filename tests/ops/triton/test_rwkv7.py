@@ -13,9 +13,10 @@ from torch import Tensor
 
 from tests.ops.inputs import DEVICE, boundaries, call, compare_four_ranks, dplr_inputs, errors, leaves
 from tests.ops.triton.bfloat16 import interpret_bfloat16
+from tests.ops.triton.well_formed import check_stages
 from titan_linear.ops.reference.delta_rule import l2norm
-from titan_linear.ops.triton import delta_rule as rules
-from titan_linear.ops.triton.chunks import chunks_of
+from titan_linear.ops.triton import rules
+from titan_linear.ops.triton.rwkv7 import RWKV7
 
 TOLERANCE = 2e-5  # float32 sums of up to 130 terms, through exponentials
 UNIT = 2**-8
@@ -135,20 +136,7 @@ def test_neighbours_of_what_is_not_finite() -> None:
 @pytest.mark.parametrize("indexed", [False, True])
 def test_operators_are_well_formed(indexed: bool) -> None:
     inputs = [t[0].float().to(DEVICE) for t in dplr_inputs(70, H=1, K=32, V=32).values()]
-    cu, index = (torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in ([0, 70], [0]))
-    do, chunks, ops = torch.ones_like(inputs[2]), list(chunks_of(cu, 70)), torch.ops.titan_linear
-    states = [torch.ones(1, 1, 32, 32, device=DEVICE), index if indexed else None]
-    tiles = list(ops.rwkv7_prepare(inputs, chunks, 1.0, None))
-    calls = {
-        ops.rwkv7_prepare: (inputs, chunks, 1.0, None),
-        ops.rwkv7_recompute: (inputs, chunks, tiles[4], 1.0, None),
-        ops.rwkv7_scan: (inputs[2], tiles, chunks, states, int(indexed)),
-        ops.rwkv7_boundary: (tiles, chunks, index, None),
-        ops.rwkv7_boundary_bwd: (do, tiles, chunks, index, None),
-        ops.rwkv7_backward: (do, inputs, tiles, chunks, states, states, indexed, 1.0, None),
-    }
-    for op, arguments in calls.items():
-        torch.library.opcheck(op.default, arguments)
+    check_stages(RWKV7, inputs, [1.0, 0.0], indexed)
 
 
 def test_dims_that_the_kernels_do_not_take() -> None:

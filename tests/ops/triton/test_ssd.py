@@ -24,9 +24,10 @@ from tests.ops.inputs import (
     leaves,
 )
 from tests.ops.triton.bfloat16 import interpret_bfloat16
+from tests.ops.triton.well_formed import check_stages
 from titan_linear.ops.exchange import folds
-from titan_linear.ops.triton import delta_rule, ssd
-from titan_linear.ops.triton.chunks import chunks_of
+from titan_linear.ops.triton import rules, ssd, tiles
+from titan_linear.ops.triton.ssd import SSD
 
 TOLERANCE = 2e-5  # float32 sums of up to 130 terms, through exponentials
 UNIT = 2**-8
@@ -64,7 +65,7 @@ def test_packed_documents(op: str, programs: int, monkeypatch: pytest.MonkeyPatc
 @OPS
 def test_documents_in_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three, one, none and two segments; little of the state decays on the way."""
-    monkeypatch.setattr(delta_rule, "segment_length", lambda *_: 64)
+    monkeypatch.setattr(rules, "segment_length", lambda *_: 64)
     lengths = [150, 64, 0, 65]
     compare(op, decaying_inputs(op, sum(lengths), bias=-5.0, **SMALL), boundaries(lengths))
 
@@ -156,7 +157,7 @@ def test_ranks(op: str, layout: str, segments: bool, monkeypatch: pytest.MonkeyP
     """Four of them: one document goes through two, and a rank has several; little of the state decays on the way. Also
     cut into segments, with kernels that fold."""
     if segments:
-        monkeypatch.setattr(delta_rule, "segment_length", lambda *_: 64)
+        monkeypatch.setattr(rules, "segment_length", lambda *_: 64)
         monkeypatch.setattr(folds, "by_kernels", lambda _: True)
     x = decaying_inputs(op, 320, bias=-5.0, **SMALL)
     compare_four_ranks(op, x, boundaries([10, 280, 30]), layout, TOLERANCE)
@@ -170,7 +171,7 @@ def test_views_of_one_projection_are_not_copied(monkeypatch: pytest.MonkeyPatch)
     strided = x | {n: view.unflatten(2, x[n].shape[2:]) for n, view in zip(("x", "B", "C"), views, strict=True)}
     assert not any(strided[n].is_contiguous() for n in ("x", "B", "C"))
     want = gradients([call("ssd", own := leaves(x), impl="triton")[0]], own)
-    monkeypatch.setattr(ssd, "dense_heads", lambda t: t)
+    monkeypatch.setattr(tiles, "dense_heads", lambda t: t)
     own = {n: t.requires_grad_() for n, t in strided.items()}
     got = gradients([call("ssd", own, impl="triton")[0]], own)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
@@ -178,22 +179,9 @@ def test_views_of_one_projection_are_not_copied(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("indexed", [False, True])
 def test_operators_are_well_formed(indexed: bool) -> None:
-    made = {n: t.float().to(DEVICE) for n, t in decaying_inputs("ssd", 70, **SMALL).items()}
-    q, k, v, g = (made[n][0] for n in ("C", "B", "x", "dt"))
-    A, D, bias, do = made["A"], made["D"], made["dt_bias"], torch.ones_like(v)
-    cu, index = (torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in ([0, 70], [0]))
-    chunks, numbers, ops = list(chunks_of(cu, 70)), (True, 0.0, 1.0), torch.ops.titan_linear
-    states = [torch.ones(1, 2, 16, 16, device=DEVICE), index if indexed else None]
-    gates = ops.ssd_prepare(g, A, bias, chunks, 2, *numbers)
-    calls = {
-        ops.ssd_prepare: (g, A, bias, chunks, 2, *numbers),
-        ops.ssd_scan: (q, k, v, D, gates, chunks, states, int(indexed), 1.0),
-        ops.ssd_boundary: (k, v, gates, chunks, index, None),
-        ops.ssd_boundary_bwd: (do, q, gates, chunks, index, None, 1.0),
-        ops.ssd_backward: (do, [q, k, v, g, A, D, bias], [gates], chunks, states, states, indexed, 1.0, *numbers),
-    }
-    for op, arguments in calls.items():
-        torch.library.opcheck(op.default, arguments)
+    x = {n: t.float().to(DEVICE) for n, t in decaying_inputs("ssd", 70, **SMALL).items()}
+    tokens = [x[n][0] for n in ("C", "B", "x", "dt")]
+    check_stages(SSD, [*tokens, x["A"], x["D"], x["dt_bias"]], [1.0, 1.0, 0.0, 1.0, 2.0], indexed)
 
 
 def test_dims_that_the_kernels_do_not_take() -> None:

@@ -4,6 +4,7 @@ index."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,9 +18,11 @@ from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs, States
 from titan_linear.ops.torch.delta_rule import TorchDeltaRule
 from titan_linear.ops.triton.chunks import chunks_of
-from titan_linear.ops.triton.delta_rule import TritonGDN, TritonKDA, TritonRule
+from titan_linear.ops.triton.gdn import GDN
+from titan_linear.ops.triton.kda import KDA
+from titan_linear.ops.triton.stages import TritonRule
 
-RULES = {"kda": TritonKDA, "gdn": TritonGDN}
+RULES = {"kda": partial(TritonRule, KDA), "gdn": partial(TritonRule, GDN)}
 OPTIONS = DeltaRuleOptions(scale=0.2)
 LENGTHS = [3, 66, 0]
 

@@ -90,17 +90,10 @@ def travelling(k: Tensor, v: Tensor, do: Tensor | None = None, **_: Any) -> int:
     return (k.numel() + v.numel()) * (k.element_size() + (0 if do is None else 4))
 
 
-def over_inputs(outputs: Outputs, inputs: list[Tensor | None], safe_gate: bool = True, **_: Any) -> Recurrence:
+def recurrence(outputs: Outputs, inputs: list[Tensor | None], **_: Any) -> Recurrence:
     """Of an operator whose `inputs` begin with q, k and v."""
     _, k, v, *_ = inputs
-    return Recurrence(*v.shape[:2], k.shape[2], v.shape[2], not safe_gate)
-
-
-def over_states(outputs: Outputs, **arguments: Any) -> Recurrence:
-    """Of an operator whose first argument is [T, ...] and which gives states, as its first or its second output."""
-    first = next(iter(arguments.values()))
-    states = next(x for x in outputs if x.dim() == 4)
-    return Recurrence(first.shape[0], *states.shape[1:])
+    return Recurrence(*v.shape[:2], k.shape[2], v.shape[2])
 
 
 def exchange(kind: str) -> Any:

@@ -4,7 +4,7 @@ A region, in training one layer, runs twice: in forward, and again in backward t
 Inside a region a kept function runs once; the second time it returns what it returned the first time. All else is
 recomputed. What `activation_checkpoint.mode` = "selective" keeps (operators say so where they are defined, `kept_by`):
 
-    the delta rule          o, and what its backward saves in any case: chunk matrices, or states of segments;
+    recurrences             o, and what its backward saves in any case: chunk matrices, or states of segments;
                             under context parallelism the states that came from other ranks, and M
     the convolution         its output (Triton's), and the halo from other ranks
     softmax attention       o and the log-sum-exp
@@ -12,7 +12,7 @@ recomputed. What `activation_checkpoint.mode` = "selective" keeps (operators say
     tensor parallelism      this rank's tokens of sums over ranks; gathered tokens are gathered again
     experts                 means over streams, which ranks sum, and how many rows are sent; the rows are sent again
 
-So none of these kernels and exchanges runs a second time. Compiled code calls operators only: of the delta rule
+So none of these kernels and exchanges runs a second time. Compiled code calls operators only: of recurrences
 it then keeps what its operators return, except chunks that are prepared again (`Spec.prepares`). What it keeps are
 copies, since compiled code may overwrite memory that it no longer needs.
 
@@ -151,23 +151,27 @@ class Spec:
 SPECS: dict[str, Spec] = {}  # by the operator's name
 
 
-def operator(fn: Callable[..., Any] | None = None, *, mutates: Sequence[str] = (), **spec: Any) -> Callable[..., Any]:
-    """Register `fn` as torch.ops.titan_linear.<its name> and return a function that calls it, whose `.overload` is the
-    operator. The schema comes from fn's annotations; `fn` mutates only the arguments named in `mutates`, and its first
-    argument is a tensor, or a list that begins with one, given by position. spec: fields of `Spec`.
+def operator(
+    fn: Callable[..., Any] | None = None, *, name: str | None = None, mutates: Sequence[str] = (), **spec: Any
+) -> Callable[..., Any]:
+    """Register `fn` as torch.ops.titan_linear.<name>, by default its own, and return a function that calls it, whose
+    `.overload` is the operator. The schema comes from fn's annotations; `fn` mutates only the arguments named in
+    `mutates`, and its first argument is a tensor, or a list that begins with one, given by position. spec: fields of
+    `Spec`.
 
     The operator runs on any device and has no gradient of its own: `register_fake` says what it returns,
     `register_autograd` gives it a gradient, and `autograd.Function`s may call it.
     """
     if fn is None:
         return partial(operator, mutates=mutates, **spec)
+    name = name or fn.__name__
     schema = torch.library.infer_schema(fn, mutates_args=mutates)
-    LIBRARY.define(fn.__name__ + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    SPECS[fn.__name__] = Spec(**spec)
-    modes = SPECS[fn.__name__].kept_by
+    LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    SPECS[name] = Spec(**spec)
+    modes = SPECS[name].kept_by
     implementation = kept(fn, modes=modes) if modes else fn
-    LIBRARY.impl(fn.__name__, implementation, "CompositeExplicitAutograd")
-    overload = getattr(torch.ops.titan_linear, fn.__name__).default
+    LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    overload = getattr(torch.ops.titan_linear, name).default
     overload.python = fn  # for callers that look inside: dispatch modes see an operator as one call
 
     @wraps(fn)

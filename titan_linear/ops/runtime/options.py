@@ -46,7 +46,7 @@ class DPLRInputs(NamedTuple):
     v: Tensor  # [T, H, V]
     a: Tensor  # [T, H, K], what is read of the state
     b: Tensor  # [T, H, K], where what was read is written
-    gk: Tensor  # [T, H, K], log decays, or with `lower_bound` the logits of what it is multiplied by
+    gk: Tensor  # [T, H, K], log decays, or with `rate` logits
 
 
 AnyInputs = Inputs | DecayInputs | DPLRInputs
@@ -84,6 +84,14 @@ class DeltaRuleOptions:
 
 
 @dataclass(frozen=True)
+class DPLROptions:
+    scale: float
+    rate: float | None = None  # gk holds logits, whose sigmoids times this are the log decays; None: log decays
+    safe_gate: bool = False  # the caller promises log decays ≥ −5
+    disable_recompute: bool = False
+
+
+@dataclass(frozen=True)
 class DecayOptions:
     scale: float
     dt_softplus: bool = False  # Δ = softplus(g + dt_bias)
@@ -91,7 +99,7 @@ class DecayOptions:
     disable_recompute: bool = False
 
 
-AnyOptions = DeltaRuleOptions | DecayOptions
+AnyOptions = DeltaRuleOptions | DPLROptions | DecayOptions
 
 
 def beta_range(use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> float | None:

@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_linear.ops.runtime.options import DeltaRuleOptions, DPLRInputs
+from titan_linear.ops.runtime.options import DPLRInputs, DPLROptions
 from titan_linear.ops.torch.chunked import Chunks, Prepared, TorchRule, sums_after
 from titan_linear.ops.torch.delta_rule import pair_products, solved
 
 
 class TorchDPLR(TorchRule):
     @staticmethod
-    def prepare(inputs: DPLRInputs, options: DeltaRuleOptions, chunks: Chunks) -> Prepared:
+    def prepare(inputs: DPLRInputs, options: DPLROptions, chunks: Chunks) -> Prepared:
         q, k, v, a, b, g = (chunks.split(x) for x in widened(inputs, options))
         q = q * options.scale
         gamma = g.cumsum(-2).exp()  # [NC, H, C, K]
@@ -41,14 +41,14 @@ class TorchDPLR(TorchRule):
         )
 
 
-def step(inputs: DPLRInputs, options: DeltaRuleOptions, S: Tensor) -> tuple[Tensor, Tensor]:
+def step(inputs: DPLRInputs, options: DPLROptions, S: Tensor) -> tuple[Tensor, Tensor]:
     """One token of each of N sequences: S [N, H, K, V] -> (o [N, H, V], the next states)."""
     q, k, v, a, b, g = (x.unsqueeze(-2) for x in widened(inputs, options))  # [N, H, 1, .]
     S = S * g.exp().mT + b.mT @ (a @ S) + k.mT @ v
     return ((q * options.scale) @ S).squeeze(-2), S
 
 
-def widened(inputs: DPLRInputs, options: DeltaRuleOptions) -> list[Tensor]:
+def widened(inputs: DPLRInputs, options: DPLROptions) -> list[Tensor]:
     """The inputs in the dtype of the computation, with log decays."""
     *tokens, gk = (x.to(torch.promote_types(inputs.q.dtype, torch.float32)) for x in inputs)
-    return [*tokens, gk if options.lower_bound is None else options.lower_bound * gk.sigmoid()]
+    return [*tokens, gk if options.rate is None else options.rate * gk.sigmoid()]

@@ -15,10 +15,12 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from titan_linear.ops.layout.boundaries import CHUNK
 from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.triton.launch import Kernel
+from titan_linear.ops.triton.tiles import BT, Pair
 
 
 class Chunks(NamedTuple):
@@ -27,6 +29,17 @@ class Chunks(NamedTuple):
     cu_seqlens: Tensor  # [N+1] int32
     chunk_index: Tensor  # [NT, 2] int32 (entry or -1, chunk in it)
     chunk_offsets: Tensor  # [N+1] int32, each entry's first row in chunk_index
+
+
+# The entries at whose boundaries kernels write states, [F] int32 (None: all, in order), and what is written for each,
+# [F] int32: 0 nothing, 1 S_ext (dS_ext), 2 M too (None: all).
+ALL: Pair = (None, None)
+
+
+def listed_entries(listed: Pair, chunks: tuple[Tensor, ...]) -> int:
+    entries, _ = listed
+    cu_seqlens, *_ = chunks
+    return len(cu_seqlens) - 1 if entries is None else len(entries)
 
 
 def max_chunks(tokens: int, entries: int, chunk_size: int) -> int:
@@ -42,8 +55,9 @@ def chunks_of(cu_seqlens: Tensor, tokens: int) -> Chunks:
 
 
 @triton.jit
-def locate(chunk_index, cu_seqlens, i_t, BT: tl.constexpr):
-    """First token (64 bits) of chunk i_t and its number of tokens, 0 for a surplus row."""
+def chunk_at(chunks, i_t):
+    """First token (64 bits) of chunk i_t of `Chunks` and its number of tokens, 0 for a surplus row."""
+    cu_seqlens, chunk_index, _ = chunks
     i_n, i_c = tl.load(chunk_index + 2 * i_t), tl.load(chunk_index + 2 * i_t + 1)
     used = i_n >= 0
     start = tl.load(cu_seqlens + i_n, mask=used, other=0) + tl.where(used, i_c * BT, 0)
@@ -52,14 +66,26 @@ def locate(chunk_index, cu_seqlens, i_t, BT: tl.constexpr):
 
 
 @triton.jit
-def locate_entry(cu_seqlens, chunk_offsets, i_n):
-    """First token (64 bits), length, and first chunk (64 bits) of entry i_n."""
+def entry_at(chunks, listed, i_f):
+    """First token (64 bits), length, and first chunk (64 bits) of the listed entry i_f."""
+    cu_seqlens, _, chunk_offsets = chunks
+    i_n = i_f if listed[0] is None else tl.load(listed[0] + i_f).to(tl.int64)
     start = tl.load(cu_seqlens + i_n).to(tl.int64)
-    return start, (tl.load(cu_seqlens + i_n + 1) - start).to(tl.int32), tl.load(chunk_offsets + i_n).to(tl.int64)
+    length = (tl.load(cu_seqlens + i_n + 1) - start).to(tl.int32)
+    return start, length, tl.load(chunk_offsets + i_n).to(tl.int64)
+
+
+@triton.jit
+def is_wanted(listed, i_f, what):
+    """Whether `what` is to be written for the listed entry i_f."""
+    if listed[1] is None:
+        return True
+    else:
+        return tl.load(listed[1] + i_f) >= what
 
 
 @Kernel
-def chunk_table_kernel(cu_seqlens, chunk_index, chunk_offsets, N, NT, BT, BN: tl.constexpr):
+def chunk_table_kernel(cu_seqlens, chunk_index, chunk_offsets, N, NT, BT, BN: constexpr):
     i_n = tl.program_id(0)
     first = 0
     for j in range(0, i_n, BN):

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.layout.segments import CONV_RUN
@@ -34,24 +35,24 @@ BT = CONV_RUN  # rows per program, a multiple of the unroll; forward and backwar
 # channels per program, rows in flight, warps: good on every GPU, no shared memory to run out of
 FORWARD_CONFIG = {"BD": 512, "R": 8, "num_warps": 2}
 BACKWARD_CONFIG = {"BD": 256, "R": 8, "num_warps": 2}
-EPS = tl.constexpr(1e-6)  # of the l2 norm
+EPS = constexpr(1e-6)  # of the l2 norm
 
 
 @triton.jit
-def _part(i_d, x_0, x_1, x_2, stride_0, stride_1, stride_2, D, width_0, width_1, BC: tl.constexpr):
+def _part(i_d, xs, strides, D, width_0, width_1, BC: constexpr):
     """Where block i_d (BC of the D channels) lies in the one to three tensors that hold them side by side (missing
     ones: None). Returns the tensor, its stride, the number of channels before it, the block within it and its width."""
-    x, stride, before, width = x_0, stride_0, 0, width_0
-    if x_1 is not None:
+    x, stride, before, width = xs[0], strides[0], 0, width_0
+    if xs[1] is not None:
         blocks = tl.cdiv(width_0, BC)
         behind = i_d >= blocks
-        x, stride = tl.where(behind, x_1, x), tl.where(behind, stride_1, stride)
+        x, stride = tl.where(behind, xs[1], x), tl.where(behind, strides[1], stride)
         before, width = tl.where(behind, width_0, 0), tl.where(behind, width_1, width)
         i_d = tl.where(behind, i_d - blocks, i_d)
-        if x_2 is not None:
+        if xs[2] is not None:
             blocks = tl.cdiv(width_1, BC)
             behind = behind & (i_d >= blocks)
-            x, stride = tl.where(behind, x_2, x), tl.where(behind, stride_2, stride)
+            x, stride = tl.where(behind, xs[2], x), tl.where(behind, strides[2], stride)
             before = tl.where(behind, width_0 + width_1, before)
             width = tl.where(behind, D - width_0 - width_1, width)
             i_d = tl.where(behind, i_d - blocks, i_d)
@@ -59,7 +60,7 @@ def _part(i_d, x_0, x_1, x_2, stride_0, stride_1, stride_2, D, width_0, width_1,
 
 
 @triton.jit
-def _block_channels(i_d, width, BD: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+def _block_channels(i_d, width, BD: constexpr, K: constexpr, BK: constexpr):
     """Block i_d of a part's `width` channels, and which of its BD places hold one: each head of K has BK places."""
     o_d = tl.arange(0, BD)
     if K == BK:
@@ -72,27 +73,27 @@ def _block_channels(i_d, width, BD: tl.constexpr, K: tl.constexpr, BK: tl.conste
 
 
 @triton.jit
-def _state_row(state_index, i_n):
+def _state_row(initial, i_n):
     """The row of entry i_n among the initial states, -1 for zeros."""
-    if state_index is None:
+    if initial[1] is None:
         return i_n
     else:
-        return tl.load(state_index + i_n).to(tl.int64)
+        return tl.load(initial[1] + i_n).to(tl.int64)
 
 
 @triton.jit
-def _history(x, state, start, row, i_r, o_d, m_d, first, stride_x, D, W: tl.constexpr):
+def _history(x, initial, start, row, i_r, o_d, m_d, first, stride_x, D, W: constexpr):
     """Row start - W + 1 + row of the input: of x or, for a document's first run, of its initial state i_r."""
     p_x = x + (start - W + 1 + row) * stride_x + o_d
     b_x = tl.load(p_x, mask=m_d & (not first), other=0.0).to(tl.float32)  # [BD]
-    if state is not None:
-        p_s = state + (i_r * D + o_d) * (W - 1) + row
+    if initial[0] is not None:
+        p_s = initial[0] + (i_r * D + o_d) * (W - 1) + row
         b_x += tl.load(p_s, mask=m_d & first & (i_r >= 0), other=0.0).to(tl.float32)
     return b_x
 
 
 @triton.jit
-def _convolve(window, weights, b_bias, W: tl.constexpr):
+def _convolve(window, weights, b_bias, W: constexpr):
     b_z = b_bias
     for i in tl.static_range(W):
         b_z += weights[i] * window[i]
@@ -100,14 +101,14 @@ def _convolve(window, weights, b_bias, W: tl.constexpr):
 
 
 @triton.jit
-def _head_sums(b_x, BD: tl.constexpr, BK: tl.constexpr):
+def _head_sums(b_x, BD: constexpr, BK: constexpr):
     """[BD] -> at each place, the sum over its head."""
     b_sum = tl.sum(tl.reshape(b_x, [BD // BK, BK]), 1, keep_dims=True)
     return tl.reshape(tl.broadcast_to(b_sum, [BD // BK, BK]), [BD])
 
 
 @triton.jit
-def _load_weights(weight, bias, o_d, m_d, W: tl.constexpr, BD: tl.constexpr):
+def _load_weights(weight, bias, o_d, m_d, W: constexpr, BD: constexpr):
     weights = ()
     for i in tl.static_range(W):
         weights = weights + (tl.load(weight + o_d * W + i, mask=m_d, other=0.0).to(tl.float32),)
@@ -119,37 +120,24 @@ def _load_weights(weight, bias, o_d, m_d, W: tl.constexpr, BD: tl.constexpr):
 
 @Kernel
 def conv1d_fwd_kernel(
-    x,
-    weight,
-    bias,
-    initial_state,  # [S, D, W-1]
-    state_index,  # [N] row of each entry in initial_state, -1 for zeros; None: row n
-    y_0,
-    y_1,
-    y_2,  # [T, width] of each part; None for missing parts
+    x, weight, bias,
+    initial,  # states [S, D, W-1], and the row of each entry's
+    ys,  # [T, width] of each part; None for missing parts
     cu_seqlens,
     chunk_index,  # [NT, 2] entry (-1: none), run of BT rows in it
-    D,
-    width_0,
-    width_1,
-    blocks,  # widths of the first two parts; number of blocks of channels
+    D, width_0, width_1, blocks,  # widths of the first two parts; number of blocks of channels
     stride_x,
-    W: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    R: tl.constexpr,
-    SILU: tl.constexpr,
-    NORM: tl.constexpr,  # of the first two of three parts
-    K: tl.constexpr,  # channels of a head, and the places that it has in a block
-    BK: tl.constexpr,
-):
+    W: constexpr, BT: constexpr, BD: constexpr, R: constexpr, SILU: constexpr,
+    NORM: constexpr,  # of the first two of three parts
+    K: constexpr, BK: constexpr,  # channels of a head, and the places that it has in a block
+):  # fmt: skip
     i_d, i_t = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     i_n, i_s = tl.load(chunk_index + 2 * i_t), tl.load(chunk_index + 2 * i_t + 1)
     if i_n < 0:
         return
-    y, _, before, i_d, width = _part(i_d, y_0, y_1, y_2, D, D, D, D, width_0, width_1, BD // BK * K)
+    y, _, before, i_d, width = _part(i_d, ys, (D, D, D), D, width_0, width_1, BD // BK * K)
     i_n = i_n.to(tl.int64)
-    i_r = _state_row(state_index, i_n)
+    i_r = _state_row(initial, i_n)
     bos, eos = tl.load(cu_seqlens + i_n).to(tl.int64), tl.load(cu_seqlens + i_n + 1).to(tl.int64)
     start = bos + i_s * BT
     end = tl.minimum(start + BT, eos)
@@ -159,7 +147,7 @@ def conv1d_fwd_kernel(
 
     window = ()  # the W - 1 rows before the current one, oldest first
     for i in tl.static_range(W - 1):
-        window = window + (_history(x, initial_state, start, i, i_r, o_d, m_d, i_s == 0, stride_x, D, W),)
+        window = window + (_history(x, initial, start, i, i_r, o_d, m_d, i_s == 0, stride_x, D, W),)
     for t in range(start, end, R):
         rows = ()  # R independent loads in flight
         for r in tl.static_range(R):
@@ -177,17 +165,9 @@ def conv1d_fwd_kernel(
 
 @triton.jit
 def _activation_bwd(
-    b_dz,
-    window,
-    weights,
-    b_bias,
-    normed,
-    W: tl.constexpr,
-    BD: tl.constexpr,
-    BK: tl.constexpr,
-    SILU: tl.constexpr,
-    NORM: tl.constexpr,
-):
+    b_dz, window, weights, b_bias, normed, W: constexpr, BD: constexpr, BK: constexpr, SILU: constexpr,
+    NORM: constexpr,
+):  # fmt: skip
     """dz, for b_dz the gradient of what the row gives."""
     b_z = _convolve(window, weights, b_bias, W)
     b_s = sigmoid(b_z) if SILU else 1.0
@@ -202,7 +182,7 @@ def _activation_bwd(
 
 
 @triton.jit
-def _row_gradient(grads, weights, d_final_state, p, eos, i_n, o_d, m_d, D, W: tl.constexpr):
+def _row_gradient(grads, weights, d_final_state, p, eos, i_n, o_d, m_d, D, W: constexpr):
     """The gradient of row p, from dz of rows p to p + W - 1."""
     b_dx = weights[0] * grads[W - 1]
     for i in tl.static_range(1, W):
@@ -216,29 +196,9 @@ def _row_gradient(grads, weights, d_final_state, p, eos, i_n, o_d, m_d, D, W: tl
 
 @triton.jit
 def _state_gradient(
-    x,
-    dy,
-    window,
-    weights,
-    b_bias,
-    normed,
-    d_final_state,
-    d_initial_state,
-    bos,
-    eos,
-    i_n,
-    i_r,
-    o_d,
-    m_d,
-    D,
-    stride_x,
-    stride_dy,
-    W: tl.constexpr,
-    BD: tl.constexpr,
-    BK: tl.constexpr,
-    SILU: tl.constexpr,
-    NORM: tl.constexpr,
-):
+    x, dy, window, weights, b_bias, normed, d_final_state, d_initial_state, bos, eos, i_n, i_r, o_d, m_d, D, stride_x,
+    stride_dy, W: constexpr, BD: constexpr, BK: constexpr, SILU: constexpr, NORM: constexpr,
+):  # fmt: skip
     """The gradient of an entry's initial state, from the entry's first rows; `window` is that state. The loop over the
     run computes these rows again: a store there that only they need would slow it down for all rows."""
     grads = ()
@@ -257,43 +217,21 @@ def _state_gradient(
 
 @Kernel
 def conv1d_bwd_kernel(
-    x,
-    weight,
-    bias,
-    initial_state,  # [S, D, W-1]
-    state_index,  # as in forward
-    dy_0,
-    dy_1,
-    dy_2,  # of each part; None for missing parts
-    d_final_state,
-    dx,
+    x, weight, bias, initial,
+    dys,  # as ys in forward
+    d_final_state, dx,
     d_weight,  # [NT, W, D] partials
     d_bias,  # [NT, D] partials, or None
     d_initial_state,  # [S, D, W-1]
-    cu_seqlens,
-    chunk_index,
-    D,
-    width_0,
-    width_1,
-    blocks,  # as in forward
-    stride_x,
-    stride_0,
-    stride_1,
-    stride_2,  # of dy
-    W: tl.constexpr,
-    BT: tl.constexpr,
-    BD: tl.constexpr,
-    R: tl.constexpr,
-    SILU: tl.constexpr,
-    NORM: tl.constexpr,  # of the first two of three parts
-    K: tl.constexpr,  # channels of a head, and the places that it has in a block
-    BK: tl.constexpr,
-):
+    cu_seqlens, chunk_index, D, width_0, width_1, blocks, stride_x,
+    strides,  # of dys
+    W: constexpr, BT: constexpr, BD: constexpr, R: constexpr, SILU: constexpr,
+    NORM: constexpr,  # of the first two of three parts
+    K: constexpr, BK: constexpr,  # channels of a head, and the places that it has in a block
+):  # fmt: skip
     i_d, i_t = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     i_n, i_s = tl.load(chunk_index + 2 * i_t), tl.load(chunk_index + 2 * i_t + 1)
-    dy, stride_dy, before, i_d, width = _part(
-        i_d, dy_0, dy_1, dy_2, stride_0, stride_1, stride_2, D, width_0, width_1, BD // BK * K
-    )
+    dy, stride_dy, before, i_d, width = _part(i_d, dys, strides, D, width_0, width_1, BD // BK * K)
     o_y, m_d = _block_channels(i_d, width, BD, K, BK)
     o_d, normed = before + o_y, before < width_0 + width_1
     dy -= before  # so that o_d points at the part's own channels
@@ -308,7 +246,7 @@ def conv1d_bwd_kernel(
         sums = sums + (tl.zeros([BD], tl.float32),)
     b_dbias = tl.zeros([BD], tl.float32)
     i_n = i_n.to(tl.int64)
-    i_r = _state_row(state_index, i_n)
+    i_r = _state_row(initial, i_n)
     bos, eos = tl.load(cu_seqlens + i_n).to(tl.int64), tl.load(cu_seqlens + i_n + 1).to(tl.int64)
     start = bos + i_s * BT
     end = tl.minimum(start + BT, eos)
@@ -316,33 +254,13 @@ def conv1d_bwd_kernel(
     window = ()
     grads = ()  # dz of the W - 1 rows before the current one; rows before `start` are another program's
     for i in tl.static_range(W - 1):
-        window = window + (_history(x, initial_state, start, i, i_r, o_d, m_d, i_s == 0, stride_x, D, W),)
+        window = window + (_history(x, initial, start, i, i_r, o_d, m_d, i_s == 0, stride_x, D, W),)
         grads = grads + (tl.zeros([BD], tl.float32),)
-    if initial_state is not None and (i_s == 0) & (i_r >= 0):
+    if initial[0] is not None and (i_s == 0) & (i_r >= 0):
         _state_gradient(
-            x,
-            dy,
-            window,
-            weights,
-            b_bias,
-            normed,
-            d_final_state,
-            d_initial_state,
-            bos,
-            eos,
-            i_n,
-            i_r,
-            o_d,
-            m_d,
-            D,
-            stride_x,
-            stride_dy,
-            W,
-            BD,
-            BK,
-            SILU,
-            NORM,
-        )
+            x, dy, window, weights, b_bias, normed, d_final_state, d_initial_state, bos, eos, i_n, i_r, o_d, m_d, D,
+            stride_x, stride_dy, W, BD, BK, SILU, NORM,
+        )  # fmt: skip
     # Row t completes the gradient of row t - W + 1. A run after which the document goes on has a multiple of R rows.
     for t in range(start, end, R):
         rows, d_rows = (), ()
@@ -383,27 +301,19 @@ def conv1d_bwd_kernel(
 
 @Kernel
 def conv1d_final_state_kernel(
-    x,
-    initial_state,
-    state_index,
-    final_state,
-    cu_seqlens,
-    D,
-    stride_x,
-    W: tl.constexpr,
-    BD: tl.constexpr,
-):
+    x, initial, final_state, cu_seqlens, D, stride_x, W: constexpr, BD: constexpr
+):  # fmt: skip
     """The last W - 1 inputs of each entry; where it is shorter, the rest comes from its initial state."""
     i_d, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_r = _state_row(state_index, i_n)
+    i_r = _state_row(initial, i_n)
     bos, eos = tl.load(cu_seqlens + i_n).to(tl.int64), tl.load(cu_seqlens + i_n + 1).to(tl.int64)
     o_d = i_d * BD + tl.arange(0, BD)
     m_d = o_d < D
     for i in tl.static_range(W - 1):
         t = eos - (W - 1) + i
         b_x = tl.load(x + t * stride_x + o_d, mask=m_d & (t >= bos), other=0.0).to(tl.float32)
-        if initial_state is not None:
-            p_s = initial_state + (i_r * D + o_d) * (W - 1) + (t - bos + W - 1)
+        if initial[0] is not None:
+            p_s = initial[0] + (i_r * D + o_d) * (W - 1) + (t - bos + W - 1)
             b_x += tl.load(p_s, mask=m_d & (t < bos) & (i_r >= 0), other=0.0).to(tl.float32)
         p_f = final_state + (i_n * D + o_d) * (W - 1) + i
         tl.store(p_f, b_x.to(final_state.dtype.element_ty), mask=m_d)
@@ -453,15 +363,14 @@ def conv1d(
     x = _rows(x)
     D, W, N = x.shape[1], weight.shape[1], cu_seqlens.numel() - 1
     *ys, final_state = _outputs(x, weight, cu_seqlens, widths, output_final_state)
-    state = initial_state.contiguous() if initial_state is not None else None
+    initial = None if initial_state is None else initial_state.contiguous(), state_index
     shape, blocks = _blocks(widths, FORWARD_CONFIG, norm_dim)
     conv1d_fwd_kernel[(chunk_index.shape[0] * blocks,)](
         x,
         weight.contiguous(),
         bias,
-        state,
-        state_index,
-        *_padded(ys[: len(widths)]),
+        initial,
+        _padded(ys[: len(widths)]),
         cu_seqlens,
         chunk_index,
         D,
@@ -475,7 +384,7 @@ def conv1d(
     )
     if output_final_state and W > 1:
         conv1d_final_state_kernel[(blocks_of(D, 256), N)](
-            x, state, state_index, final_state, cu_seqlens, D, x.stride(0), W=W, BD=256, num_warps=1
+            x, initial, final_state, cu_seqlens, D, x.stride(0), W=W, BD=256, num_warps=1
         )
     return *ys, final_state
 
@@ -527,9 +436,8 @@ def conv1d_backward(
         x,
         weight.contiguous(),
         bias,
-        state,
-        state_index,
-        *_padded(dys),
+        (state, state_index),
+        _padded(dys),
         d_final,
         dx,
         d_weight,
@@ -541,7 +449,7 @@ def conv1d_backward(
         *_first_two(widths),
         blocks,
         x.stride(0),
-        *_padded([dy.stride(0) for dy in dys]),
+        _padded([dy.stride(0) for dy in dys]),
         W=W,
         BT=BT,
         SILU=silu,
@@ -568,9 +476,9 @@ def _blocks(widths: list[int], config: dict[str, int], norm_dim: int | None) -> 
     return config | {"NORM": norm_dim is not None, "K": K, "BK": BK, "BD": BD}, blocks
 
 
-def _padded(parts: list[Any]) -> list[Any]:
+def _padded(parts: list[Any]) -> tuple[Any, ...]:
     """`parts`, padded with None to the three that the kernels take."""
-    return [*parts, None, None][:3]
+    return (*parts, None, None)[:3]
 
 
 def _first_two(widths: list[int]) -> list[int]:

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.triton.launch import Kernel
@@ -14,7 +15,7 @@ TILE = 4096  # numbers of all copies of a token that a program holds at once
 
 
 @Kernel
-def collect_kernel(y, slots, weights, x, k, D, WEIGHTED: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr):
+def collect_kernel(y, slots, weights, x, k, D, WEIGHTED: constexpr, BK: constexpr, BD: constexpr):
     i_n = tl.program_id(0).to(tl.int64)
     o_k = tl.arange(0, BK)
     b_slot = tl.load(slots + i_n * k + o_k, mask=o_k < k, other=-1)[:, None]
@@ -30,7 +31,7 @@ def collect_kernel(y, slots, weights, x, k, D, WEIGHTED: tl.constexpr, BK: tl.co
 
 
 @Kernel
-def collect_bwd_kernel(dx, slots, weights, y, dy, dweights, k, D, BK: tl.constexpr, BD: tl.constexpr):
+def collect_bwd_kernel(dx, slots, weights, y, dy, dweights, k, D, BK: constexpr, BD: constexpr):
     i_n = tl.program_id(0).to(tl.int64)
     o_k = tl.arange(0, BK)
     b_slot = tl.load(slots + i_n * k + o_k, mask=o_k < k, other=-1)[:, None]

@@ -5,17 +5,18 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.tiles import blocks_of
 
-IGNORE = tl.constexpr(-100)
+IGNORE = constexpr(-100)
 BLOCK = {"BV": 8192, "num_warps": 16}  # columns of a row, at a time
 
 
 @Kernel
-def logsumexp_kernel(logits, lse, stride, vocab, BV: tl.constexpr):
+def logsumexp_kernel(logits, lse, stride, vocab, BV: constexpr):
     """One row. Each column of the block keeps its own maximum and sum until the end: no step waits for a reduction."""
     row = logits + tl.program_id(0).to(tl.int64) * stride
     o_v = tl.arange(0, BV)
@@ -31,7 +32,7 @@ def logsumexp_kernel(logits, lse, stride, vocab, BV: tl.constexpr):
 
 
 @Kernel
-def softmax_gradient_kernel(logits, lse, target, d, stride, vocab, BV: tl.constexpr):
+def softmax_gradient_kernel(logits, lse, target, d, stride, vocab, BV: constexpr):
     """One row and block of columns."""
     i_t = tl.program_id(0).to(tl.int64)
     o_v = tl.program_id(1) * BV + tl.arange(0, BV)

@@ -13,25 +13,19 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.triton.launch import Kernel
-from titan_linear.ops.triton.tiles import load_state
+from titan_linear.ops.triton.tiles import read_state
 
 
 @triton.jit
 def _transition(
-    p_m,
-    p_s,
-    r,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    NM: tl.constexpr,
-    REVERSE: tl.constexpr,
-):
+    p_m, p_s, r, K: constexpr, V: constexpr, BK: constexpr, BV: constexpr, NM: constexpr,
+    REVERSE: constexpr,
+):  # fmt: skip
     """Rows r … r+BK of M S, or with REVERSE of Mᵀ S, for BV columns of S at p_s; M has NM numbers: K·K, K or 1."""
     o_r, o_c = tl.arange(0, BK)[:, None], tl.arange(0, BK)[None, :]
     o_s = o_r * V + tl.arange(0, BV)[None, :]
@@ -45,10 +39,12 @@ def _transition(
         return b_s
 
 
-def _block(K: int, V: int) -> dict[str, int]:
-    """Rows and columns of a state in a block, and warps: one tile of M a link, if it fits."""
+def _constants(S_ext: Tensor, M: Tensor, reverse: bool) -> dict[str, int]:
+    """With rows and columns of a state in a block, and warps: one tile of M a link, if it fits."""
+    K, V = S_ext.shape[2:]
     BK = 64 if K > 128 else K
-    return {"BK": BK, "BV": min(V & -V, 16), "num_warps": BK // 16}
+    of_matrix = {"NM": M.shape[2:].numel(), "REVERSE": reverse}
+    return {"K": K, "V": V, **of_matrix, "BK": BK, "BV": min(V & -V, 16), "num_warps": BK // 16}
 
 
 @Kernel
@@ -56,18 +52,11 @@ def fold_kernel(
     S_ext,  # [links, HV, K, V]
     M,  # [transitions, HV, K, K], or [.., HV, K or 1]
     chain_offsets,  # [slots + 1]
-    s_row,
-    m_row,  # [links of all chains]
+    s_row, m_row,  # [links of all chains]
     out,  # [2, slots, HV, K, V]: the result, and room for the states before it; each half has `half` elements
-    half,
-    HV,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    NM: tl.constexpr,
-    REVERSE: tl.constexpr,
-):
+    half, HV,
+    K: constexpr, V: constexpr, BK: constexpr, BV: constexpr, NM: constexpr, REVERSE: constexpr,
+):  # fmt: skip
     """Fold one (slot, head, slice of V) along its chain, from one half of `out` to the other and back; the last state
     lands in the first half."""
     i_v, i_sh = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -100,8 +89,8 @@ def fold(S_ext: Tensor, M: Tensor, chain_offsets: Tensor, s_row: Tensor, m_row: 
     """
     (_, HV, K, V), slots = S_ext.shape, chain_offsets.shape[0] - 1
     out, half = S_ext.new_empty(2, slots, HV, K, V), slots * HV * K * V
-    block = _block(K, V)
-    fold_kernel[V // block["BV"], slots * HV](
+    constants = _constants(S_ext, M, reverse)
+    fold_kernel[V // constants["BV"], slots * HV](
         S_ext,
         M,
         chain_offsets,
@@ -110,11 +99,7 @@ def fold(S_ext: Tensor, M: Tensor, chain_offsets: Tensor, s_row: Tensor, m_row: 
         out,
         half,
         HV,
-        K=K,
-        V=V,
-        NM=M.shape[2:].numel(),
-        REVERSE=reverse,
-        **block,
+        **constants,
     )
     return out[0]
 
@@ -128,21 +113,13 @@ def _(S_ext, M, chain_offsets, s_row, m_row, reverse):
 def fold_segments_kernel(
     S_ext,  # [S, HV, K, V]
     M,  # [S, HV, K, K], or [S, HV, K or 1]
-    start,  # [.., HV, K, V] or None
-    index,  # [≥ N] or None
+    start,  # states, and the row of each entry's
     segment_offsets,  # [N + 1]
     wanted,  # [S] or None
     out,  # [S, HV, K, V]
-    N,
-    S,
-    HV,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    NM: tl.constexpr,
-    REVERSE: tl.constexpr,
-):
+    N, S, HV,
+    K: constexpr, V: constexpr, BK: constexpr, BV: constexpr, NM: constexpr, REVERSE: constexpr,
+):  # fmt: skip
     """Fold one (document, head, slice of V) along its segments. The program after the last document writes zeros for
     the surplus segments, whose empty chunks the scans read."""
     i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -170,8 +147,8 @@ def fold_segments_kernel(
                     b_s += tl.load(p_x + r * V + o_s)
                 if given > 1:
                     b_s += _transition(p_m, p_from + i_v * BV, r, K, V, BK, BV, NM, REVERSE)
-            elif start is not None:
-                b_s = load_state(start, index, i_n, HV * K * V, i_h * K * V + r * V + o_s)
+            else:
+                b_s = read_state(start, i_n, HV * K * V, i_h * K * V + r * V + o_s)
             tl.store(p_to + r * V + o_s, b_s)
         tl.debug_barrier()  # the next segment reads all rows
 
@@ -198,24 +175,19 @@ def fold_segments(
     wanted [S] int32 (None: 2): what a segment passes on: 0 nothing, 1 S_ext, 2 also M times the state that enters it.
     What it does not pass on is not read, so that NaN of one document never meets another's state.
     """
-    (S, HV, K, V), N, out = S_ext.shape, segment_offsets.shape[0] - 1, torch.empty_like(S_ext)
-    start, block = None if start is None else start.contiguous(), _block(K, V)
-    fold_segments_kernel[V // block["BV"], (N + 1) * HV](
+    (S, HV, _, V), N, out = S_ext.shape, segment_offsets.shape[0] - 1, torch.empty_like(S_ext)
+    states, constants = (None if start is None else start.contiguous(), index), _constants(S_ext, M, reverse)
+    fold_segments_kernel[V // constants["BV"], (N + 1) * HV](
         S_ext,
         M,
-        start,
-        index,
+        states,
         segment_offsets,
         wanted,
         out,
         N,
         S,
         HV,
-        K=K,
-        V=V,
-        NM=M.shape[2:].numel(),
-        REVERSE=reverse,
-        **block,
+        **constants,
     )
     return out
 
@@ -227,25 +199,9 @@ def _(S_ext, *_):
 
 @triton.jit
 def _through_entry(
-    x,
-    M,
-    wanted,
-    out,
-    half,
-    begin,
-    end,
-    i_nh,
-    i_h,
-    HV,
-    column,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    NM: tl.constexpr,
-    ADDS: tl.constexpr,
-    REVERSE: tl.constexpr,
-):
+    x, M, wanted, out, half, begin, end, i_nh, i_h, HV, column, K: constexpr, V: constexpr, BK: constexpr,
+    BV: constexpr, NM: constexpr, ADDS: constexpr, REVERSE: constexpr,
+):  # fmt: skip
     """Fold BV of the V columns of x through an entry's segments, from the first one's x; ADDS: the rest add theirs. A
     segment of which `wanted` asks for no M begins again with its x."""
     o_s = tl.arange(0, BK)[:, None] * V + column + tl.arange(0, BV)[None, :]
@@ -273,17 +229,10 @@ def fold_entries_kernel(
     entries,  # [n]
     segment_offsets,  # [N + 1]
     wanted,  # [S] or None
-    state,
-    transition,  # [2, n, HV, K, V], [2, n, *M's]: results, and room for earlier steps
-    n,
-    HV,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    NM: tl.constexpr,
-    REVERSE: tl.constexpr,
-):
+    state, transition,  # [2, n, HV, K, V], [2, n, *M's]: results, and room for earlier steps
+    n, HV,
+    K: constexpr, V: constexpr, BK: constexpr, BV: constexpr, NM: constexpr, REVERSE: constexpr,
+):  # fmt: skip
     """Fold one (entry, head, slice of the state's or the transition's columns) along its segments."""
     i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_h, entry = i_nh % HV, tl.load(entries + i_nh // HV)
@@ -295,10 +244,10 @@ def fold_entries_kernel(
         )
     elif transition is not None:
         # A matrix is a state of K columns, a diagonal one of one column, a number one of one row.
-        rows: tl.constexpr = K if NM > K else NM
-        columns: tl.constexpr = NM // rows
-        BR: tl.constexpr = BK if rows > BK else rows
-        BC: tl.constexpr = BV if columns > BV else columns
+        rows: constexpr = K if NM > K else NM
+        columns: constexpr = NM // rows
+        BR: constexpr = BK if rows > BK else rows
+        BC: constexpr = BV if columns > BV else columns
         column, half = i_v * BV - V, tl.cast(n, tl.int64) * HV * NM
         _through_entry(
             M, M, None, transition, half, begin, end, i_nh, i_h, HV, column, rows, columns, BR, BC, NM, False, False
@@ -315,10 +264,10 @@ def _launch_fold_entries(
     reverse: bool,
 ) -> Tensor:
     """-> [n, HV, K, V]; transition [2, n, *M's] or None: filled here."""
-    (_, HV, K, V), n, NM = S_ext.shape, len(entries), M.shape[2:].numel()
-    state, block = S_ext.new_empty(2, n, HV, K, V), _block(K, V)
-    of_transition = 0 if transition is None else max(NM // K // block["BV"], 1)
-    fold_entries_kernel[V // block["BV"] + of_transition, n * HV](
+    (_, HV, K, V), n = S_ext.shape, len(entries)
+    state, constants = S_ext.new_empty(2, n, HV, K, V), _constants(S_ext, M, reverse)
+    of_transition = 0 if transition is None else max(constants["NM"] // K // constants["BV"], 1)
+    fold_entries_kernel[V // constants["BV"] + of_transition, n * HV](
         S_ext,
         M,
         entries,
@@ -328,11 +277,7 @@ def _launch_fold_entries(
         transition,
         n,
         HV,
-        K=K,
-        V=V,
-        NM=NM,
-        REVERSE=reverse,
-        **block,
+        **constants,
     )
     return state[0]
 

@@ -2,8 +2,11 @@
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
-LOG2E = tl.constexpr(1.4426950408889634)
+from titan_linear.ops.triton.tiles import BT
+
+LOG2E = constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -36,18 +39,19 @@ def sigmoid(x):
 
 
 @triton.jit
-def load_beta(beta, start, length, stride, i_h, BT: tl.constexpr, BETA_RANGE: tl.constexpr):
+def load_beta(beta, start, length, i_h, BETA_RANGE: constexpr):
     """β [BT] fp32 of one chunk and head, from beta [T, HV]. With BETA_RANGE, beta holds logits, and β is BETA_RANGE
     times their sigmoid. Past the end of the entry, 0."""
     o_c = tl.arange(0, BT)
-    b_beta = tl.load(beta + start * stride + i_h + o_c * stride, mask=o_c < length, other=0.0).to(tl.float32)
+    p_beta, stride = beta
+    b_beta = tl.load(p_beta + start * stride + i_h + o_c * stride, mask=o_c < length, other=0.0).to(tl.float32)
     if BETA_RANGE is not None:
         b_beta = tl.where(o_c < length, BETA_RANGE * sigmoid(b_beta), 0.0)
     return b_beta
 
 
 @triton.jit
-def beta_gradient(b_db, b_beta, BETA_RANGE: tl.constexpr):
+def beta_gradient(b_db, b_beta, BETA_RANGE: constexpr):
     """The gradient of `load_beta`'s input from that of β."""
     if BETA_RANGE is not None:
         b_db *= b_beta * (1.0 - b_beta / BETA_RANGE)

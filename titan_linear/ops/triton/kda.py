@@ -1,21 +1,7 @@
-"""Kimi Delta Attention in Triton: the stages of a chunked forward and backward pass, as operators.
-
-    prepare        (q, k, g, beta) -> tiles                                     chunk-parallel
-    recompute      (q, k, g, beta) -> tiles but Aqk and Gn                      prepare again, for backward
-    scan           (v, tiles, initial_state) -> o, final_state                  sequential in a head
-    boundary       (v, tiles, some entries) -> S_ext, M                         for context parallelism
-    boundary_bwd   (do, tiles, some entries) -> dS_ext
-    backward       (all of these) -> gradients                                  two scans, then chunk-parallel
+"""Kimi Delta Attention in Triton: launches of its kernels.
 
 A pass keeps its inputs, Aqk and Gn (2 × 64 numbers of the compute dtype per token and head) between forward and
 backward.
-
-q, k [T, H, K], v [T, HV, V], g [T, HV, K], beta [T, HV] are flat packed streams (`tiles.py`: any stride between tokens)
-of N entries. Operators take named tuples as lists: `Inputs`, `Chunks`, `Tiles`, `States`.
-
-Nothing here waits for the device. beta_range: None if beta is β; otherwise beta holds logits, β is beta_range times
-their sigmoid, and dbeta is the gradient of the logits. gate: g is the log decay (0), or the raw input of the softplus
-gate (1) or of the bounded gate (2).
 """
 
 from __future__ import annotations
@@ -27,25 +13,24 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import CHUNK
-from titan_linear.ops.runtime import costs
-from titan_linear.ops.runtime.operators import operator, register_fake
-from titan_linear.ops.runtime.options import Fields, Inputs, States
-from titan_linear.ops.triton.chunks import Chunks
+from titan_linear.ops.runtime.options import DeltaRuleOptions, Fields, Inputs
+from titan_linear.ops.triton.chunks import ALL, listed_entries
 from titan_linear.ops.triton.configs import config, widest_slice
-from titan_linear.ops.triton.kda_bwd import backward_scans_kernel, boundary_bwd_kernel, gradient_kernel, matrix_kernel
-from titan_linear.ops.triton.kda_fwd import boundary_kernel, prepare_kernel, scan_kernel
+from titan_linear.ops.triton.kda_bwd import backward_scans_kernel, gradient_kernel, matrix_kernel
+from titan_linear.ops.triton.kda_fwd import prepare_kernel, scan_kernel
 from titan_linear.ops.triton.solve import solve_kernel
-from titan_linear.ops.triton.tiles import (
-    chunk_tiles,
-    dense_heads,
-    empty_boundary_gradients,
-    empty_gradients,
-    empty_states,
-    ragged_tiles,
-    sum_groups,
-)
+from titan_linear.ops.triton.stages import Given, Stages
+from titan_linear.ops.triton.tiles import NONE, Pair, chunk_tiles, ragged_tiles, rows, sum_groups
 
 GATES = {"none": 0, "softplus": 1, "bounded": 2}
+
+
+class Numbers(NamedTuple):
+    scale: float
+    lower_bound: float
+    gate: float  # g is the log decay (0), or the raw input of the softplus gate (1) or of the bounded gate (2)
+    safe_gate: float
+    beta_range: float | None  # 0: beta is β; otherwise beta holds logits, and β is this times their sigmoid
 
 
 class Tiles(NamedTuple):
@@ -68,343 +53,190 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float32 else torch.bfloat16
 
 
-def _empty_tiles(inputs: Fields, chunks: list[Tensor], matrices: bool = True) -> Tiles:
-    q, g, NT = Inputs(*inputs).q, Inputs(*inputs).g, Chunks(*chunks).chunk_index.shape[0]
-    (_, HV, K), dtype = g.shape, compute_dtype(q.dtype)
-    qg, kn, kg = (g.new_empty(NT, HV, K, CHUNK, dtype=dtype) for _ in range(3))
-    decay, b = (g.new_empty(NT, HV, dim, dtype=torch.float32) for dim in (K, CHUNK))
-    Aqk, Gn = (g.new_empty(NT, HV, CHUNK, CHUNK, dtype=dtype) if matrices else None for _ in range(2))
-    return Tiles(qg, kn, kg, decay, b, Aqk, Gn)
+def _constants(tiles: Tiles, kernel: str, V: int, BV: int) -> dict[str, Any]:
+    """Of a kernel that goes through an entry's chunks; BV: columns of a slice at most."""
+    _, HV, K, _ = tiles.qg.shape
+    return {"HV": HV, "K": K, "V": V, "CT": TRITON_DTYPE[tiles.qg.dtype], **config(kernel, tiles.qg, K, BV=BV)}
 
 
-def _launch_prepare(
-    x: Inputs,
-    tiles: Tiles,
-    chunks: Chunks,
-    scale: float,
-    lower_bound: float,
-    gate: int,
-    safe_gate: bool,
-    beta_range: float | None,
-) -> None:
-    (_, H, K), HV, NT, matrices = x.q.shape, x.g.shape[1], chunks.chunk_index.shape[0], tiles.Aqk is not None
-    q, k, g, beta = map(dense_heads, (x.q, x.k, x.g, x.beta))
-    fast = q.new_empty(NT, HV, dtype=torch.int32) if matrices and not safe_gate else None
-    for safe in (safe_gate,) if fast is None else (True, False):  # see `is_fast`
-        chosen = config(f"kda {'prepare' if matrices else 'recompute'}{' safe' if safe else ''}", q, K, BK=K)
-        prepare_kernel[1 if matrices else K // chosen["BK"], HV, NT](
-            q,
-            k,
-            g,
-            beta,
-            x.A_log,
-            x.dt_bias,
-            *tiles,
-            fast,
-            chunks.cu_seqlens,
-            chunks.chunk_index,
-            scale,
-            lower_bound,
-            q.stride(0),
-            k.stride(0),
-            g.stride(0),
-            beta.stride(0),
-            H=H,
-            HV=HV,
-            K=K,
-            CT=TRITON_DTYPE[tiles.qg.dtype],
-            GATE=gate,
-            SAFE=safe,
+def _passes(safe_gate: float, safe: str, any_gate: str) -> list[tuple[str, bool]]:
+    """Kernels to launch, and whether each relies on bounded gates; see `is_fast`."""
+    return [(safe, True)] if safe_gate else [(safe, True), (any_gate, False)]
+
+
+class KDAStages(Stages):
+    name, inputs, prepared, tiles, numbers = "kda", Inputs, Inputs, Tiles, Numbers
+    kept, again = ("Aqk", "Gn"), ("qg", "kn", "kg", "decay", "b")
+
+    def numbers_of(self, x: Inputs, options: DeltaRuleOptions) -> Numbers:
+        gate = "none" if not options.gate_in_kernel else "softplus" if options.lower_bound is None else "bounded"
+        return Numbers(options.scale, options.lower_bound, GATES[gate], options.safe_gate, options.beta_range)
+
+    def any_gate(self, numbers: Numbers) -> bool:
+        return not numbers.safe_gate
+
+    def empty_tiles(self, x: Inputs, NT: int, kept: Fields | None, numbers: Numbers) -> Tiles:
+        (_, HV, K), dtype = x.g.shape, compute_dtype(x.q.dtype)
+        qg, kn, kg = (x.g.new_empty(NT, HV, K, CHUNK, dtype=dtype) for _ in range(3))
+        decay, b = (x.g.new_empty(NT, HV, dim, dtype=torch.float32) for dim in (K, CHUNK))
+        Aqk, Gn = (x.g.new_empty(NT, HV, CHUNK, CHUNK, dtype=dtype) if kept is None else None for _ in range(2))
+        return Tiles(qg, kn, kg, decay, b, Aqk, Gn)
+
+    def launch_prepare(self, given: Given) -> None:
+        x, tiles, chunks, n = given
+        (NT, HV, K, _), matrices = tiles.qg.shape, tiles.Aqk is not None
+        fast = x.q.new_empty(NT, HV, dtype=torch.int32) if matrices and not n.safe_gate else None
+        kernel = "kda prepare" if matrices else "kda recompute"
+        passes = _passes(n.safe_gate, f"{kernel} safe", kernel)
+        for kernel, safe in passes if matrices else passes[-1:]:
+            chosen = config(kernel, x.q, K, BK=K)
+            prepare_kernel[1 if matrices else K // chosen["BK"], HV, NT](
+                *map(rows, (x.q, x.k, x.g, x.beta)),
+                x.A_log,
+                x.dt_bias,
+                tiles,
+                fast,
+                chunks,
+                n.scale,
+                n.lower_bound,
+                H=x.q.shape[1],
+                HV=HV,
+                K=K,
+                CT=TRITON_DTYPE[tiles.qg.dtype],
+                GATE=int(n.gate),
+                SAFE=safe,
+                BETA_RANGE=n.beta_range or None,
+                MATRICES=matrices,
+                **chosen,
+            )
+        if matrices:
+            solve_kernel[NT * HV,](tiles.b, tiles.Gn, STRIDE_B=CHUNK, SCALED=False, **config("solve", x.q, K))
+
+    def launch_scan(self, given: Given, initial: Pair, o: Tensor, final_state: Tensor | None) -> None:
+        _launch_scan(given, widest_slice(o.shape[2]), initial, o=o, final_state=final_state)
+
+    def launch_boundary(self, given: Given, listed: Pair, S_ext: Tensor, M: Tensor) -> None:
+        _, _, K, V = S_ext.shape
+        _launch_scan(given, min(K, widest_slice(V)), listed=listed, final_state=S_ext, M=M)
+
+    def launch_boundary_bwd(self, do: Tensor, given: Given, listed: Pair, dS_ext: Tensor) -> None:
+        _launch_backward_scans(do, given, NONE, NONE, (dS_ext, None), listed)
+
+    def launch_backward(
+        self, do: Tensor, given: Given, initial: Pair, d_final: Pair, d_initial: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        x, tiles, V = given.x, given.tiles, do.shape[2]
+        NT, HV, K, C = tiles.qg.shape
+        h, dh = (tiles.qg.new_empty(NT, HV, V, K) for _ in range(2))
+        r, y = (tiles.qg.new_empty(NT, HV, V, C) for _ in range(2))
+        _launch_backward_scans(do, given, initial, d_final, (d_initial, initial[1]), h=h, dh=dh, r=r, y=y)
+        dv, dbeta = x.v.new_empty(x.v.shape), x.beta.new_empty(x.beta.shape)
+        dA, dK = (tiles.qg.new_empty(NT, HV, C, C) for _ in range(2))
+        constants = _constants(tiles, "kda matrix", V, widest_slice(V))
+        del constants["K"]
+        beta_range = given.numbers.beta_range or None
+        matrix_kernel[HV, NT](
+            rows(do),
+            tiles.b,
+            r,
+            y,
+            dA,
+            dK,
+            dv,
+            dbeta,
+            given.chunks,
+            given.numbers.scale,
             BETA_RANGE=beta_range,
-            MATRICES=matrices,
-            **chosen,
+            **constants,
         )
+        dq, dk, dg, dA_log, ddt_bias = _gradients(do, given, h, dh, r, y, dA, dK)
+        return dq, dk, dv, dg, dbeta, dA_log, ddt_bias
+
+    def room(self, x: Inputs) -> int:
+        """For each chunk: states and their gradients, r and y, the gradients of two matrices; dq and dk of value heads
+        that share them."""
+        (T, HV, V), (_, H, K) = x.v.shape, x.k.shape
+        shared = 2 * K if HV > H else 0
+        return T * HV * (2 * K * V // CHUNK + 2 * V + 2 * CHUNK + shared) * x.v.element_size()
 
 
-@operator(cost=costs.over_inputs, of_driver=True, prepares="forward")
-def kda_prepare(
-    inputs: Fields,
-    chunks: list[Tensor],
-    scale: float,
-    lower_bound: float,
-    gate: int,
-    safe_gate: bool,
-    beta_range: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """-> `Tiles`."""
-    x, tiles = Inputs(*inputs), _empty_tiles(inputs, chunks)
-    _launch_prepare(x, tiles, Chunks(*chunks), scale, lower_bound, gate, safe_gate, beta_range)
-    chosen = config("solve", x.q, x.q.shape[2])
-    solve_kernel[tiles.b.shape[0] * tiles.b.shape[1],](tiles.b, tiles.Gn, STRIDE_B=CHUNK, SCALED=False, **chosen)
-    return tiles
+KDA = KDAStages()
 
 
-@register_fake(kda_prepare)
-def _(inputs, chunks, *_):
-    return _empty_tiles(inputs, chunks)
+def _launch_scan(given: Given, BV: int, initial: Pair = NONE, listed: Pair = ALL, **outputs: Tensor | None) -> None:
+    x, tiles, chunks, _ = given
+    constants = _constants(tiles, "kda scan", x.v.shape[2], BV)
+    columns = x.v.shape[2] + (constants["K"] if "M" in outputs else 0)
+    grid = columns // constants["BV"], listed_entries(listed, chunks) * constants["HV"]
+    scan_kernel[grid](rows(x.v), tiles, initial, listed, chunks, **outputs, **constants)
 
 
-@operator(cost=costs.over_inputs, of_driver=True, prepares="backward")
-def kda_recompute(
-    inputs: Fields,
-    chunks: list[Tensor],
-    scale: float,
-    lower_bound: float,
-    gate: int,
-    safe_gate: bool,
-    beta_range: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """-> qg, kn, kg, decay, b."""
-    x, tiles = Inputs(*inputs), _empty_tiles(inputs, chunks, matrices=False)
-    _launch_prepare(x, tiles, Chunks(*chunks), scale, lower_bound, gate, safe_gate, beta_range)
-    return tiles[:5]
-
-
-@register_fake(kda_recompute)
-def _(inputs, chunks, *_):
-    return _empty_tiles(inputs, chunks, matrices=False)[:5]
-
-
-def _scan_outputs(v, tiles, chunks, initial, final_rows) -> tuple[Tensor, Tensor]:
-    return v.new_empty(v.shape), empty_states(v, final_rows, Tiles(*tiles).qg.shape[2])
-
-
-@operator(kept_by=("selective",), cost=costs.over_states, of_driver=True)
-def kda_scan(
-    v: Tensor, tiles: list[Tensor], chunks: list[Tensor], initial: Fields, final_rows: int
-) -> tuple[Tensor, Tensor]:
-    """-> o [T, HV, V], final_state [final_rows, HV, K, V] fp32 (0 rows: none is written)."""
-    made, where = Tiles(*tiles), Chunks(*chunks)
-    o, final_state = _scan_outputs(v, tiles, chunks, initial, final_rows)
-    (_, HV, K, _), V, N, v = made.qg.shape, v.shape[2], where.cu_seqlens.shape[0] - 1, dense_heads(v)
-    chosen = config("kda scan", made.qg, K, BV=widest_slice(V))
-    scan_kernel[V // chosen["BV"], N * HV](
-        v,
-        *made,
-        *States(*initial),
-        o,
-        final_state if final_rows else None,
-        where.cu_seqlens,
-        where.chunk_offsets,
-        v.stride(0),
-        HV=HV,
-        K=K,
-        V=V,
-        CT=TRITON_DTYPE[made.qg.dtype],
-        **chosen,
-    )
-    return o, final_state
-
-
-register_fake(kda_scan)(_scan_outputs)
-
-
-def _boundary_outputs(v, tiles, chunks, entries, wanted) -> tuple[Tensor, Tensor]:
-    (_, HV, K, _), F = Tiles(*tiles).qg.shape, entries.shape[0]
-    return empty_states(v, F, K), v.new_empty(F, HV, K, K, dtype=torch.float32)
-
-
-@operator(kept_by=("selective",), cost=costs.over_states, of_driver=True)
-def kda_boundary(
-    v: Tensor, tiles: list[Tensor], chunks: list[Tensor], entries: Tensor, wanted: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """entries [F] int32 -> S_ext [F, HV, K, V], each listed entry's last state from a zero state, and M [F, HV, K, K],
-    its transition; fp32. wanted [F] int32: what is written for each, 0 nothing, 1 S_ext, 2 both; None: both for all."""
-    made, where = Tiles(*tiles), Chunks(*chunks)
-    S_ext, M = _boundary_outputs(v, tiles, chunks, entries, wanted)
-    (F, HV, K, V), v = S_ext.shape, dense_heads(v)
-    chosen = config("kda scan", made.qg, K, BV=min(K, widest_slice(V)))
-    boundary_kernel[(V + K) // chosen["BV"], F * HV](
-        v,
-        made.kn,
-        made.kg,
-        made.decay,
-        made.b,
-        made.Gn,
-        entries,
-        wanted,
-        S_ext,
-        M,
-        where.cu_seqlens,
-        where.chunk_offsets,
-        v.stride(0),
-        HV=HV,
-        K=K,
-        V=V,
-        CT=TRITON_DTYPE[made.qg.dtype],
-        **chosen,
-    )
-    return S_ext, M
-
-
-register_fake(kda_boundary)(_boundary_outputs)
-
-
-@operator(cost=costs.over_states, of_driver=True)
-def kda_boundary_bwd(
-    do: Tensor, tiles: list[Tensor], chunks: list[Tensor], entries: Tensor, wanted: Tensor | None
-) -> Tensor:
-    """entries [F] int32 -> dS_ext [F, HV, K, V] fp32: the gradient of each listed entry's incoming state if its last
-    state has none. wanted [F] int32: 0 leaves an entry's unwritten; None: all are written."""
-    made, where = Tiles(*tiles), Chunks(*chunks)
-    dS_ext = empty_boundary_gradients(do, tiles, chunks, entries, wanted)
-    (F, HV, K, V), do = dS_ext.shape, dense_heads(do)
-    chosen = config("kda reverse", made.qg, K, BV=widest_slice(V))
-    boundary_bwd_kernel[V // chosen["BV"], F * HV](
-        do,
-        *made,
-        entries,
-        wanted,
-        dS_ext,
-        where.cu_seqlens,
-        where.chunk_offsets,
-        do.stride(0),
-        HV=HV,
-        K=K,
-        V=V,
-        CT=TRITON_DTYPE[made.qg.dtype],
-        **chosen,
-    )
-    return dS_ext
-
-
-register_fake(kda_boundary_bwd)(empty_boundary_gradients)
-
-
-def _room_in_backward(inputs: Fields, **_: Any) -> int:
-    """Bytes, for each chunk: states and their gradients, r and y, the gradients of two matrices; dq and dk of value
-    heads that share them."""
-    x = Inputs(*inputs)
-    (T, HV, V), (_, H, K) = x.v.shape, x.k.shape
-    shared = 2 * K if HV > H else 0
-    return T * HV * (2 * K * V // CHUNK + 2 * V + 2 * CHUNK + shared) * x.v.element_size()
-
-
-@operator(cost=costs.over_inputs, of_driver=True, temporary=_room_in_backward)
-def kda_backward(
+def _launch_backward_scans(
     do: Tensor,
-    inputs: Fields,
-    tiles: list[Tensor],
-    chunks: list[Tensor],
-    initial: Fields,
-    d_final: Fields,
-    need_d_initial: bool,
-    scale: float,
-    lower_bound: float,
-    gate: int,
-    safe_gate: bool,
-    beta_range: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """-> the gradients of `Inputs` (each dense, in its input's dtype; those of A_log and dt_bias are empty if not
-    given), and of the initial states, fp32 in their shape (empty unless needed; rows that belong to no entry stay
-    unwritten)."""
-    q, k, v, g, beta, A_log, dt_bias = Inputs(*inputs)
-    made, states, final = Tiles(*tiles), States(*initial), States(*d_final)
-    cu_seqlens, chunk_index, chunk_offsets = Chunks(*chunks)
-    (T, H, K), (HV, V), NT, N, CT = q.shape, v.shape[1:], chunk_index.shape[0], cu_seqlens.shape[0] - 1, made.qg.dtype
-    q, k, v, g, do = (dense_heads(x) for x in (q, k, v, g, do))
-    h, dh = (v.new_empty(NT, HV, V, K, dtype=CT) for _ in range(2))
-    r, y = (v.new_empty(NT, HV, V, CHUNK, dtype=CT) for _ in range(2))
-    d_initial = v.new_empty(states.values.shape if need_d_initial else 0, dtype=torch.float32)
-    scans = config("kda reverse", made.qg, K, BV=widest_slice(V))
-    backward_scans_kernel[V // scans["BV"], N * HV, 2](
-        v,
-        do,
-        *made,
-        states.values,
-        final.values,
-        final.index,
-        d_initial if need_d_initial else None,
-        states.index,
-        h,
-        dh,
-        r,
-        y,
-        cu_seqlens,
-        chunk_offsets,
-        v.stride(0),
-        do.stride(0),
-        HV=HV,
-        K=K,
-        V=V,
-        CT=TRITON_DTYPE[CT],
-        **scans,
+    given: Given,
+    initial: Pair,
+    d_final: Pair,
+    d_initial: Pair,
+    listed: Pair = ALL,
+    **outputs: Tensor,
+) -> None:
+    x, tiles, chunks, _ = given
+    V = do.shape[2]
+    constants = _constants(tiles, "kda reverse", V, widest_slice(V))
+    grid = V // constants["BV"], listed_entries(listed, chunks) * constants["HV"], 2 if outputs else 1
+    backward_scans_kernel[grid](
+        rows(do), rows(x.v), tiles, initial, d_final, d_initial, listed, chunks, **outputs, **constants
     )
 
-    dv, dbeta = v.new_empty(v.shape), beta.new_empty(beta.shape)
-    dA, dK = (v.new_empty(NT, HV, CHUNK, CHUNK, dtype=CT) for _ in range(2))
-    matrix_kernel[HV, NT](
-        made.b,
-        do,
-        r,
-        y,
-        dA,
-        dK,
-        dv,
-        dbeta,
-        cu_seqlens,
-        chunk_index,
-        scale,
-        do.stride(0),
-        HV=HV,
-        V=V,
-        CT=TRITON_DTYPE[CT],
-        BETA_RANGE=beta_range,
-        **config("kda matrix", q, K, BV=widest_slice(V)),
-    )
 
+def _gradients(
+    do: Tensor, given: Given, h: Tensor, dh: Tensor, r: Tensor, y: Tensor, dA: Tensor, dK: Tensor
+) -> tuple[Tensor | None, ...]:
+    """dq, dk, dg, dA_log, ddt_bias."""
+    x, tiles, chunks, n = given
+    (T, H, K), (NT, HV, V, _), C = x.q.shape, h.shape, CHUNK
     # With grouped value heads, each value head writes its own dq and dk in fp32; they are summed below.
-    dq, dk = (q.new_empty(T, HV, K, dtype=q.dtype if HV == H else torch.float32) for _ in range(2))
-    dg = g.new_empty(g.shape)
-    parts = g.new_empty(2, NT if gate else 0, HV * K, dtype=torch.float32)  # of ddt_bias and dA_log
+    dq, dk = (x.q.new_empty(T, HV, K, dtype=x.q.dtype if HV == H else torch.float32) for _ in range(2))
+    dg = x.g.new_empty(x.g.shape)
+    dbias_part, dA_part = parts = x.g.new_empty(2, NT if n.gate else 0, HV * K, dtype=torch.float32)
     limits = {"BK": K, "BV": widest_slice(V)}
-    BF = config("kda gradient safe", q, K, **limits)["BK"]
-    fast = None if safe_gate else g.new_empty(NT, HV, K // BF, dtype=torch.int32)
-    for safe in (True,) if safe_gate else (True, False):  # see `is_fast`
-        chosen = config(f"kda gradient{' safe' if safe else ''}", q, K, **limits)
+    BF = config("kda gradient safe", x.q, K, **limits)["BK"]
+    fast = None if n.safe_gate else x.g.new_empty(NT, HV, K // BF, dtype=torch.int32)
+    for kernel, safe in _passes(n.safe_gate, "kda gradient safe", "kda gradient"):
+        chosen = config(kernel, x.q, K, **limits)
         BK, BV = chosen["BK"], chosen["BV"]
         assert BF % BK == 0, "a program reads one flag"
-        chunk_matrices = [chunk_tiles(x, BV, width) for x, width in ((r, CHUNK), (y, CHUNK), (h, BK), (dh, BK))]
         gradient_kernel[K // BK, HV, NT](
-            q,
-            k,
-            g,
-            A_log,
-            dt_bias,
-            made.b,
-            ragged_tiles(do, CHUNK, BV),
-            *chunk_matrices,
+            *map(rows, (x.q, x.k, x.g)),
+            ragged_tiles(do, BV),
+            *(chunk_tiles(t, width, BV) for t, width in ((r, C), (y, C), (h, BK), (dh, BK))),
+            x.A_log,
+            x.dt_bias,
+            tiles.b,
             dA,
             dK,
             dq,
             dk,
             dg,
-            None if A_log is None else parts[1],
-            None if dt_bias is None else parts[0],
+            None if x.A_log is None else dA_part,
+            None if x.dt_bias is None else dbias_part,
             fast,
-            cu_seqlens,
-            chunk_index,
-            scale,
-            lower_bound,
-            q.stride(0),
-            k.stride(0),
-            g.stride(0),
+            chunks,
+            n.scale,
+            n.lower_bound,
             H=H,
             HV=HV,
             K=K,
             V=V,
             BF=BF,
-            CT=TRITON_DTYPE[CT],
-            GATE=gate,
+            CT=TRITON_DTYPE[tiles.qg.dtype],
+            GATE=int(n.gate),
             SAFE=safe,
             **chosen,
         )
     if HV != H:
-        dq, dk = sum_groups(dq, q), sum_groups(dk, k)
+        dq, dk = sum_groups(dq, x.q), sum_groups(dk, x.k)
     ddt_bias, dA_log = parts.sum(1)
-    dA_log = q.new_empty(0) if A_log is None else dA_log.view(HV, K).sum(1).view(A_log.shape).to(A_log.dtype)
-    ddt_bias = q.new_empty(0) if dt_bias is None else ddt_bias.view(dt_bias.shape).to(dt_bias.dtype)
-    return dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial
-
-
-register_fake(kda_backward)(empty_gradients)
+    dA_log = None if x.A_log is None else dA_log.view(HV, K).sum(1).view(x.A_log.shape).to(x.A_log.dtype)
+    ddt_bias = None if x.dt_bias is None else ddt_bias.view(x.dt_bias.shape).to(x.dt_bias.dtype)
+    return dq, dk, dg, dA_log, ddt_bias

@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.tools.ragged_tma import load_ragged
+from triton.language import constexpr
 
-from titan_linear.ops.triton.chunks import locate, locate_entry
+from titan_linear.ops.triton.chunks import chunk_at, entry_at, is_wanted
 from titan_linear.ops.triton.gates import beta_gradient, sigmoid, softplus
 from titan_linear.ops.triton.kda_fwd import (
     dot,
@@ -39,13 +39,13 @@ from titan_linear.ops.triton.kda_fwd import (
     split_dot,
 )
 from titan_linear.ops.triton.launch import Kernel
-from titan_linear.ops.triton.tiles import load_rows, load_state, store_state
+from titan_linear.ops.triton.tiles import fetch_rows, load_tokens, read_state, write_state
 
 
 @triton.jit
 def _reverse_scan(
-    dS, do, qg, kn, kg, decay, b, Aqk, Gn, dh, y, start, length, first, i_h, column, stride_do,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr, STAGES: tl.constexpr,
+    dS, do, tiles, dh, y, start, length, first, i_h, column,
+    HV: constexpr, K: constexpr, V: constexpr, BV: constexpr, CT: constexpr, STAGES: constexpr,
 ):  # fmt: skip
     """Carry dSᵀ [BV, K], columns of V from `column` on, through the chunks of one entry and head from the last to the
     first; returns the gradient of the state that enters. Writes each chunk's dS'ᵀ (dh) and yᵀ (y) where these are
@@ -60,77 +60,42 @@ def _reverse_scan(
         dS16 = dS.to(CT)
         if dh is not None:
             tl.store(dh + (tile * V + o_v[:, None]) * K + o_k[None, :], dS16)
-        b_do = load_rows(do, start + i_t * 64, length - i_t * 64, stride_do, i_h * V + column, 64, BV).to(CT)
+        b_do = load_tokens(do, start + i_t * 64, length - i_t * 64, i_h * V + column, BV).to(CT)
         b_do = tl.trans(b_do)
-        b_b = tl.load(b + tile * 64 + row)[None, :]
-        dN = dot(dS16, tl.load(kg + o_tile))  # [BV, C]
-        dN = dot(b_do, tl.load(Aqk + o_c), dN)
-        dN = dot((dN * b_b).to(CT), tl.load(Gn + o_c), dN)  # yᵀ
+        b_b = tl.load(tiles.b + tile * 64 + row)[None, :]
+        dN = dot(dS16, tl.load(tiles.kg + o_tile))  # [BV, C]
+        dN = dot(b_do, tl.load(tiles.Aqk + o_c), dN)
+        dN = dot((dN * b_b).to(CT), tl.load(tiles.Gn + o_c), dN)  # yᵀ
         if dh is not None:
             tl.store(y + (tile * V + o_v[:, None]) * 64 + row[None, :], dN.to(CT))
-        dS *= tl.load(decay + tile * K + o_k)[None, :]
-        dS = dot(b_do, tl.trans(tl.load(qg + o_tile)), dS)
-        dS = dot((dN * b_b).to(CT), tl.trans(tl.load(kn + o_tile)), dS)
+        dS *= tl.load(tiles.decay + tile * K + o_k)[None, :]
+        dS = dot(b_do, tl.trans(tl.load(tiles.qg + o_tile)), dS)
+        dS = dot((dN * b_b).to(CT), tl.trans(tl.load(tiles.kn + o_tile)), dS)
     return dS
 
 
 @Kernel
 def backward_scans_kernel(
-    v, do,  # [T, HV, V]
-    qg, kn, kg, decay, b, Aqk, Gn,
-    initial_state, d_final_state, final_index,
-    d_initial_state, state_index,
-    h, dh,  # [NT, HV, V, K], the state that enters each chunk, and the gradient of the one that leaves it
-    r, y,  # [NT, HV, V, 64]
-    cu_seqlens, chunk_offsets, stride_v, stride_do,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr, STAGES: tl.constexpr,
+    do, v, tiles, initial, d_final, d_initial, listed, chunks,
+    HV: constexpr, K: constexpr, V: constexpr, BV: constexpr, CT: constexpr, STAGES: constexpr,
+    h=None, dh=None,  # [NT, HV, V, K], the state that enters each chunk, and the gradient of the one that leaves it
+    r=None, y=None,  # [NT, HV, V, 64]
 ):  # fmt: skip
-    """One (entry, head, slice of V): forward again for h and r, or in reverse for dh and y; neither needs the other."""
+    """One (entry, head, slice of V), in reverse for dh and y and the gradient of the state that enters; or, in programs
+    of their own, forward again for h and r. Neither needs the other."""
     i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_n, i_h = i_nh // HV, i_nh % HV
-    start, length, first = locate_entry(cu_seqlens, chunk_offsets, i_n)
-    o_s = i_h * K * V + tl.arange(0, K)[None, :] * V + (i_v * BV + tl.arange(0, BV))[:, None]
-    S = tl.zeros([BV, K], tl.float32)
-    if tl.program_id(2) == 0:
-        if initial_state is not None:
-            S += load_state(initial_state, state_index, i_n, HV * K * V, o_s)
-        scan(
-            S, v, None, kn, kg, decay, b, None, Gn, None, h, r, start, length, length, first, i_h, i_v * BV, stride_v,
-            HV, K, V, BV, CT, STAGES,
-        )  # fmt: skip
-    else:
-        if d_final_state is not None:
-            S += load_state(d_final_state, final_index, i_n, HV * K * V, o_s)
-        S = _reverse_scan(
-            S, do, qg, kn, kg, decay, b, Aqk, Gn, dh, y, start, length, first, i_h, i_v * BV, stride_do,
-            HV, K, V, BV, CT, STAGES,
-        )  # fmt: skip
-        if d_initial_state is not None:
-            store_state(d_initial_state, state_index, i_n, HV * K * V, o_s, S)
-
-
-@Kernel
-def boundary_bwd_kernel(
-    do,  # [T, HV, V]
-    qg, kn, kg, decay, b, Aqk, Gn,
-    entries,  # [F]
-    wanted,  # [F] 0: nothing is written for an entry; None: all are
-    dS_ext,  # [F, HV, K, V] fp32
-    cu_seqlens, chunk_offsets, stride_do,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """One (listed entry, head, slice of V): the reverse scan from a zero gradient."""
-    i_v, i_fh = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_f, i_h = i_fh // HV, i_fh % HV
-    if wanted is not None and tl.load(wanted + i_f) == 0:
+    if not is_wanted(listed, i_n, 1):
         return
-    start, length, first = locate_entry(cu_seqlens, chunk_offsets, tl.load(entries + i_f).to(tl.int64))
-    dS = _reverse_scan(
-        tl.zeros([BV, K], tl.float32), do, qg, kn, kg, decay, b, Aqk, Gn, None, None, start, length, first, i_h,
-        i_v * BV, stride_do, HV, K, V, BV, CT, STAGES,
-    )  # fmt: skip
-    o_s = tl.arange(0, K)[None, :] * V + (i_v * BV + tl.arange(0, BV))[:, None]
-    tl.store(dS_ext + i_fh * K * V + o_s, dS)
+    start, length, first = entry_at(chunks, listed, i_n)
+    o_s = i_h * K * V + tl.arange(0, K)[None, :] * V + (i_v * BV + tl.arange(0, BV))[:, None]
+    if h is not None and tl.program_id(2) == 0:
+        S = read_state(initial, i_n, HV * K * V, o_s)
+        scan(S, v, tiles, None, h, r, start, length, length, first, i_h, i_v * BV, HV, K, V, BV, CT, STAGES)
+    else:
+        S = read_state(d_final, i_n, HV * K * V, o_s)
+        S = _reverse_scan(S, do, tiles, dh, y, start, length, first, i_h, i_v * BV, HV, K, V, BV, CT, STAGES)
+        write_state(d_initial, i_n, HV * K * V, o_s, S)
 
 
 @triton.jit
@@ -145,7 +110,7 @@ def transposed(x):
 
 
 @triton.jit
-def gate_gradient(dg, x, rate, lower_bound, GATE: tl.constexpr):
+def gate_gradient(dg, x, rate, lower_bound, GATE: constexpr):
     """dg of the natural-log gate → gradients of the biased input x and, before its sum, of A_log, both [BK, 64]."""
     if GATE == 1:
         return -dg * rate * sigmoid(x), -dg * rate * softplus(x)
@@ -157,27 +122,16 @@ def gate_gradient(dg, x, rate, lower_bound, GATE: tl.constexpr):
 
 @Kernel
 def matrix_kernel(
-    b,  # [NT, HV, 64] fp32, β
-    do,  # [T, HV, V]
-    r,
-    y,  # [NT, HV, V, 64]
-    dA,
-    dK,  # [NT, HV, 64, 64]
+    do, b, r, y,
+    dA, dK,  # [NT, HV, 64, 64]
     dv,  # [T, HV, V]
     dbeta,  # [T, HV]
-    cu_seqlens,
-    chunk_index,
-    scale,
-    stride_do,
-    HV: tl.constexpr,
-    V: tl.constexpr,
-    BV: tl.constexpr,
-    CT: tl.constexpr,
-    BETA_RANGE: tl.constexpr,
-):
+    chunks, scale,
+    HV: constexpr, V: constexpr, BV: constexpr, CT: constexpr, BETA_RANGE: constexpr,
+):  # fmt: skip
     """One (chunk, head): dv, dβ, and the gradients of Aqk and Kk, 0 above their diagonals."""
     i_h, i_t = tl.program_id(0), tl.program_id(1)
-    token, n = locate(chunk_index, cu_seqlens, i_t, 64)
+    token, n = chunk_at(chunks, i_t)
     tile = i_t.to(tl.int64) * HV + i_h
     row = tl.arange(0, 64)
     b_b = tl.load(b + tile * 64 + row)
@@ -188,7 +142,7 @@ def matrix_kernel(
         o_r = (tile * V + i_v * BV + tl.arange(0, BV)[:, None]) * 64 + row[None, :]
         b_r = tl.load(r + o_r)  # [BV, C]
         b_y = tl.load(y + o_r)
-        b_do = load_rows(do, token, n, stride_do, i_h * V + i_v * BV, 64, BV).to(CT)  # [C, BV]
+        b_do = load_tokens(do, token, n, i_h * V + i_v * BV, BV).to(CT)  # [C, BV]
         b_dA = dot(b_do, b_r, b_dA)
         b_dK = dot(tl.trans(b_y), b_r, b_dK)
         db += tl.sum(b_y.to(tl.float32) * b_r.to(tl.float32), 0)
@@ -205,23 +159,21 @@ def matrix_kernel(
 
 @triton.jit
 def read_state_gradients(
-    do, y, h, start, n, tile, i_o, i_k, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr,
-    STAGES: tl.constexpr,
+    do, y, h, start, n, tile, i_o, i_k, V: constexpr, BK: constexpr, BV: constexpr, CT: constexpr,
+    STAGES: constexpr,
 ):  # fmt: skip
     """(do Sᵀ)ᵀ and (y Sᵀ)ᵀ [BK, 64], 0 past an entry's end."""
     dq = tl.zeros([BK, 64], tl.float32)
     dk = tl.zeros([BK, 64], tl.float32)
     for i_v in tl.range(V // BV, num_stages=STAGES):
         b_h = tl.trans(h.load([tile * V + i_v * BV, i_k * BK]))  # [BK, BV]
-        dq = dot(b_h, tl.trans(load_ragged(do, start, n, [0, i_o + i_v * BV]).to(CT)), dq)
+        dq = dot(b_h, tl.trans(fetch_rows(do, start, n, 0, i_o + i_v * BV).to(CT)), dq)
         dk = dot(b_h, y.load([tile * V + i_v * BV, 0]), dk)
     return dq, dk
 
 
 @triton.jit
-def write_state_gradient(
-    r, h, dh, tile, i_k, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr
-):
+def write_state_gradient(r, h, dh, tile, i_k, V: constexpr, BK: constexpr, BV: constexpr, STAGES: constexpr):
     """(r dS'ᵀ)ᵀ [BK, 64] and Σ_v S ⊙ dS' [BK]."""
     dk = tl.zeros([BK, 64], tl.float32)
     ds = tl.zeros([BK], tl.float32)
@@ -232,20 +184,57 @@ def write_state_gradient(
     return dk, ds
 
 
+@triton.jit
+def _by_levels(
+    b_g, b_q, b_k, b_b, b_dA, b_dK, scale, do, r, y, h, dh, start, n, i_tile, i_o, i_k, V: constexpr,
+    BK: constexpr, BV: constexpr, CT: constexpr, STAGES: constexpr,
+):  # fmt: skip
+    """dq, dk and dΓ [BK, 64], and dγ [BK], for gates of any decay."""
+    row = tl.arange(0, 64)
+    b_diagonal = tl.sum(tl.where(row[:, None] == row[None, :], b_dA.to(tl.float32), 0.0), 0)[None, :]
+    b_dq, b_dkp = read_state_gradients(do, y, h, start, n, i_tile, i_o, i_k, V, BK, BV, CT, STAGES)
+    b_dq *= scale
+    b_dkm, ds = write_state_gradient(r, h, dh, i_tile, i_k, V, BK, BV, STAGES)
+    E, W, gamma = full_decays(b_g, CT)
+    b_dq *= E
+    b_dkp *= -b_b[None, :] * E
+    b_dkm *= b_b[None, :] * W
+    dgamma = tl.sum(b_dkm * b_k, 1) + tl.exp2(gamma) * ds
+    d_sum = b_q * b_dq + b_k * (b_dkp - b_dkm)
+    for level in range(6):
+        E = level_decay(b_g, level, CT)
+        cross = level_mask(level)
+        l_dA = tl.where(cross, b_dA, 0.0)
+        l_dK = tl.where(cross, b_dK, 0.0)
+        qE = (b_q * E).to(CT)
+        kE = (b_k * E).to(CT)
+        l_dq = dot(kE, tl.trans(l_dA))
+        l_dkp = dot(kE, tl.trans(l_dK))
+        l_dkm = dot(kE, l_dK, dot(qE, l_dA))
+        d_sum += qE.to(tl.float32) * l_dq + kE.to(tl.float32) * (l_dkp - l_dkm)
+        b_dq += l_dq * E
+        b_dkp += l_dkp * E
+        b_dkm += l_dkm * E
+    b_dq += b_diagonal * b_k
+    b_dk = b_dkp + b_dkm + b_diagonal * b_q
+    return b_dq, b_dk, d_sum, dgamma
+
+
 @Kernel
 def gradient_kernel(
-    q, k, g, A_log, dt_bias, b, do, r, y, h, dh, dA, dK,
+    q, k, g,  # (x, stride)
+    do, r, y, h, dh,  # descriptors
+    A_log, dt_bias, b, dA, dK,
     dq, dk, dg,  # [T, HV, K]
     dA_part, dbias_part,  # [NT, HV·K] fp32, or None; zeros for a chunk without a token
     fast,  # [NT, HV, K / BF] int32 or None: as in `is_fast`
-    cu_seqlens, chunk_index, scale, lower_bound, stride_q, stride_k, stride_g,
-    H: tl.constexpr, HV: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, BF: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
-    CT: tl.constexpr, GATE: tl.constexpr, SAFE: tl.constexpr,
+    chunks, scale, lower_bound,
+    H: constexpr, HV: constexpr, K: constexpr, V: constexpr, BF: constexpr, BK: constexpr,
+    BV: constexpr, STAGES: constexpr, CT: constexpr, GATE: constexpr, SAFE: constexpr,
 ):  # fmt: skip
     """One (chunk, head, block of K): dq, dk and dg, each written once in its own dtype."""
     i_k, i_h, i_t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start, n = locate(chunk_index, cu_seqlens, i_t, 64)
+    start, n = chunk_at(chunks, i_t)
     tile = i_t.to(tl.int64) * HV + i_h
     o_k = i_k * BK + tl.arange(0, BK)
     if fast is not None:
@@ -260,15 +249,13 @@ def gradient_kernel(
         if dbias_part is not None:
             tl.store(dbias_part + tile * K + o_k, tl.zeros([BK], tl.float32))
         return
-    i_s, i_tile = start.to(tl.int32), tile.to(tl.int32)  # where the copy engine reads: do, and the chunks' matrices
+    i_tile = tile.to(tl.int32)  # where the copy engine reads the chunks' matrices
     row = tl.arange(0, 64)
     inside = (row < n)[:, None]
     o_g = start * (HV * K) + i_h * K + (row[:, None] * (HV * K) + o_k[None, :])
-    q += (i_h // (HV // H)) * K
-    k += (i_h // (HV // H)) * K
     o_c = tile * 64 * 64 + (row[:, None] * 64 + row[None, :])
     rate, bias = gate_rate(A_log, i_h), gate_bias(dt_bias, i_h, K, i_k, BK)
-    b_g, b_q, b_k = load_chunk(g + i_h * K, q, k, stride_g, stride_q, stride_k, start, n, i_k * BK, BK)
+    b_g, b_q, b_k = load_chunk(g, q, k, start, n, i_h, i_k, HV // H, K, BK)
     p_b = b + tile * 64 + row  # loaded at use: held, it would take registers
     b_g = log2_gates(b_g, rate, bias, lower_bound, n, GATE)
     b_q = tl.trans(b_q).to(tl.float32)
@@ -289,7 +276,7 @@ def gradient_kernel(
         E, W = tl.exp2(x), tl.exp2(-x)
         kE = (b_k * E).to(CT)
         kW = (b_k * W).to(CT)
-        b_dq, b_dk = read_state_gradients(do, y, h, i_s, n, i_tile, i_h * V, i_k, V, BK, BV, CT, STAGES)
+        b_dq, b_dk = read_state_gradients(do, y, h, start, n, i_tile, i_h * V, i_k, V, BK, BV, CT, STAGES)
         b_dq *= scale * to_start
         b_dq += dot(kW, tl.trans(far_dA)) * down1 * down2
         b_dq = dot(kW, tl.trans(near_dA), b_dq)
@@ -313,36 +300,13 @@ def gradient_kernel(
         root = tl.rsqrt(E)  # its square is 1 / E, by two instructions where a division takes eight
         b_dk += b_dkm * (root * root)
     else:
-        b_b = tl.load(p_b)
-        b_diagonal = tl.sum(tl.where(row[:, None] == row[None, :], b_dA.to(tl.float32), 0.0), 0)[None, :]
-        b_dq, b_dkp = read_state_gradients(do, y, h, i_s, n, i_tile, i_h * V, i_k, V, BK, BV, CT, STAGES)
-        b_dq *= scale
-        b_dkm, ds = write_state_gradient(r, h, dh, i_tile, i_k, V, BK, BV, STAGES)
-        E, W, gamma = full_decays(b_g, CT)
-        b_dq *= E
-        b_dkp *= -b_b[None, :] * E
-        b_dkm *= b_b[None, :] * W
-        dgamma = tl.sum(b_dkm * b_k, 1) + tl.exp2(gamma) * ds
-        d_sum = b_q * b_dq + b_k * (b_dkp - b_dkm)
-        for level in range(6):
-            E = level_decay(b_g, level, CT)
-            cross = level_mask(level)
-            l_dA = tl.where(cross, b_dA, 0.0)
-            l_dK = tl.where(cross, b_dK, 0.0)
-            qE = (b_q * E).to(CT)
-            kE = (b_k * E).to(CT)
-            l_dq = dot(kE, tl.trans(l_dA))
-            l_dkp = dot(kE, tl.trans(l_dK))
-            l_dkm = dot(kE, l_dK, dot(qE, l_dA))
-            d_sum += qE.to(tl.float32) * l_dq + kE.to(tl.float32) * (l_dkp - l_dkm)
-            b_dq += l_dq * E
-            b_dkp += l_dkp * E
-            b_dkm += l_dkm * E
-        b_dq += b_diagonal * b_k
-        b_dk = b_dkp + b_dkm + b_diagonal * b_q
+        b_dq, b_dk, d_sum, dgamma = _by_levels(
+            b_g, b_q, b_k, tl.load(p_b), b_dA, b_dK, scale, do, r, y, h, dh, start, n, i_tile, i_h * V, i_k, V, BK, BV,
+            CT, STAGES,
+        )  # fmt: skip
         tl.store(dq + o_g, tl.trans(b_dq.to(dq.dtype.element_ty)), mask=inside)
     tl.store(dk + o_g, tl.trans(b_dk.to(dk.dtype.element_ty)), mask=inside)
-    raw = load_rows(g + i_h * K, start, n, stride_g, i_k * BK, 64, BK) if GATE > 0 else b_g  # before what waits
+    raw = load_tokens(g, start, n, i_h * K + i_k * BK, BK) if GATE > 0 else b_g  # before what waits
     b_dg = split_dot(d_sum, row[:, None] >= row[None, :], CT) + dgamma[:, None]
     if GATE > 0:
         x = transposed(raw) + bias

@@ -24,12 +24,13 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
-from titan_linear.ops.triton.chunks import locate, locate_entry
+from titan_linear.ops.triton.chunks import chunk_at, entry_at, is_wanted
 from titan_linear.ops.triton.gates import LOG2E, load_beta, log2_gate, sigmoid, softplus
 from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.solve import lower_triangle, split
-from titan_linear.ops.triton.tiles import load_rows, load_state, store_state
+from titan_linear.ops.triton.tiles import load_tokens, read_state
 
 
 @triton.jit
@@ -39,7 +40,7 @@ def dot(a, b, acc=None):
 
 
 @triton.jit
-def split_dot(x, m, CT: tl.constexpr):
+def split_dot(x, m, CT: constexpr):
     """x @ m for a matrix m of 0, ±1/2 and 1 (sums of columns of x), with x fp32 in two bf16 parts.
 
     A sum Γ then has an error of 2^-16 |Γ|, and 2^Γ one of |Γ| 2^Γ 2^-16 < 2^-16: fast gates stay exact."""
@@ -66,7 +67,7 @@ def gate_rate(A_log, i_h):
 
 
 @triton.jit
-def gate_bias(dt_bias, i_h, K: tl.constexpr, i_k, BK: tl.constexpr):
+def gate_bias(dt_bias, i_h, K: constexpr, i_k, BK: constexpr):
     """A block of dt_bias [HV·K], or zeros without it: [BK, 1]."""
     if dt_bias is None:
         return tl.zeros([BK, 1], tl.float32)
@@ -75,7 +76,7 @@ def gate_bias(dt_bias, i_h, K: tl.constexpr, i_k, BK: tl.constexpr):
 
 
 @triton.jit
-def half_decays(g, BK: tl.constexpr, CT: tl.constexpr):
+def half_decays(g, BK: constexpr, CT: constexpr):
     """g [BK, 64], log2 gates ≥ −7.3 → what the safe path needs: x [BK, 64], Γ relative to its half's reference; and,
     all [BK], the reference of each half, the whole number nearest to the middle of its decay; the whole number nearest
     to Γ in the middle of the chunk; and γ. E = 2^x and W = 2^-x then stay within 2^±117, which bf16 holds, and moving
@@ -102,7 +103,7 @@ def is_fast(first, second, middle):
 
 
 @triton.jit
-def full_decays(g, CT: tl.constexpr):
+def full_decays(g, CT: constexpr):
     """g [BK, 64], any log2 gates ≤ 0 → 2^Γ, 2^(γ−Γ) [BK, 64], gamma [BK]."""
     row = tl.arange(0, 64)
     upto = row[:, None] <= row[None, :]
@@ -110,7 +111,7 @@ def full_decays(g, CT: tl.constexpr):
 
 
 @triton.jit
-def level_decay(g, level, CT: tl.constexpr):
+def level_decay(g, level, CT: constexpr):
     """g [BK, 64] → 2^(gates between token i and the middle of its block of 2B tokens), B = 2^level, all ≤ 1: the factor
     of a query in the second half, and of a key in the first."""
     row = tl.arange(0, 64)
@@ -127,7 +128,7 @@ def level_mask(level):
 
 
 @triton.jit
-def log2_gates(raw, rate, bias, lower_bound, n, GATE: tl.constexpr):
+def log2_gates(raw, rate, bias, lower_bound, n, GATE: constexpr):
     """The log2 gates of a chunk from its rows [64, BK] of g: fp32 [BK, 64], 0 (no decay) beyond the entry's end."""
     raw = tl.trans(raw).to(tl.float32)
     if GATE > 0:
@@ -138,21 +139,21 @@ def log2_gates(raw, rate, bias, lower_bound, n, GATE: tl.constexpr):
 
 
 @triton.jit
-def load_chunk(g, q, k, stride_g, stride_q, stride_k, start, n, column, BK: tl.constexpr):
-    """Rows [64, BK] of the heads at g, q and k. The loads have a block of their own: otherwise the compiler converts
-    each tile before it loads the next, and waits three times instead of once."""
-    b_g = tl.zeros([64, BK], g.dtype.element_ty)
-    b_q = tl.zeros([64, BK], q.dtype.element_ty)
-    b_k = tl.zeros([64, BK], k.dtype.element_ty)
+def load_chunk(g, q, k, start, n, i_h, i_k, R: constexpr, K: constexpr, BK: constexpr):
+    """A chunk's rows [64, BK] of one head of g, q and k. The loads have a block of their own: otherwise the compiler
+    converts each tile before it loads the next, and waits three times instead of once."""
+    b_g = tl.zeros([64, BK], g[0].dtype.element_ty)
+    b_q = tl.zeros([64, BK], q[0].dtype.element_ty)
+    b_k = tl.zeros([64, BK], k[0].dtype.element_ty)
     if n > 0:
-        b_g = load_rows(g, start, n, stride_g, column, 64, BK)
-        b_q = load_rows(q, start, n, stride_q, column, 64, BK)
-        b_k = load_rows(k, start, n, stride_k, column, 64, BK)
+        b_g = load_tokens(g, start, n, i_h * K + i_k * BK, BK)
+        b_q = load_tokens(q, start, n, i_h // R * K + i_k * BK, BK)
+        b_k = load_tokens(k, start, n, i_h // R * K + i_k * BK, BK)
     return b_g, b_q, b_k
 
 
 @triton.jit
-def store_keys(p, x, tile, i_k, K: tl.constexpr, BK: tl.constexpr):
+def store_keys(p, x, tile, i_k, K: constexpr, BK: constexpr):
     """Store x [BK, 64], channels from i_k·BK on, in a chunk's tile of p [NT·HV, K, 64]."""
     o_k = tl.arange(0, BK)[:, None]
     tl.store(p + (tile * K + i_k * BK) * 64 + (o_k * 64 + tl.arange(0, 64)[None, :]), x.to(p.dtype.element_ty))
@@ -160,34 +161,23 @@ def store_keys(p, x, tile, i_k, K: tl.constexpr, BK: tl.constexpr):
 
 @Kernel
 def prepare_kernel(
-    q,  # [T, H, K]
-    k,  # [T, H, K]
-    g,  # [T, HV, K]
-    beta,  # [T, HV]
-    A_log,  # [HV] or None
-    dt_bias,  # [HV·K] or None
-    qg, kn, kg,  # [NT, HV, K, 64]
-    decay,  # [NT, HV, K] fp32
-    b,  # [NT, HV, 64] fp32
-    Aqk, Gn,  # [NT, HV, 64, 64], only with MATRICES
+    q, k, g, beta, A_log, dt_bias,
+    tiles,  # Aqk and Gn only with MATRICES
     fast,  # [NT, HV] int32 or None: as in `is_fast`
-    cu_seqlens, chunk_index, scale, lower_bound, stride_q, stride_k, stride_g, stride_beta,
-    H: tl.constexpr, HV: tl.constexpr,
-    K: tl.constexpr, BK: tl.constexpr, CT: tl.constexpr, GATE: tl.constexpr,
-    SAFE: tl.constexpr, BETA_RANGE: tl.constexpr, MATRICES: tl.constexpr,
+    chunks, scale, lower_bound,
+    H: constexpr, HV: constexpr, K: constexpr, BK: constexpr, CT: constexpr, GATE: constexpr,
+    SAFE: constexpr, BETA_RANGE: constexpr, MATRICES: constexpr,
 ):  # fmt: skip
     """One (chunk, head): all channels with MATRICES (Aqk, and Kk for solve_kernel), else one block of channels."""
     i_h, i_t = tl.program_id(1), tl.program_id(2)
-    start, n = locate(chunk_index, cu_seqlens, i_t, 64)
+    start, n = chunk_at(chunks, i_t)
     tile = i_t.to(tl.int64) * HV + i_h
     if not SAFE and fast is not None and tl.load(fast + tile) == 0:
         return
     row = tl.arange(0, 64)
     too_fast = 0
-    q += (i_h // (HV // H)) * K
-    k += (i_h // (HV // H)) * K
     if MATRICES or tl.program_id(0) == 0:
-        tl.store(b + tile * 64 + row, load_beta(beta, start, n, stride_beta, i_h, 64, BETA_RANGE))
+        tl.store(tiles.b + tile * 64 + row, load_beta(beta, start, n, i_h, BETA_RANGE))
     b_A = tl.zeros([64, 64], tl.float32)  # without SAFE, sums over channels of q_i k_j 2^(Γ_i−Γ_j)
     b_K = tl.zeros([64, 64], tl.float32)  # the same for k_i k_j
     halves_A = tl.zeros([64, 128], tl.float32)  # with SAFE, columns alternate: within the halves, between them
@@ -196,7 +186,7 @@ def prepare_kernel(
     for i in tl.range(0, K // BK if MATRICES else 1):
         i_k = tl.program_id(0) + i
         rate, bias = gate_rate(A_log, i_h), gate_bias(dt_bias, i_h, K, i_k, BK)
-        b_g, b_q, b_k = load_chunk(g + i_h * K, q, k, stride_g, stride_q, stride_k, start, n, i_k * BK, BK)
+        b_g, b_q, b_k = load_chunk(g, q, k, start, n, i_h, i_k, HV // H, K, BK)
         b_g = log2_gates(b_g, rate, bias, lower_bound, n, GATE)
         b_q = tl.trans(b_q).to(tl.float32) * scale
         b_k = tl.trans(b_k).to(tl.float32)
@@ -207,12 +197,12 @@ def prepare_kernel(
             to_start = halves(tl.exp2(first), tl.exp2(second)).to(CT)
             W = b_k * tl.exp2(-x)
             b_w = W.to(CT)
-            store_keys(kg, W * halves(tl.exp2(gamma - first), tl.exp2(gamma - second)), tile, i_k, K, BK)
+            store_keys(tiles.kg, W * halves(tl.exp2(gamma - first), tl.exp2(gamma - second)), tile, i_k, K, BK)
             E = tl.exp2(x)
             b_q = (b_q * E).to(CT)
             b_k = (b_k * E).to(CT)
-            store_keys(qg, b_q * to_start, tile, i_k, K, BK)
-            store_keys(kn, -b_k * to_start, tile, i_k, K, BK)
+            store_keys(tiles.qg, b_q * to_start, tile, i_k, K, BK)
+            store_keys(tiles.kn, -b_k * to_start, tile, i_k, K, BK)
             if MATRICES:
                 # The first half's keys relative to the second: where one is below 2^-126, E times it is below 2^-9.
                 far_w = b_w * tl.exp2(middle - first).to(CT)[:, None] * tl.exp2(second - middle).to(CT)[:, None]
@@ -221,9 +211,9 @@ def prepare_kernel(
                 halves_K = dot(tl.trans(b_k), b_w, halves_K)
         else:
             E, W, gamma = full_decays(b_g, CT)
-            store_keys(qg, b_q * E, tile, i_k, K, BK)
-            store_keys(kn, -b_k * E, tile, i_k, K, BK)
-            store_keys(kg, b_k * W, tile, i_k, K, BK)
+            store_keys(tiles.qg, b_q * E, tile, i_k, K, BK)
+            store_keys(tiles.kn, -b_k * E, tile, i_k, K, BK)
+            store_keys(tiles.kg, b_k * W, tile, i_k, K, BK)
             if MATRICES:
                 diagonal += tl.sum(b_q * b_k, 0)
                 for level in range(6):
@@ -231,7 +221,7 @@ def prepare_kernel(
                     b_w = (b_k * E).to(CT)
                     b_A += tl.where(level_mask(level), dot(tl.trans((b_q * E).to(CT)), b_w), 0.0)
                     b_K += tl.where(level_mask(level), dot(tl.trans(b_w), b_w), 0.0)
-        tl.store(decay + tile * K + i_k * BK + tl.arange(0, BK), tl.exp2(gamma))
+        tl.store(tiles.decay + tile * K + i_k * BK + tl.arange(0, BK), tl.exp2(gamma))
     if SAFE and fast is not None:
         tl.store(fast + tile, too_fast)
     if MATRICES:
@@ -241,8 +231,8 @@ def prepare_kernel(
         else:
             b_A += tl.where(row[:, None] == row[None, :], diagonal[:, None], 0.0)
         o_c = tile * 64 * 64
-        tl.store(Aqk + o_c + row[:, None] * 64 + row[None, :], b_A.to(CT))
-        tl.store(lower_triangle(Gn + o_c, row[:, None], row[None, :]), b_K, mask=row[:, None] > row[None, :])
+        tl.store(tiles.Aqk + o_c + row[:, None] * 64 + row[None, :], b_A.to(CT))
+        tl.store(lower_triangle(tiles.Gn + o_c, row[:, None], row[None, :]), b_K, mask=row[:, None] > row[None, :])
 
 
 @triton.jit
@@ -255,8 +245,8 @@ def join_halves(x):
 
 @triton.jit
 def scan(
-    S, v, qg, kn, kg, decay, b, Aqk, Gn, o, h, r, start, length, v_length, first, i_h, column, stride_v,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr, STAGES: tl.constexpr,
+    S, v, tiles, o, h, r, start, length, v_length, first, i_h, column,
+    HV: constexpr, K: constexpr, V: constexpr, BV: constexpr, CT: constexpr, STAGES: constexpr,
 ):  # fmt: skip
     """Carry Sᵀ [BV, K], columns of V from `column` on, through the chunks of one entry and head; returns the state that
     leaves. From token v_length on, v is taken as zero. Writes o, and each chunk's incoming Sᵀ (h) and rᵀ (r), where
@@ -264,88 +254,59 @@ def scan(
     NT = (length + 63) // 64
     row, o_k, o_v = tl.arange(0, 64), tl.arange(0, K), column + tl.arange(0, BV)
     eye = (row[:, None] == row[None, :]).to(CT)  # a product with it transposes v on the tensor cores
-    next_decay = tl.load(decay + (first * HV + i_h) * K + o_k, mask=(o_k >= 0) & (NT > 0), other=0.0)
+    next_decay = tl.load(tiles.decay + (first * HV + i_h) * K + o_k, mask=(o_k >= 0) & (NT > 0), other=0.0)
     for i_t in tl.range(0, NT, num_stages=STAGES):
         tile = (first + i_t) * HV + i_h
         if o is not None:  # one chunk ahead by hand: pipelined, its buffers would be 512 bytes too many at K = 128
             b_decay = next_decay
-            next_decay = tl.load(decay + (tile + HV * (i_t + 1 < NT)) * K + o_k)
+            next_decay = tl.load(tiles.decay + (tile + HV * (i_t + 1 < NT)) * K + o_k)
         else:
-            b_decay = tl.load(decay + tile * K + o_k)
+            b_decay = tl.load(tiles.decay + tile * K + o_k)
         o_tile = (tile * K + o_k[:, None]) * 64 + row[None, :]
         S16 = S.to(CT)
-        x = dot(S16, tl.load(kn + o_tile))  # [BV, C] = (v − k̃ S)ᵀ
-        b_v = load_rows(v, start + i_t * 64, v_length - i_t * 64, stride_v, i_h * V + column, 64, BV).to(CT)
+        x = dot(S16, tl.load(tiles.kn + o_tile))  # [BV, C] = (v − k̃ S)ᵀ
+        b_v = load_tokens(v, start + i_t * 64, v_length - i_t * 64, i_h * V + column, BV).to(CT)
         x = dot(tl.trans(b_v), eye, x)
-        b_b = tl.load(b + tile * 64 + row)[None, :]
+        b_b = tl.load(tiles.b + tile * 64 + row)[None, :]
         p_c = tile * 64 * 64 + row[:, None] * 64 + row[None, :]
-        x = dot((x * b_b).to(CT), tl.trans(tl.load(Gn + p_c)), x)  # rᵀ
+        x = dot((x * b_b).to(CT), tl.trans(tl.load(tiles.Gn + p_c)), x)  # rᵀ
         if h is not None:
             tl.store(h + (tile * V + o_v[:, None]) * K + o_k[None, :], S16)
             tl.store(r + (tile * V + o_v[:, None]) * 64 + row[None, :], x.to(CT))
         y = (x * b_b).to(CT)
         if o is not None:
-            b_o = dot(S16, tl.load(qg + o_tile))
-            b_o = dot(y, tl.trans(tl.load(Aqk + p_c)), b_o)
+            b_o = dot(S16, tl.load(tiles.qg + o_tile))
+            b_o = dot(y, tl.trans(tl.load(tiles.Aqk + p_c)), b_o)
             p_o = o + (start + i_t * 64 + row[None, :]) * (HV * V) + i_h * V + o_v[:, None]
             tl.store(p_o, b_o.to(o.dtype.element_ty), mask=(row < length - i_t * 64)[None, :])
-        S = dot(y, tl.trans(tl.load(kg + o_tile)), S * b_decay[None, :])
+        S = dot(y, tl.trans(tl.load(tiles.kg + o_tile)), S * b_decay[None, :])
     return S
 
 
 @Kernel
 def scan_kernel(
-    v,  # [T, HV, V]
-    qg, kn, kg, decay, b, Aqk, Gn,
-    initial_state, state_index,
-    o,  # [T, HV, V]
-    final_state,
-    cu_seqlens, chunk_offsets, stride_v,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr, STAGES: tl.constexpr,
+    v, tiles, initial, listed, chunks,
+    HV: constexpr, K: constexpr, V: constexpr, BV: constexpr, CT: constexpr, STAGES: constexpr,
+    o=None,  # [T, HV, V]
+    final_state=None,  # of each entry or listed one, [., HV, K, V] fp32
+    M=None,  # [F, HV, K, K] fp32
 ):  # fmt: skip
-    """One (entry, head, slice of V): o, and the last states where they are asked for."""
+    """One (entry, head, slice of V or, for M, of K): o, and the last states. M: from the identity with v = 0."""
     i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_n, i_h = i_nh // HV, i_nh % HV
-    start, length, first = locate_entry(cu_seqlens, chunk_offsets, i_n)
-    o_s = i_h * K * V + tl.arange(0, K)[None, :] * V + (i_v * BV + tl.arange(0, BV))[:, None]
-    S = tl.zeros([BV, K], tl.float32)
-    if initial_state is not None:
-        S += load_state(initial_state, state_index, i_n, HV * K * V, o_s)
-    S = scan(
-        S, v, qg, kn, kg, decay, b, Aqk, Gn, o, None, None, start, length, length, first, i_h, i_v * BV, stride_v,
-        HV, K, V, BV, CT, STAGES,
-    )  # fmt: skip
-    if final_state is not None:
-        store_state(final_state, None, i_n, HV * K * V, o_s, S)
-
-
-@Kernel
-def boundary_kernel(
-    v,  # [T, HV, V]
-    kn, kg, decay, b, Gn,
-    entries,  # [F]
-    wanted,  # [F] what is written for an entry, 0: nothing, 1: S_ext, 2: M too; None: 2 for all
-    S_ext,  # [F, HV, K, V] fp32
-    M,  # [F, HV, K, K] fp32
-    cu_seqlens, chunk_offsets, stride_v,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """One (listed entry, head, slice of V for S_ext or of K for M). S_ext: the scan from a zero state. M: the scan with
-    v = 0 from the identity."""
-    i_v, i_fh = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_f, i_h = i_fh // HV, i_fh % HV
     is_m = i_v >= V // BV
-    if wanted is not None and tl.load(wanted + i_f) < tl.where(is_m, 2, 1):
+    if not is_wanted(listed, i_n, tl.where(is_m, 2, 1)):
         return
-    start, length, first = locate_entry(cu_seqlens, chunk_offsets, tl.load(entries + i_f).to(tl.int64))
+    start, length, first = entry_at(chunks, listed, i_n)
     o_k, o_v = tl.arange(0, K)[None, :], tl.arange(0, BV)[:, None]
-    i_m = i_v - V // BV
-    S = tl.where(is_m & (o_k == i_m * BV + o_v), 1.0, 0.0)
-    S = scan(
-        S, v, None, kn, kg, decay, b, None, Gn, None, None, None, start, length, tl.where(is_m, 0, length), first, i_h,
-        tl.where(is_m, 0, i_v * BV), stride_v, HV, K, V, BV, CT, STAGES,
-    )  # fmt: skip
-    if is_m:
-        tl.store(M + i_fh * K * K + o_k * K + i_m * BV + o_v, S)
+    i_m, v_length, column = i_v - V // BV, length, i_v * BV
+    if M is None:
+        S = read_state(initial, i_n, HV * K * V, i_h * K * V + o_k * V + column + o_v)
     else:
-        tl.store(S_ext + i_fh * K * V + o_k * V + i_v * BV + o_v, S)
+        S = tl.where(is_m & (o_k == i_m * BV + o_v), 1.0, 0.0)
+        v_length, column = tl.where(is_m, 0, length), tl.where(is_m, 0, column)
+    S = scan(S, v, tiles, o, None, None, start, length, v_length, first, i_h, column, HV, K, V, BV, CT, STAGES)
+    if M is not None and is_m:
+        tl.store(M + i_nh * K * K + o_k * K + i_m * BV + o_v, S)
+    elif final_state is not None:
+        tl.store(final_state + i_nh * K * V + o_k * V + i_v * BV + o_v, S)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.layout.chains import Chains
-from titan_linear.ops.runtime.options import AnyInputs, DeltaRuleOptions, DPLRInputs, Inputs, States
+from titan_linear.ops.runtime.options import AnyInputs, AnyOptions, DPLRInputs, Inputs, States
 
 
 class Padded:
@@ -26,7 +26,7 @@ class Padded:
         self,
         make: Callable[..., Any],
         inputs: Inputs | DPLRInputs,
-        options: DeltaRuleOptions,
+        options: AnyOptions,
         boundaries: Boundaries,
         differentiable: bool,
         kept: Sequence[Tensor],

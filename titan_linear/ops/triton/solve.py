@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from titan_linear.ops.triton.launch import Kernel
 
@@ -20,7 +21,7 @@ def split(x):
 
 
 @triton.jit
-def dot_fp32(a, b, CT: tl.constexpr):
+def dot_fp32(a, b, CT: constexpr):
     """fp32 a @ b: IEEE for fp32 inputs, else three bf16 products (relative error of an operand 2^-16)."""
     if CT == tl.float32:  # noqa: SIM300
         return tl.dot(a, b, input_precision="ieee")
@@ -37,7 +38,7 @@ def lower_triangle(tile, i, j):
 
 
 @triton.jit
-def merge(N21, G11, G22, b1, b2, CT: tl.constexpr):
+def merge(N21, G11, G22, b1, b2, CT: constexpr):
     """G21 = (I − G22 b2) N21 (I − b1 G11) of pairs of blocks: each [pairs, B, B], b [pairs, 1, B]."""
     x = N21 - dot_fp32(N21 * b1, G11, CT)
     return x - dot_fp32(G22 * b2, x, CT)
@@ -53,11 +54,11 @@ def factors(b, place):
 
 
 @triton.jit
-def solve(b, G, SCALED: tl.constexpr):
+def solve(b, G, SCALED: constexpr):
     """Write −G, or with SCALED G diag(b), in place of N [64, 64] at G; b [64], or None for ones: then write I − G.
     Forward substitution in fp32 on 16×16 blocks, G_i = N_i − Σ_m N_im b_m G_m for m < i with one column per lane, then
     merged to 32 and 64 rows."""
-    CT: tl.constexpr = G.dtype.element_ty
+    CT: constexpr = G.dtype.element_ty
     lane = tl.arange(0, 64)
     first, column = lane // 16 * 16, lane % 16
     rows = ()
@@ -101,7 +102,7 @@ def solve(b, G, SCALED: tl.constexpr):
 
 
 @Kernel
-def solve_kernel(b, G, STRIDE_B: tl.constexpr, SCALED: tl.constexpr):
+def solve_kernel(b, G, STRIDE_B: constexpr, SCALED: constexpr):
     """`solve` for one (chunk, head)."""
     i = tl.program_id(0).to(tl.int64)
     solve(b + i * STRIDE_B, G + i * 64 * 64, SCALED)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from titan_linear.ops.layout.boundaries import Boundaries, Segments
 from titan_linear.ops.layout.chains import Chains
@@ -26,7 +27,7 @@ from titan_linear.ops.triton.tiles import blocks_of
 
 
 @Kernel
-def boundaries_kernel(table, cu_seqlens, boundaries, tokens, length, S, B: tl.constexpr):
+def boundaries_kernel(table, cu_seqlens, boundaries, tokens, length, S, B: constexpr):
     """Where each segment of the table begins; surplus segments, and the boundary after the last, are at the end."""
     o_s = tl.program_id(0) * B + tl.arange(0, B)
     i_n = tl.load(table + 2 * o_s, mask=o_s < S, other=-1)

@@ -22,85 +22,85 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
-from titan_linear.ops.triton.chunks import locate, locate_entry
+from titan_linear.ops.triton.chunks import chunk_at, entry_at, is_wanted
 from titan_linear.ops.triton.gates import log2_gate, softplus
 from titan_linear.ops.triton.launch import Kernel
-from titan_linear.ops.triton.tiles import fetch_rows, fetch_tile, load_rows, store_rows
+from titan_linear.ops.triton.tiles import BT, fetch_rows, fetch_tile, load_tokens, store_tokens
 
 # --- Tiles ------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _rows(x, start, length, row, stride, column, BT: tl.constexpr, BD: tl.constexpr, FETCH: tl.constexpr):
+def _tokens(x, start, length, row, column, BD: constexpr, FETCH: constexpr):
     """A tile of an entry [length, .] from its token `row` on, zeros past its end. start: its first token."""
     if FETCH:
         return fetch_rows(x, start, length, row, column)
     else:
-        return load_rows(x, start + row, length - row, stride, column, BT, BD)
+        return load_tokens(x, start + row, length - row, column, BD)
 
 
 @triton.jit
-def _columns(
-    x, start, length, row, stride, i_h, i_v, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, FETCH: tl.constexpr
-):
-    """As `_rows`, slice i_v of head i_h's V columns, zeros beyond them."""
+def _columns(x, start, length, row, i_h, i_v, V: constexpr, BV: constexpr, FETCH: constexpr):
+    """As `_tokens`, slice i_v of head i_h's V columns, zeros beyond them."""
     if V % BV == 0:
-        return _rows(x, start, length, row, stride, i_h * V + i_v * BV, BT, BV, FETCH)
+        return _tokens(x, start, length, row, i_h * V + i_v * BV, BV, FETCH)
     else:
         o_c, o_v = tl.arange(0, BT)[:, None], i_v * BV + tl.arange(0, BV)[None, :]
-        p_x = x + (start + row) * stride + i_h * V + (o_c * stride + o_v)
+        p_x, stride = x
+        p_x += (start + row) * stride + i_h * V + (o_c * stride + o_v)
         return tl.load(p_x, mask=(o_c < length - row) & (o_v < V), other=0.0)
 
 
 @triton.jit
-def _store_columns(x, b_x, start, rows, HV, i_h, i_v, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr):
+def _store_columns(x, b_x, start, n, HV, i_h, i_v, V: constexpr, BV: constexpr):
     """Into x [T, HV, V], as `_columns`."""
     if V % BV == 0:
-        store_rows(x, b_x, start, rows, HV * V, i_h * V + i_v * BV, BT, BV)
+        store_tokens((x, HV * V), b_x, start, n, i_h * V + i_v * BV, BV)
     else:
         o_c, o_v = tl.arange(0, BT)[:, None], i_v * BV + tl.arange(0, BV)[None, :]
         p_x = x + start * (HV * V) + i_h * V + (o_c * (HV * V) + o_v)
-        tl.store(p_x, b_x.to(x.dtype.element_ty), mask=(o_c < rows) & (o_v < V))
+        tl.store(p_x, b_x.to(x.dtype.element_ty), mask=(o_c < n) & (o_v < V))
 
 
 @triton.jit
-def _state(i_v, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
+def _state(i_v, K: constexpr, V: constexpr, BV: constexpr):
     """Where slice i_v of a state [K, V] lies in it, and which of its columns there are."""
     o_v = i_v * BV + tl.arange(0, BV)[None, :]
     return tl.arange(0, K)[:, None] * V + o_v, (tl.arange(0, K)[:, None] >= 0) & (o_v < V)
 
 
 @triton.jit
-def _row(index, i_n):
+def _row(states, i_n):
     """The row of entry i_n's state, -1: none."""
-    if index is None:
+    if states[1] is None:
         return i_n
     else:
-        return tl.load(index + i_n).to(tl.int64)
+        return tl.load(states[1] + i_n).to(tl.int64)
 
 
 @triton.jit
-def _load_state(states, index, i_n, HV, i_hv, i_v, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
+def _load_state(states, i_n, HV, i_hv, i_v, K: constexpr, V: constexpr, BV: constexpr):
     """A slice of entry i_n's state [K, BV] in fp32; zeros if there are no states."""
-    if states is None:
+    if states[0] is None:
         return tl.zeros([K, BV], tl.float32)
     else:
         o_s, m_s = _state(i_v, K, V, BV)
-        row = _row(index, i_n)
-        p_s = states + (row * HV + i_hv) * (K * V) + o_s
+        row = _row(states, i_n)
+        p_s = states[0] + (row * HV + i_hv) * (K * V) + o_s
         return tl.load(p_s, mask=m_s & (row >= 0), other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store_state(states, b_s, i_row, HV, i_hv, i_v, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
+def _store_state(states, b_s, i_row, HV, i_hv, i_v, K: constexpr, V: constexpr, BV: constexpr):
     o_s, m_s = _state(i_v, K, V, BV)
     p_s = states + (i_row * HV + i_hv) * (K * V) + o_s
     tl.store(p_s, b_s.to(states.dtype.element_ty), mask=m_s & (i_row >= 0))
 
 
 @triton.jit
-def _load_gates(gates, i_p, BT: tl.constexpr, PARTS: tl.constexpr):
+def _load_gates(gates, i_p, PARTS: constexpr):
     """Of one chunk and head: G and its second part (with PARTS = 2), Δ, what follows of G after each token, each [BT],
     and the last G."""
     p_g = gates + i_p * (1 + PARTS) * BT + tl.arange(0, BT)
@@ -114,7 +114,7 @@ def _load_gates(gates, i_p, BT: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _decays(b_G, b_low, BT: tl.constexpr, PARTS: tl.constexpr, BY_LATER: tl.constexpr):
+def _decays(b_G, b_low, PARTS: constexpr, BY_LATER: constexpr):
     """D [BT, BT], with later tokens as rows, or else as columns. The first parts' differences are exact: what decays
     slowly after a fast token keeps its digits."""
     o_c = tl.arange(0, BT)
@@ -128,7 +128,7 @@ def _decays(b_G, b_low, BT: tl.constexpr, PARTS: tl.constexpr, BY_LATER: tl.cons
 
 
 @triton.jit
-def _skip(D, i_hv, i_v, V: tl.constexpr, BV: tl.constexpr, WIDE: tl.constexpr):
+def _skip(D, i_hv, i_v, V: constexpr, BV: constexpr, WIDE: constexpr):
     """Head i_hv's factors of v in o: one, or with WIDE a row [1, BV]."""
     if WIDE:
         o_v = i_v * BV + tl.arange(0, BV)
@@ -141,7 +141,7 @@ def _skip(D, i_hv, i_v, V: tl.constexpr, BV: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _steps(b_g, dt_bias, o_h, m_h, low, high, SOFTPLUS: tl.constexpr):
+def _steps(b_g, dt_bias, o_h, m_h, low, high, SOFTPLUS: constexpr):
     """What goes into the clamp from raw time steps [BT, BH]: raw with its bias, and time steps before and after."""
     if dt_bias is not None:
         b_g += tl.load(dt_bias + o_h, mask=m_h, other=0.0).to(tl.float32)[None, :]
@@ -152,29 +152,19 @@ def _steps(b_g, dt_bias, o_h, m_h, low, high, SOFTPLUS: tl.constexpr):
 
 @Kernel
 def prepare_kernel(
-    g,  # [T, HV]
-    A,  # [HV], or None: g is the log decay
-    dt_bias,  # [HV] or None
+    g, A, dt_bias,
     gates,  # [NT, HV, 1 + PARTS, BT] fp32: G in base 2, Δ; past a document's end, the last G and zero
-    cu_seqlens,
-    chunk_index,
-    low,
-    high,
-    stride_g,
-    HV,
-    BT: tl.constexpr,
-    BH: tl.constexpr,
-    PARTS: tl.constexpr,
-    SOFTPLUS: tl.constexpr,
-):
+    chunks, low, high, HV, BH: constexpr, PARTS: constexpr, SOFTPLUS: constexpr,
+):  # fmt: skip
     """Decays of one chunk and BH heads. With two parts, the first are sums of multiples of 2^-8 and exact."""
     blocks = (HV + BH - 1) // BH
     i_t, i_b = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
-    start, length = locate(chunk_index, cu_seqlens, i_t, BT)
+    start, length = chunk_at(chunks, i_t)
     o_c, o_h = tl.arange(0, BT)[:, None], i_b * BH + tl.arange(0, BH)
     m_h = o_h < HV
     m_t = (o_c < length) & m_h[None, :]
-    b_g = tl.load(g + start * stride_g + (o_c * stride_g + o_h[None, :]), mask=m_t, other=0.0).to(tl.float32)
+    p_g, stride = g
+    b_g = tl.load(p_g + start * stride + (o_c * stride + o_h[None, :]), mask=m_t, other=0.0).to(tl.float32)
     b_dt = tl.where(m_t, 1.0, 0.0)
     if A is not None:
         _, _, b_steps = _steps(b_g, dt_bias, o_h, m_h, low, high, SOFTPLUS)
@@ -195,105 +185,75 @@ def prepare_kernel(
 
 
 @triton.jit
-def _chunk_and_group(chunk_index, cu_seqlens, H, splits, BT: tl.constexpr):
+def _chunk_and_group(chunks, H, splits):
     """Which chunk, group and part of its heads a program has, the chunk's first token and its number of tokens."""
     i_p = tl.program_id(0).to(tl.int64)
     i_split, i_t, i_h = i_p % splits, i_p // splits // H, (i_p // splits % H).to(tl.int32)
-    start, length = locate(chunk_index, cu_seqlens, i_t, BT)
+    start, length = chunk_at(chunks, i_t)
     return i_split, i_t, i_h, start, length
 
 
 @Kernel
-def scores_kernel(
-    q,
-    k,
-    scores,  # [NT, H, BT, BT]
-    cu_seqlens,
-    chunk_index,
-    stride_q,
-    stride_k,
-    H,
-    K: tl.constexpr,
-    BT: tl.constexpr,
-):
-    """q kᵀ of one chunk and group."""
-    _, i_t, i_h, start, length = _chunk_and_group(chunk_index, cu_seqlens, H, 1, BT)
-    b_q = load_rows(q, start, length, stride_q, i_h * K, BT, K)
-    b_k = load_rows(k, start, length, stride_k, i_h * K, BT, K)
+def scores_kernel(q, k, scores, chunks, H, K: constexpr):
+    """q kᵀ of one chunk and group, [NT, H, BT, BT]."""
+    _, i_t, i_h, start, length = _chunk_and_group(chunks, H, 1)
+    b_q = load_tokens(q, start, length, i_h * K, K)
+    b_k = load_tokens(k, start, length, i_h * K, K)
     b_qk = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-    store_rows(scores, b_qk, (i_t * H + i_h) * BT, BT, BT, 0, BT, BT)
+    store_tokens((scores, BT), b_qk, (i_t * H + i_h) * BT, BT, 0, BT)
 
 
 # --- Passes from chunk to chunk ---------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _piece(length, i_p, pieces, BT: tl.constexpr):
+def _piece(length, i_p, pieces):
     """The first chunk of piece i_p of an entry that is cut into `pieces`."""
     return i_p * tl.cdiv(length, BT) // pieces
 
 
 @Kernel
 def scan_kernel(
-    q,
-    k,
-    v,
-    scores,  # [NT, H, BT, BT]
-    gates,
-    D,
-    initial_state,
-    state_index,
+    q, k, v,  # descriptors with FETCH, else (x, stride)
+    scores,  # [NT, H, BT, BT], or its descriptor
+    gates, D, initial,
     S_ext,  # [N, parts before the last piece, HV, K, V] fp32, or None: there is one piece
     M,  # [N, parts before the last piece, HV] fp32
     o,  # [T, HV, V]
     final_state,  # [N, HV, K, V] fp32 or None
-    cu_seqlens,
-    chunk_offsets,
-    scale,
-    stride_q,
-    stride_k,
-    stride_v,
-    HV,
-    pieces,
+    chunks, listed, scale, HV, pieces,
     parts,  # of an entry, a multiple of `pieces`
-    R: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BV: tl.constexpr,
-    WIDE: tl.constexpr,
-    PARTS: tl.constexpr,
-    STAGES: tl.constexpr,
-    FETCH: tl.constexpr,
-):
+    R: constexpr, K: constexpr, V: constexpr, BV: constexpr, PARTS: constexpr, STAGES: constexpr,
+    WIDE: constexpr, FETCH: constexpr,
+):  # fmt: skip
     """One (entry, head, piece, slice of V): o, and the last states where they are asked for. The state stays in
     registers; before a piece it follows from those of the parts before."""
-    blocks: tl.constexpr = (V + BV - 1) // BV
+    blocks: constexpr = (V + BV - 1) // BV
     i_v, i_nhp = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     i_p, i_nh = (i_nhp % pieces).to(tl.int32), i_nhp // pieces
     i_n, i_hv = i_nh // HV, (i_nh % HV).to(tl.int32)
-    start, length, first = locate_entry(cu_seqlens, chunk_offsets, i_n)
-    b_s = _load_state(initial_state, state_index, i_n, HV, i_hv, i_v, K, V, BV)
+    start, length, first = entry_at(chunks, listed, i_n)
+    b_s = _load_state(initial, i_n, HV, i_hv, i_v, K, V, BV)
     if S_ext is not None:
         in_piece = parts // pieces
         for i in range(0, i_p * in_piece):
             i_s = i_n * (parts - in_piece) + i
-            b_s = b_s * tl.load(M + i_s * HV + i_hv) + _load_state(S_ext, None, i_s, HV, i_hv, i_v, K, V, BV)
-    for i in tl.range(_piece(length, i_p, pieces, BT), _piece(length, i_p + 1, pieces, BT), num_stages=STAGES):
+            b_s = b_s * tl.load(M + i_s * HV + i_hv) + _load_state((S_ext, None), i_s, HV, i_hv, i_v, K, V, BV)
+    for i in tl.range(_piece(length, i_p, pieces), _piece(length, i_p + 1, pieces), num_stages=STAGES):
         i_t = first + i
-        b_q = _rows(q, start, length, i * BT, stride_q, i_hv // R * K, BT, K, FETCH)
-        b_k = _rows(k, start, length, i * BT, stride_k, i_hv // R * K, BT, K, FETCH)
-        b_v = _columns(v, start, length, i * BT, stride_v, i_hv, i_v, V, BT, BV, FETCH)
-        b_G, b_low, b_dt, b_after, b_last = _load_gates(gates, i_t * HV + i_hv, BT, PARTS)
+        b_q = _tokens(q, start, length, i * BT, i_hv // R * K, K, FETCH)
+        b_k = _tokens(k, start, length, i * BT, i_hv // R * K, K, FETCH)
+        b_v = _columns(v, start, length, i * BT, i_hv, i_v, V, BV, FETCH)
+        b_G, b_low, b_dt, b_after, b_last = _load_gates(gates, i_t * HV + i_hv, PARTS)
         i_m = i_t * (HV // R) + i_hv // R
-        b_m = fetch_tile(scores, i_m, BT) if FETCH else load_rows(scores, i_m * BT, BT, BT, 0, BT, BT)
-        b_m = b_m * _decays(b_G, b_low, BT, PARTS, True) * (scale * b_dt)[None, :]
+        b_m = fetch_tile(scores, i_m) if FETCH else load_tokens((scores, BT), i_m * BT, BT, 0, BT)
+        b_m = b_m * _decays(b_G, b_low, PARTS, True) * (scale * b_dt)[None, :]
         b_o = tl.dot(b_m.to(b_q.dtype), b_v, input_precision="ieee")
         b_y = tl.dot(b_q, b_s.to(b_q.dtype), input_precision="ieee")
         b_o += b_y * (scale * tl.exp2(b_last - b_after))[:, None]
         if D is not None:
             b_o += _skip(D, i_hv, i_v, V, BV, WIDE) * b_v
-        _store_columns(o, b_o, start + i * BT, length - i * BT, HV, i_hv, i_v, V, BT, BV)
+        _store_columns(o, b_o, start + i * BT, length - i * BT, HV, i_hv, i_v, V, BV)
         # Last: while the next chunk's products that do not need it are computed.
         b_w = (tl.exp2(b_after) * b_dt)[:, None] * b_v
         b_s = tl.dot(tl.trans(b_k), b_w.to(b_q.dtype), b_s * tl.exp2(b_last), input_precision="ieee")
@@ -304,41 +264,19 @@ def scan_kernel(
 
 @triton.jit
 def _pass(
-    b_s,
-    x,
-    y,
-    gates,
-    h,
-    start,
-    length,
-    first,
-    begin,
-    end,
-    i_hv,
-    i_v,
-    scale,
-    stride_x,
-    stride_y,
-    HV,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BV: tl.constexpr,
-    PARTS: tl.constexpr,
-    STAGES: tl.constexpr,
-    FETCH: tl.constexpr,
-    REVERSE: tl.constexpr,
-):
+    b_s, x, y, gates, h, start, length, first, begin, end, i_hv, i_v, scale, HV,
+    R: constexpr, K: constexpr, V: constexpr, BV: constexpr, PARTS: constexpr, STAGES: constexpr,
+    FETCH: constexpr, REVERSE: constexpr,
+):  # fmt: skip
     """Carry a state through an entry's chunks from `begin` to before `end`, x = k and y = v; or with REVERSE its
     gradient through these from the last, x = q and y = do. Writes it before each chunk to h [NT, HV, K, V], if given.
     Returns the last one and the sum of G over the chunks."""
     b_sum = 0.0
     for n in tl.range(begin, end, num_stages=STAGES):
         i = begin + end - 1 - n if REVERSE else n
-        b_x = _rows(x, start, length, i * BT, stride_x, i_hv // R * K, BT, K, FETCH)
-        b_y = _columns(y, start, length, i * BT, stride_y, i_hv, i_v, V, BT, BV, FETCH)
-        _, _, b_dt, b_after, b_last = _load_gates(gates, (first + i) * HV + i_hv, BT, PARTS)
+        b_x = _tokens(x, start, length, i * BT, i_hv // R * K, K, FETCH)
+        b_y = _columns(y, start, length, i * BT, i_hv, i_v, V, BV, FETCH)
+        _, _, b_dt, b_after, b_last = _load_gates(gates, (first + i) * HV + i_hv, PARTS)
         if h is not None:
             _store_state(h, b_s, first + i, HV, i_hv, i_v, K, V, BV)
         b_w = scale * tl.exp2(b_last - b_after) if REVERSE else tl.exp2(b_after) * b_dt
@@ -350,85 +288,60 @@ def _pass(
 
 @Kernel
 def boundary_kernel(
-    x,
-    y,
-    gates,
-    entries,  # [F], or None: rows are the first `rows` of an entry's `parts`, and F is N · rows
-    wanted,  # [F] what is written for a row, 0: nothing, 1: S_ext, 2: M too; None: 2 for all
-    S_ext,  # [F, HV, K, V] fp32
+    x, y, gates, S_ext,
     M,  # [F, HV, 1] fp32 or None
-    cu_seqlens,
-    chunk_offsets,
-    scale,
-    stride_x,
-    stride_y,
-    HV,
-    rows,
-    parts,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BV: tl.constexpr,
-    PARTS: tl.constexpr,
-    STAGES: tl.constexpr,
-    FETCH: tl.constexpr,
-    REVERSE: tl.constexpr,
-):
+    chunks,
+    listed,  # as `ALL`; or all, with rows for the first `rows` of an entry's `parts`
+    scale, HV, rows, parts,
+    R: constexpr, K: constexpr, V: constexpr, BV: constexpr, PARTS: constexpr, STAGES: constexpr,
+    FETCH: constexpr, REVERSE: constexpr,
+):  # fmt: skip
     """One (listed entry or part, head, slice of V): `_pass` from a zero state, and the factor of any other."""
-    blocks: tl.constexpr = (V + BV - 1) // BV
+    blocks: constexpr = (V + BV - 1) // BV
     i_v, i_fh = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     i_f, i_hv = i_fh // HV, (i_fh % HV).to(tl.int32)
-    has_m = M is not None
-    if wanted is not None:
-        needed = tl.load(wanted + i_f)
-        if needed == 0:
-            return
-        has_m = has_m & (needed == 2)
-    i_n = i_f // rows if entries is None else tl.load(entries + i_f).to(tl.int64)
-    i_p = (i_f % rows).to(tl.int32) if entries is None else 0
-    start, length, first = locate_entry(cu_seqlens, chunk_offsets, i_n)
+    if not is_wanted(listed, i_f, 1):
+        return
+    i_p = (i_f % rows).to(tl.int32)
+    start, length, first = entry_at(chunks, listed, i_f // rows)
     b_s, b_sum = _pass(
-        tl.zeros([K, BV], tl.float32), x, y, gates, None, start, length, first, _piece(length, i_p, parts, BT),
-        _piece(length, i_p + 1, parts, BT), i_hv, i_v, scale, stride_x, stride_y, HV, R, K, V, BT, BV, PARTS, STAGES,
-        FETCH, REVERSE,
+        tl.zeros([K, BV], tl.float32), x, y, gates, None, start, length, first, _piece(length, i_p, parts),
+        _piece(length, i_p + 1, parts), i_hv, i_v, scale, HV, R, K, V, BV, PARTS, STAGES, FETCH, REVERSE,
     )  # fmt: skip
     _store_state(S_ext, b_s, i_f, HV, i_hv, i_v, K, V, BV)
     if M is not None:
-        tl.store(M + i_fh, tl.exp2(b_sum), mask=has_m & (i_v == 0))
+        tl.store(M + i_fh, tl.exp2(b_sum), mask=is_wanted(listed, i_f, 2) & (i_v == 0))
 
 
 @Kernel
 def states_kernel(
-    q, k, v, do, gates,
-    initial_state, state_index, d_final_state, final_index,
+    q, k, v, do, gates, initial, d_final,
     h,  # [NT, HV, K, V] the state that enters each chunk
     dh,  # [NT, HV, K, V] the gradient of the state that leaves it
-    d_initial_state,
-    cu_seqlens, chunk_offsets, scale, stride_q, stride_k, stride_v, stride_do, HV,
-    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr,
-    STAGES: tl.constexpr, FETCH: tl.constexpr,
+    d_initial, chunks, listed, scale, HV,
+    R: constexpr, K: constexpr, V: constexpr, BV: constexpr, PARTS: constexpr, STAGES: constexpr,
+    FETCH: constexpr,
 ):  # fmt: skip
     """One (entry, head, slice of V) in one direction: all states, or all their gradients."""
-    blocks: tl.constexpr = (V + BV - 1) // BV
+    blocks: constexpr = (V + BV - 1) // BV
     i_p = tl.program_id(0) // 2
     i_v, i_nh = i_p % blocks, (i_p // blocks).to(tl.int64)
     i_n, i_hv = i_nh // HV, (i_nh % HV).to(tl.int32)
-    start, length, first = locate_entry(cu_seqlens, chunk_offsets, i_n)
+    start, length, first = entry_at(chunks, listed, i_n)
     if tl.program_id(0) % 2 == 0:
-        b_s = _load_state(initial_state, state_index, i_n, HV, i_hv, i_v, K, V, BV)
+        b_s = _load_state(initial, i_n, HV, i_hv, i_v, K, V, BV)
         _pass(
-            b_s, k, v, gates, h, start, length, first, 0, tl.cdiv(length, BT), i_hv, i_v, scale, stride_k, stride_v,
-            HV, R, K, V, BT, BV, PARTS, STAGES, FETCH, False,
+            b_s, k, v, gates, h, start, length, first, 0, tl.cdiv(length, BT), i_hv, i_v, scale, HV, R, K, V, BV, PARTS,
+            STAGES, FETCH, False,
         )  # fmt: skip
     else:
-        b_ds = _load_state(d_final_state, final_index, i_n, HV, i_hv, i_v, K, V, BV)
+        b_ds = _load_state(d_final, i_n, HV, i_hv, i_v, K, V, BV)
         b_ds, _ = _pass(
-            b_ds, q, do, gates, dh, start, length, first, 0, tl.cdiv(length, BT), i_hv, i_v, scale, stride_q,
-            stride_do, HV, R, K, V, BT, BV, PARTS, STAGES, FETCH, True,
+            b_ds, q, do, gates, dh, start, length, first, 0, tl.cdiv(length, BT), i_hv, i_v, scale, HV, R, K, V, BV,
+            PARTS, STAGES, FETCH, True,
         )  # fmt: skip
-        if d_initial_state is not None:
-            _store_state(d_initial_state, b_ds, _row(state_index, i_n), HV, i_hv, i_v, K, V, BV)
+        if d_initial is not None:
+            _store_state(d_initial, b_ds, _row(initial, i_n), HV, i_hv, i_v, K, V, BV)
 
 
 # --- Gradients, chunk by chunk ----------------------------------------------------------------------------------------
@@ -436,32 +349,32 @@ def states_kernel(
 
 @Kernel
 def carried_kernel(
-    q, v, do, gates, h, dh,
+    q, v, do,  # (x, stride)
+    gates, h, dh,
     dq, dk,  # [splits, T, H, K] fp32, without E
     taken,  # [NT, HV, slices of V, BT] fp32
     products,  # [NT, HV, slices of V, BV] fp32: the columns of S times those of dS'
-    cu_seqlens, chunk_index, scale, stride_q, stride_k, stride_v, stride_do, T, HV, NT, heads,
-    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr,
-    STAGES: tl.constexpr,
+    chunks, scale, T, HV, heads,
+    R: constexpr, K: constexpr, V: constexpr, BV: constexpr, PARTS: constexpr, STAGES: constexpr,
 ):  # fmt: skip
     """What a chunk's tokens take from the state and give to it, and <S, dS'>: `heads` heads of a group, one after
     another, slice by slice of V, and what they add to dq and dk."""
-    slices: tl.constexpr = (V + BV - 1) // BV
+    slices: constexpr = (V + BV - 1) // BV
     H, o_v = HV // R, tl.arange(0, BV)
-    i_split, i_t, i_h, start, length = _chunk_and_group(chunk_index, cu_seqlens, H, R // heads, BT)
+    i_split, i_t, i_h, start, length = _chunk_and_group(chunks, H, R // heads)
     if length <= 0:
         return
-    b_q = load_rows(q, start, length, stride_q, i_h * K, BT, K)
+    b_q = load_tokens(q, start, length, i_h * K, K)
     b_dq, b_dk = tl.zeros([BT, K], tl.float32), tl.zeros([BT, K], tl.float32)
     for n in tl.range(0, heads * slices, num_stages=STAGES):
         i_hv, i_v = i_h * R + i_split.to(tl.int32) * heads + n // slices, n % slices
         i_th = i_t * HV + i_hv
         o_s, m_s = _state(i_v, K, V, BV)
-        b_v = _columns(v, start, length, 0, stride_v, i_hv, i_v, V, BT, BV, False)
-        b_do = _columns(do, start, length, 0, stride_do, i_hv, i_v, V, BT, BV, False)
+        b_v = _columns(v, start, length, 0, i_hv, i_v, V, BV, False)
+        b_do = _columns(do, start, length, 0, i_hv, i_v, V, BV, False)
         b_s = tl.load(h + i_th * (K * V) + o_s, mask=m_s, other=0.0)
         b_ds = tl.load(dh + i_th * (K * V) + o_s, mask=m_s, other=0.0)
-        _, _, b_dt, b_after, b_last = _load_gates(gates, i_th, BT, PARTS)
+        _, _, b_dt, b_after, b_last = _load_gates(gates, i_th, PARTS)
         b_out = scale * tl.exp2(b_last - b_after)
         b_y = tl.dot(b_q, b_s, input_precision="ieee")
         tl.store(taken + (i_th * slices + i_v) * BT + tl.arange(0, BT), tl.sum(b_y * b_do, 1) * b_out)
@@ -471,32 +384,33 @@ def carried_kernel(
         b_dq = tl.dot(b_w, tl.trans(b_s), b_dq, input_precision="ieee")
         b_w = ((tl.exp2(b_after) * b_dt)[:, None] * b_v).to(b_q.dtype)
         b_dk = tl.dot(b_w, tl.trans(b_ds), b_dk, input_precision="ieee")
-    store_rows(dq, b_dq, i_split * T + start, length, H * K, i_h * K, BT, K)
-    store_rows(dk, b_dk, i_split * T + start, length, H * K, i_h * K, BT, K)
+    store_tokens((dq, H * K), b_dq, i_split * T + start, length, i_h * K, K)
+    store_tokens((dk, H * K), b_dk, i_split * T + start, length, i_h * K, K)
 
 
 @Kernel
 def pairs_kernel(
-    q, k, v, do, gates, D, dh,
+    q, k, v, do,  # (x, stride)
+    gates, D, dh,
     dv,  # [T, HV, V]
     dE,  # [splits, NT, H, BT, BT] fp32, Eᵀ
     own,  # [NT, H, BT] fp32, <q, k> of each token
     sums,  # [NT, HV, slices of V, 4, BT] fp32, for gates_kernel
     dD,  # [NT, HV, V] fp32, only with WIDE
-    cu_seqlens, chunk_index, scale, stride_q, stride_k, stride_v, stride_do, T, HV, NT, heads,
-    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, WIDE: tl.constexpr,
-    PARTS: tl.constexpr, STAGES: tl.constexpr,
+    chunks, scale, HV, NT, heads,
+    R: constexpr, K: constexpr, V: constexpr, BV: constexpr, PARTS: constexpr, STAGES: constexpr,
+    WIDE: constexpr,
 ):  # fmt: skip
     """dv of a chunk, what heads add to E, and what pairs of its tokens give and take, head by head as `carried_kernel`.
     What a token gives to itself does not decay."""
-    slices: tl.constexpr = (V + BV - 1) // BV
+    slices: constexpr = (V + BV - 1) // BV
     H, o_c = HV // R, tl.arange(0, BT)
     o_j, o_i = o_c[:, None], o_c[None, :]
-    i_split, i_t, i_h, start, length = _chunk_and_group(chunk_index, cu_seqlens, H, R // heads, BT)
+    i_split, i_t, i_h, start, length = _chunk_and_group(chunks, H, R // heads)
     if length <= 0:
         return
-    b_q = load_rows(q, start, length, stride_q, i_h * K, BT, K)
-    b_k = load_rows(k, start, length, stride_k, i_h * K, BT, K)
+    b_q = load_tokens(q, start, length, i_h * K, K)
+    b_k = load_tokens(k, start, length, i_h * K, K)
     b_kq = scale * tl.dot(b_k, tl.trans(b_q), input_precision="ieee")
     b_own = tl.sum(tl.where(o_i == o_j, b_kq, 0.0), 1)
     tl.store(own + (i_t * H + i_h) * BT + o_c, b_own)
@@ -506,14 +420,14 @@ def pairs_kernel(
         i_hv, i_v = i_h * R + i_split.to(tl.int32) * heads + n // slices, n % slices
         i_th = i_t * HV + i_hv
         o_s, m_s = _state(i_v, K, V, BV)
-        b_v = _columns(v, start, length, 0, stride_v, i_hv, i_v, V, BT, BV, False)
-        b_do = _columns(do, start, length, 0, stride_do, i_hv, i_v, V, BT, BV, False)
+        b_v = _columns(v, start, length, 0, i_hv, i_v, V, BV, False)
+        b_do = _columns(do, start, length, 0, i_hv, i_v, V, BV, False)
         b_ds = tl.load(dh + i_th * (K * V) + o_s, mask=m_s, other=0.0)
-        b_G, b_low, b_dt, b_after, _ = _load_gates(gates, i_th, BT, PARTS)
+        b_G, b_low, b_dt, b_after, _ = _load_gates(gates, i_th, PARTS)
         p_s = sums + (i_th * slices + i_v) * 4 * BT + o_c
         b_a = tl.dot(b_v, tl.trans(b_do), input_precision="ieee")  # [j, i]
         tl.store(p_s + 3 * BT, tl.sum(tl.where(o_i == o_j, b_a, 0.0), 1))
-        b_p = _decays(b_G, b_low, BT, PARTS, False)
+        b_p = _decays(b_G, b_low, PARTS, False)
         b_e += b_a * b_p * b_dt[:, None]
         b_m = b_kq * b_p
         b_a *= b_m
@@ -528,55 +442,41 @@ def pairs_kernel(
             if WIDE:
                 o_v = i_v * BV + tl.arange(0, BV)
                 tl.store(dD + i_th * V + o_v, tl.sum(b_v.to(tl.float32) * b_do, 0), mask=o_v < V)
-        _store_columns(dv, b_dv, start, length, HV, i_hv, i_v, V, BT, BV)
+        _store_columns(dv, b_dv, start, length, HV, i_hv, i_v, V, BV)
     tl.store(dE + ((i_split * NT + i_t) * H + i_h) * BT * BT + (o_j * BT + o_i), scale * b_e)
 
 
 @Kernel
 def groups_kernel(
-    q,
-    k,
+    q, k,  # (x, stride)
     dE,  # [splits, NT, H, BT, BT] fp32
-    dq_parts,
-    dk_parts,  # [splits, T, H, K] fp32
-    dq,
-    dk,  # [T, H, K]
-    cu_seqlens,
-    chunk_index,
-    stride_q,
-    stride_k,
-    T,
-    H,
-    NT,
-    splits,
-    K: tl.constexpr,
-    BT: tl.constexpr,
-):
+    dq_parts, dk_parts,  # [splits, T, H, K] fp32
+    dq, dk,  # [T, H, K]
+    chunks, T, H, NT, splits, K: constexpr,
+):  # fmt: skip
     """dq and dk of one chunk and group: the sums over parts, and E's products."""
-    _, i_t, i_h, start, length = _chunk_and_group(chunk_index, cu_seqlens, H, 1, BT)
+    _, i_t, i_h, start, length = _chunk_and_group(chunks, H, 1)
     o_e = tl.arange(0, BT)[:, None] * BT + tl.arange(0, BT)[None, :]
     b_e = tl.zeros([BT, BT], tl.float32)
     b_dq, b_dk = tl.zeros([BT, K], tl.float32), tl.zeros([BT, K], tl.float32)
     for i in range(0, splits):
         b_e += tl.load(dE + ((i * NT + i_t) * H + i_h) * BT * BT + o_e)
-        b_dq += load_rows(dq_parts, i * T + start, length, H * K, i_h * K, BT, K)
-        b_dk += load_rows(dk_parts, i * T + start, length, H * K, i_h * K, BT, K)
-    b_e = b_e.to(q.dtype.element_ty)  # Eᵀ
-    b_k = load_rows(k, start, length, stride_k, i_h * K, BT, K)
+        b_dq += load_tokens((dq_parts, H * K), i * T + start, length, i_h * K, K)
+        b_dk += load_tokens((dk_parts, H * K), i * T + start, length, i_h * K, K)
+    b_e = b_e.to(q[0].dtype.element_ty)  # Eᵀ
+    b_k = load_tokens(k, start, length, i_h * K, K)
     b_dq = tl.dot(tl.trans(b_e), b_k, b_dq, input_precision="ieee")
-    store_rows(dq, b_dq, start, length, H * K, i_h * K, BT, K)
-    b_q = load_rows(q, start, length, stride_q, i_h * K, BT, K)
+    store_tokens((dq, H * K), b_dq, start, length, i_h * K, K)
+    b_q = load_tokens(q, start, length, i_h * K, K)
     b_dk = tl.dot(b_e, b_q, b_dk, input_precision="ieee")
-    store_rows(dk, b_dk, start, length, H * K, i_h * K, BT, K)
+    store_tokens((dk, H * K), b_dk, start, length, i_h * K, K)
 
 
 @triton.jit
-def _given_product(
-    initial_state, state_index, d_final_state, final_index, i_n, i_hv, used, HV, KV: tl.constexpr, B: tl.constexpr
-):
+def _given_product(initial, d_final, i_n, i_hv, used, HV, KV: constexpr, B: constexpr):
     """<S, dS'> from the states that were given, 0 unless `used`."""
-    row, final_row = _row(state_index, i_n), _row(final_index, i_n)
-    p_s, p_ds = initial_state + (row * HV + i_hv) * KV, d_final_state + (final_row * HV + i_hv) * KV
+    row, final_row = _row(initial, i_n), _row(d_final, i_n)
+    p_s, p_ds = initial[0] + (row * HV + i_hv) * KV, d_final[0] + (final_row * HV + i_hv) * KV
     b_sum = tl.zeros([B], tl.float32)
     for i in range(0, KV, B):
         o_s = i + tl.arange(0, B)
@@ -589,18 +489,18 @@ def _given_product(
 def gates_kernel(
     g, A, dt_bias, gates, taken, products, sums,
     own,  # [NT, HV / R, BT]
-    initial_state, state_index, d_final_state, final_index,
+    initial, d_final,
     dg,  # [T, HV]
     d_heads,  # [3, NT, HV] fp32, partials of dA, d dt_bias and dD
-    cu_seqlens, chunk_index, low, high, stride_g, HV, NT,
-    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr,
-    PARTS: tl.constexpr, TAKEN: tl.constexpr, SLICES: tl.constexpr, SOFTPLUS: tl.constexpr,
+    chunks, low, high, HV, NT,
+    R: constexpr, K: constexpr, V: constexpr, BV: constexpr, BH: constexpr, PARTS: constexpr,
+    TAKEN: constexpr, SLICES: constexpr, SOFTPLUS: constexpr,
 ):  # fmt: skip
     """dg of one chunk and BH heads, from what a token takes from the state, and sums [4, BT]: what it takes from
     earlier tokens, what it gives to later ones and to the state, and <v, do>; the last three are without Δ."""
     blocks = (HV + BH - 1) // BH
     i_t, i_b = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
-    start, length = locate(chunk_index, cu_seqlens, i_t, BT)
+    start, length = chunk_at(chunks, i_t)
     o_c, o_h = tl.arange(0, BT)[:, None], i_b * BH + tl.arange(0, BH)
     m_h = o_h < HV
     m_t = (o_c < length) & m_h[None, :]
@@ -623,15 +523,15 @@ def gates_kernel(
         b_product += tl.sum(tl.load(p_p, mask=m_h[None, :] & (length > 0), other=0.0), 0)
     b_dg -= b_dt * b_earlier
     # For an entry within one chunk the given fp32 states are read: <S, dS'> may be most of its dg.
-    if initial_state is not None and d_final_state is not None:
+    if initial[0] is not None and d_final[0] is not None:
+        cu_seqlens, chunk_index, _ = chunks
         i_n = tl.maximum(tl.load(chunk_index + 2 * i_t), 0).to(tl.int64)
-        alone = (length > 0) & (tl.load(cu_seqlens + i_n + 1) - tl.load(cu_seqlens + i_n) == length)
+        tokens = tl.load(cu_seqlens + i_n + 1) - tl.load(cu_seqlens + i_n)
+        alone = (length > 0) & (tokens == length)
         if alone:
             for n in range(BH):
                 i_hv = i_b * BH + n
-                b_given = _given_product(
-                    initial_state, state_index, d_final_state, final_index, i_n, i_hv, i_hv < HV, HV, K * V, 1024
-                )
+                b_given = _given_product(initial, d_final, i_n, i_hv, i_hv < HV, HV, K * V, 1024)
                 b_product = tl.where(o_h == i_hv, b_given, b_product)
     # The decay of token t acts on the state that enters, updates before t, and what tokens from t on read.
     p_last = gates + (i_t * HV + o_h) * (1 + PARTS) * BT + BT - 1
@@ -642,11 +542,11 @@ def gates_kernel(
     b_later = b_dt * b_state
     b_dg = tl.cumsum(b_dg, 0, reverse=True) + tl.cumsum(b_later, 0) - b_later + b_product[None, :]
     b_dg = tl.where(m_t, b_dg, 0.0)
-    p_g = start * stride_g + (o_c * stride_g + o_h[None, :])
     if A is not None:
-        b_raw, b_steps, _ = _steps(
-            tl.load(g + p_g, mask=m_t, other=0.0).to(tl.float32), dt_bias, o_h, m_h, low, high, SOFTPLUS
-        )
+        p_g, stride = g
+        p_g += start * stride + (o_c * stride + o_h[None, :])
+        b_g = tl.load(p_g, mask=m_t, other=0.0).to(tl.float32)
+        b_raw, b_steps, _ = _steps(b_g, dt_bias, o_h, m_h, low, high, SOFTPLUS)
         tl.store(d_heads + i_t * HV + o_h, tl.sum(b_dt * b_dg, 0), mask=m_h)
         b_dg *= tl.load(A + o_h, mask=m_h, other=0.0).to(tl.float32)[None, :]
         p_own = own + (i_t * (HV // R) + o_h[None, :] // R) * BT + o_c

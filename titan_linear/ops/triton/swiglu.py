@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 
 from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.triton.launch import Kernel
@@ -15,7 +16,7 @@ TILE = {"ROWS": 8, "BH": 256, "num_warps": 4}  # rows and channels per program
 
 
 @Kernel
-def swiglu_fwd_kernel(gate_up, y, rows, H, FACTOR: tl.constexpr, ROWS: tl.constexpr, BH: tl.constexpr):
+def swiglu_fwd_kernel(gate_up, y, rows, H, FACTOR: constexpr, ROWS: constexpr, BH: constexpr):
     o_r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     o_h = tl.program_id(1) * BH + tl.arange(0, BH)[None, :]
     m = (o_r < rows) & (o_h < H)
@@ -25,7 +26,7 @@ def swiglu_fwd_kernel(gate_up, y, rows, H, FACTOR: tl.constexpr, ROWS: tl.conste
 
 
 @Kernel
-def swiglu_bwd_kernel(gate_up, dy, d, y, rows, H, FACTOR: tl.constexpr, ROWS: tl.constexpr, BH: tl.constexpr):
+def swiglu_bwd_kernel(gate_up, dy, d, y, rows, H, FACTOR: constexpr, ROWS: constexpr, BH: constexpr):
     o_r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     o_h = tl.program_id(1) * BH + tl.arange(0, BH)[None, :]
     m = (o_r < rows) & (o_h < H)

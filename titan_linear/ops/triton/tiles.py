@@ -11,11 +11,24 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import constexpr
 from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from titan_linear.ops.runtime.options import States
+from titan_linear.ops.layout.boundaries import CHUNK
 from titan_linear.ops.triton.launch import Kernel
+
+BT = constexpr(CHUNK)
+
+
+Pair = tuple[Tensor | None, Tensor | None]
+NONE: Pair = (None, None)  # states, and the row of each entry's among them
+
+
+def rows(x: Tensor) -> tuple[Tensor, int]:
+    """A stream, as kernels read it: x [T, heads, dim] or [T, heads], heads dense, and the stride between tokens."""
+    x = dense_heads(x)
+    return x, x.stride(0)
 
 
 def blocks_of(n: int, size: int) -> int:
@@ -34,13 +47,13 @@ def dense_heads(x: Tensor) -> Tensor:
     return x if dense and aligned else x.contiguous()
 
 
-def ragged_tiles(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """x [T, heads, dim] as the matrix [T, heads·dim], read in tiles of [rows, width] by the copy engine, which reads
-    zeros past an entry's end (`fetch_rows`)."""
-    return create_ragged_descriptor(x.flatten(1), [rows, width])
+def ragged_tiles(x: Tensor, width: int) -> TensorDescriptor:
+    """x [T, heads, dim] as the matrix [T, heads·dim], read in tiles of a chunk's tokens and `width` columns by the copy
+    engine, which reads zeros past an entry's end (`fetch_rows`)."""
+    return create_ragged_descriptor(dense_heads(x).flatten(1), [CHUNK, width])
 
 
-def chunk_tiles(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+def chunk_tiles(x: Tensor, width: int = CHUNK, rows: int = CHUNK) -> TensorDescriptor:
     """x [.., dim], contiguous, as the matrix [., dim], read in tiles of [rows, width] by the copy engine."""
     dim = x.shape[-1]
     return TensorDescriptor(x, [x.numel() // dim, dim], [dim, 1], [rows, width])
@@ -51,19 +64,8 @@ def empty_states(like: Tensor, rows: int, K: int) -> Tensor:
     return like.new_empty(rows, like.shape[1], K, like.shape[2], dtype=torch.float32)
 
 
-def empty_gradients(do, inputs, tiles, chunks, initial, d_final, need_d_initial, *_) -> tuple[Tensor, ...]:
-    """What the rules' backward operators return, without computing it."""
-    grads = (do.new_empty(0) if given is None else given.new_empty(given.shape) for given in inputs)
-    return *grads, do.new_empty(States(*initial).values.shape if need_d_initial else 0, dtype=torch.float32)
-
-
-def empty_boundary_gradients(do, tiles, chunks, entries, wanted) -> Tensor:
-    """dS_ext of `entries`, not yet computed; the first of the tiles is [NT, HV, K, .]."""
-    return empty_states(do, entries.shape[0], tiles[0].shape[2])
-
-
 @Kernel
-def sum_groups_kernel(x, y, n, R: tl.constexpr, K: tl.constexpr, B: tl.constexpr):
+def sum_groups_kernel(x, y, n, R: constexpr, K: constexpr, B: constexpr):
     """B of y's n numbers, each the sum of R of x's."""
     o_y = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     b_y = tl.zeros([B], tl.float32)
@@ -81,10 +83,50 @@ def sum_groups(x: Tensor, like: Tensor) -> Tensor:
 
 
 @triton.jit
-def load_rows(x, start, rows, stride, column, BT: tl.constexpr, BD: tl.constexpr):
-    """A [BT, BD] tile of a matrix from token `start` (64 bits) on: its first `rows` rows, then zeros."""
+def dot(a, b, acc=None):
+    """a @ b (+ acc), summed in fp32; fp32 operands as three products of tf32 parts."""
+    return tl.dot(a, b, acc=acc, input_precision="tf32x3")
+
+
+@triton.jit
+def load_tokens(x, start, n, column, BD: constexpr):
+    """BD columns of a chunk's rows of x (`rows`), from token `start` (64 bits) on: n rows, then zeros."""
     o_c, o_d = tl.arange(0, BT)[:, None], tl.arange(0, BD)[None, :]
-    return tl.load(x + start * stride + column + (o_c * stride + o_d), mask=o_c < rows, other=0.0)
+    p_x, stride = x
+    return tl.load(p_x + start * stride + column + (o_c * stride + o_d), mask=o_c < n, other=0.0)
+
+
+@triton.jit
+def store_tokens(x, b_x, start, n, column, BD: constexpr):
+    """As `load_tokens`."""
+    o_c, o_d = tl.arange(0, BT)[:, None], tl.arange(0, BD)[None, :]
+    p_x, stride = x
+    tl.store(p_x + start * stride + column + (o_c * stride + o_d), b_x.to(p_x.dtype.element_ty), mask=o_c < n)
+
+
+@triton.jit
+def read_state(states, i_n, stride, o_s):
+    """Elements o_s of entry i_n's state in fp32, zeros if there are none (`NONE`); a row has `stride` elements."""
+    values, index = states
+    if values is None:
+        return tl.zeros(o_s.shape, tl.float32)
+    elif index is None:
+        return tl.load(values + i_n * stride + o_s).to(tl.float32)
+    else:
+        row = tl.load(index + i_n).to(tl.int64)
+        return tl.load(values + row * stride + o_s, mask=(o_s >= 0) & (row >= 0), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def write_state(states, i_n, stride, o_s, b_s):
+    """As `read_state`; nothing, if there are none."""
+    values, index = states
+    if values is not None:
+        if index is None:
+            tl.store(values + i_n * stride + o_s, b_s)
+        else:
+            row = tl.load(index + i_n).to(tl.int64)
+            tl.store(values + row * stride + o_s, b_s, mask=(o_s >= 0) & (row >= 0))
 
 
 @triton.jit
@@ -95,31 +137,6 @@ def fetch_rows(desc, start, length, row, column):
 
 
 @triton.jit
-def fetch_tile(desc, i_p, BT: tl.constexpr):
+def fetch_tile(desc, i_p):
     """The BT rows of one chunk and head, of `chunk_tiles`."""
     return desc.load([(i_p * BT).to(tl.int32), 0])
-
-
-@triton.jit
-def store_rows(x, b_x, start, rows, stride, column, BT: tl.constexpr, BD: tl.constexpr):
-    o_c, o_d = tl.arange(0, BT)[:, None], tl.arange(0, BD)[None, :]
-    tl.store(x + start * stride + column + (o_c * stride + o_d), b_x.to(x.dtype.element_ty), mask=o_c < rows)
-
-
-@triton.jit
-def load_state(states, index, i_n, stride, o_s):
-    """Elements o_s of entry i_n's state in fp32; a row of states has `stride` elements."""
-    if index is None:
-        return tl.load(states + i_n * stride + o_s).to(tl.float32)
-    else:
-        row = tl.load(index + i_n).to(tl.int64)
-        return tl.load(states + row * stride + o_s, mask=(o_s >= 0) & (row >= 0), other=0.0).to(tl.float32)
-
-
-@triton.jit
-def store_state(states, index, i_n, stride, o_s, b_s):
-    if index is None:
-        tl.store(states + i_n * stride + o_s, b_s)
-    else:
-        row = tl.load(index + i_n).to(tl.int64)
-        tl.store(states + row * stride + o_s, b_s, mask=(o_s >= 0) & (row >= 0))
