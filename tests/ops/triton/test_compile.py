@@ -43,7 +43,7 @@ ACCEPTED_SPILLS: dict[tuple[str, str], tuple[int, str]] = {
     ("gdn", "solve_kernel"): (96, OCCUPANCY),
     ("gdn", "gradients_kernel"): (120, MANY_TILES),
     ("gdn", "reverse_kernel"): (16, MANY_TILES),
-    ("rwkv7", "gradient_kernel"): (328, MANY_TILES),
+    ("rwkv7", "gradient_kernel"): (336, MANY_TILES),
     ("ssd", "carried_kernel"): (360, DECAYS),
     ("ssd", "pairs_kernel"): (64, DECAYS),
     ("ssd", "gates_kernel"): (8, DECAYS),
