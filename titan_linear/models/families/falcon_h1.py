@@ -8,6 +8,7 @@ from titan_linear.models.families.keys import (
     HEAD_DIM,
     HEADS,
     HIDDEN_DIM,
+    MAMBA2_DIMS,
     TIME_STEP_LIMIT,
     Json,
     Keys,
@@ -81,14 +82,7 @@ def _read_inputs(key: Keys) -> Json:
 
 MAMBA2 = Part(
     Mamba2,
-    plain(
-        heads="mamba_n_heads",
-        head_dim=("mamba_d_head", "auto"),
-        state_dim="mamba_d_state",
-        groups=("mamba_n_groups", 1),
-        conv_size=("mamba_d_conv", 4),
-        conv_bias=("mamba_conv_bias", True),
-    ),
+    MAMBA2_DIMS,
     derived(head_dim=_head_dim),
     TIME_STEP_LIMIT,
     Row(write=lambda mamba: dict(mamba_d_ssm=mamba.heads * mamba.head_dim)),

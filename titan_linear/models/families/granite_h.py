@@ -5,6 +5,7 @@ from __future__ import annotations
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.families.keys import (
     COMMON,
+    MAMBA2_DIMS,
     TIME_STEP_LIMIT,
     UNGROUPED,
     Json,
@@ -57,14 +58,7 @@ LAYERS = {
 POSITIONS = rope(1e4)
 MAMBA2_SIZES = Part(
     Mamba2,
-    plain(
-        heads="mamba_n_heads",
-        head_dim=("mamba_d_head", "auto"),
-        state_dim="mamba_d_state",
-        groups=("mamba_n_groups", 1),
-        conv_size=("mamba_d_conv", 4),
-        conv_bias=("mamba_conv_bias", True),
-    ),
+    MAMBA2_DIMS,
     derived(head_dim=lambda key: key("mamba_expand", 2) * key("hidden_size") // key("mamba_n_heads")),
 )
 MAMBA2 = Part(Mamba2, *MAMBA2_SIZES.rows, TIME_STEP_LIMIT)

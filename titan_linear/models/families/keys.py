@@ -199,6 +199,14 @@ COMMON = (names_of_model("rms_norm_eps"), *USUAL)
 HEADS = plain(heads="num_attention_heads", kv_heads="num_key_value_heads")  # of softmax attention
 HEAD_DIM = either("head_dim", "head_dim", share_of_width, None)  # heads share the width unless a key says otherwise
 HIDDEN_DIM = plain(hidden_dim="intermediate_size")
+MAMBA2_DIMS = plain(
+    heads="mamba_n_heads",
+    head_dim=("mamba_d_head", "auto"),
+    state_dim="mamba_d_state",
+    groups=("mamba_n_groups", 1),
+    conv_size=("mamba_d_conv", 4),
+    conv_bias=("mamba_conv_bias", True),
+)
 UNGROUPED = (  # heads that share the width, each with keys of its own unless one key says otherwise
     plain(heads="num_attention_heads"),
     either("kv_heads", "num_key_value_heads", lambda key: key("num_attention_heads"), None),
