@@ -42,7 +42,7 @@ def errors(rank: int, world_size: int, bias: list[float]) -> list[float]:
     results = []
     for model in (alone, spread):
         own = x.clone().requires_grad_()
-        y, _ = model.layers[0].mlp(own, BatchPlan(torch.arange(x.shape[1])))
+        y = model.layers[0].mlp(own, BatchPlan(torch.arange(x.shape[1]))).y
         y.square().sum().backward()
         results.append([y.detach(), own.grad, *(p.grad for p in model.layers[0].mlp.experts.parameters())])
     for grad in results[0][2:]:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from titan_linear.distributed.parts import shard_parameter
 from titan_linear.models.decoder import Decoder, Head
-from titan_linear.models.layers import RMSNorm, widen
+from titan_linear.models.layers import Output, RMSNorm, widen
 from titan_linear.models.mlps.moe import MoE
 from titan_linear.ops.cross_entropy import chunked_cross_entropy
 from titan_linear.ops.exchange.collectives import Ranks, gather_along, gather_tokens, scatter_tokens, sum_over_ranks
@@ -95,19 +95,18 @@ def _summed(x: Tensor, ranks: Ranks) -> Tensor:
     return scatter_tokens(x, ranks) if torch.is_grad_enabled() else sum_over_ranks(x, ranks)
 
 
-def _on_all_tokens(module: nn.Module, x: Tensor, *arguments: object) -> object:
+def _on_all_tokens(module: nn.Module, x: Tensor, *arguments: object) -> Tensor | Output:
     """A mixer or an MLP. The values that a mixer hands to later layers are of this rank's heads, and of all tokens."""
     out = module.alone(_gathered(x, module.ranks), *arguments)
     if isinstance(out, Tensor):
         return _summed(out, module.ranks)
-    y, more = out
-    return _summed(y, module.ranks), more
+    return out._replace(y=_summed(out.y, module.ranks))
 
 
-def _moe(moe: MoE, x: Tensor, *arguments: object) -> object:
+def _moe(moe: MoE, x: Tensor, *arguments: object) -> Output:
     """The load-balance loss of experts is the same on all ranks: each gives an equal part of it."""
-    y, balance = _on_all_tokens(moe, x, *arguments)
-    return y, None if balance is None else balance / moe.ranks.size
+    out = _on_all_tokens(moe, x, *arguments)
+    return out if out.balance is None else out._replace(balance=out.balance / moe.ranks.size)
 
 
 def _embed(embedding: nn.Embedding, tokens: Tensor) -> Tensor:

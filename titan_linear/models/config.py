@@ -49,8 +49,8 @@ class MixerOptions(ABC):
 
     @abstractmethod
     def build(self, config: ModelConfig, layer: int) -> nn.Module:
-        """Build the module of a layer: forward(x [B, T, dim], plan, cache) -> [B, T, dim]. One that `takes`
-        values [B, T, takes] gets them as a fourth argument; `first` returns them too. It may have the attributes
+        """Build the module of a layer: forward(x [B, T, dim], plan, cache) -> [B, T, dim]. One that `takes` values
+        [B, T, takes] gets them as a fourth argument; `first` returns them in an `Output`. It may have the attributes
 
         initial: parameter -> its Draw, where it is not normal
         kept_whole: parameters that FSDP neither shards nor casts
@@ -135,8 +135,20 @@ def mixers_of(entry: Entry) -> tuple[MixerOptions, ...]:
     return entry if isinstance(entry, tuple) else ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Factors:
+    """The multipliers of muP, and those that MiniMax puts on its residuals."""
+
+    embedding_factor: float = 1.0  # on the embedding's output
+    residual_factor: float = 1.0  # on what each branch adds
+    kept_factor: float = 1.0  # on what it adds that to
+    gate_factor: float = 1.0  # on what gates a SwiGLU
+    mlp_factor: float = 1.0  # on the outputs of MLPs and experts
+    logits_divisor: float = 1.0
+
+
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Factors):
     vocab_size: int
     dim: int
     pattern: tuple[Entry, ...]  # of the first layers; further layers repeat it
@@ -152,13 +164,7 @@ class ModelConfig:
     init_std: float = 0.02
     one_branch: bool = False  # a layer is what the pattern names; else mixers and the MLP or experts that follow them
     activation: DenseActivation = "swiglu"  # of MLPs
-    embedding_factor: float = 1.0  # on the embedding's output
-    residual_factor: float = 1.0  # on what each branch adds
-    kept_factor: float = 1.0  # on what it adds that to
-    normed_residual: bool = False  # that is the norm of the layer's input, which the branch has too
-    gate_factor: float = 1.0  # on what gates a SwiGLU
-    mlp_factor: float = 1.0  # on the outputs of MLPs and experts
-    logits_divisor: float = 1.0
+    normed_residual: bool = False  # branches add to the norm of the layer's input, which they have too
 
     @property
     def layers(self) -> tuple[Layer, ...]:

@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from titan_linear.models.config import ModelConfig
-from titan_linear.models.layers import LayerNorm, RMSNorm, scaled
+from titan_linear.models.config import Factors, ModelConfig
+from titan_linear.models.layers import LayerNorm, Output, RMSNorm, as_output, scaled
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.cross_entropy import chunked_cross_entropy
 from titan_linear.ops.registry import choose_implementations
@@ -41,9 +41,7 @@ class Block(nn.Module):
         self.options = options = config.layers[layer]
         self.post_norm = options.name in config.post_norm
         self.normed_residual = config.normed_residual
-        self.factor = config.residual_factor
-        self.kept_factor = config.kept_factor
-        self.mlp_factor = config.mlp_factor
+        self.factors: Factors = config
         self.mixer_names = tuple(f"mixer{n or ''}" for n in range(len(options.mixers)))
         self.takes = tuple(mixer.takes > 0 for mixer in options.mixers)
         self.mlp = None
@@ -57,46 +55,42 @@ class Block(nn.Module):
 
     def forward(
         self, x: Tensor, plan: BatchPlan, cache: LayerCache | None = None, values: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """x [B, T, dim] -> [B, T, dim], the load-balance loss of the experts, if there is one, and the values that
-        later layers take, if this is the layer that gives them."""
-        balance = own = None
+    ) -> Output:
+        """x [B, T, dim] -> [B, T, dim], the load-balance loss of its experts, and the values that it hands on."""
+        mixed = out = Output(x)
         if self.mixer_names:
-            given = self.mixer_input(x)
-            y, own = self._mixed(given, plan, cache, values)
-            x = self._added(x, given, y, self.mixer_norm)
+            inputs = self.mixer_input(x)
+            mixed = self._mixed(inputs, plan, cache, values)
+            x = self._added(x, inputs, mixed.y, self.mixer_norm)
         if self.mlp is not None:
-            given = x if self.post_norm else self.mlp_norm(x)
-            y = self.mlp(given, plan, None if cache is None else cache["mlp"])
-            y, balance = y if isinstance(y, tuple) else (y, None)
-            x = self._added(x, given, scaled(y, self.mlp_factor), self.mlp_norm)
-        return x, balance, own
+            inputs = x if self.post_norm else self.mlp_norm(x)
+            out = as_output(self.mlp(inputs, plan, None if cache is None else cache["mlp"]))
+            x = self._added(x, inputs, scaled(out.y, self.factors.mlp_factor), self.mlp_norm)
+        return Output(x, out.balance, mixed.values)
 
     @property
     def mixers(self) -> list[nn.Module]:
         """In the order of `options.mixers`."""
         return [getattr(self, name) for name in self.mixer_names]
 
-    def _mixed(
-        self, x: Tensor, plan: BatchPlan, cache: LayerCache | None, values: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The sum of the mixers' outputs, and the values that one of them gives to later layers."""
-        outputs, own = [], None
+    def _mixed(self, x: Tensor, plan: BatchPlan, cache: LayerCache | None, values: Tensor | None) -> Output:
+        """The sum of the mixers' outputs, and the values of one of them."""
+        outputs, handed_on = [], None
         for name, mixer, takes in zip(self.mixer_names, self.mixers, self.takes):
             taken = (values,) if takes else ()
-            y = mixer(x, plan, None if cache is None else cache[name], *taken)
-            y, own = y if isinstance(y, tuple) else (y, own)
-            outputs.append(y)
-        return sum(outputs[1:], outputs[0]), own
+            out = as_output(mixer(x, plan, None if cache is None else cache[name], *taken))
+            outputs.append(out.y)
+            handed_on = handed_on if out.values is None else out.values
+        return Output(sum(outputs[1:], outputs[0]), values=handed_on)
 
     def mixer_input(self, x: Tensor) -> Tensor:
         return x if self.post_norm else self.mixer_norm(x)
 
-    def _added(self, x: Tensor, given: Tensor, y: Tensor, norm: nn.Module) -> Tensor:
-        """given: what the branch got; y: what came of it."""
-        x = given if self.normed_residual else x
+    def _added(self, x: Tensor, inputs: Tensor, y: Tensor, norm: nn.Module) -> Tensor:
+        """x, with y, what a branch makes of its inputs."""
+        x = inputs if self.normed_residual else x
         y = norm(y) if self.post_norm else y
-        return scaled(x, self.kept_factor) + scaled(y, self.factor)
+        return scaled(x, self.factors.kept_factor) + scaled(y, self.factors.residual_factor)
 
 
 class Head(nn.Module):
@@ -183,8 +177,8 @@ class Decoder(nn.Module):
         """
         x, balances, values = self._embedded(tokens), [], None
         for i, layer in enumerate(self.layers):
-            x, balance, own = layer(x, plan, None if caches is None else caches[i], values)
-            values = values if own is None else own
+            x, balance, first_values = layer(x, plan, None if caches is None else caches[i], values)
+            values = values if first_values is None else first_values
             balances += [] if balance is None else [balance]
         out = self.head(x if logits_to_keep is None else x[:, -logits_to_keep:], labels, loss_chunk)
         for balance in balances if labels is not None else []:

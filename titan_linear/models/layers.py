@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,18 @@ QUERIES = 32  # number of queries whose attention telemetry samples
 OpDims = dict[str, dict[str, int]]  # by ops of titan_linear.ops: the sizes on which their implementations depend
 SHIFT_OPS: OpDims = {"causal_conv1d": {"W": 2}}  # of `token_shift`
 Cache = MutableMapping[str, Tensor] | None  # what a layer keeps of earlier tokens
+
+
+class Output(NamedTuple):
+    """What a branch or a layer returns, if it is more than y."""
+
+    y: Tensor  # [B, T, dim]
+    balance: Tensor | None = None  # the load-balance loss of experts
+    values: Tensor | None = None  # those that later layers take, [B, T, width]
+
+
+def as_output(y: Tensor | Output) -> Output:
+    return y if isinstance(y, Output) else Output(y)
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:

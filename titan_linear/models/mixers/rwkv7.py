@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.draws import Draw, Elements, constant, token_mix
-from titan_linear.models.layers import SHIFT_OPS, Cache, LayerNorm, OpDims, projection, token_shift, widen
+from titan_linear.models.layers import SHIFT_OPS, Cache, LayerNorm, OpDims, Output, projection, token_shift, widen
 from titan_linear.models.mixers.recurrent import Inputs, RecurrentMixer, RecurrentOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_rwkv7
@@ -136,12 +136,10 @@ class RWKV7Mixer(RecurrentMixer):
         self.g_norm.initial["weight"] = constant(((layer + 1) / config.num_layers) ** 0.7)
         self.o_proj = projection(width, dim)
 
-    def forward(
-        self, x: Tensor, plan: BatchPlan, cache: Cache = None, *taken: Tensor
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, plan: BatchPlan, cache: Cache = None, *taken: Tensor) -> Tensor | Output:
         inputs, others = self._inputs(x, plan, cache, *taken)
         y = self._output(self._carried(inputs, plan, cache), others)
-        return y if taken else (y, others[-1])
+        return y if taken else Output(y, values=others[-1])
 
     def _inputs(self, x: Tensor, plan: BatchPlan, cache: Cache, *taken: Tensor) -> tuple[Inputs, tuple[Tensor, ...]]:
         """r, logits w, k, v, a, b [B, T, heads, K]; the bonus (r · (k̃ ⊙ r_k)) v, the gate and v, [B, T, heads·K]."""

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_linear.models.draws import zeros
-from titan_linear.models.layers import Cache, OpDims, projection, widen
+from titan_linear.models.layers import Cache, OpDims, Output, projection, widen
 from titan_linear.models.mlps.dense import Activation, Dense, matrices
 from titan_linear.models.mlps.options import MLPOptions
 from titan_linear.models.plan import BatchPlan
@@ -214,7 +214,7 @@ class MoE(nn.Module):
         # [E] int64, tokens sent to each expert in this step
         self.register_buffer("loads", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False)
 
-    def forward(self, x: Tensor, plan: BatchPlan, cache: Cache = None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, plan: BatchPlan, cache: Cache = None) -> Output:
         """x [B, T, dim] -> [B, T, dim], and this rank's part of the load-balance loss (None: not wanted)."""
         flat = x.flatten(0, 1)
         experts, weights, scores = self.router(flat)
@@ -227,7 +227,7 @@ class MoE(nn.Module):
         y = sent.back(self.experts(sent.rows(), sent.counts))
         y = self.latent_out_proj(y) if self.config.latent_dim else y
         y = y if shared is None else y + shared
-        return y.view_as(x), self._balance_loss(experts, scores, plan)
+        return Output(y.view_as(x), self._balance_loss(experts, scores, plan))
 
     def _shared(self, x: Tensor) -> Tensor | None:
         if self.shared is None:

@@ -17,9 +17,9 @@ class MLPOptions(ABC):
 
     @abstractmethod
     def build(self, dim: int, depth: float = 0.0) -> nn.Module:
-        """Build the module: forward(x [B, T, dim], plan, cache) -> [B, T, dim], or that and the load-balance loss or
-        None. It may have the attributes that a mixer may have (`MixerOptions.build`). depth: the share of the layers
-        that come before it, for initial values."""
+        """Build the module: forward(x [B, T, dim], plan, cache) -> [B, T, dim] or an `Output`. It may have the
+        attributes that a mixer may have (`MixerOptions.build`). depth: the share of the layers that come before it,
+        for initial values."""
 
     @abstractmethod
     def ops(self, dim: int, tp: int) -> OpDims:
