@@ -245,11 +245,11 @@ def test_a_pattern_of_another_time(folders: Callable, tmp_path: Path) -> None:
     [
         ("beta_range", 1.5, "beta_range = 1.5 of kda: must be 1, or 2"),
         ("beta_range", "two", "beta_range = 'two' of kda: must be 1, or 2"),
-        ("head_dim", 0, "kda head_dim = 0, which is too small"),
-        ("heads", "two", "heads = 'two', which must be int"),
-        ("heads", 2.0, "heads = 2.0, which must be int"),
-        ("gate_bias", 1, "gate_bias = 1, which must be bool"),
-        ("lower_bound", True, r"lower_bound = True, which must be float \| None"),
+        ("head_dim", 0, "kda head_dim = 0, which must be greater than or equal to 1"),
+        ("heads", "two", "heads = 'two', which must be a valid integer"),
+        ("heads", 2.0, "heads = 2.0, which must be a valid integer"),
+        ("gate_bias", 1, "gate_bias = 1, which must be a valid boolean"),
+        ("lower_bound", True, r"lower_bound = True, which must be a valid number"),
     ],
 )
 def test_an_option_of_another_type_or_range(name: str, value: object, message: str) -> None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import math
-import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
-from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import numpy as np
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import nn
 
-from titan_linear.models.layers import OpDims
+from titan_linear.models.layers import Above0, AtLeast0, OpDims, Size, SizeOr0
 from titan_linear.models.mlps import Dense, MLPOptions, MoEConfig
 from titan_linear.models.mlps.dense import DenseActivation
 from titan_linear.models.rope import Rotary
@@ -124,6 +123,7 @@ class Layer(NamedTuple):
         return tuple(map(type, self.mixers))
 
 
+MOST_LAYERS = 10_000  # families list layers one by one
 BESIDE = "+"  # between the names of mixers side by side
 Entry = MixerOptions | tuple[MixerOptions, ...] | Literal["mlp", "moe"]  # of a pattern
 
@@ -139,29 +139,29 @@ def mixers_of(entry: Entry) -> tuple[MixerOptions, ...]:
 class Factors:
     """The multipliers of muP, and those that MiniMax puts on its residuals."""
 
-    embedding_factor: float = 1.0  # on the embedding's output
-    residual_factor: float = 1.0  # on what each branch adds
-    kept_factor: float = 1.0  # on what it adds that to
-    gate_factor: float = 1.0  # on what gates a SwiGLU
-    mlp_factor: float = 1.0  # on the outputs of MLPs and experts
-    logits_divisor: float = 1.0
+    embedding_factor: AtLeast0 = 1.0  # on the embedding's output
+    residual_factor: AtLeast0 = 1.0  # on what each branch adds
+    kept_factor: AtLeast0 = 1.0  # on what it adds that to
+    gate_factor: AtLeast0 = 1.0  # on what gates a SwiGLU
+    mlp_factor: AtLeast0 = 1.0  # on the outputs of MLPs and experts
+    logits_divisor: Above0 = 1.0
 
 
 @dataclass(frozen=True)
 class ModelConfig(Factors):
-    vocab_size: int
-    dim: int
+    vocab_size: Size
+    dim: Size
     pattern: tuple[Entry, ...]  # of the first layers; further layers repeat it
-    num_layers: int
-    hidden_dim: int  # of MLPs; 0: there are none, except experts
+    num_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)]
+    hidden_dim: SizeOr0  # of MLPs; 0: there are none, except experts
     moe: MoEConfig | None = None
     dense_layers: tuple[int, ...] = ()  # layers that have an MLP despite `moe`
     zero_centred_norm: bool = False  # norms multiply by (1 + weight), except linear layers' output norm
     layer_norm: bool = False  # norms are LayerNorms with biases, one after the embedding too; else RMSNorms
     post_norm: tuple[str, ...] = ()  # mixers whose blocks norm the outputs of mixer and MLP, not their inputs
     tie_embeddings: bool = False
-    norm_eps: float = 1e-5
-    init_std: float = 0.02
+    norm_eps: Above0 = 1e-5
+    init_std: AtLeast0 = 0.02
     one_branch: bool = False  # a layer is what the pattern names; else mixers and the MLP or experts that follow them
     activation: DenseActivation = "swiglu"  # of MLPs
     normed_residual: bool = False  # branches add to the norm of the layer's input, which they have too
@@ -223,64 +223,35 @@ class ModelConfig(Factors):
         return isinstance(self.layers[layer].mlp, MoEConfig)
 
 
-MOST_LAYERS = 10_000  # families list layers one by one
-_type_hints = cache(get_type_hints)
-OR_NONE = ("hidden_dim", "shared_hidden_dim", "latent_dim")  # may be 0: there is no such MLP
+@cache
+def _validator(kind: type) -> TypeAdapter:
+    config = ConfigDict(strict=True, revalidate_instances="always", arbitrary_types_allowed=True)
+    return TypeAdapter(tuple[kind], config=config)  # config holds for what is in the tuple
 
 
 def mistake(model: ModelConfig) -> str | None:
     """What no model can have, worded for a message: a value of another type than its option, too small or too large, or
     values that contradict each other; None if there is nothing."""
     mixers = [mixer for entry in model.pattern for mixer in mixers_of(entry)]
-    nested = [x for mixer in mixers for x in vars(mixer).values() if is_dataclass(x)]
-    parts = (*([] if model.moe is None else [model.moe]), *mixers, *nested)
-    for part in (model, *parts):
-        hints = _type_hints(type(part))
+    for part in (model, *mixers):
         owner = getattr(part, "name", "the model's")
-        for name, value in vars(part).items():
-            if not isinstance(value, tuple) and not _fits(value, hints[name]):
-                return f"{owner} {name} = {value!r}, which must be {_words(hints[name])}"
-            least, most = _bounds(name, hints[name])
-            if type(value) in (int, float) and not least <= value <= most:
-                return f"{owner} {name} = {value!r}, which is too {'large' if value > most else 'small'}"
+        try:
+            _validator(type(part)).validate_python((part,))
+        except ValidationError as invalid:
+            error = invalid.errors()[0]
+            option = " ".join(map(str, error["loc"][1:]))
+            return f"{owner} {option} = {error['input']!r}, which must {error['msg'].partition(' should ')[2]}"
         if (rotary := getattr(part, "rotary", None)) and (rotary[1] % 2 or rotary[1] > part.head_dim):
             return (
                 f"{owner} {rotary[1]} channels to rotate, which must be even, for they go in pairs, and at most a "
                 f"head's {part.head_dim}"
             )
-    for entry, given in ((MoEConfig.name, model.moe), (Dense.name, model.hidden_dim)):
-        if entry in model.pattern and not (given and model.one_branch):
+    for entry, sizes in ((MoEConfig.name, model.moe), (Dense.name, model.hidden_dim)):
+        if entry in model.pattern and not (sizes and model.one_branch):
             return f"a pattern with {entry!r}, and no sizes for it"
+    nested = [x for mixer in mixers for x in vars(mixer).values() if is_dataclass(x)]
+    parts = (*([] if model.moe is None else [model.moe]), *mixers, *nested)
     return next((part.contradiction for part in parts if part.contradiction), None)
-
-
-def _fits(value: object, hint: Any) -> bool:
-    """Whether a value is of an option's type: a number without a decimal point may stand for a float."""
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    if get_args(hint):
-        return any(_fits(value, kind) for kind in get_args(hint))
-    return type(value) is hint or (hint is float and type(value) is int)
-
-
-def _words(hint: Any) -> str:
-    """An option's type, for people to read."""
-    if get_origin(hint) is Literal:
-        return " | ".join(map(repr, get_args(hint)))
-    if get_args(hint):
-        return " | ".join(map(_words, get_args(hint)))
-    return "None" if hint is type(None) else hint.__name__
-
-
-def _bounds(name: str, hint: Any) -> tuple[float, float]:
-    """The least and the most of a size, of a divisor, of any other number. Below 2^20 each, a tensor's sizes have a
-    product whose bytes fit in int64."""
-    if int in (hint, *get_args(hint)):
-        most = {"num_layers": MOST_LAYERS, "original_max_position_embeddings": math.inf}.get(name, 2**20 - 1)
-        return 0 if name in OR_NONE else 1, most
-    if name.endswith(("eps", "theta", "beta_slow", "scale", "divisor")):
-        return sys.float_info.min, math.inf
-    return {"lower_bound": -math.inf, "factor": 1}.get(name, 0), math.inf
 
 
 def differences(ours: ModelConfig, theirs: ModelConfig) -> dict[str, tuple[object, object]]:

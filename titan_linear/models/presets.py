@@ -161,7 +161,10 @@ def flavors() -> str:
             experts = f"; {config.moe.num_experts} experts" if config.moe else ""
             row = f"{name:<14}{flavor:<20}{config.num_layers:>6}{config.dim:>7}{config.vocab_size:>12}"
             lines.append(f"{row}  {config.composition}{experts}")
-    lines += ["", "Options, by table of [model], and defaults where the flavor has no such layers:"]
+    lines += [
+        "",
+        "Options, by table of [model], and defaults where the flavor has no such layers (Size: int; Above0: float):",
+    ]
     kinds = {**MIXERS, "moe": MoEConfig, "attention.rope_scaling": RopeScaling}
     lines += [f"  model.{name}: {_options(kind)}" for name, kind in kinds.items()]
     return "\n".join(lines)

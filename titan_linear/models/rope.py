@@ -17,6 +17,7 @@ Rotary = tuple[float, int, tuple[tuple[str, object], ...]]  # theta, rotated cha
 _LINEAR = ("rope_type", "factor")
 _RAMP = (*_LINEAR, "original_max_position_embeddings")
 _ON_SCORES = ("attention_factor", "mscale", "mscale_all_dim")
+_LEAST = {"factor": 1, "original_max_position_embeddings": 1, "beta_slow": 1e-6}  # values; of others 0
 USES = {  # of each type the fields that it reads
     "linear": _LINEAR,
     "llama3": (*_RAMP, "low_freq_factor", "high_freq_factor"),
@@ -46,6 +47,10 @@ class RopeScaling:
     @property
     def contradiction(self) -> str | None:
         """As in `MixerOptions`."""
+        for name, value in vars(self).items():
+            least = _LEAST.get(name, 0)
+            if isinstance(value, int | float) and not value >= least:
+                return f"rope_scaling {name} = {value!r}, which must be at least {least}"
         used = USES[self.rope_type]
         unused = [f.name for f in fields(self) if f.name not in used and getattr(self, f.name) != f.default]
         if unused:

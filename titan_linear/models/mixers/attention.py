@@ -9,9 +9,12 @@ from torch import Tensor, nn
 
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
 from titan_linear.models.layers import (
+    Above0,
+    AtLeast0,
     Cache,
     OpDims,
     RMSNorm,
+    Size,
     attention_entropy,
     grown,
     projection,
@@ -27,17 +30,17 @@ from titan_linear.ops.exchange.ulysses import key_head_copies
 
 @dataclass(frozen=True, kw_only=True)
 class Attention(MixerOptions):
-    heads: int
-    kv_heads: int  # divides heads
-    head_dim: int
+    heads: Size
+    kv_heads: Size  # divides heads
+    head_dim: Size
     qk_norm: Literal["head", "width"] | None = None  # "head": over each head; "width": over all heads together
-    rope_theta: float | None = 10000.0  # None: no positions
-    rotary_fraction: float = 1.0  # share of head_dim that is rotated: its first channels
+    rope_theta: Above0 | None = 10000.0  # None: no positions
+    rotary_fraction: AtLeast0 = 1.0  # share of head_dim that is rotated: its first channels
     rope_scaling: RopeScaling | None = None
     output_gate: bool = False
-    scale: float | None = None  # of the scores; None: head_dim^−½
-    key_factor: float = 1.0
-    out_factor: float = 1.0
+    scale: Above0 | None = None  # of the scores; None: head_dim^−½
+    key_factor: AtLeast0 = 1.0
+    out_factor: AtLeast0 = 1.0
 
     name: ClassVar[str] = "attention"
     growing: ClassVar[tuple[str, ...]] = ("k", "v")

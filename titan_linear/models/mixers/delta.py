@@ -16,7 +16,18 @@ from torch import Tensor, nn
 
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.draws import Draw, time_step_bias, uniform_decay, zeros
-from titan_linear.models.layers import ConvWeight, GatedRMSNorm, OpDims, project, project_each, projection, widen
+from titan_linear.models.layers import (
+    Above0,
+    AtLeast0,
+    ConvWeight,
+    GatedRMSNorm,
+    OpDims,
+    Size,
+    project,
+    project_each,
+    projection,
+    widen,
+)
 from titan_linear.models.mixers.recurrent import Cache, Inputs, RecurrentMixer, RecurrentOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_gated_delta_rule, chunk_kda
@@ -29,12 +40,12 @@ IN_KERNEL = dict.fromkeys(("use_gate_in_kernel", "use_beta_sigmoid_in_kernel"), 
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaOptions(RecurrentOptions):
-    v_heads: int  # a multiple of heads
-    head_dim: int
-    v_head_dim: int
-    conv_size: int = 4
-    beta_range: float = 1.0  # β in (0, this); 2 allows negative eigenvalues
-    o_norm_eps: float | None = None  # eps of the output norm; None: the model's norm_eps
+    v_heads: Size  # a multiple of heads
+    head_dim: Size
+    v_head_dim: Size
+    conv_size: Size = 4
+    beta_range: AtLeast0 = 1.0  # β in (0, this); 2 allows negative eigenvalues
+    o_norm_eps: Above0 | None = None  # eps of the output norm; None: the model's norm_eps
 
     def __post_init__(self) -> None:
         if self.beta_range not in (1, 2):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_linear.models.config import Documents, ModelConfig
-from titan_linear.models.layers import OpDims, RMSNorm, project_each, projection, widened
+from titan_linear.models.layers import Above0, OpDims, RMSNorm, Size, project_each, projection, widened
 from titan_linear.models.mixers.recurrent import Cache, Inputs, RecurrentMixer, RecurrentOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_simple_gla
@@ -20,8 +20,8 @@ from titan_linear.ops.layout.segments import scan_programs
 
 @dataclass(frozen=True, kw_only=True)
 class Lightning(RecurrentOptions):
-    head_dim: int
-    o_norm_eps: float = 1e-6
+    head_dim: Size
+    o_norm_eps: Above0 = 1e-6
 
     name: ClassVar[str] = "lightning"
     op: ClassVar[str] = "chunk_simple_gla"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.draws import ones, time_step_bias, uniform_decay
-from titan_linear.models.layers import ConvWeight, OpDims, cut, project, projection, scaled, widen
+from titan_linear.models.layers import AtLeast0, ConvWeight, OpDims, Size, cut, project, projection, scaled, widen
 from titan_linear.models.mixers.recurrent import Cache, Inputs, RecurrentMixer, RecurrentOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_ssd
@@ -22,19 +22,19 @@ from titan_linear.ops.layout.segments import scan_programs
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba2(RecurrentOptions):
-    head_dim: int
-    state_dim: int
-    groups: int = 1  # of heads that share B and C; the output norm is over each group's channels
-    conv_size: int = 4
+    head_dim: Size
+    state_dim: Size
+    groups: Size = 1  # of heads that share B and C; the output norm is over each group's channels
+    conv_size: Size = 4
     conv_bias: bool = True
-    dt_min: float = 0.0  # limits of the time steps
-    dt_max: float = math.inf
-    z_factor: float = 1.0  # on the projections to z, x, B, C and Δ, and from the output
-    x_factor: float = 1.0
-    b_factor: float = 1.0
-    c_factor: float = 1.0
-    dt_factor: float = 1.0
-    out_factor: float = 1.0
+    dt_min: AtLeast0 = 0.0  # limits of the time steps
+    dt_max: AtLeast0 = math.inf
+    z_factor: AtLeast0 = 1.0  # on the projections to z, x, B, C and Δ, and from the output
+    x_factor: AtLeast0 = 1.0
+    b_factor: AtLeast0 = 1.0
+    c_factor: AtLeast0 = 1.0
+    dt_factor: AtLeast0 = 1.0
+    out_factor: AtLeast0 = 1.0
     output_norm: bool = True  # else the output is only gated
 
     name: ClassVar[str] = "mamba2"

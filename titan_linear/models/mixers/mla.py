@@ -10,7 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
-from titan_linear.models.layers import Cache, OpDims, RMSNorm, attention_entropy, grown, projection, rotate, widened
+from titan_linear.models.layers import (
+    Above0,
+    Cache,
+    OpDims,
+    RMSNorm,
+    Size,
+    attention_entropy,
+    grown,
+    projection,
+    rotate,
+    widened,
+)
 from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.models.rope import Rotary
 from titan_linear.ops import attention
@@ -20,12 +31,12 @@ LATENT_EPS = 1e-6  # eps of the latent's norm, whatever the model's norm_eps
 
 @dataclass(frozen=True, kw_only=True)
 class MLA(MixerOptions):
-    heads: int
-    kv_rank: int
-    nope_dim: int  # channels of q and k that are each head's own
-    shared_k_dim: int  # channels of q and k for which all heads share a key (DeepSeek-V2's rotary part)
-    v_dim: int
-    rope_theta: float | None = None  # of those channels, rotated in pairs of neighbours; None: no positions
+    heads: Size
+    kv_rank: Size
+    nope_dim: Size  # channels of q and k that are each head's own
+    shared_k_dim: Size  # channels of q and k for which all heads share a key (DeepSeek-V2's rotary part)
+    v_dim: Size
+    rope_theta: Above0 | None = None  # of those channels, rotated in pairs of neighbours; None: no positions
     head_gate: bool = False  # a gate on each head's output
 
     name: ClassVar[str] = "mla"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_linear.models.config import MixerOptions
-from titan_linear.models.layers import Cache, ConvWeight, convolve, scaled, widen, widened
+from titan_linear.models.layers import Cache, ConvWeight, Size, convolve, scaled, widen, widened
 from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.ops.runtime.support import Choice
 
@@ -21,7 +21,7 @@ Inputs = tuple[Tensor, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentOptions(MixerOptions):
-    heads: int
+    heads: Size
 
     linear: ClassVar[bool] = True
     op: ClassVar[str]  # the recurrence's name in titan_linear.ops

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.draws import Draw, Elements, constant, token_mix
-from titan_linear.models.layers import SHIFT_OPS, Cache, LayerNorm, OpDims, Output, projection, token_shift, widen
+from titan_linear.models.layers import SHIFT_OPS, Cache, LayerNorm, OpDims, Output, Size, projection, token_shift, widen
 from titan_linear.models.mixers.recurrent import Inputs, RecurrentMixer, RecurrentOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import chunk_rwkv7
@@ -27,11 +27,11 @@ def log_decay(w: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class RWKV7(RecurrentOptions):
-    head_dim: int
-    w_rank: int  # of the low-rank MLPs: of the decay,
-    a_rank: int  # the rate of removing,
-    v_rank: int  # the mix with the first layer's values, which has none,
-    g_rank: int  # the output gate
+    head_dim: Size
+    w_rank: Size  # of the low-rank MLPs: of the decay,
+    a_rank: Size  # the rate of removing,
+    v_rank: Size  # the mix with the first layer's values, which has none,
+    g_rank: Size  # the output gate
 
     name: ClassVar[str] = "rwkv7"
     op: ClassVar[str] = "chunk_rwkv7"

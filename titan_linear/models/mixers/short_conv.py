@@ -8,15 +8,15 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
-from titan_linear.models.layers import Cache, ConvWeight, OpDims, convolve, project_each, projection
+from titan_linear.models.layers import Cache, ConvWeight, OpDims, Size, convolve, project_each, projection
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.runtime.support import Choice
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShortConv(MixerOptions):
-    channels: int
-    conv_size: int = 3
+    channels: Size
+    conv_size: Size = 3
 
     name: ClassVar[str] = "short_conv"
     linear: ClassVar[bool] = True

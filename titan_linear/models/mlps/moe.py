@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_linear.models.draws import zeros
-from titan_linear.models.layers import Cache, OpDims, Output, projection, widen
+from titan_linear.models.layers import Above0, AtLeast0, Cache, OpDims, Output, Size, SizeOr0, projection, widen
 from titan_linear.models.mlps.dense import Activation, Dense, matrices
 from titan_linear.models.mlps.options import MLPOptions
 from titan_linear.models.plan import BatchPlan
@@ -26,22 +26,22 @@ from titan_linear.ops.runtime.support import Choice
 
 @dataclass(frozen=True)
 class MoEConfig(MLPOptions):
-    num_experts: int
-    top_k: int  # experts per token
-    hidden_dim: int  # of each expert
-    shared_hidden_dim: int = 0  # of the expert that every token goes through; 0: none
+    num_experts: Size
+    top_k: Size  # experts per token
+    hidden_dim: Size  # of each expert
+    shared_hidden_dim: SizeOr0 = 0  # of the expert that every token goes through; 0: none
     shared_gate: bool = False  # multiply the shared expert's output by sigmoid(a linear of x)
     score: Literal["softmax", "sigmoid"] = "softmax"  # how router logits become scores
     normalise: bool = True  # divide a token's weights by their sum
-    normalise_eps: float = 1e-20  # added to that sum
-    scale: float = 1.0  # factor on the weights
+    normalise_eps: Above0 = 1e-20  # added to that sum
+    scale: Above0 = 1.0  # factor on the weights
     selection_bias: bool = False  # added to scores to choose experts, not to weigh them (DeepSeek-V3, section 2.1.2)
-    groups: int = 1  # number of groups; experts are chosen from the best `top_groups` of them
-    top_groups: int = 1
-    balance_coefficient: float = 0.0  # of the load-balance loss
-    bias_update_rate: float = 0.0  # change of that bias per step, towards equal loads; 0: it stays as it is
+    groups: Size = 1  # number of groups; experts are chosen from the best `top_groups` of them
+    top_groups: Size = 1
+    balance_coefficient: AtLeast0 = 0.0  # of the load-balance loss
+    bias_update_rate: AtLeast0 = 0.0  # change of that bias per step, towards equal loads; 0: it stays as it is
     activation: Activation = "swiglu"  # of all experts
-    latent_dim: int = 0  # width of what routed experts read and write, projected from and to the model's; 0: that
+    latent_dim: SizeOr0 = 0  # width of what routed experts read and write, projected from and to the model's; 0: that
 
     name: ClassVar[str] = "moe"
 
@@ -50,8 +50,6 @@ class MoEConfig(MLPOptions):
         """The numbers that contradict each other, worded for a message; None if none do."""
         if self.top_k > self.num_experts:
             return f"top_k = {self.top_k}, more than num_experts = {self.num_experts}"
-        if not self.hidden_dim:
-            return "hidden_dim = 0, and experts have hidden channels"
         if self.shared_gate and not self.shared_hidden_dim:
             return "shared_gate = True, and shared_hidden_dim = 0 leaves nothing to gate"
         if self.groups == 1:
