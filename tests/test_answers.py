@@ -9,7 +9,6 @@ import torch
 
 from tests.data.test_chat import UNMARKED, as_lines, make_tokenizer
 from tests.keys import argv_of
-from tests.worlds import Worlds
 from titan_linear.config import load_config
 from titan_linear.distributed.parts import local_tensor
 from titan_linear.run.preflight import preflight
@@ -25,7 +24,7 @@ def trained(rank: int, world_size: int, argv: list[str]) -> tuple[int, list[floa
     return begins_from, [*losses, trainer.validate()]
 
 
-def test_losses(tmp_path: Path, worlds: Worlds) -> None:
+def test_losses(tmp_path, worlds):
     """Losses of answers do not depend on the processes, and a run resumes in the middle."""
     make_tokenizer(tmp_path / "tokenizer", UNMARKED)
     words = ["four", "eight", "sixteen", "two and a half", "a lot"]
@@ -100,12 +99,12 @@ def steps_without_labels(rank: int, world_size: int, argv: list[str]) -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_step_without_a_label_has_no_loss_and_no_gradient(processes: int, tmp_path: Path, worlds: Worlds) -> None:
+def test_a_step_without_a_label_has_no_loss_and_no_gradient(processes, tmp_path, worlds):
     more = {"optimizer.weight_decay": 0.0, "training.steps": 24, "parallelism.context_parallel_degree": processes}
     worlds(processes).run(steps_without_labels, long_prompts(tmp_path, **more))
 
 
-def test_a_validation_without_a_label_is_refused(tmp_path: Path) -> None:
+def test_a_validation_without_a_label_is_refused(tmp_path):
     """Its loss would be 0 / 0."""
     keys = {"validation.enable": "true", "validation.holdout": 0.2}
     message = r"validation.steps = 1: no token in the first 1 of .* held-out streams is one to learn, .*raise it"

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.worlds import Worlds
 from titan_linear.config import load_config
 from titan_linear.run.build import implementations, model_config
 from titan_linear.run.console import uncompiled, vocabulary
@@ -21,7 +20,7 @@ def tokenizer(size: int) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(("size", "rows"), [(257, 320), (320, 320), (321, 384), (50257, 50304), (151936, 151936)])
-def test_a_preset_follows_a_larger_tokenizer(size: int, rows: int) -> None:
+def test_a_preset_follows_a_larger_tokenizer(size, rows):
     config = load_config([])
     model = model_config(config, tokenizer(size))
     assert model.vocab_size == rows
@@ -50,13 +49,13 @@ def unlike(rank: int, world_size: int, keys: list[str], corpus: str) -> str:
         ([], "b", "the content of corpora is {'': 'b'} on rank 1 and {'': 'a'} on rank 0; start"),
     ],
 )
-def test_ranks_with_other_data_or_keys_are_refused(keys: list[str], corpus: str, said: str, worlds: Worlds) -> None:
+def test_ranks_with_other_data_or_keys_are_refused(keys, corpus, said, worlds):
     found = worlds(2).run(unlike, keys, corpus)
     assert found[0] == found[1] and found[0].startswith(said) and bool(found[0]) == bool(said)
 
 
 @pytest.mark.parametrize(("tp", "name"), [(8, "grouped_mm"), (16, "loop")])
-def test_implementations_are_those_for_a_ranks_part_of_the_experts(tp: int, name: str) -> None:
+def test_implementations_are_those_for_a_ranks_part_of_the_experts(tp, name):
     """Of 64 hidden channels."""
     keys = ["--model.name=qwen3.5", "--training.mixed_precision_param=bfloat16"]
     config = load_config([*keys, f"--parallelism.tensor_parallel_degree={tp}"])
@@ -64,21 +63,21 @@ def test_implementations_are_those_for_a_ranks_part_of_the_experts(tp: int, name
     assert choice.implementation == name and ("rows of 4 are" in choice.why) == (name == "loop")
 
 
-def test_layers_that_are_not_compiled_are_said_on_gpus() -> None:
+def test_layers_that_are_not_compiled_are_said_on_gpus():
     compiled = load_config(["--compile.enable=true"])
     assert "compile.enable = true" in uncompiled(load_config([]), torch.device("cuda"))
     assert uncompiled(compiled, torch.device("cuda")) == uncompiled(load_config([]), torch.device("cpu")) == ""
 
 
 @pytest.mark.parametrize("keys", [["--model.vocab_size=320"], ["--checkpoint.initial_load_path=outputs/other"]])
-def test_what_says_its_size_follows_nothing(keys: list[str]) -> None:
+def test_what_says_its_size_follows_nothing(keys):
     config = load_config(keys)
     with pytest.raises(ValueError, match=r"model.vocab_size = 320 is smaller than that of the tokenizer .*, 321; set"):
         model_config(config, tokenizer(321))
     assert vocabulary(config, model_config(config, tokenizer(257)), tokenizer(257)) == ""
 
 
-def test_a_vocabulary_far_larger_than_the_tokenizers_is_said() -> None:
+def test_a_vocabulary_far_larger_than_the_tokenizers_is_said():
     config = load_config(["--model.flavor=340M"])
     model = model_config(config, tokenizer(257))
     assert model.vocab_size == 32000  # as it always was

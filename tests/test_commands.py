@@ -20,24 +20,24 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_each_command_explains_itself(name: str, capfd: pytest.CaptureFixture) -> None:
+def test_each_command_explains_itself(name, capfd):
     with own_handlers():
         code, said = exit_of(main, [name, "--help"], capfd)
     assert code == 0 and ("run_train.sh" if name == "train" else f"titan-linear {name}") in said
 
 
-def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture) -> None:
+def test_without_a_command_all_are_listed(capsys):
     assert main([]) == 0
     said = capsys.readouterr().out
     assert all(f"\n  {name} " in said and command.does in said for name, command in COMMANDS.items())
 
 
-def test_a_misspelt_command_is_refused(capsys: pytest.CaptureFixture) -> None:
+def test_a_misspelt_command_is_refused(capsys):
     assert is_refused(main, ["planner"], capsys) == "'planner' is not a command; use plan\n"
     assert is_refused(main, ["serve"], capsys).startswith("'serve' is not a command; use train, doctor, ")
 
 
-def test_the_installed_script_is_this_entry() -> None:
+def test_the_installed_script_is_this_entry():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
     module, _, function = scripts["titan-linear"].partition(":")
     assert callable(getattr(import_module(module), function))

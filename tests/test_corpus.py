@@ -25,7 +25,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_write(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_write(cache, tmp_path, capsys):
     argv = ["write", str(tmp_path / "out" / "tokens"), "--dataset", "jsonl", "--path", str(tmp_path / "*.jsonl")]
     assert corpus.main(argv) == 2
     assert "texts.jsonl, line 11: not a JSON object with a field 'text'" in capsys.readouterr().err
@@ -41,7 +41,7 @@ def test_write(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     assert capsys.readouterr().err.startswith(f"error: --path = '{tmp_path}/nowhere'")
 
 
-def test_list(cache: Path, capsys: pytest.CaptureFixture):
+def test_list(cache, capsys):
     (cache.parent / "parquet-0123456789abcdef01234567.tmp").mkdir()
     (cache.parent / "parquet-0123456789abcdef01234567.lock").touch()
     (cache.parent / "mine").mkdir()
@@ -52,7 +52,7 @@ def test_list(cache: Path, capsys: pytest.CaptureFixture):
     assert second.startswith("parquet-0123456789abcdef01234567") and "unfinished" in second
 
 
-def test_check(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_check(cache, tmp_path, capsys):
     assert corpus.main(["check"]) == corpus.main(["check", cache.name]) == corpus.main(["check", str(cache)]) == 0
     assert capsys.readouterr().out == f"{cache}: whole, 70 tokens\n" * 3
     other = cache.with_name("text-0123456789abcdef01234567")
@@ -68,7 +68,7 @@ def test_check(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     assert "is no corpus of tokens" in capsys.readouterr().err
 
 
-def test_prune(cache: Path, capsys: pytest.CaptureFixture):
+def test_prune(cache, capsys):
     mine = cache.parent / "mine-0123456789abcdef01234567"
     mine.mkdir()
     unfinished = cache.parent / "text-0123456789abcdef01234567.tmp"

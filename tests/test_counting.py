@@ -63,7 +63,7 @@ RECURRENT = {
 
 
 @pytest.mark.parametrize("kind", RECURRENT)
-def test_operators_of_recurrences_state_what_they_compute(kind: str) -> None:
+def test_operators_of_recurrences_state_what_they_compute(kind):
     """Over segments too, into which four heads cut a document; `any` gates where the kernels look at each chunk's."""
     mixer, dims = RECURRENT[kind]
     model = ModelConfig(vocab_size=256, dim=64, pattern=(mixer,), num_layers=1, hidden_dim=96)
@@ -77,7 +77,7 @@ def test_operators_of_recurrences_state_what_they_compute(kind: str) -> None:
 
 
 @pytest.mark.parametrize("layer", range(4), ids=lambda i: MIXERS[i].name)
-def test_what_layers_keep(layer: int) -> None:
+def test_what_layers_keep(layer):
     """By the kernels, interpreted, and by the CPU's attention."""
     model = Decoder(MODEL).use("triton", torch.device("cpu"), torch.float32)
     initialise(model, seed=0)
@@ -129,7 +129,7 @@ class Backward(Inside):
     ],
     ids=str,
 )
-def test_what_backward_takes_and_frees(name: str, dims: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_backward_takes_and_frees(name, dims, monkeypatch):
     """With value heads of their own, and with shared queries and keys."""
     monkeypatch.setattr(ssd, "PROGRAMS", 1)
     x = leaves({n: t.float() for n, t in MAKERS[name](2 * T, **dims).items()})
@@ -138,7 +138,7 @@ def test_what_backward_takes_and_frees(name: str, dims: dict[str, int], monkeypa
     assert seen.planned == pytest.approx(seen.found, rel=0.02)
 
 
-def test_products_are_those_of_the_flops() -> None:
+def test_products_are_those_of_the_flops():
     """Forward's are those that PyTorch counts, of attention's layer; backward's are twice as many."""
     found = counted(2)
     passes = (found.forward, found.backward)
@@ -151,14 +151,14 @@ def test_products_are_those_of_the_flops() -> None:
     assert flops == [of_products, 2 * of_products]
 
 
-def test_products_in_float32_are_told_apart() -> None:
+def test_products_in_float32_are_told_apart():
     """All those of a layer in float32, none of one in bfloat16."""
     assert counted(2).forward.wide_products == counted(2).forward.products
     _, _, attention, _ = layers(preset("nemotron-h", "debug"), PLAIN)
     assert not attention.forward.wide_products.total()
 
 
-def test_what_is_fused() -> None:
+def test_what_is_fused():
     """Compiled, the residual x + y is read and written once; y comes from a product."""
     found = counted(2)
     assert 0 < found.forward.fused < 0.5 * found.forward.elementwise
@@ -179,7 +179,7 @@ def test_what_is_fused() -> None:
     ids=str,
 )
 @pytest.mark.parametrize("name", ["hybrid", "nemotron-h", "falcon-h1"])
-def test_every_split_is_counted(name: str, keys: dict[str, object]) -> None:
+def test_every_split_is_counted(name, keys):
     """Exchanges are seen, and work is shared."""
     model = preset(name, "debug")
     whole, part = layers(model, PLAIN), layers(model, PLAIN._replace(**keys))

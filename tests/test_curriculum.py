@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from tests.test_train import FLOAT64, arguments
-from tests.worlds import Worlds
 from titan_linear.config import check_config, load_config, seq_len_at, tokens_at
 from titan_linear.data import MixedStreams, PackedStreams, Phase, build_tokenizer
 from titan_linear.run.data import build_streams
@@ -36,13 +34,13 @@ def tokens(streams: PackedStreams | MixedStreams, indices: range) -> np.ndarray:
     return np.concatenate([streams[i].tokens for i in indices])
 
 
-def test_lengths_of_steps(corpus: Path) -> None:
+def test_lengths_of_steps(corpus):
     t = load_config(arguments(corpus, KEYS)).training
     assert [seq_len_at(t, step) for step in range(1, 6)] == LENGTHS
     assert [tokens_at(t, step) for step in range(6)] == [G * sum(LENGTHS[:step]) for step in range(6)]
 
 
-def test_the_line_goes_on(corpus: Path) -> None:
+def test_the_line_goes_on(corpus):
     """No token is left out, none comes twice; what documents are is what it is in streams of that length."""
     tokenizer = build_tokenizer(None)
     streams, _ = build_streams(load_config(arguments(corpus, KEYS)), tokenizer, None)
@@ -60,7 +58,7 @@ def test_the_line_goes_on(corpus: Path) -> None:
             assert (same.labels == streams[i].labels).all() and (same.cu_seqlens == streams[i].cu_seqlens).all()
 
 
-def test_a_mixture_goes_on_in_each_source(corpus: Path) -> None:
+def test_a_mixture_goes_on_in_each_source(corpus):
     """Across a change of its weights too."""
     config = load_config(arguments(corpus, KEYS))
     one, _ = build_streams(config, build_tokenizer(None), None)
@@ -81,11 +79,7 @@ def train_on_rank(rank: int, world_size: int, argv: list[str]) -> None:
     torch.compiler.reset()
 
 
-def test_a_run_is_the_same_split_resumed_and_compiled(
-    corpus: Path,
-    worlds: Worlds,
-    tmp_path: Path,
-) -> None:
+def test_a_run_is_the_same_split_resumed_and_compiled(corpus, worlds, tmp_path):
     cp2 = {"parallelism.context_parallel_degree": 2, "training.local_batch_size": 4}
     stop = {"training.steps": 2, "lr_scheduler.total_steps": 5}
     resumed, split = {"lr_scheduler.total_steps": 5}, tmp_path / "split"
@@ -117,7 +111,7 @@ def test_a_run_is_the_same_split_resumed_and_compiled(
         ("[8]", r"must be a table, {until_step = …, seq_len = …}"),
     ],
 )
-def test_schedules_that_cannot_be_are_refused(schedule: str, message: str, corpus: Path) -> None:
+def test_schedules_that_cannot_be_are_refused(schedule, message, corpus):
     keys = {"training.seq_len_schedule": schedule, "parallelism.context_parallel_degree": 2}
     with pytest.raises(ValueError, match=message):
         check_config(load_config(arguments(corpus, KEYS, keys)), 2)

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 
 from tests.refusals import exit_of, own_handlers
 from tests.test_train import arguments, train_on_rank
-from tests.worlds import Worlds
 from titan_linear import launch
 from titan_linear.commands import convert, generate, plan
 from titan_linear.commands import corpus as corpora
@@ -53,13 +52,13 @@ def _two_ranks(rank: int, world_size: int) -> dict[str, float]:
     return program("ops.md")["main"]()
 
 
-def test_the_ops_on_two_ranks(worlds: Worlds) -> None:
+def test_the_ops_on_two_ranks(worlds):
     for found in worlds(2).run(_two_ranks):
         assert list(found) == ["convolution", "KDA", "attention"]
         assert max(found.values()) < 64 * 2**-24, found  # products of 64 numbers in float32
 
 
-def test_the_model_of_ones_own(tmp_path: Path) -> None:
+def test_the_model_of_ones_own(tmp_path):
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (toml,) = re.findall(r"```toml\n(.*?)```", readme, re.DOTALL)
     (file := tmp_path / "mine.toml").write_text(toml)
@@ -68,7 +67,7 @@ def test_the_model_of_ones_own(tmp_path: Path) -> None:
     assert [mixer.name for mixer in model.layers] == 3 * ["kda", "kda", "kda", "attention"]
 
 
-def test_the_tour_is_as_long_as_it_says() -> None:
+def test_the_tour_is_as_long_as_it_says():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     tour = readme[readme.index("## A tour in twelve files") : readme.index("## The tree")]
     names = re.findall(r"`([\w/]+\.py)`", tour.replace("`delta.py", "`models/mixers/delta.py"))
@@ -82,7 +81,7 @@ PLACES = [ROOT, ROOT / "docs", ROOT / "titan_linear", ROOT / "titan_linear/ops",
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_files_that_a_page_names_exist(page: Path) -> None:
+def test_files_that_a_page_names_exist(page):
     """`titan_linear/step/passes.py`, `ops/delta_rule.py`, `docs/data.md`, and in a folder of ours `models/mixers/`."""
     named = re.findall(
         r"`(\w+/[\w./-]*\.(?:py|md|sh|toml)|(?:titan_linear|models|ops|tests|docs)/[\w/]*/)`", page.read_text("utf-8")
@@ -135,7 +134,7 @@ def ran(checkout: Path, script: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("page", [page for page in (*PAGES, *TOMLS) if commands_of(page)], ids=lambda page: page.stem)
-def test_commands_are_complete_as_they_stand(page: Path, checkout: Path, capfd: pytest.CaptureFixture) -> None:
+def test_commands_are_complete_as_they_stand(page, checkout, capfd):
     """Their keys exist and fit together, and what continues a published model has a rate for that."""
     blocks = re.findall(r"```toml\n((?:.*\n)*?)```|^(    \[job\]\n(?:    .*\n|\n)*)", page.read_text("utf-8"), re.M)
     mine = next((textwrap.dedent(fenced or indented) for fenced, indented in blocks), "")
@@ -171,7 +170,7 @@ def starts(argv: list[str], ngpu: str, capfd: pytest.CaptureFixture) -> None:
     assert config.job.dump_folder != "outputs/debug" or "train_configs/debug.toml" in argv[1], argv
 
 
-def test_the_first_texts_are_copied(tmp_path: Path) -> None:
+def test_the_first_texts_are_copied(tmp_path):
     (command,) = re.findall(r"^    (mkdir .*)$", (ROOT / "docs/first_hour.md").read_text("utf-8"), re.MULTILINE)
     done = subprocess.run(
         ["bash", "-c", command.replace("texts", str(tmp_path))], cwd=ROOT, capture_output=True, text=True
@@ -179,7 +178,7 @@ def test_the_first_texts_are_copied(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_without_a_configuration_only_the_demo_runs(checkout: Path) -> None:
+def test_without_a_configuration_only_the_demo_runs(checkout):
     scripts = ["--training.steps 3", "--help model", "--job.config_file mine.toml --model.name kda"]
     assert [argv[5:] for argv in ran(checkout, "\n".join(f"./run_train.sh {script}" for script in scripts))] == [
         [f"{checkout}/train_configs/debug.toml", *script.split()] for script in scripts
@@ -191,7 +190,7 @@ def test_without_a_configuration_only_the_demo_runs(checkout: Path) -> None:
         )
 
 
-def test_the_demo_is_short_and_shows_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_is_short_and_shows_everything(monkeypatch):
     monkeypatch.setattr(console, "program", lambda name, _: f".venv/bin/{name}")  # as in a fresh clone
     config = load_config(["--job.config_file", str(ROOT / "train_configs/debug.toml")])
     t, freqs = config.training, (config.metrics.telemetry_freq, config.validation.freq, config.checkpoint.interval)
@@ -220,9 +219,7 @@ def _train(rank: int, world_size: int, argv: list[str]) -> tuple[list[float], li
         return losses, norms
 
 
-def test_a_mixer_of_ones_own_trains_alike_on_every_split(
-    corpus: Path, worlds: Worlds, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mixer_of_ones_own_trains_alike_on_every_split(corpus, worlds, monkeypatch):
     names = mixer_of_the_page(monkeypatch)
     argv = [*arguments(corpus, {"training.dtype": "float64", "training.steps": 3}), *MINE]
     preflight(load_config(argv), world_size=1)
@@ -236,9 +233,7 @@ def test_a_mixer_of_ones_own_trains_alike_on_every_split(
         preflight(load_config([*argv, "--parallelism.context_parallel_degree=8"]), world_size=8)
 
 
-def test_a_mixer_of_ones_own_is_proved_and_planned(
-    corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_mixer_of_ones_own_is_proved_and_planned(corpus, monkeypatch, capsys):
     mixer_of_the_page(monkeypatch)
     monkeypatch.setenv("NGPU", "2")
     argv = [*arguments(corpus, {"training.seq_len": 128}), *MINE, "--parallelism.context_parallel_degree=2"]
@@ -248,7 +243,7 @@ def test_a_mixer_of_ones_own_is_proved_and_planned(
     assert "activations of layers: 1 gla" in capsys.readouterr().out
 
 
-def test_a_mixer_of_ones_own_is_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixer_of_ones_own_is_its_definition(monkeypatch):
     """Packed; and token by token with a cache as at once."""
     mixer_of_the_page(monkeypatch)
     model = resized(preset("hybrid", "debug"), load_config(MINE).model.model_dump())

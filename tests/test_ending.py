@@ -124,7 +124,7 @@ class Heard:
 
 
 @pytest.mark.parametrize("place", [place for place in PLACES if place != "compilation"])
-def test_a_failing_rank_is_heard(place: str, corpus: Path, tmp_path: Path) -> None:
+def test_a_failing_rank_is_heard(place, corpus, tmp_path):
     argv = arguments(corpus, RUN, KEYS.get(place, {}), {"job.dump_folder": tmp_path / "run"})
     seen = run(place, argv, tmp_path)
     first = 0 if place in (*RANK_0, "sync save", "hang") else 1  # a failed save is told by rank 0
@@ -191,6 +191,6 @@ def table(corpus: Path, folder: Path, processes: int) -> list[str]:
 
 
 @pytest.mark.cuda(2, peers=True)
-def test_failing_ranks_are_heard_on_gpus(corpus: Path, tmp_path: Path) -> None:
+def test_failing_ranks_are_heard_on_gpus(corpus, tmp_path):
     preflight(load_config(arguments(corpus, RUN)), world_size=2)  # writes the token cache, once
     assert not table(corpus, tmp_path, processes=7)

@@ -61,7 +61,7 @@ def find_python(checkout: Path, path: Path, *extras: str, **environment: str) ->
     return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True)
 
 
-def test_an_active_python_with_everything_is_used(checkout: Path) -> None:
+def test_an_active_python_with_everything_is_used(checkout):
     done = find_python(checkout, Path(sys.executable).parent, "dev")
     python, _, path = done.stdout.strip().partition("|")
     assert done.returncode == 0 and os.path.samefile(shutil.which(python), shutil.which("python"))
@@ -69,7 +69,7 @@ def test_an_active_python_with_everything_is_used(checkout: Path) -> None:
 
 
 @pytest.mark.parametrize("requirement", ["torch>=99", "nonesuch; python_version > '3'"])
-def test_a_python_that_lacks_one_is_not_used(requirement: str, checkout: Path) -> None:
+def test_a_python_that_lacks_one_is_not_used(requirement, checkout):
     project = checkout / "pyproject.toml"
     project.write_text(project.read_text().replace('"torch>=2.11,<2.14"', f'"{requirement}"'))
     (checkout / ".venv").mkdir()  # so that none is made
@@ -79,14 +79,14 @@ def test_a_python_that_lacks_one_is_not_used(requirement: str, checkout: Path) -
     assert find_python(checkout, Path(sys.executable).parent).returncode == 0
 
 
-def test_an_old_python_is_named(checkout: Path, tmp_path: Path) -> None:
+def test_an_old_python_is_named(checkout, tmp_path):
     for name in NAMES:
         executable(tmp_path / name, "#!/bin/sh\n[ $1 = --version ] && echo Python 3.9.1\nexit 1\n")
     done = find_python(checkout, tmp_path)
     assert (done.returncode, done.stderr) == (1, "error: Python 3.10 or newer is needed; found Python 3.9.1\n")
 
 
-def test_an_environment_is_made_once_and_brought_up_to_date(checkout: Path, find: Callable) -> None:
+def test_an_environment_is_made_once_and_brought_up_to_date(checkout, find):
     venv = checkout / ".venv"
     done, (made, installed) = find()
     assert done.stdout.startswith(f"{venv}/bin/python|") and made == f"-m venv {venv}"
@@ -97,7 +97,7 @@ def test_an_environment_is_made_once_and_brought_up_to_date(checkout: Path, find
     assert find("dev")[1] == []
 
 
-def test_a_set_up_that_fails_is_made_anew(checkout: Path, find: Callable) -> None:
+def test_a_set_up_that_fails_is_made_anew(checkout, find):
     done, commands = find(PIP="1")
     assert done.returncode == 1 and len(commands) == 2
     assert done.stderr.endswith("error: pip failed; the same command tries again\n")
@@ -106,7 +106,7 @@ def test_a_set_up_that_fails_is_made_anew(checkout: Path, find: Callable) -> Non
     assert done.returncode == 0 and len(commands) == 2 and not (checkout / ".venv" / "torn").exists()
 
 
-def test_an_environment_of_the_users_is_left_alone(checkout: Path, find: Callable) -> None:
+def test_an_environment_of_the_users_is_left_alone(checkout, find):
     (checkout / ".venv" / "mine").mkdir(parents=True)
     done, commands = find()
     assert done.returncode == 1 and "was not made by this script" in done.stderr
@@ -114,9 +114,7 @@ def test_an_environment_of_the_users_is_left_alone(checkout: Path, find: Callabl
 
 
 @pytest.mark.parametrize(("capability", "code", "tried"), [("8.0", 0, False), ("9.0", 0, True), ("10.0\n9.0", 1, True)])
-def test_flash_attention_4_is_tried_where_it_has_kernels(
-    capability: str, code: int, tried: bool, checkout: Path, tmp_path: Path, find: Callable
-) -> None:
+def test_flash_attention_4_is_tried_where_it_has_kernels(capability, code, tried, checkout, tmp_path, find):
     executable(tmp_path / "bin" / "nvidia-smi", f"#!/bin/sh\necho '{capability}'\n")
     fails = f'"-m pip"*gpu*) echo "$*" >>"$LOG"; exit {code} ;;\n  "-m pip"*)'
     executable(tmp_path / "bin" / "python", FAKE.replace('"-m pip"*)', fails))

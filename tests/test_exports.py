@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from tests.keys import argv_of
 from tests.processes import gone, until
 from tests.test_train import arguments
-from tests.worlds import Worlds
 from titan_linear.commands import convert
 from titan_linear.config import Config, check_config, load_config
 from titan_linear.data import ByteTokenizer
@@ -48,12 +47,7 @@ def train_on_rank(rank: int, world_size: int, argv: list[str]) -> None:
     Trainer(load_config(argv)).train()
 
 
-def test_a_checkpoint_is_exported_while_training_goes_on(
-    corpus: Path,
-    worlds: Worlds,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture,
-) -> None:
+def test_a_checkpoint_is_exported_while_training_goes_on(corpus, worlds, tmp_path, capfd):
     argv = arguments(corpus, KEYS, {"job.dump_folder": tmp_path, "training.steps": 2})
     preflight(load_config(argv), world_size=2)
     worlds(2).run(train_on_rank, argv)
@@ -84,7 +78,7 @@ def stop_rank_1(rank: int, world_size: int, argv: list[str]) -> None:
             trainer.train()
 
 
-def test_a_stop_waits_for_no_export(corpus: Path, worlds: Worlds, tmp_path: Path) -> None:
+def test_a_stop_waits_for_no_export(corpus, worlds, tmp_path):
     """The signal came to another rank than that of the exports. Only what is to be kept is kept for the next start."""
     argv = arguments(corpus, KEYS, {"job.dump_folder": tmp_path, "training.steps": 5})
     preflight(load_config(argv), world_size=2)
@@ -118,9 +112,7 @@ def runs(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     monkeypatch.setattr(exports, "command", lambda _, folder, __: [sys.executable, "-c", code, str(folder)])
 
 
-def test_what_was_cut_short_is_made_up_for(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
-) -> None:
+def test_what_was_cut_short_is_made_up_for(monkeypatch, capsys, tmp_path):
     """One after the other; not twice; not of a future that is left, not what the run itself exports at its end."""
     config, in_use = saved(tmp_path, 1, 2, 4, 6, 7, 8), set()
     exported(config, 2)
@@ -136,9 +128,7 @@ def test_what_was_cut_short_is_made_up_for(
     )
 
 
-def test_a_finished_run_names_what_it_lacks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
-) -> None:
+def test_a_finished_run_names_what_it_lacks(monkeypatch, capsys, tmp_path):
     """A kill after the last step, while exports were written."""
     config = saved(tmp_path, 2, 4, 6, 8)
     exported(config, 4)
@@ -151,7 +141,7 @@ def test_a_finished_run_names_what_it_lacks(
     assert "\nits Hugging Face folder is not there; titan-linear convert to-hf" in out
 
 
-def test_a_failure_is_a_warning(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+def test_a_failure_is_a_warning(monkeypatch, capsys, tmp_path):
     config, in_use = saved(tmp_path, 2), set()
     runs(monkeypatch, "import sys; print('Trace'); sys.exit('error: the disk is full')")
     found = Exports(config, 2, in_use)
@@ -173,9 +163,7 @@ ALWAYS = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 
 
 @pytest.mark.parametrize("code", [ONCE, ALWAYS], ids=["once", "always"])
-def test_an_export_that_is_killed_starts_again_once(
-    code: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
-) -> None:
+def test_an_export_that_is_killed_starts_again_once(code, monkeypatch, capsys, tmp_path):
     """Its checkpoint is kept until then."""
     config, in_use = saved(tmp_path, 2), set()
     runs(monkeypatch, code)
@@ -191,9 +179,7 @@ def test_an_export_that_is_killed_starts_again_once(
 
 
 @pytest.mark.parametrize(("lacking", "said"), [("tempfile.TemporaryFile", "full"), ("subprocess.Popen", "too many")])
-def test_an_export_that_cannot_start_is_a_warning(
-    lacking: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
-) -> None:
+def test_an_export_that_cannot_start_is_a_warning(lacking, said, monkeypatch, capsys, tmp_path):
     """No room for temporary files, or for processes: what it does to one export it need not do to the next."""
     runs(monkeypatch, "import os, sys; os.mkdir(sys.argv[1])")
     given = pydoc.locate(lacking)
@@ -210,9 +196,7 @@ def _raise(error: OSError) -> NoReturn:
     raise error
 
 
-def test_a_checkpoint_that_is_gone_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_is_gone_is_not_waited_for(monkeypatch, capsys, tmp_path):
     """Removed by a person while it waits; those behind it are exported."""
     runs(monkeypatch, "import os, sys; os.mkdir(sys.argv[1])")
     found, folder = Exports(saved(tmp_path, 2, 4, 6), 6, set()), tmp_path / "checkpoint"
@@ -226,9 +210,7 @@ def test_a_checkpoint_that_is_gone_is_not_waited_for(
     )
 
 
-def test_an_export_ends_with_the_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
-) -> None:
+def test_an_export_ends_with_the_run(monkeypatch, capsys, tmp_path):
     """A Ctrl-C while the complete run waits for it: no later start makes it, so it is named."""
     runs(monkeypatch, "import signal; signal.pause()")
     found, stop = Exports(saved(tmp_path, 2), 2, set()), StopSignal()
@@ -260,7 +242,7 @@ def begin_export(folder: Path) -> None:
     signal.pause()
 
 
-def test_an_export_dies_with_its_rank(tmp_path: Path) -> None:
+def test_an_export_dies_with_its_rank(tmp_path):
     """From its first moment on: it imports torch later, which takes long."""
     (tmp_path / "torch.py").write_text(SLOW)
     rank = multiprocessing.get_context("forkserver").Process(target=begin_export, args=(tmp_path,))
@@ -276,7 +258,7 @@ def test_an_export_dies_with_its_rank(tmp_path: Path) -> None:
     assert not (tmp_path / "imports").exists()
 
 
-def test_intervals_that_do_not_fit_are_refused() -> None:
+def test_intervals_that_do_not_fit_are_refused():
     argv = ["--checkpoint.interval", "100", "--checkpoint.export_interval", "150"]
     with pytest.raises(ValueError, match=r"export_interval = 150 must be a multiple .* for example 200"):
         check_config(load_config(argv), 1)

@@ -12,9 +12,7 @@ from titan_linear.storage.files import Unreadable, progress, read_json
 
 
 @pytest.mark.parametrize(("rank", "seconds", "shown"), [(0, 1, True), (1, 1, False), (0, 0.1, False)])
-def test_progress_is_shown_by_one_rank_if_it_takes_time(
-    rank: int, seconds: float, shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_progress_is_shown_by_one_rank_if_it_takes_time(rank, seconds, shown, monkeypatch, capsys):
     """Nine items, each of so many seconds."""
     monkeypatch.setattr("tqdm.std.time", count(0, seconds).__next__)
     monkeypatch.setenv("RANK", str(rank))
@@ -23,7 +21,7 @@ def test_progress_is_shown_by_one_rank_if_it_takes_time(
 
 
 @pytest.mark.parametrize("begin", [b"", b"\xef\xbb\xbf"])
-def test_json_is_read(begin: bytes, tmp_path: Path) -> None:
+def test_json_is_read(begin, tmp_path):
     (tmp_path / "a.json").write_bytes(begin + b'{"a": [1, "\xc3\xa9"]}')
     assert read_json(tmp_path / "a.json", dict[str, Any], "") == {"a": [1, "é"]}
 
@@ -44,7 +42,7 @@ def test_json_is_read(begin: bytes, tmp_path: Path) -> None:
         ('{"a": 1}'.encode("utf-16"), "Invalid JSON: "),
     ],
 )
-def test_what_is_no_json_is_said_in_a_line(content: bytes | None, why: str, tmp_path: Path) -> None:
+def test_what_is_no_json_is_said_in_a_line(content, why, tmp_path):
     file = tmp_path / "a.json"
     if content is not None:
         file.write_bytes(content)
@@ -54,6 +52,6 @@ def test_what_is_no_json_is_said_in_a_line(content: bytes | None, why: str, tmp_
     assert line.startswith(f"'{file}' cannot be read ({why}") and line.endswith("); do this") and "\n" not in line
 
 
-def test_a_name_that_is_too_long() -> None:
+def test_a_name_that_is_too_long():
     with pytest.raises(Unreadable, match="File name too long"):
         read_json(Path("x" * 300), dict, "")

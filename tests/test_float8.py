@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,6 @@ from torch._dynamo.utils import counters
 
 from tests.keys import argv_of
 from tests.test_train import FLOAT64, SMALL_HYBRID, SPLITS, arguments, train_on_rank, worst
-from tests.worlds import Worlds
 from titan_linear.config import Config, check_config, load_config
 from titan_linear.distributed.compiling import apply_compile
 from titan_linear.models import float8
@@ -57,7 +55,7 @@ def product(x: Tensor, w: Tensor) -> Tensor:
     return rounded(x.flatten(0, -2)) @ rounded(w).T
 
 
-def test_rows_are_rounded_as_defined() -> None:
+def test_rows_are_rounded_as_defined():
     x = draw(61, 128) * TALL
     numbers, scales = scaled_rows(x)
     assert torch.equal(numbers.double() * scales, rounded(x.double()))
@@ -68,13 +66,13 @@ def test_rows_are_rounded_as_defined() -> None:
 
 
 @pytest.mark.parametrize("largest", [448.0, 448.0 * (1 + 2**-7), 224.0, 3.0, 2.0**-99, 2.0**100])
-def test_largest_numbers_do_not_overflow(largest: float) -> None:
+def test_largest_numbers_do_not_overflow(largest):
     numbers, scales = scaled_rows(torch.tensor([[largest, -largest, largest / 2]]))
     assert (numbers.float() * scales)[0].tolist() == pytest.approx([largest, -largest, largest / 2], rel=2**-4)
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-def test_rows_that_are_zero_or_not_finite(bad: float) -> None:
+def test_rows_that_are_zero_or_not_finite(bad):
     x, w = draw(4, 32).double(), draw(16, 32, seed=1).double()  # in which sums are exact
     x[1], x[2, 5] = 0, bad
     y = emulated_linear(x, w)
@@ -84,7 +82,7 @@ def test_rows_that_are_zero_or_not_finite(bad: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_products_against_float64(dtype: torch.dtype) -> None:
+def test_products_against_float64(dtype):
     """Each factor is off by 2⁻⁴ of itself, or 2⁻¹⁷ of its row's largest."""
     x, w = (draw(61, 256) * TALL).to(dtype), draw(48, 256, seed=1).to(dtype)
     y = emulated_linear(x.view(1, 61, 256), w)
@@ -157,7 +155,7 @@ CASES["squared ReLU"] = (lambda: ReLU2(32, 48), 32, of_relu2)
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_those_of_the_definition(name: str, compiled: bool) -> None:
+def test_gradients_are_those_of_the_definition(name, compiled):
     """dx from e4m3, dW from the hidden states as they are."""
     build, width, oracle = CASES[name]
     torch.manual_seed(0)
@@ -194,7 +192,7 @@ IN_FLOAT8 = {
 
 
 @pytest.mark.parametrize("name", IN_FLOAT8)
-def test_projections_in_float8(name: str) -> None:
+def test_projections_in_float8(name):
     model = unallocated(preset(*name.split("/")), torch.float32)
     products = use_float8(model, [])
     assert {" + ".join(n.split(".", 2)[2] for n in names) for names in products} == IN_FLOAT8[name]
@@ -203,7 +201,7 @@ def test_projections_in_float8(name: str) -> None:
     }
 
 
-def test_filters() -> None:
+def test_filters():
     model = unallocated(preset("hybrid", "1.3B"), torch.float32)
     products = use_float8(model, ["layers.0.", "up_proj"])
     kinds = Counter(n.split(".", 2)[2] for names in products for n in names)
@@ -225,7 +223,7 @@ def train_small(rank: int, world_size: int, argv: list[str]) -> tuple:
 EQUAL = ("cp 4", "HSDP x cp", "full activation checkpointing")
 
 
-def test_splits_equal_one_process(corpus: Path, worlds: Worlds) -> None:
+def test_splits_equal_one_process(corpus, worlds):
     """In float64, where differences of 1e-12 move hardly any number to another of e4m3."""
     keys = SMALL_HYBRID | FLOAT64 | ON | {"training.steps": 3}
     plain = worlds(1).run(train_on_rank, arguments(corpus, keys))[0]  # all are too small
@@ -238,7 +236,7 @@ def test_splits_equal_one_process(corpus: Path, worlds: Worlds) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_a_layer_is_one_graph() -> None:
+def test_a_layer_is_one_graph():
     pattern = (Attention(heads=2, kv_heads=1, head_dim=32, rope_theta=None),)
     model = Decoder(ModelConfig(vocab_size=64, dim=32, num_layers=2, hidden_dim=32, pattern=pattern))
     initialise(model.use("torch", torch.device("cpu"), torch.float32), seed=0)
@@ -268,7 +266,7 @@ def config_of(**keys: object) -> Config:
         ({"float8__enable": "false", "float8__filter_fqns": '["o_proj"]'}, r"float8.filter_fqns = \[.o_proj.\] has no"),
     ],
 )
-def test_keys_that_contradict_it_are_refused(keys: dict, message: str) -> None:
+def test_keys_that_contradict_it_are_refused(keys, message):
     with pytest.raises(ValueError, match=message):
         check_config(config_of(**keys), world_size=2)
 
@@ -281,7 +279,7 @@ def test_keys_that_contradict_it_are_refused(keys: dict, message: str) -> None:
         ({"float8__filter_fqns": '["layers."]'}, r"no product outside float8.filter_fqns \(dim 2048\)"),
     ],
 )
-def test_models_without_such_products_are_refused(keys: dict, message: str) -> None:
+def test_models_without_such_products_are_refused(keys, message):
     config = config_of(**keys)
     with pytest.raises(ValueError, match=message):
         check_float8(preset("hybrid", config.model.flavor), config)
@@ -295,9 +293,7 @@ def test_models_without_such_products_are_refused(keys: dict, message: str) -> N
         ((9, 0), {"training__mixed_precision_param": "float32"}, r"is for training.mixed_precision_param = 'bfloat16'"),
     ],
 )
-def test_devices_without_it_are_refused(
-    capability: tuple[int, int] | None, keys: dict, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_devices_without_it_are_refused(capability, keys, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr("titan_linear.run.build.capability", lambda device: capability)
     with pytest.raises(ValueError, match=message):
@@ -305,12 +301,12 @@ def test_devices_without_it_are_refused(
     check_float8_device(config_of(float8__emulate="true", **keys))
 
 
-def test_a_small_model_is_refused_before_the_run(corpus: Path) -> None:
+def test_a_small_model_is_refused_before_the_run(corpus):
     with pytest.raises(ValueError, match=r"float8.enable = true: no product of model.flavor = 'debug'"):
         preflight(load_config(arguments(corpus, ON)), world_size=1)
 
 
-def test_the_doctor_proves_products() -> None:
+def test_the_doctor_proves_products():
     config = config_of(float8__emulate="true")
     subject = SimpleNamespace(run=config, config=config, device=torch.device("cpu"), dtype=torch.bfloat16)
     assert [found.holds for found in definitions.float8(subject)] == [True, True]
@@ -322,7 +318,7 @@ def test_the_doctor_proves_products() -> None:
 # --- Plans -----------------------------------------------------------------------------------------------------------
 
 
-def test_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans(monkeypatch):
     """Products take less time, rounding some, and memory stays; without measured rates there is no plan of time."""
     model = preset("hybrid", "1.3B").first_layers(4)
     keys = {"compile__enable": "true", "training__seq_len": 8192, "training__global_batch_size": 1}
@@ -350,7 +346,7 @@ def test_plans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_the_gpu_computes_the_same(compiled: bool) -> None:
+def test_the_gpu_computes_the_same(compiled):
     """As the emulation does with the same numbers; Hopper drops 2⁻¹³ of a sum with every 32 terms."""
     run = torch.compile(float8_linear, fullgraph=True) if compiled else float8_linear
     x, w = (draw(n, 2048, seed=n).bfloat16().cuda() for n in (1000, 4096))

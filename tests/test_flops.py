@@ -92,7 +92,7 @@ def counted(model: ModelConfig, lengths: list[int]) -> Products:
 
 
 @pytest.mark.parametrize("name", ["attention", "plain attention", "mla"])
-def test_softmax_mixers_by_pairs(name: str) -> None:
+def test_softmax_mixers_by_pairs(name):
     products, documents = counted(model_of(MIXERS[name]), PACKED), plan_of(PACKED)[1]
     assert products.total == MIXERS[name].flops(DIM, documents)
     ops = MIXERS[name].ops["attention"]
@@ -100,7 +100,7 @@ def test_softmax_mixers_by_pairs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["kda", "kda, softplus gate", "gdn"])
-def test_linear_mixers_by_chunks(name: str) -> None:
+def test_linear_mixers_by_chunks(name):
     """PyTorch's implementation solves (I + A) X = B for K + V columns by substitution, where the statement has a
     product of the inverse with V; it convolves W−1 more tokens for each document but the first; and the chunk matrices
     of KDA leave out blocks above the diagonal: rows of 16 tokens meet 16, 32, 48, 64 columns. The rest is the same."""
@@ -116,13 +116,13 @@ def test_linear_mixers_by_chunks(name: str) -> None:
     assert products.counts["products"] == stated - 2 * mixer.conv_size * channels * documents.tokens
 
 
-def test_mamba2_by_chunks() -> None:
+def test_mamba2_by_chunks():
     mixer, products, documents = MIXERS["mamba2"], counted(model_of(MIXERS["mamba2"]), CHUNKED), plan_of(CHUNKED)[1]
     gaps = (len(CHUNKED) - 1) * (mixer.conv_size - 1)
     assert products.total == mixer.flops(DIM, documents) + 2 * mixer.conv_size * sum(mixer.widths) * gaps
 
 
-def test_rwkv7_by_chunks() -> None:
+def test_rwkv7_by_chunks():
     """In the first layer. PyTorch's implementation solves for K + V columns where the statement has a product with V; a
     chunk's rows that only write meet the state too; the four matrices leave out blocks above the diagonal, as KDA's do;
     the token shift is a convolution."""
@@ -137,7 +137,7 @@ def test_rwkv7_by_chunks() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("moe", [None, MOE, replace(MOE, shared_hidden_dim=0, shared_gate=False), LATENT])
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
-def test_mlps_and_experts(moe: MoEConfig | None, activation: str) -> None:
+def test_mlps_and_experts(moe, activation):
     moe = moe and replace(moe, activation=activation)
     config, (plan, documents) = model_of(MIXERS["gdn"], moe=moe, activation=activation), plan_of(PACKED)
     decoder = Decoder(config)
@@ -147,7 +147,7 @@ def test_mlps_and_experts(moe: MoEConfig | None, activation: str) -> None:
     assert products.total == documents.tokens * config.layers[0].mlp.flops(config.dim)
 
 
-def test_backward_is_twice_forward() -> None:
+def test_backward_is_twice_forward():
     """Of a whole model's loss, head included; attention's kernel computes scores again, which does not count."""
     config, (plan, documents) = model_of(MIXERS["attention"]), plan_of(PACKED)
     decoder, tokens = Decoder(config), torch.arange(documents.tokens) % 40
@@ -160,7 +160,7 @@ def test_backward_is_twice_forward() -> None:
 
 
 @pytest.mark.parametrize("name, flavor", [("hybrid", "1.3B"), ("qwen3.5", "35B-A3B"), ("kimi-linear", "48B-A3B")])
-def test_projections_are_the_parameters_that_a_token_meets(name: str, flavor: str) -> None:
+def test_projections_are_the_parameters_that_a_token_meets(name, flavor):
     """Twice their number, but for norms, gates and the convolution."""
     config = preset(name, flavor)
     with torch.device("meta"):
@@ -177,7 +177,7 @@ def test_projections_are_the_parameters_that_a_token_meets(name: str, flavor: st
     assert forward_flops(config, tokens) == 2 * met + states
 
 
-def test_documents() -> None:
+def test_documents():
     cu = np.cumsum([0, 1, 63, 64, 65, 0, 1000]).astype(np.int32)
     pairs = sum((b - a) * (b - a + 1) // 2 for a, b in pairwise(cu.tolist()))
     chunks = [min(64, b - i) for a, b in pairwise(cu.tolist()) for i in range(a, b, 64)]
@@ -186,7 +186,7 @@ def test_documents() -> None:
     assert million.pairs == 2**20 * (2**20 + 1) // 2 and million.chunk_pairs == 2**26
 
 
-def test_counting_is_nothing_to_the_host() -> None:
+def test_counting_is_nothing_to_the_host():
     """10,000 documents take as many calls as one."""
     model, calls = preset("hybrid", "1.3B"), Counter()
     for documents in (1, 10_000):
@@ -220,11 +220,11 @@ def test_counting_is_nothing_to_the_host() -> None:
         ("Tesla T4", None),
     ],
 )
-def test_peaks_by_name(name: str, peak: float | None) -> None:
+def test_peaks_by_name(name, peak):
     assert known_peak(name) == peak
 
 
-def test_the_peak_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_peak_of_a_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     config, wide = load_config([], cuda=True), load_config([], cuda=False)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.worlds import Worlds
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer
 from titan_linear.distributed.mesh import build_mesh
@@ -46,7 +44,7 @@ def build(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Decoder:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("chunk", [7, 64, 100])
-def test_prefill_and_decode_equal_one_forward(name: str, chunk: int) -> None:
+def test_prefill_and_decode_equal_one_forward(name, chunk):
     """Every row's logits, at the end of its prompt and after each token that follows."""
     model, steps = build(MODELS[name]), 4
     new = torch.randint(256, (steps, len(PROMPTS)), generator=torch.Generator().manual_seed(0))
@@ -64,7 +62,7 @@ def test_prefill_and_decode_equal_one_forward(name: str, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("op", [chunk_kda, chunk_gated_delta_rule])
-def test_one_token_equals_a_chunk(op: Callable) -> None:
+def test_one_token_equals_a_chunk(op):
     """The step of the recurrence (no gradients) against the chunked way (gradients), with grouped value heads."""
     B, H, HV, K, V = 3, 2, 4, 8, 6
     draw = torch.Generator().manual_seed(0)
@@ -87,7 +85,7 @@ def test_one_token_equals_a_chunk(op: Callable) -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_padding_of_keys_is_left_out() -> None:
+def test_padding_of_keys_is_left_out():
     q, k, v = (torch.randn(2, n, h, 8).double() for n, h in ((1, 4), (9, 2), (9, 2)))
     first = torch.tensor([0, 5])
     o = attention(q, k, v, first_key=first)
@@ -98,7 +96,7 @@ def test_padding_of_keys_is_left_out() -> None:
         attention(k.repeat(1, 1, 2, 1), k, v, first_key=first)
 
 
-def test_a_row_depends_on_its_prompt_and_seed_alone() -> None:
+def test_a_row_depends_on_its_prompt_and_seed_alone():
     model = build(MODELS["bounded gates"])
     options = {"max_new_tokens": 6, "device": CPU}
     for sampling in (Sampling(), Sampling(1.0, 0.9, seed=3)):
@@ -109,7 +107,7 @@ def test_a_row_depends_on_its_prompt_and_seed_alone() -> None:
     assert other != together and all(len(row) == 6 for row in other)
 
 
-def test_rows_end_at_eos_each_by_itself() -> None:
+def test_rows_end_at_eos_each_by_itself():
     model = build(MODELS["bounded gates"])
     free = generate_tokens(model, PROMPTS, max_new_tokens=8, sampling=Sampling(1.0), device=CPU)
     eos = free[0][3]
@@ -120,7 +118,7 @@ def test_rows_end_at_eos_each_by_itself() -> None:
     assert generate_tokens(model, PROMPTS, max_new_tokens=0, sampling=Sampling(), device=CPU) == [[], [], []]
 
 
-def test_choice_among_the_likeliest() -> None:
+def test_choice_among_the_likeliest():
     logits = torch.tensor([0.1, 0.5, 0.15, 0.25]).log().double()
     draws = {
         top_p: {choose(logits, Sampling(1.0, top_p), torch.Generator().manual_seed(i)) for i in range(200)}
@@ -133,7 +131,7 @@ def test_choice_among_the_likeliest() -> None:
             choose(broken, Sampling(temperature), torch.Generator())
 
 
-def test_text() -> None:
+def test_text():
     model, options = build(MODELS["bounded gates"]), {"max_new_tokens": 3, "sampling": Sampling(), "device": CPU}
     texts = generate(model, ByteTokenizer(), ["def f", "x"], **options)
     assert texts[0].startswith("def f") and texts[1].startswith("x")
@@ -156,7 +154,7 @@ def sharded(rank: int, world_size: int, name: str, tp: int, ep: int) -> list[lis
     ("name", "tp", "ep"),
     [("bounded gates", 1, 1), ("bounded gates", 2, 1), ("side by side", 2, 1), ("latent attention, experts", 1, 2)],
 )
-def test_a_model_that_ranks_share_says_the_same(name: str, tp: int, ep: int, worlds: Worlds) -> None:
+def test_a_model_that_ranks_share_says_the_same(name, tp, ep, worlds):
     model = build(MODELS[name])
     alone = generate_tokens(model, PROMPTS, max_new_tokens=6, sampling=Sampling(1.0, 0.9), device=CPU)
     assert worlds(2).run(sharded, name, tp, ep) == [alone, alone]

@@ -122,7 +122,7 @@ def run(folder: Path, worlds: Worlds) -> Callable[..., list[float]]:
         for model, name, processes, keys in RUNS
     ],
 )
-def test_losses_are_those_of_one_gpu(model: str, processes: int, keys: dict[str, object], run: Callable) -> None:
+def test_losses_are_those_of_one_gpu(model, processes, keys, run):
     losses, alone = run(model, processes, keys), run(model, 1, {})
     print(f"{worst(losses, alone):.1e} of the loss, {alone[0]:.3f} to {alone[-1]:.3f}")
     assert worst(losses, alone) < 1e-3 and alone[-1] < alone[0] - 1
@@ -150,9 +150,7 @@ def compiled_on_rank(rank: int, world_size: int, argv: list[str]) -> tuple[list[
         pytest.param(2, {CP: 2}, id="cp 2", marks=pytest.mark.cuda(2)),
     ],
 )
-def test_kinds_of_layers_are_compiled_once(
-    processes: int, keys: dict[str, object], folder: Path, worlds: Worlds
-) -> None:
+def test_kinds_of_layers_are_compiled_once(processes, keys, folder, worlds):
     """Each in the first step, and without gradients in the first validation, whatever the documents."""
     steps = {"training.local_batch_size": 1, "training.seq_len": 8192, "training.steps": 12, "validation.freq": 2}
     validation = {"validation.enable": "true", "validation.steps": 4, "validation.holdout": 0.05}

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from tests.steps import after_backward
 from tests.test_train import arguments
-from tests.worlds import Worlds
 from titan_linear.config import load_config
 from titan_linear.data import Batch
 from titan_linear.distributed.process import StopSignal
@@ -55,11 +54,7 @@ def reported(folder: Path) -> list[tuple[int, float, float]]:
     return [(line["step"], line["loss"], line.get("grad_norm")) for line in lines if "loss" in line]
 
 
-def test_a_step_is_completed_if_there_is_time(
-    corpus: Path,
-    worlds: Worlds,
-    tmp_path: Path,
-) -> None:
+def test_a_step_is_completed_if_there_is_time(corpus, worlds, tmp_path):
     """One that is not leaves no trace in the run that goes on."""
     runs = {"alone": 0.0, "fits": 1.0, "does not": 10000.0, "does not, ": 0.0}
     reached = {"alone": 3, "fits": 2, "does not": 1, "does not, ": 3}
@@ -88,12 +83,7 @@ def validate_on_rank(rank: int, world_size: int, argv: list[str]) -> tuple[int, 
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_a_validation_is_given_up(
-    last: bool,
-    corpus: Path,
-    worlds: Worlds,
-    tmp_path: Path,
-) -> None:
+def test_a_validation_is_given_up(last, corpus, worlds, tmp_path):
     """After the last step what was saved before it stays, weights only."""
     validation = {"validation.enable": "true", "validation.freq": 2, "validation.holdout": 0.2}
     more = {"training.steps": 2, "checkpoint.last_save_model_only": "true"} if last else {}
@@ -105,11 +95,7 @@ def test_a_validation_is_given_up(
     assert "validation_loss" not in (tmp_path / "metrics.jsonl").read_text()
 
 
-def test_after_a_signal_no_validation_begins(
-    corpus: Path,
-    worlds: Worlds,
-    tmp_path: Path,
-) -> None:
+def test_after_a_signal_no_validation_begins(corpus, worlds, tmp_path):
     """It came in the step after which one was due, and there was time to complete that step."""
     validation = {"validation.enable": "true", "validation.freq": 2, "validation.holdout": 0.2}
     argv = arguments(corpus, KEYS, validation, {"job.dump_folder": tmp_path})
@@ -140,14 +126,14 @@ def decide(rank: int, world_size: int) -> list[str]:
     return said
 
 
-def test_decisions_are_of_all_ranks(worlds: Worlds) -> None:
+def test_decisions_are_of_all_ranks(worlds):
     no, save = "completed 0", "given up 15: the rest of the step begun would take 40 s and a save"
     for said in worlds(2).run(decide):
         assert said[1::2] == [f"{save} 15 s", no, "given up 15: ", no, no, f"{save} 40 s"]
         assert said[::2] == [""] * 6
 
 
-def test_a_warning_once_where_a_save_may_come_too_late() -> None:
+def test_a_warning_once_where_a_save_may_come_too_late():
     grace = Grace(20, StopSignal(), None, 4, lambda: 0.0)
     grace.before_step(1)
     grace.after_step(None)

@@ -115,7 +115,7 @@ def rewritten(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_in_and_out_on_two_ranks_gives_the_same_bytes(name: str, rewritten: dict) -> None:
+def test_in_and_out_on_two_ranks_gives_the_same_bytes(name, rewritten):
     source, target, states = rewritten[name]
     assert tensor_bytes(target) == tensor_bytes(source)
     assert len(list(target.glob("*.safetensors"))) > 1 and (target / hf_io.INDEX).is_file()
@@ -127,7 +127,7 @@ def test_in_and_out_on_two_ranks_gives_the_same_bytes(name: str, rewritten: dict
 
 
 @pytest.mark.parametrize("name", hf_models.MODELS)
-def test_transformers_opens_it(name: str, rewritten: dict) -> None:
+def test_transformers_opens_it(name, rewritten):
     source, target, _ = rewritten[name]
     model, report = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -136,9 +136,7 @@ def test_transformers_opens_it(name: str, rewritten: dict) -> None:
 
 
 @pytest.mark.parametrize("degrees", [(2,), (1, 1, 1, 2)], ids=["HSDP", "sharded over 2 of 4"])
-def test_in_and_out_with_replicas(
-    folders: Callable[[str], Path], worlds: Worlds, tmp_path: Path, degrees: tuple[int, ...]
-) -> None:
+def test_in_and_out_with_replicas(folders, worlds, tmp_path, degrees):
     source = folders("FLA GDN")
     worlds(4).run(workers.in_and_out, [(source, tmp_path / "out")], *degrees)
     assert tensor_bytes(tmp_path / "out") == tensor_bytes(source)
@@ -155,9 +153,7 @@ def with_even_vocabulary(source: Path, folder: Path) -> Path:
     return folder
 
 
-def test_in_and_out_with_tensor_and_expert_parallelism(
-    folders: Callable[[str], Path], worlds: Worlds, tmp_path: Path
-) -> None:
+def test_in_and_out_with_tensor_and_expert_parallelism(folders, worlds, tmp_path):
     """Two ranks of tp, each with two shards, or half of the experts: parts of rows, of columns, of fused tensors."""
     sources = [with_even_vocabulary(folders(name), tmp_path / f"in {name}") for name in hf_models.MODELS]
     paths = [(source, tmp_path / f"out {i}") for i, source in enumerate(sources)]
@@ -165,12 +161,12 @@ def test_in_and_out_with_tensor_and_expert_parallelism(
     assert all(tensor_bytes(target) == tensor_bytes(source) for source, target in paths)
 
 
-def test_what_is_written_is_not_what_was_computed_with(folders: Callable[[str], Path], worlds: Worlds) -> None:
+def test_what_is_written_is_not_what_was_computed_with(folders, worlds):
     """After a forward FSDP leaves the head whole, in bfloat16."""
     assert worlds(2).run(workers.gathered_after_a_forward, folders("FLA KDA")) == [[], []]
 
 
-def test_what_is_not_ours_is_kept(folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_what_is_not_ours_is_kept(folders, tmp_path):
     """Vision, multi-token prediction and the settings of processors come out as they went in; a copy of a tied
     embedding, stale, is left out."""
     source = tmp_path / "source"
@@ -193,7 +189,7 @@ def test_what_is_not_ours_is_kept(folders: Callable[[str], Path], tmp_path: Path
     assert all(torch.equal(out[n], t.float()) for n, t in tensors.items())
 
 
-def test_an_export_opens_in_its_own_dtype(tmp_path: Path) -> None:
+def test_an_export_opens_in_its_own_dtype(tmp_path):
     """Of a model with vision beside the text, from whose text_config alone transformers opens the language model."""
     vision = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=32, patch_size=4)
     vision |= dict(spatial_merge_size=2, temporal_patch_size=2, num_position_embeddings=16)
@@ -218,9 +214,7 @@ def test_an_export_opens_in_its_own_dtype(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", [*hf_models.MODELS, *FLA])
-def test_an_export_rounds_what_transformers_rounds(
-    name: str, dtype: torch.dtype, tmp_path: Path, remote_code: None
-) -> None:
+def test_an_export_rounds_what_transformers_rounds(name, dtype, tmp_path, remote_code):
     """Tensor by tensor the dtype in which their class saves the model that it opened in this one, by either's names."""
     source, out, saved = tmp_path / "source", tmp_path / "out", tmp_path / "saved"
     if name in FLA:
@@ -246,7 +240,7 @@ def test_an_export_rounds_what_transformers_rounds(
             assert [n for n in ours.keys() - constants if not torch.equal(ours[n], theirs[n])] == []
 
 
-def test_numbers_beyond_a_dtype_are_not_exported_as_infinity(folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_numbers_beyond_a_dtype_are_not_exported_as_infinity(folders, tmp_path):
     family, model = read_model(folders("FLA KDA"))
     decoder, out = Decoder(model), tmp_path / "out"
     initialise(decoder, seed=0)
@@ -258,7 +252,7 @@ def test_numbers_beyond_a_dtype_are_not_exported_as_infinity(folders: Callable[[
     assert load_file(out / "model.safetensors")["model.norm.weight"][0] == 65504.0  # the earlier folder is there still
 
 
-def test_a_head_that_is_not_the_embedding_is_not_dropped(folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_head_that_is_not_the_embedding_is_not_dropped(folders, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(folders("Qwen3.5, tied"), source)
     tensors = load_file(source / "model.safetensors")
@@ -269,7 +263,7 @@ def test_a_head_that_is_not_the_embedding_is_not_dropped(folders: Callable[[str]
         hf_io.check_folder(source, config)
 
 
-def test_weights_beside_other_weights_are_refused(folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_weights_beside_other_weights_are_refused(folders, tmp_path):
     """transformers reads model.safetensors; and no tensor of a shard is left over because the index forgot it."""
     source = tmp_path / "source"
     shutil.copytree(folders("Qwen3.5, tied"), source)
@@ -288,7 +282,7 @@ def test_weights_beside_other_weights_are_refused(folders: Callable[[str], Path]
         hf_io.check_folder(source, config)
 
 
-def test_a_folder_of_another_model_is_no_pattern_for_an_export(folders: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_folder_of_another_model_is_no_pattern_for_an_export(folders, tmp_path):
     source = folders("FLA KDA")
     family, config = read_model(source)
     model = Decoder(config)
@@ -349,9 +343,7 @@ def arguments(corpus: Path, run: Path, **keys: object) -> list[str]:
     return argv_of(base, **keys)
 
 
-def test_a_run_from_a_folder_to_a_folder(
-    kimi: Path, corpus: Path, worlds: Worlds, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_run_from_a_folder_to_a_folder(kimi, corpus, worlds, tmp_path, capsys):
     """Two processes train five steps; the folder they leave, the checkpoint converted, and texts of both agree."""
     run = tmp_path / "run"
     argv = arguments(
@@ -397,7 +389,7 @@ def test_a_run_from_a_folder_to_a_folder(
     assert texts[0] == texts[1] and texts[0].startswith("def f") and "\n---\nreturn" in texts[0]
 
 
-def test_keys_extend_the_context_of_a_folder(corpus: Path, tmp_path: Path) -> None:
+def test_keys_extend_the_context_of_a_folder(corpus, tmp_path):
     """Its weights start a run of the longer model; another model they do not."""
     config = Qwen3_5TextConfig(**hf_models.QWEN | {"vocab_size": 301}, intermediate_size=48)
     hf_models.randomise(Qwen3_5ForCausalLM(config)).save_pretrained(tmp_path / "folder")
@@ -411,9 +403,7 @@ def test_keys_extend_the_context_of_a_folder(corpus: Path, tmp_path: Path) -> No
         preflight(load_config([*argv, "--model.attention.scale", "0.5"]), world_size=2)
 
 
-def test_the_shipped_configuration_continues_any_folder(
-    kimi: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_shipped_configuration_continues_any_folder(kimi, corpus, tmp_path, monkeypatch):
     """With its two lines changed: of its tokenizer, at a low rate, to a folder like it."""
     monkeypatch.chdir(tmp_path)
     keys = {"checkpoint.initial_load_path": kimi, "training.dataset_path": corpus, "training.seq_len": 4096}
@@ -426,9 +416,7 @@ def test_the_shipped_configuration_continues_any_folder(
 
 
 @pytest.mark.parametrize("others", [["tiktoken.model"], ["merges.txt", "vocab.json"], ["tokenizer.model.v3"]])
-def test_weights_whose_tokenizer_is_of_another_kind(
-    others: list[str], kimi: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_weights_whose_tokenizer_is_of_another_kind(others, kimi, corpus, tmp_path, capsys):
     """They are not trained on bytes unless that is asked for, and the start says what is loaded."""
     folder = tmp_path / "folder"
     shutil.copytree(kimi, folder)
@@ -453,7 +441,7 @@ def test_weights_whose_tokenizer_is_of_another_kind(
     assert model_name(drawn) == model_name(config) and first_weights(drawn) == "weights drawn from debug.seed = 0"
 
 
-def test_the_command_of_the_message_converts_a_tokenizer(tmp_path: Path) -> None:
+def test_the_command_of_the_message_converts_a_tokenizer(tmp_path):
     folder = tmp_path / "a folder"
     folder.mkdir()
     make_tokenizer(folder)
@@ -471,7 +459,7 @@ def test_the_command_of_the_message_converts_a_tokenizer(tmp_path: Path) -> None
     assert converted.eos_id == whole.eos_id == 0
 
 
-def test_generation_equals_that_of_transformers(kimi: Path) -> None:
+def test_generation_equals_that_of_transformers(kimi):
     theirs = AutoModelForCausalLM.from_pretrained(kimi, dtype=torch.float32)
     model, tokenizer = generate.load(kimi, "", torch.float32, torch.device("cpu"))
     prompt = tokenizer.encode("def self return class").tolist()
@@ -482,7 +470,7 @@ def test_generation_equals_that_of_transformers(kimi: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, sizes in MODELS.items() if "debug" in sizes and name != "rwkv7"])
-def test_a_preset_is_exported_with_its_length(name: str, tmp_path: Path, remote_code: None) -> None:
+def test_a_preset_is_exported_with_its_length(name, tmp_path, remote_code):
     """The class, by whatever name it has it, knows as long a text as the model was trained on."""
     model = MODELS[name]["debug"]
     decoder = Decoder(model)
@@ -495,7 +483,7 @@ def test_a_preset_is_exported_with_its_length(name: str, tmp_path: Path, remote_
 
 
 @pytest.mark.parametrize("name", ["Kimi-Linear", "Qwen3-Next", "Granite-H"])
-def test_a_folder_keeps_its_length_or_gets_a_longer_one(name: str, tmp_path: Path) -> None:
+def test_a_folder_keeps_its_length_or_gets_a_longer_one(name, tmp_path):
     """By the name that it has there, and the scale of positions that follows from its length stays what it was."""
     source, out = tmp_path / "source", tmp_path / "out"
     hf_models.build(name).save_pretrained(source)
@@ -516,7 +504,7 @@ def test_a_folder_keeps_its_length_or_gets_a_longer_one(name: str, tmp_path: Pat
             assert read_model(out) == (family, model)
 
 
-def test_an_export_ends_where_its_tokenizer_does(corpus: Path, tmp_path: Path) -> None:
+def test_an_export_ends_where_its_tokenizer_does(corpus, tmp_path):
     """After the folder's end token was changed, in config.json, also of a text_config, and in generation_config.json;
     lists that have it stay as they are."""
     source, out = tmp_path / "source", tmp_path / "out"
@@ -622,7 +610,7 @@ def large_tokenizer(folder: Path) -> str:
         large_tokenizer,
     ],
 )
-def test_a_bad_folder_is_refused_before_training(damage: Callable[[Path], str], corpus: Path, tmp_path: Path) -> None:
+def test_a_bad_folder_is_refused_before_training(damage, corpus, tmp_path):
     model, folder = Decoder(KDA), tmp_path / "folder"
     initialise(model, seed=0)
     files = build_tokenizer(None).hugging_face_files()
@@ -638,9 +626,7 @@ def test_a_bad_folder_is_refused_before_training(damage: Callable[[Path], str], 
     assert not (tmp_path / "run").exists()
 
 
-def test_generation_warns_of_a_tokenizer_that_the_weights_do_not_know(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_generation_warns_of_a_tokenizer_that_the_weights_do_not_know(tmp_path, capsys):
     """Of a folder and of a checkpoint; sizes of vocabularies need not tell."""
     model, folder, checkpoint, other = Decoder(KDA), *(tmp_path / name for name in ("folder", "step-3", "other"))
     initialise(model, seed=0)
@@ -670,15 +656,13 @@ def test_generation_warns_of_a_tokenizer_that_the_weights_do_not_know(
     assert not warned(checkpoint, "other", their_own)
 
 
-def test_a_model_that_is_not_read_is_said_before_its_tokenizer_is_missed(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_model_that_is_not_read_is_said_before_its_tokenizer_is_missed(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"d_model": 768, "ssm_cfg": {"layer": "Mamba2"}}')
     assert generate.main([str(tmp_path), "--prompt", "x"]) == 2
     assert "config.json: ssm_cfg = {'layer': 'Mamba2'}: mamba_ssm's own format is not" in capsys.readouterr().err
 
 
-def test_generation_names_the_tokenizer_that_it_was_given(tmp_path: Path) -> None:
+def test_generation_names_the_tokenizer_that_it_was_given(tmp_path):
     model, folder, other = Decoder(KDA), tmp_path / "folder", tmp_path / "other"
     initialise(model, seed=0)
     write_folder(folder, KDA, "KDAForCausalLM", gather(model), dtype=torch.float32)
@@ -713,7 +697,7 @@ def write_file(file: Path, header: object, size: int) -> None:
         {"dtype": "F32", "shape": [1], "data_offsets": [28, 32]},
     ],
 )
-def test_a_malformed_header_is_refused(placement: object, tmp_path: Path) -> None:
+def test_a_malformed_header_is_refused(placement, tmp_path):
     file = tmp_path / "model.safetensors"
     write_file(file, {"__metadata__": {"format": "pt"}, "bad": {**GOOD, "data_offsets": [24, 48]}, "good": GOOD}, 48)
     assert [tensor.shape for tensor in hf_io.read_header(file).values()] == [(2, 3), (2, 3)]
@@ -722,7 +706,7 @@ def test_a_malformed_header_is_refused(placement: object, tmp_path: Path) -> Non
         open_folder(tmp_path)
 
 
-def test_a_header_is_what_safetensors_takes(tmp_path: Path) -> None:
+def test_a_header_is_what_safetensors_takes(tmp_path):
     file = tmp_path / "model.safetensors"
     for metadata in (None, {}, {"a": "b"}):
         write_file(file, {"__metadata__": metadata, "good": GOOD}, 24)
@@ -733,7 +717,7 @@ def test_a_header_is_what_safetensors_takes(tmp_path: Path) -> None:
             open_folder(tmp_path)
 
 
-def test_files_that_are_no_safetensors_are_refused(tmp_path: Path) -> None:
+def test_files_that_are_no_safetensors_are_refused(tmp_path):
     file = tmp_path / "model.safetensors"
     for header in (b"", b"[]", b"{", b"\xff", b"[" * 100_000):
         write_file(file, header, 0)
@@ -744,7 +728,7 @@ def test_files_that_are_no_safetensors_are_refused(tmp_path: Path) -> None:
         open_folder(tmp_path)
 
 
-def test_an_index_stays_in_its_folder(tmp_path: Path) -> None:
+def test_an_index_stays_in_its_folder(tmp_path):
     folder = tmp_path / "folder"
     (folder / "sub").mkdir(parents=True)
     for place in (tmp_path, folder / "sub"):
@@ -789,15 +773,13 @@ EXPORT, BYTES = {"checkpoint__last_save_in_hf": "true"}, {"model__tokenizer_path
         ({"checkpoint__initial_load_path": "FLA KDA", "checkpoint__enable": "false"}, "initial_load"),
     ],
 )
-def test_keys_that_do_not_fit_are_refused(
-    keys: dict, message: str, folders: Callable[[str], Path], corpus: Path, tmp_path: Path
-) -> None:
+def test_keys_that_do_not_fit_are_refused(keys, message, folders, corpus, tmp_path):
     keys = {key: folders(value) if value in CASES else value for key, value in keys.items()}
     with pytest.raises(ValueError, match=message):
         preflight(load_config(arguments(corpus, tmp_path / "run", **keys)), world_size=2)
 
 
-def test_what_no_architecture_holds_is_refused(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_architecture_holds_is_refused(corpus, tmp_path, monkeypatch):
     latent = replace(
         preset("hybrid", "debug"),
         pattern=(
@@ -811,16 +793,14 @@ def test_what_no_architecture_holds_is_refused(corpus: Path, tmp_path: Path, mon
         preflight(load_config(argv), world_size=2)
 
 
-def test_presets_have_an_architecture() -> None:
+def test_presets_have_an_architecture():
     """The first that holds the model, options that it does not read aside."""
     found = {f"{name} {flavor}": find_family(m) for name, flavors in MODELS.items() for flavor, m in flavors.items()}
     assert found["kda 340M"] == "KDAForCausalLM" and found["gdn 1.3B"] == "GatedDeltaNetForCausalLM"
     assert found["hybrid 340M"] == found["hybrid debug"] == "TitanLinearForCausalLM"
 
 
-def test_commands_say_what_is_wrong(
-    folders: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_commands_say_what_is_wrong(folders, tmp_path, capsys):
     folder = str(folders("FLA KDA"))
     assert convert.main(["from-hf", folder, str(tmp_path / "checkpoints")]) == 0
     step, bytes_alone = str(tmp_path / "checkpoints" / "step-0"), tmp_path / "tokenizer.json"
@@ -844,9 +824,7 @@ def test_commands_say_what_is_wrong(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_takes_long_shows_how_far_it_is(
-    folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_what_takes_long_shows_how_far_it_is(folders, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("tqdm.std.time", itertools.count(0, 3).__next__)  # each tensor takes seconds
     folder = folders("FLA KDA")
     assert convert.main(["from-hf", str(folder), str(tmp_path)]) == 0
@@ -855,9 +833,7 @@ def test_what_takes_long_shows_how_far_it_is(
     assert re.search(f"reading {folder.name}: +[1-9]", said) and re.search("loading: +[1-9]", said)
 
 
-def test_a_failed_export_is_an_error_on_every_rank(
-    folders: Callable[[str], Path], worlds: Worlds, tmp_path: Path
-) -> None:
+def test_a_failed_export_is_an_error_on_every_rank(folders, worlds, tmp_path):
     """A full disk, and what PyTorch raises."""
     for failure in (OSError(errno.ENOSPC, "No space left on device"), RuntimeError("not enough memory")):
         messages = worlds(2).run(workers.export_fails, folders("FLA KDA"), tmp_path / "out", failure)
@@ -873,7 +849,7 @@ def value_of(folder: Path) -> float:
     return value
 
 
-def test_a_kill_while_a_folder_is_replaced_leaves_either(tmp_path: Path) -> None:
+def test_a_kill_while_a_folder_is_replaced_leaves_either(tmp_path):
     context, seen = mp.get_context("forkserver"), []
     for moment in itertools.count():
         folder = tmp_path / str(moment) / "out"
@@ -896,7 +872,7 @@ def test_a_kill_while_a_folder_is_replaced_leaves_either(tmp_path: Path) -> None
     assert len(seen) > 4 and seen == sorted(seen) and set(seen) == {1.0, 2.0}
 
 
-def test_a_replacement_that_fails_gives_the_old_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replacement_that_fails_gives_the_old_folder_back(tmp_path, monkeypatch):
     folder, rename = tmp_path / "out", Path.rename
     workers.export(folder, 1.0)
 
@@ -911,7 +887,7 @@ def test_a_replacement_that_fails_gives_the_old_folder_back(tmp_path: Path, monk
     assert value_of(folder) == 1.0 and list(tmp_path.iterdir()) == [folder]
 
 
-def test_two_do_not_write_one_folder(tmp_path: Path) -> None:
+def test_two_do_not_write_one_folder(tmp_path):
     folder, waits = tmp_path / "out", tmp_path / "waits"
     first, killed = (mp.get_context("forkserver").Process(target=workers.export_and_wait, args=(folder,)) for _ in "12")
     first.start()
@@ -930,7 +906,7 @@ def test_two_do_not_write_one_folder(tmp_path: Path) -> None:
     assert value_of(folder) == 1.0 and list(tmp_path.iterdir()) == [folder]
 
 
-def test_a_folder_behind_a_link_is_replaced_as_a_link(tmp_path: Path) -> None:
+def test_a_folder_behind_a_link_is_replaced_as_a_link(tmp_path):
     folder, disk = tmp_path / "out", tmp_path / "disk"
     workers.export(disk, 1.0)
     folder.symlink_to(disk)
@@ -957,7 +933,7 @@ def make_large_folder(folder: Path) -> int:
     return sum(tensor.end - tensor.begin for tensor in writer.tensors.values())
 
 
-def test_a_large_folder_loads_in_the_memory_of_what_a_rank_owns(worlds: Worlds, tmp_path: Path) -> None:
+def test_a_large_folder_loads_in_the_memory_of_what_a_rank_owns(worlds, tmp_path):
     """4 GB of shards on two processes: at most the bytes that each owns, and 0.75 GB, of anonymous memory."""
     free = int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0])
     if free < 6 * 2**20:

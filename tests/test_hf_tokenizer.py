@@ -184,7 +184,7 @@ def check(folder: Path, path: str, text: str = TEXT) -> None:
     assert again.encode(text).tolist() == ids and again.eos_id == ours.eos_id
 
 
-def test_every_family_is_here() -> None:
+def test_every_family_is_here():
     assert MODELS.keys() == FAMILIES.keys()
 
 
@@ -194,12 +194,12 @@ READ_AS_THEY_ARE = [
 
 
 @pytest.mark.parametrize(("name", "family"), READ_AS_THEY_ARE)
-def test_the_same_tokens(name: str, family: str, tokenizers: dict[str, str], tmp_path: Path) -> None:
+def test_the_same_tokens(name, family, tokenizers, tmp_path):
     exported(tmp_path / "folder", family, tokenizers[name])
     check(tmp_path / "folder", tokenizers[name])
 
 
-def test_bytes_are_bytes(tmp_path: Path) -> None:
+def test_bytes_are_bytes(tmp_path):
     """Of any text, and read again they are our byte tokenizer itself."""
     exported(tmp_path / "folder", "TitanLinearForCausalLM", "")
     check(tmp_path / "folder", "", EXACT)
@@ -211,7 +211,7 @@ def test_bytes_are_bytes(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").encode(EXACT) == ours.encode(EXACT).tolist()
 
 
-def test_what_is_beside_is_kept_where_it_changes_no_token(tokenizers: dict[str, str]) -> None:
+def test_what_is_beside_is_kept_where_it_changes_no_token(tokenizers):
     files = build_tokenizer(tokenizers["settings beside it"]).hugging_face_files()
     assert files["tokenizer.json"] == Path(tokenizers["settings beside it"]).read_bytes()
     settings = json.loads(files["tokenizer_config.json"])
@@ -220,7 +220,7 @@ def test_what_is_beside_is_kept_where_it_changes_no_token(tokenizers: dict[str, 
     assert "pad_token" not in settings and settings["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
-def test_templates_by_name_in_a_folder(tokenizers: dict[str, str], tmp_path: Path) -> None:
+def test_templates_by_name_in_a_folder(tokenizers, tmp_path):
     source = tmp_path / "source"
     exported(source, "TitanLinearForCausalLM", tokenizers["plain"])
     source.joinpath("additional_chat_templates").mkdir()
@@ -231,7 +231,7 @@ def test_templates_by_name_in_a_folder(tokenizers: dict[str, str], tmp_path: Pat
     assert found == {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
 
 
-def test_a_tokenizer_that_transformers_would_not_read(tokenizers: dict[str, str], tmp_path: Path) -> None:
+def test_a_tokenizer_that_transformers_would_not_read(tokenizers, tmp_path):
     """A folder of Qwen3.5 with experts is given Qwen's own words: another tokenizer goes to Qwen3-Next, the same model,
     or is refused before a run starts and before a checkpoint is converted."""
     files = {name: build_tokenizer(path).hugging_face_files() for name, path in tokenizers.items()}
@@ -261,7 +261,7 @@ def test_a_tokenizer_that_transformers_would_not_read(tokenizers: dict[str, str]
         preflight(load_config([str(word) for word in [*argv, tokenizers["plain"]]]), world_size=1)
 
 
-def test_converting_refuses_it_too(tokenizers: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_converting_refuses_it_too(tokenizers, tmp_path, capsys):
     folder, run = tmp_path / "folder", tmp_path / "run"
     exported(folder, "Qwen3_5MoeForCausalLM", tokenizers["Qwen's"])
     assert convert.main(["from-hf", str(folder), str(run / "checkpoint")]) == 0

@@ -83,7 +83,7 @@ def problems(root: Path) -> list[str]:
     return said
 
 
-def test_only_proofs_know_the_definitions() -> None:
+def test_only_proofs_know_the_definitions():
     known = modules(ROOT)
     reference = f"{PACKAGE}.ops.reference"
     users = {
@@ -92,7 +92,7 @@ def test_only_proofs_know_the_definitions() -> None:
     assert users <= {"ops", "proof", "tools"} and "proof" in users
 
 
-def test_imports_flow_one_way() -> None:
+def test_imports_flow_one_way():
     assert problems(ROOT) == []
     assert len(modules(ROOT)) > 50
 
@@ -112,7 +112,7 @@ def test_imports_flow_one_way() -> None:
         ({"titan_linear/new.py": ""}, "titan_linear.new has no layer"),
     ],
 )
-def test_what_flows_another_way_is_found(files: dict[str, str], problem: str, tmp_path: Path) -> None:
+def test_what_flows_another_way_is_found(files, problem, tmp_path):
     house = {
         "titan_linear/__init__.py": "",
         "titan_linear/data/__init__.py": "",

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.worlds import Worlds
 from titan_linear.config import changed, load_config
 from titan_linear.distributed.mesh import build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
@@ -36,7 +35,7 @@ def owned_bytes(rank: int, world_size: int, tp: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_parameters_are_those_of_the_fullest_rank(tp: int, worlds: Worlds) -> None:
+def test_parameters_are_those_of_the_fullest_rank(tp, worlds):
     report = memory.memory(load_config([f"--parallelism.tensor_parallel_degree={tp}"]), MIXED, gpus=4)
     whole, matrices = max(worlds(4).run(owned_bytes, tp))
     assert report["parameters"] == whole
@@ -52,7 +51,7 @@ def test_parameters_are_those_of_the_fullest_rank(tp: int, worlds: Worlds) -> No
     assert 4 * moved <= host <= 6 * moved  # pinned in powers of two
 
 
-def test_activations_are_split_by_tensor_parallelism() -> None:
+def test_activations_are_split_by_tensor_parallelism():
     """All but what layers do on all tokens with whole tensors: their gathered inputs, the latents."""
     alone, shared = (load_config([f"--parallelism.tensor_parallel_degree={tp}"]) for tp in (1, 2))
     whole, part = (memory.layers(MIXED, memory.Batch.of(run)) for run in (alone, shared))
@@ -60,14 +59,14 @@ def test_activations_are_split_by_tensor_parallelism() -> None:
         assert 0.5 < two.plain.kept / one.plain.kept < 0.7
 
 
-def test_a_balance_loss_is_planned_under_context_parallelism() -> None:
+def test_a_balance_loss_is_planned_under_context_parallelism():
     """The ranks' sum of means is a call, made of nothing here."""
     run = ["--model.name=qwen3.5", "--training.expert_balance_coefficient=0.01", "--compile.enable=true"]
     run += ["--parallelism.context_parallel_degree=2", "--training.seq_len=256"]
     assert sum(memory.memory(load_config(run), preset("qwen3.5", "debug"), gpus=2).values()) > 0
 
 
-def test_compiled_layers_and_checkpointing_keep_less() -> None:
+def test_compiled_layers_and_checkpointing_keep_less():
     for layer in memory.layers(MIXED, memory.Batch.of(load_config([], cuda=True))):
         assert layer.given < layer.compiled.kept < 0.7 * layer.plain.kept
         assert 0 < layer.plain.selective < layer.plain.kept and 0 < layer.compiled.selective < layer.compiled.kept
@@ -75,7 +74,7 @@ def test_compiled_layers_and_checkpointing_keep_less() -> None:
 
 
 @pytest.mark.parametrize("name", ["hybrid", "kimi-linear", "nemotron-h", "falcon-h1"])
-def test_checkpointing_takes_memory_in_order(name: str) -> None:
+def test_checkpointing_takes_memory_in_order(name):
     model, kept, sums = preset(name, "debug"), [], []
     for mode in ("full", "attention", "selective", "none"):
         config = load_config(["--model.name", name, "--activation_checkpoint.mode", mode], cuda=True)
@@ -85,7 +84,7 @@ def test_checkpointing_takes_memory_in_order(name: str) -> None:
 
 
 @pytest.mark.parametrize("compiled", ["false", "true"])
-def test_layers_that_are_not_recomputed_keep_what_they_keep(compiled: str) -> None:
+def test_layers_that_are_not_recomputed_keep_what_they_keep(compiled):
     """Every third of seven layers is recomputed: the third and the sixth."""
     model = replace(preset("hybrid", "debug"), num_layers=7)
 

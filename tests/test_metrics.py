@@ -300,9 +300,7 @@ def test_memory_is_what_this_process_has_had():
     assert 0.05 < peak_memory_gib() < 100
 
 
-def test_a_full_disk_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
-) -> None:
+def test_a_full_disk_is_one_line(monkeypatch, capsys, tmp_path):
     """Also where it is the metrics that find it full."""
 
     def run(config: Config) -> None:

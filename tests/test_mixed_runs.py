@@ -10,7 +10,6 @@ import pytest
 
 from tests.data.conftest import random_documents
 from tests.keys import argv_of
-from tests.worlds import Worlds
 from titan_linear.config import check_config, difference, load_config
 from titan_linear.data import ByteTokenizer, Phase, write_corpus
 from titan_linear.run.data import build_streams, mixture_phases
@@ -59,7 +58,7 @@ def trained(rank: int, world_size: int, argv: list[str]) -> tuple[list[float], C
     return [*losses, trainer.validate()], trainer.content
 
 
-def test_runs(folder: Path, worlds: Worlds) -> None:
+def test_runs(folder, worlds):
     """The losses do not depend on the processes; a run resumes, changes by name, and its checkpoint knows all of it."""
 
     def run(processes: int, step: int, **more: object) -> tuple[list[float], Content]:
@@ -93,7 +92,7 @@ def test_runs(folder: Path, worlds: Worlds) -> None:
         preflight(load_config(keys(folder, training__steps=7, lr_scheduler__total_steps=7, training__mixture=three)), 1)
 
 
-def test_a_change_twice_at_a_step_is_the_last_one() -> None:
+def test_a_change_twice_at_a_step_is_the_last_one():
     phases = [Phase(0, {"a": 1}), Phase(16, {"b": 1})]
     progress = Progress(step=4, content=Content(tokenizer="t", model="m", corpora={}, mixture=phases))
     source = SimpleNamespace(name="c", weight=1.0)
@@ -101,7 +100,7 @@ def test_a_change_twice_at_a_step_is_the_last_one() -> None:
     assert mixture_phases(config, progress) == [Phase(0, {"a": 1}), Phase(16, {"c": 1.0})]
 
 
-def test_a_mixture_says_its_shares_and_epochs(folder: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_mixture_says_its_shares_and_epochs(folder, capsys):
     """In all steps, of 2 × 4 streams of 32 tokens; a has 50 documents of 20."""
     argv = keys(folder, **{"training.mixture": mixture(folder, a=3, b=1), "validation.enable": "false"})
     preflight(config := load_config(argv), 1)
@@ -129,18 +128,18 @@ WEB = '{name="web", weight=1, dataset="jsonl", dataset_path="x"}'
         (f"[{WEB}, {WEB.replace('web', 'rare').replace('=1', '=1e-6')}]", "source 'rare': weight = 1e-06 is less than"),
     ],
 )
-def test_bad_mixtures(value: str, message: str) -> None:
+def test_bad_mixtures(value, message):
     with pytest.raises(ValueError, match=message):
         check_config(load_config(["--training.mixture", value]), 1)
 
 
 @pytest.mark.parametrize("key", ["training.dataset=text", "training.dataset_path=y", "validation.dataset_path=y"])
-def test_what_a_mixture_leaves_unused(key: str) -> None:
+def test_what_a_mixture_leaves_unused(key):
     with pytest.raises(ValueError, match=rf"{key.partition('=')[0]} = .* is not used beside training.mixture"):
         check_config(load_config(["--training.mixture", f"[{WEB}]", "--validation.enable=true", f"--{key}"]), 1)
 
 
-def test_changes_of_tables_are_said_by_name() -> None:
+def test_changes_of_tables_are_said_by_name():
     a, b, c = ({"name": name, "weight": 1.0, "files": "*"} for name in "abc")
     assert difference([a, b], [b | {"weight": 3.0}, c]) == "'c' added, 'a' left out, 'b': weight 1.0 → 3.0"
     assert difference([a, b], [b, a]) == "in the order b, a" and difference([], [a]) == "'a' added"
@@ -148,7 +147,7 @@ def test_changes_of_tables_are_said_by_name() -> None:
         assert difference(old, new) == f"{old!r} → {new!r}"
 
 
-def test_the_folder_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_of_a_run(tmp_path, monkeypatch):
     """Paths are written from the root; a run keeps its mixture, or its one corpus."""
     monkeypatch.chdir(tmp_path)
     config = load_config(["--job.dump_folder=run", "--training.mixture", f"[{WEB}]"])

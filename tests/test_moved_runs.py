@@ -53,7 +53,7 @@ def save(folder: Path, step: int) -> None:
     (folder / f"checkpoint/step-{step}/manifest.json").write_text("{}")
 
 
-def test_paths_are_written_from_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_written_from_the_root(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     keys = [
         "--training.dataset=jsonl",
@@ -78,7 +78,7 @@ def test_paths_are_written_from_the_root(tmp_path: Path, monkeypatch: pytest.Mon
     assert in_bytes.model.tokenizer_path == stored.model.tokenizer_path == "bytes"  # no path
 
 
-def test_content_may_move_and_nothing_else(tmp_path: Path) -> None:
+def test_content_may_move_and_nothing_else(tmp_path):
     keys = ["--training.dataset=jsonl", "--training.dataset_path=/a/x", "--model.tokenizer_path=/a/t"]
     trained(tmp_path / "run", *keys)
     moved = [keys[0], "--training.dataset_path=/b/x", "--model.tokenizer_path=/b/t", "--training.steps=3"]
@@ -101,7 +101,7 @@ def test_content_may_move_and_nothing_else(tmp_path: Path) -> None:
         check_resume(run(tmp_path / "run", *moved, "--validation.dataset_path=/v"))
 
 
-def test_a_copied_configuration_says_where_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copied_configuration_says_where_it_writes(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     trained(folder)
     elsewhere = shutil.copytree(folder, tmp_path / "moved")
@@ -123,7 +123,7 @@ def test_a_copied_configuration_says_where_it_writes(tmp_path: Path, monkeypatch
     assert copied_configuration(changed(load_config([]), {"job.config_file": str(pipe)})) == ""
 
 
-def test_a_run_without_checkpoints_can_be_begun_anew(tmp_path: Path) -> None:
+def test_a_run_without_checkpoints_can_be_begun_anew(tmp_path):
     folder = tmp_path / "run"
     config = trained(folder)
     assert finished_without_checkpoint(config) and not finished_without_checkpoint(run(folder, "--training.steps=4"))
@@ -146,7 +146,7 @@ def test_a_run_without_checkpoints_can_be_begun_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("traces", ["tb", "tb/profile", "./both", "a/t"])
-def test_traces_anywhere_in_the_folder_are_set_aside(traces: str, tmp_path: Path) -> None:
+def test_traces_anywhere_in_the_folder_are_set_aside(traces, tmp_path):
     """Among TensorBoard's files, beside snapshots, below another folder."""
     folder, files = tmp_path / "run", {f"{os.path.normpath(traces)}/t.json", "both/s.pickle", "tb/run/events"}
     trained(folder)
@@ -162,12 +162,12 @@ def test_traces_anywhere_in_the_folder_are_set_aside(traces: str, tmp_path: Path
 
 @pytest.mark.parametrize("key", ["save_traces_folder", "save_memory_snapshot_folder"])
 @pytest.mark.parametrize("name", [".", "..", "../shared", "a/../.."])
-def test_traces_belong_to_the_run(key: str, name: str, tmp_path: Path) -> None:
+def test_traces_belong_to_the_run(key, name, tmp_path):
     with pytest.raises(ValueError, match=rf"profiling\.{key} = .* must be a folder inside job\.dump_folder; give"):
         check_config(run(tmp_path, f"--profiling.{key}={name}"), 1)
 
 
-def test_a_run_with_a_checkpoint_is_not_begun_anew(tmp_path: Path) -> None:
+def test_a_run_with_a_checkpoint_is_not_begun_anew(tmp_path):
     folder = tmp_path / "run"
     config = trained(folder)
     save(folder, 2)
@@ -223,7 +223,7 @@ def arguments(corpus: Path, folder: Path, **keys: object) -> list[str]:
     return argv_of(given, **keys)
 
 
-def test_a_run_goes_back_and_its_corpus_moves(tmp_path: Path, launched: Callable[..., str]) -> None:
+def test_a_run_goes_back_and_its_corpus_moves(tmp_path, launched):
     corpus, folder = tmp_path / "corpus.jsonl", tmp_path / "run"
     corpus.write_text("".join(json.dumps({"text": f"document {n} " * (n % 9 + 1)}) + "\n" for n in range(100)))
     steps = folder / "checkpoint"
@@ -251,9 +251,7 @@ def test_a_run_goes_back_and_its_corpus_moves(tmp_path: Path, launched: Callable
     )
 
 
-def test_a_finished_run_without_checkpoints_says_how_to_begin_anew(
-    tmp_path: Path, launched: Callable[..., str]
-) -> None:
+def test_a_finished_run_without_checkpoints_says_how_to_begin_anew(tmp_path, launched):
     corpus, folder = tmp_path / "corpus.jsonl", tmp_path / "run"
     corpus.write_text("".join(json.dumps({"text": f"document {n} " * (n % 9 + 1)}) + "\n" for n in range(100)))
     keys = {"checkpoint__enable": "false", "training__steps": 1}
@@ -265,9 +263,7 @@ def test_a_finished_run_without_checkpoints_says_how_to_begin_anew(
     assert next(folder.glob("abandoned-*/metrics.jsonl")).read_bytes() == before
 
 
-def test_a_restart_after_the_last_save_does_what_is_left(
-    tmp_path: Path, launched: Callable[..., str], worlds: Worlds
-) -> None:
+def test_a_restart_after_the_last_save_does_what_is_left(tmp_path, launched, worlds):
     """Also where that holds weights only. A new start says that the run is finished."""
     corpus, folder = tmp_path / "corpus.jsonl", tmp_path / "run"
     corpus.write_text("".join(json.dumps({"text": f"document {n} " * (n % 9 + 1)}) + "\n" for n in range(100)))
@@ -293,7 +289,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return scripts
 
 
-def test_the_last_lines_of_a_run_can_be_copied(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_lines_of_a_run_can_be_copied(installed, monkeypatch):
     assert "  .venv/bin/titan-linear generate a --prompt" in finished(run("a"), 1000)
     monkeypatch.chdir(installed)
     assert "  titan-linear convert to-hf a FOLDER" in finished(run("a"), 1000)
@@ -304,21 +300,21 @@ def test_the_last_lines_of_a_run_can_be_copied(installed: Path, monkeypatch: pyt
     assert f"  {script} --prompt" in finished(run("a"), 1000)
 
 
-def test_the_prompt_is_the_samples_or_of_the_demos_texts(installed: Path) -> None:
+def test_the_prompt_is_the_samples_or_of_the_demos_texts(installed):
     texts = ["--training.dataset=text", "--training.dataset_path=x"]
     assert "--prompt 'def '\n" in finished(run("a"), 1000)
     assert "--prompt TEXT\n" in finished(run("a", *texts), 1000)
     assert "--prompt 'Once upon'\n" in finished(run("a", *texts, "--sample.prompt=Once upon"), 1000)
 
 
-def test_a_run_that_ends_while_it_warms_up_says_so() -> None:
+def test_a_run_that_ends_while_it_warms_up_says_so():
     assert unwarmed(run("a", "--training.steps=100", "--lr_scheduler.warmup_steps=100")) == ""
     assert "training.steps = 99 ends within" in unwarmed(
         run("a", "--training.steps=99", "--lr_scheduler.warmup_steps=100")
     )
 
 
-def test_the_end_of_a_run_says_what_can_be_done_with_it(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_of_a_run_says_what_can_be_done_with_it(installed, monkeypatch):
     monkeypatch.setenv("PATH", str(installed))
     said = finished(run("my runs/a"), 1000)
     assert said.startswith("the run in 'my runs/a' is finished: 1000 of training.steps = 1000\n")

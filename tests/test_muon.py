@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -15,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.test_train import FLOAT64, OWN_FLAVORS, SMALL_HYBRID, SPLITS, arguments, train_on_rank, whole_weights, worst
-from tests.worlds import Worlds
 from titan_linear.config import Optimizer, load_config
 from titan_linear.distributed.matrices import WholeMatrices
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
@@ -175,9 +173,7 @@ CASES += [("experts without gates", split) for split in UNEVEN]
 
 
 @pytest.mark.parametrize(("reference", "split"), CASES, indirect=["reference"])
-def test_updates_are_torchs_under_every_split(
-    split: str, reference: tuple[str, dict[str, Tensor]], worlds: Worlds
-) -> None:
+def test_updates_are_torchs_under_every_split(split, reference, worlds):
     """What is made orthogonal are the whole matrices, each expert's its own; each on one rank if ranks have cut it."""
     name, want = reference
     degrees = CUTS[split]
@@ -200,7 +196,7 @@ def test_updates_are_torchs_under_every_split(
 @pytest.mark.parametrize(
     "split", [{"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "ep": 2}, {"cpu_offload": True}], ids=str
 )
-def test_on_gpus(split: dict[str, int], worlds: Worlds) -> None:
+def test_on_gpus(split, worlds):
     want = by_torch("experts", "cuda")
     for got, _ in worlds(1 if "cpu_offload" in split else 2, "nccl").run(on_ranks, "experts", split):
         assert max(((got[n] - w).norm() / w.norm()).item() for n, w in want.items()) < 1e-9
@@ -213,7 +209,7 @@ def refused(rank: int, world_size: int) -> str:
     return str(refusal.value)
 
 
-def test_a_cut_that_no_rank_can_undo_is_refused(worlds: Worlds) -> None:
+def test_a_cut_that_no_rank_can_undo_is_refused(worlds):
     said = r"optimizer.name = 'muon': layers.0.x \[2, 4, 3, 5\] is cut along dimension 1, so that no rank can gather"
     for line in worlds(2).run(refused):
         assert re.match(said, line) and "\n" not in line
@@ -232,7 +228,7 @@ def run_on_rank(rank: int, world_size: int, argv: list[str]) -> dict[str, Tensor
     return whole_weights(trainer)
 
 
-def test_a_run_resumes_under_another_split(corpus: Path, worlds: Worlds, tmp_path: Path) -> None:
+def test_a_run_resumes_under_another_split(corpus, worlds, tmp_path):
     """Saved under FSDP and resumed under tp with offload, it equals one process's run that was not interrupted."""
     argv = arguments(corpus, MUON)
     preflight(load_config(argv), world_size=1)

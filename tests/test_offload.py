@@ -50,7 +50,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_runs_are_the_same_bit_for_bit(name: str, corpus: Path, worlds: Worlds) -> None:
+def test_runs_are_the_same_bit_for_bit(name, corpus, worlds):
     processes, keys = RUNS[name]
     plain, offloaded = (
         worlds(processes).run(train_on_rank, arguments(corpus, FLOAT64, CLIPPED, keys, more)) for more in ({}, OFFLOAD)
@@ -60,7 +60,7 @@ def test_runs_are_the_same_bit_for_bit(name: str, corpus: Path, worlds: Worlds) 
         assert all(torch.equal(weights[name], w) for name, w in want.items())
 
 
-def test_a_step_that_is_not_finite_and_a_stop(corpus: Path, worlds: Worlds) -> None:
+def test_a_step_that_is_not_finite_and_a_stop(corpus, worlds):
     """In bfloat16; the next step's forward has begun before."""
     keys = SMALL_HYBRID | {
         "training.mixed_precision_param": "bfloat16",
@@ -81,11 +81,7 @@ def train_on(rank: int, world_size: int, argv: list[str]) -> tuple[bool, dict[st
     return isinstance(trainer.model, FSDPModule), whole_weights(trainer)
 
 
-def test_a_run_resumes_with_and_without(
-    corpus: Path,
-    worlds: Worlds,
-    tmp_path: Path,
-) -> None:
+def test_a_run_resumes_with_and_without(corpus, worlds, tmp_path):
     """On other processes too; saves are written while training goes on."""
     keys = SMALL_HYBRID | {
         "checkpoint.enable": "true",
@@ -135,7 +131,7 @@ def host_tensors(rank: int, world_size: int) -> tuple[bool, bool, list[float], l
     return shared, gathered, *found
 
 
-def test_what_lies_in_the_hosts_memory_stays_there(worlds: Worlds) -> None:
+def test_what_lies_in_the_hosts_memory_stays_there(worlds):
     """Though its mesh is of GPUs, to which DTensor moves what it is given."""
     for rank, (shared, gathered, first, second) in enumerate(worlds(2).run(host_tensors)):
         assert shared and gathered and first == second == pytest.approx([rank + 0.5] * 4)
@@ -188,11 +184,11 @@ def on_gpus(processes: int, corpus: Path, worlds: Worlds, split: dict) -> None:
 
 
 @pytest.mark.cuda
-def test_one_gpu(corpus: Path, worlds: Worlds) -> None:
+def test_one_gpu(corpus, worlds):
     on_gpus(1, corpus, worlds, {})
 
 
 @pytest.mark.cuda(2)
 @pytest.mark.parametrize("split", ON_GPUS)
-def test_two_gpus(split: str, corpus: Path, worlds: Worlds) -> None:
+def test_two_gpus(split, corpus, worlds):
     on_gpus(2, corpus, worlds, ON_GPUS[split])

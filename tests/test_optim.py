@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.worlds import Worlds
 from titan_linear.config import LRScheduler, Optimizer
 from titan_linear.distributed.parts import local_tensor
 from titan_linear.hooks import norms
@@ -42,12 +41,12 @@ from titan_linear.step.optimizer import (
         ({"warmup_steps": 200}, {100: 0.5}),
     ],
 )
-def test_learning_rate(keys: dict, expected: dict[int, float]) -> None:
+def test_learning_rate(keys, expected):
     for step, factor in expected.items():
         assert learning_rate(step, 2.0, LRScheduler(**keys), steps=100) == pytest.approx(2 * factor)
 
 
-def test_only_matrices_decay() -> None:
+def test_only_matrices_decay():
     model = Decoder(preset("hybrid", "debug"))
     names = {id(p): name for name, p in model.named_parameters()}
     decays = {
@@ -91,12 +90,12 @@ def kinds_in_an_update(rank: int, world_size: int) -> tuple[bool, bool]:
     return DTensor in kinds.seen, alike and all((p.detach() < 1).all() for p in map(local_tensor, model.values()))
 
 
-def test_kernels_of_an_update_get_plain_tensors(worlds: Worlds) -> None:
+def test_kernels_of_an_update_get_plain_tensors(worlds):
     assert worlds(2).run(kinds_in_an_update) == [(False, True)] * 2
 
 
 @pytest.mark.parametrize("at_once", [1, 20, 1 << 20])
-def test_what_a_step_added(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_step_added(at_once, monkeypatch):
     """Of each parameter, in any order, found together with few others or with all."""
     monkeypatch.setattr(norms, "AT_ONCE", at_once)
     generator = torch.Generator().manual_seed(0)
@@ -132,14 +131,14 @@ def numbers(rank: int, world_size: int) -> tuple[list[float], float]:
     return torch.stack(before).tolist(), step_numbers(loss, counted, signal).grad_norm.item()
 
 
-def test_loss_norm_and_signal_across_ranks_and_kinds_of_tensors(worlds: Worlds) -> None:
+def test_loss_norm_and_signal_across_ranks_and_kinds_of_tensors(worlds):
     want = math.sqrt(sum(i * i for i in range(10)) + 3 * 4)
     for (loss, before, signal), after in worlds(4).run(numbers):
         assert loss == 8 and signal == 15
         assert before == pytest.approx(want, rel=1e-14) and after == pytest.approx(1.0, rel=1e-6)
 
 
-def test_large_tensors_on_the_host_have_their_norm() -> None:
+def test_large_tensors_on_the_host_have_their_norm():
     """In float32, of every length; a sum one by one would be off by 0.2%."""
     tensors = [torch.full((n,), 0.1) for n in (0, 7, HOST_BLOCK, 64 * HOST_BLOCK + 7)]
     want = 0.1**2 * sum(map(len, tensors))
@@ -148,7 +147,7 @@ def test_large_tensors_on_the_host_have_their_norm() -> None:
 
 
 @pytest.mark.parametrize("bad", [None, 0, 1])
-def test_an_update_clips_and_leaves_out_what_is_not_finite(bad: int | None) -> None:
+def test_an_update_clips_and_leaves_out_what_is_not_finite(bad):
     """bad: which of loss and norm is NaN."""
     numbers = torch.tensor([2.0, 10.0, 0.0], dtype=torch.float64)
     results = []

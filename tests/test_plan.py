@@ -36,7 +36,7 @@ def machine(network: float = 50e9, node_size: int = 8) -> Machine:
     return Machine(read_rates(shipped()["H200"]), node_size, network, "cudnn")
 
 
-def test_the_command(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+def test_the_command(capsys, tmp_path):
     folder = tmp_path / "run"
     argv = ["--gpus", "2", "--tokens", "1B", *RUN, "--job.dump_folder", str(folder), "--model.name", "kda"]
     argv += ["--model.flavor", "340M", "--training.global_batch_size", "2"]
@@ -68,11 +68,11 @@ def test_the_command(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
         (["--training.seq_ln", "7"], "command line: --training.seq_ln is not a key"),
     ],
 )
-def test_what_is_refused(argv: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
+def test_what_is_refused(argv, message, capsys):
     assert message in is_refused(plan.main, argv, capsys)
 
 
-def test_a_corpus_of_less_than_a_step_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_corpus_of_less_than_a_step_is_refused(tmp_path, capsys):
     """Where its tokens are at hand; and lengths that change are said."""
     texts = tmp_path / "corpus.jsonl"
     texts.write_text(json.dumps({"text": "few"}) + "\n", encoding="utf-8")
@@ -85,7 +85,7 @@ def test_a_corpus_of_less_than_a_step_is_refused(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("beyond", [True, False])
-def test_the_longest_stream_is_at_least_the_run_s(beyond: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_longest_stream_is_at_least_the_run_s(beyond, monkeypatch):
     """Where nobody looks further, and where a split fits as it is and not as longer ones are tried."""
     config, model = load_config([*RUN, "--training.global_batch_size=1"], cuda=True), preset("kda", "debug")
     monkeypatch.setattr(splits, "LONGEST", 2048 if beyond else 8192)
@@ -95,7 +95,7 @@ def test_the_longest_stream_is_at_least_the_run_s(beyond: bool, monkeypatch: pyt
     assert said == "longest stream that fits: 4,096 tokens, with one GPU, checkpointing none"
 
 
-def test_splits_of_three_gpus(capsys: pytest.CaptureFixture) -> None:
+def test_splits_of_three_gpus(capsys):
     """Degrees are divisors of their number, not powers of two alone."""
     argv = ["--gpus", "3", *RUN, "--parallelism.context_parallel_degree", "3", "--training.seq_len", "3072"]
     assert plan.main(argv) == 0
@@ -103,7 +103,7 @@ def test_splits_of_three_gpus(capsys: pytest.CaptureFixture) -> None:
     assert "| cp 3 (contiguous) |" in out and "longest stream that fits" in out
 
 
-def test_what_does_not_fit(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+def test_what_does_not_fit(capsys, tmp_path):
     """A GPU too small for one layer; one on which other settings fit."""
     rates = json.loads(shipped()["H200"].read_text(encoding="utf-8"))
     file, one = tmp_path / "rates.json", [*RUN, "--training.seq_len", "65536", "--training.global_batch_size", "1"]
@@ -119,7 +119,7 @@ def test_what_does_not_fit(capsys: pytest.CaptureFixture, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("gpu", shipped())
-def test_each_gpu_that_comes_with_the_package(gpu: str, capsys: pytest.CaptureFixture) -> None:
+def test_each_gpu_that_comes_with_the_package(gpu, capsys):
     assert plan.main(["--gpus", "8", "--gpu", gpu, *RUN, "--tokens", "1,000.5", "B", "tokens"]) == 0
     out = capsys.readouterr().out
     assert f"NVIDIA {gpu}" in out and "days for 1e+12 tokens" in out
@@ -129,7 +129,7 @@ GPUS = {"debug": 2, "reference_340m": 1}  # that a shipped configuration is for,
 
 
 @pytest.mark.parametrize("config", sorted(ROOT.glob("train_configs/[!c]*.toml")), ids=lambda path: path.stem)
-def test_the_shipped_configurations_as_they_are(config: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_shipped_configurations_as_they_are(config, capsys):
     """No GPU, no corpus and no tokenizer is here, and the types are those of GPUs."""
     absent = ["--model.tokenizer_path", "none/tokenizer.json", "--training.dataset", "jsonl"]
     absent += ["--training.dataset_path", "none.jsonl"]
@@ -141,7 +141,7 @@ def test_the_shipped_configurations_as_they_are(config: Path, capsys: pytest.Cap
     assert "'none/tokenizer.json' is not here: a vocabulary of" in capsys.readouterr().out
 
 
-def test_predictions_beside_what_was_measured() -> None:
+def test_predictions_beside_what_was_measured():
     """Memory within 8%, time within 15%; docs/planning.md says how far."""
     compared = check_plan.predictions()
     for row, speed, needed in compared:
@@ -163,7 +163,7 @@ def test_predictions_beside_what_was_measured() -> None:
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("mean", [None, 100])
-def test_pairs_that_a_rank_attends(layout: str, mean: int | None) -> None:
+def test_pairs_that_a_rank_attends(layout, mean):
     """Each token sees those of its document up to itself; the last rank has most."""
     batch = Batch.of(load_config(["--training.seq_len", "2048"], cuda=True), mean)._replace(cp=4, layout=layout)
     cu_seqlens = torch.from_numpy(boundaries(2048, 1, mean))
@@ -173,7 +173,7 @@ def test_pairs_that_a_rank_attends(layout: str, mean: int | None) -> None:
     assert mean is not None or pairs[-1] == max(pairs)
 
 
-def test_both_layouts_are_tried_where_there_is_softmax_attention() -> None:
+def test_both_layouts_are_tried_where_there_is_softmax_attention():
     """Which is faster is for the plan to say."""
 
     def layouts(name: str) -> set[tuple[int, str]]:
@@ -187,7 +187,7 @@ def test_both_layouts_are_tried_where_there_is_softmax_attention() -> None:
     assert layouts("kda") == {(1, "contiguous"), (2, "contiguous")}
 
 
-def test_time_of_parts() -> None:
+def test_time_of_parts():
     """Recomputation, accumulation, a slow network and the host show where they should."""
     run, model = [*RUN, "--training.global_batch_size", "16"], preset("kda", "340M")
 
@@ -213,7 +213,7 @@ def test_time_of_parts() -> None:
 
 
 @pytest.mark.parametrize(("heads", "groups", "scan", "backward"), [(128, 1, 0.93, 3.10), (64, 8, 0.57, 2.00)])
-def test_time_of_mamba2_as_measured(heads: int, groups: int, scan: float, backward: float) -> None:
+def test_time_of_mamba2_as_measured(heads, groups, scan, backward):
     """On an H200, 32k tokens of one document, in ms."""
     mixer = Mamba2(heads=heads, head_dim=64, state_dim=128, groups=groups)
     model = ModelConfig(vocab_size=1024, dim=256, pattern=(mixer,), num_layers=1, hidden_dim=256)
@@ -226,7 +226,7 @@ def test_time_of_mamba2_as_measured(heads: int, groups: int, scan: float, backwa
         assert seconds == pytest.approx(1e-3 * ms, rel=0.01)
 
 
-def test_the_number_of_layers_recomputed_follows_from_the_room() -> None:
+def test_the_number_of_layers_recomputed_follows_from_the_room():
     """Where there is room for every fourth layer recomputed, neither all layers are nor every third."""
     model = preset("kda", "340M")
     config = load_config([*RUN, "--training.seq_len=32768", "--model.name=kda", "--model.flavor=340M"], cuda=True)
@@ -244,7 +244,7 @@ def test_the_number_of_layers_recomputed_follows_from_the_room() -> None:
     assert chosen(least).config.activation_checkpoint == full and chosen(least - 1) is None
 
 
-def test_replicas_add_up_once_a_step_where_they_wait() -> None:
+def test_replicas_add_up_once_a_step_where_they_wait():
     """Eight micro-steps or one; in bfloat16, of half the bytes, in each."""
     run = [*RUN, "--model.name=kda", "--model.flavor=340M", "--training.global_batch_size=16"]
     run.append("--parallelism.data_parallel_replicate_degree=2")
@@ -259,7 +259,7 @@ def test_replicas_add_up_once_a_step_where_they_wait() -> None:
     assert communication(1, narrow) == pytest.approx(4 * communication(8), rel=0.02)
 
 
-def test_offload_shows_where_it_should(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_offload_shows_where_it_should(tmp_path, capsys):
     """One GPU waits for the host; several hide what they can. Where the host was not measured no time is planned."""
     model, link = preset("kda", "340M"), 50e9
     offload = Machine(replace(machine().rates, offload=Offload(link, link, 100e9)), 8, 50e9, "cudnn")
@@ -301,19 +301,19 @@ def test_offload_shows_where_it_should(tmp_path: Path, capsys: pytest.CaptureFix
         ({"node": {"latency": 1}}, "node.all_gather: Field required"),
     ],
 )
-def test_damaged_rates_are_refused(change: dict, why: str, tmp_path: Path) -> None:
+def test_damaged_rates_are_refused(change, why, tmp_path):
     rates = json.loads(shipped()["H200"].read_text()) | change
     (tmp_path / "r.json").write_text(json.dumps(rates))
     with pytest.raises(ValueError, match=rf"cannot be read \({re.escape(why)}.*\); python -m tools.bench_rates"):
         read_rates(tmp_path / "r.json")
 
 
-def test_runs_choose_levels_by_the_rates_of_plans() -> None:
+def test_runs_choose_levels_by_the_rates_of_plans():
     node = machine().rates.node
     assert (node.latency, node.all_to_all, plan.parse([])[0].network * 1e9) == H200
 
 
-def test_groups_over_several_nodes() -> None:
+def test_groups_over_several_nodes():
     """A ring takes all links of a node, and each rank delays it; what ranks send directly takes their own."""
     node, two, many = (machine().group(ranks, 1) for ranks in (8, 16, 1024))
     alone, pairs = machine().group(128, 8), machine().group(2, 4)
@@ -323,7 +323,7 @@ def test_groups_over_several_nodes() -> None:
     assert many.message == two.message and two.ring - two.message < 50e-6 < 2e-3 < many.ring
 
 
-def test_how_a_model_scales(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_a_model_scales(capsys, monkeypatch):
     """Against the plan of one setting; what does not fit on a GPU is left out."""
     monkeypatch.setattr(plan, "SCALES", (1, 16))
     keys = ["--model.name=hybrid", "--model.flavor=340M", "--compile.enable=true"]
@@ -340,7 +340,7 @@ def test_how_a_model_scales(capsys: pytest.CaptureFixture, monkeypatch: pytest.M
     assert many.startswith(f"| 16 | {fastest:,.0f} (")
 
 
-def test_rates_of_one_gpu_know_no_links() -> None:
+def test_rates_of_one_gpu_know_no_links():
     alone = Machine(replace(machine().rates, node=None), 8, 50e9, "cudnn")
     batch = Batch.of(load_config(RUN, cuda=True))
     assert Clock(alone, batch, True).of
@@ -349,13 +349,13 @@ def test_rates_of_one_gpu_know_no_links() -> None:
 
 
 @pytest.mark.parametrize("may_split", [True, False])
-def test_rates_are_of_whole_documents_where_they_say_so(may_split: bool) -> None:
+def test_rates_are_of_whole_documents_where_they_say_so(may_split):
     bench = bench_rates.Bench(torch.device("cpu"))
     context = bench_rates.one_document(bench, may_split)
     assert boundaries_of(bench.randn(1, bench.tokens), None, context).may_split == may_split
 
 
-def test_rates_measured_here(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_rates_measured_here(tmp_path, capsys):
     """On whatever is here: the file is one that the planner reads."""
     file = tmp_path / "rates.json"
     assert bench_rates.main(["--out", str(file)]) == 0

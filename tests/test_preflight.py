@@ -54,9 +54,7 @@ def run(folder: Path, **keys: object) -> Config:
         ({"lr_scheduler__decay_ratio": 0.0}, {"lr_scheduler__decay_ratio": 0.0, "training__steps": 200}, 90, ""),
     ],
 )
-def test_steps_that_are_done_keep_their_rate(
-    stored: dict[str, object], now: dict[str, object], step: int, remedy: str, tmp_path: Path
-) -> None:
+def test_steps_that_are_done_keep_their_rate(stored, now, step, remedy, tmp_path):
     length = schedule_steps(run(tmp_path, **stored))
     if not remedy:
         check_schedule(run(tmp_path, **now), step, length)
@@ -68,7 +66,7 @@ def test_steps_that_are_done_keep_their_rate(
     check_schedule(run(tmp_path, **now, lr_scheduler__total_steps=max(steps, 300)), step, length)  # a remedy
 
 
-def test_another_model_is_refused(tmp_path: Path) -> None:
+def test_another_model_is_refused(tmp_path):
     """By what it computes: of a folder's config.json that was changed, say."""
     model, config = preset("hybrid", "debug"), run(tmp_path)
 
@@ -98,7 +96,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         ("falcon-h1", 4, "the 2 groups of mamba2, 2 key heads of attention in .* 'debug'; use 1 or 2$"),
     ],
 )
-def test_what_tensor_parallelism_cannot_split(name: str, degree: int, said: str, tmp_path: Path) -> None:
+def test_what_tensor_parallelism_cannot_split(name, degree, said, tmp_path):
     config = run(tmp_path, model__name=name, parallelism__tensor_parallel_degree=degree)
     model = preset(name, "debug")
     if not said:
@@ -107,7 +105,7 @@ def test_what_tensor_parallelism_cannot_split(name: str, degree: int, said: str,
         check_tensor_parallel(model, config)
 
 
-def test_every_nth_layer_is_one_of_the_model(tmp_path: Path) -> None:
+def test_every_nth_layer_is_one_of_the_model(tmp_path):
     keys, model = {"activation_checkpoint__mode": "selective"}, replace(preset("hybrid", "debug"), num_layers=4)
     for option in ("op", "1", "4"):
         check_checkpointing(model, run(tmp_path, **keys, activation_checkpoint__selective_ac_option=option))
@@ -116,7 +114,7 @@ def test_every_nth_layer_is_one_of_the_model(tmp_path: Path) -> None:
     check_checkpointing(model, run(tmp_path))
 
 
-def test_an_all_to_all_splits_the_heads_that_tensor_parallelism_leaves(tmp_path: Path) -> None:
+def test_an_all_to_all_splits_the_heads_that_tensor_parallelism_leaves(tmp_path):
     keys = {"parallelism__context_parallel_degree": 2, "parallelism__context_parallel_linear_method": "ulysses"}
     check_heads(preset("hybrid", "debug"), run(tmp_path, **keys))
     with pytest.raises(ValueError, match=r"the 2 heads .*degree = 2 × tensor_parallel_degree = 2 ranks"):
@@ -125,7 +123,7 @@ def test_an_all_to_all_splits_the_heads_that_tensor_parallelism_leaves(tmp_path:
         check_heads(preset("nemotron-h", "debug"), run(tmp_path, **keys, parallelism__tensor_parallel_degree=2))
 
 
-def test_ranks_of_a_node_share_the_heads(tmp_path: Path) -> None:
+def test_ranks_of_a_node_share_the_heads(tmp_path):
     """Of 4 query and 2 key heads; 12 ranks on nodes of 8 are on one in fours, and of three groups of 8 on nodes of 12
     one is on two nodes."""
     keys = {"parallelism__context_parallel_method": "ulysses+ring", "training__seq_len": 768}
@@ -149,14 +147,14 @@ def test_ranks_of_a_node_share_the_heads(tmp_path: Path) -> None:
         ("hybrid", 2, "= 2: .* has no experts; leave it at 1"),
     ],
 )
-def test_experts_that_cannot_be_shared_out(name: str, degree: int, said: str, tmp_path: Path) -> None:
+def test_experts_that_cannot_be_shared_out(name, degree, said, tmp_path):
     with pytest.raises(ValueError, match=said):
         check_expert_parallel(
             preset(name, "debug"), run(tmp_path, model__name=name, parallelism__expert_parallel_degree=degree)
         )
 
 
-def test_tensor_parallelism_across_nodes_is_a_warning(tmp_path: Path) -> None:
+def test_tensor_parallelism_across_nodes_is_a_warning(tmp_path):
     config = run(tmp_path, parallelism__tensor_parallel_degree=8)
     assert spans_nodes(config, 8) == spans_nodes(config, 16) == ""
     assert "= 8 reaches across nodes of 4 processes" in spans_nodes(config, 4)
@@ -170,9 +168,7 @@ SHIPPED = [
 
 
 @pytest.mark.parametrize("file", sorted(SHIPPED), ids=lambda path: path.stem)
-def test_a_shipped_configuration_starts_with_one_line_changed(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shipped_configuration_starts_with_one_line_changed(file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.jsonl").write_text(
         "".join(json.dumps({"text": f"document {n}\n" * 30}) + "\n" for n in range(500))
@@ -184,7 +180,7 @@ def test_a_shipped_configuration_starts_with_one_line_changed(
     preflight(config, config.parallelism.context_parallel_degree)
 
 
-def test_the_first_hour_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_hour_begins(tmp_path, monkeypatch):
     """The page's own configuration, with the texts that it takes."""
     root = Path(__file__).parents[1]
     page = (root / "docs" / "first_hour.md").read_text()
@@ -199,7 +195,7 @@ def test_the_first_hour_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     preflight(load_config(["--job.config_file", "mine.toml"]), 1)
 
 
-def test_groups_of_files_fit_the_corpus(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_groups_of_files_fit_the_corpus(tmp_path, capsys):
     (tmp_path / "texts").mkdir()
     for name in ("a.py", "b.md"):
         (tmp_path / "texts" / name).write_text("text")
@@ -213,7 +209,7 @@ def test_groups_of_files_fit_the_corpus(tmp_path: Path, capsys: pytest.CaptureFi
         preflight(run(tmp_path, **keys, metrics__loss_by_source='[{name = "c", files = "*.c"}]'), 1)
 
 
-def test_a_corpus_of_less_than_a_step_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_corpus_of_less_than_a_step_is_a_warning(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("text" * 8)
     keys = {"training.dataset": "text", "training.dataset_path": tmp_path / "a.txt", "training.global_batch_size": 2}
     mixture = f'[{{name = "a", weight = 1, dataset = "text", dataset_path = "{tmp_path}/a.txt"}}]'
@@ -227,14 +223,14 @@ def test_a_corpus_of_less_than_a_step_is_a_warning(tmp_path: Path, capsys: pytes
             preflight(run(tmp_path, **given, **{"training.seq_len": 34}), 1)
 
 
-def test_weights_and_biases_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_and_biases_without_its_package(tmp_path, monkeypatch):
     monkeypatch.setattr(preflight_module, "find_spec", lambda name: None)
     config = load_config([f"--job.dump_folder={tmp_path}", "--metrics.enable_wandb=true"])
     with pytest.raises(ValueError, match=r"metrics.enable_wandb = true needs the package wandb, .* pip install wandb"):
         preflight_module.preflight(config, 1)
 
 
-def test_a_folder_for_checkpoints_that_cannot_be_made_is_refused_before_the_corpus(tmp_path: Path) -> None:
+def test_a_folder_for_checkpoints_that_cannot_be_made_is_refused_before_the_corpus(tmp_path):
     (tmp_path / "disk").write_text("")
     keys = {"checkpoint__folder": tmp_path / "disk", "training__dataset": "text", "training__dataset_path": "nowhere"}
     with pytest.raises(ValueError, match=r"checkpoint\.folder = .*disk' is not a folder; use another"):
@@ -245,7 +241,7 @@ def test_a_folder_for_checkpoints_that_cannot_be_made_is_refused_before_the_corp
     ("prompt", "tokens"),
     [("validation.sample_prompt", "validation.sample_tokens"), ("sample.prompt", "sample.max_new_tokens")],
 )
-def test_a_prompt_without_tokens_is_refused_before_the_run(prompt: str, tokens: str, tmp_path: Path) -> None:
+def test_a_prompt_without_tokens_is_refused_before_the_run(prompt, tokens, tmp_path):
     """Not at the first validation, or when the run ends."""
     blanks_left_out = {
         "model": {"type": "WordLevel", "vocab": {"a": 0, "?": 1}, "unk_token": "?"},
@@ -260,7 +256,7 @@ def test_a_prompt_without_tokens_is_refused_before_the_run(prompt: str, tokens: 
     check_prompts(run(tmp_path, **keys | {tokens: 0}, **{prompt: "  "}), build_tokenizer(str(tmp_path)))
 
 
-def test_a_mixture_does_not_change_in_a_run_that_is_not_there(tmp_path: Path) -> None:
+def test_a_mixture_does_not_change_in_a_run_that_is_not_there(tmp_path):
     """The wrong folder, say: another run would begin, with the new mixture alone."""
     (tmp_path / "a.txt").write_text("text " * 100)
     source = f'[{{name = "a", weight = 1, dataset = "text", dataset_path = "{tmp_path}"}}]'
@@ -274,9 +270,7 @@ def test_a_mixture_does_not_change_in_a_run_that_is_not_there(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("known", ["bytes-257", None, "of another file"])
-def test_weights_that_know_another_tokenizer_are_named(
-    known: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_weights_that_know_another_tokenizer_are_named(known, tmp_path, monkeypatch, capsys):
     """Their vocabularies may be alike in size."""
     weights = tmp_path / "old/checkpoint/step-3"
     weights.mkdir(parents=True)

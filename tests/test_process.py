@@ -21,7 +21,7 @@ from titan_linear.distributed.process import StopSignal, outliving_readers, refu
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("agreed", [False, True])
-def test_a_signal_is_noted_and_a_stop_is_not_cut_short(number: int, agreed: bool) -> None:
+def test_a_signal_is_noted_and_a_stop_is_not_cut_short(number, agreed):
     caught = []
     before = signal.signal(number, lambda *_: caught.append("before"))
     try:
@@ -36,7 +36,7 @@ def test_a_signal_is_noted_and_a_stop_is_not_cut_short(number: int, agreed: bool
         signal.signal(number, before)
 
 
-def test_a_signal_is_seen_while_the_main_thread_waits_in_c() -> None:
+def test_a_signal_is_seen_while_the_main_thread_waits_in_c():
     """Where another rank has died, this one waits for a device for ever, and its handlers in Python do not run."""
     seen = []
 
@@ -61,7 +61,7 @@ def test_a_signal_is_seen_while_the_main_thread_waits_in_c() -> None:
     assert stop.received == stop.arrived() == signal.SIGTERM
 
 
-def test_nobody_reads_what_a_command_prints() -> None:
+def test_nobody_reads_what_a_command_prints():
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "titan_linear.launch", "--help", "flavors"]
@@ -70,7 +70,7 @@ def test_nobody_reads_what_a_command_prints() -> None:
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
-def test_an_interrupted_command_is_silent() -> None:
+def test_an_interrupted_command_is_silent():
     code = (
         "import signal, sys\n"
         "from titan_linear.distributed.process import run_command\n"
@@ -91,7 +91,7 @@ SHOWN = r"tab<TAB> é 中 \x1b]0;title\x07\x1b[2J\x9b1m\x08\x7f\u202egpj\udcff a
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 @pytest.mark.parametrize("around", ["run_command", "outliving_readers"])
-def test_any_text_can_be_shown_and_none_is_obeyed(around: str, stream: str, encoding: str) -> None:
+def test_any_text_can_be_shown_and_none_is_obeyed(around, stream, encoding):
     code = (
         "import sys\n"
         "from titan_linear.distributed import process\n"
@@ -111,7 +111,7 @@ def test_any_text_can_be_shown_and_none_is_obeyed(around: str, stream: str, enco
     assert done.returncode == 7
 
 
-def test_progress_bars_and_colours_reach_the_terminal() -> None:
+def test_progress_bars_and_colours_reach_the_terminal():
     out = io.StringIO()
     with redirect_stdout(out), outliving_readers():
         print("\rhalf", end="")
@@ -120,7 +120,7 @@ def test_progress_bars_and_colours_reach_the_terminal() -> None:
     assert out.getvalue() == "\rhalf\033[32mgreen\033[0m\n\\x1b[32mgreen\\x1b[0m\n"
 
 
-def test_what_cannot_be_encoded_is_no_mistake_of_the_users() -> None:
+def test_what_cannot_be_encoded_is_no_mistake_of_the_users():
     @refusing
     def main(argv: list[str]) -> int:
         "é".encode("ascii")
@@ -131,7 +131,7 @@ def test_what_cannot_be_encoded_is_no_mistake_of_the_users() -> None:
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_nobody_reads_what_a_run_prints(stream: str) -> None:
+def test_nobody_reads_what_a_run_prints(stream):
     """It goes on, and says the rest to nobody: a pipe that breaks in between is no reason to lose a last save."""
     code = (
         "import sys\n"

@@ -19,7 +19,7 @@ def profiler(config: Config, done: int) -> Profiler:
     return Profiler(config, done, lambda: None)
 
 
-def test_a_trace_of_the_profiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_of_the_profiler(tmp_path, monkeypatch):
     """By the schedule of the keys: two steps, once."""
     monkeypatch.setenv("RANK", "0")
     keys = {
@@ -43,15 +43,7 @@ def test_a_trace_of_the_profiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("freq", "active", "steps", "traces"), [(1, 1, 2, {1: 1, 2: 1}), (3, 1, 5, {3: 1}), (3, 2, 5, {3: 2, 5: 1})]
 )
-def test_the_end_of_a_run_leaves_traces_of_steps(
-    freq: int,
-    active: int,
-    steps: int,
-    traces: dict[int, int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    recwarn: pytest.WarningsRecorder,
-) -> None:
+def test_the_end_of_a_run_leaves_traces_of_steps(freq, active, steps, traces, tmp_path, monkeypatch, recwarn):
     """Where another trace begins then, it would be of no step, in the place of the last one's."""
     monkeypatch.setenv("RANK", "0")
     keys = {"profile_freq": freq, "profiler_active": active, "enable_profiling": "true"}
@@ -66,9 +58,7 @@ def test_the_end_of_a_run_leaves_traces_of_steps(
 
 
 @pytest.mark.parametrize(("rank", "steps", "said"), [("0", 8, True), ("0", 9, False), ("1", 8, False)])
-def test_a_start_too_short_for_a_trace_says_so(
-    rank: str, steps: int, said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_start_too_short_for_a_trace_says_so(rank, steps, said, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", rank)
     keys = {"profile_freq": 10, "profiler_active": 2, "enable_profiling": "true"}
     config = load_config([f"--job.dump_folder={tmp_path}", *(f"--profiling.{key}={x}" for key, x in keys.items())])
@@ -80,9 +70,7 @@ def test_a_start_too_short_for_a_trace_says_so(
     assert (line in capsys.readouterr().out) == said
 
 
-def test_a_signal_asks_for_a_memory_snapshot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_signal_asks_for_a_memory_snapshot(tmp_path, monkeypatch, capsys):
     recorded = []
     monkeypatch.setenv("RANK", "1")
     before = signal.getsignal(signal.SIGUSR1)
@@ -106,9 +94,7 @@ def test_a_signal_asks_for_a_memory_snapshot(
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_a_snapshot_when_memory_runs_out(
-    full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_snapshot_when_memory_runs_out(full, tmp_path, monkeypatch, capsys):
     """Of what is allocated where it does, not of what is left where the error is caught; on a full disk a line."""
     held, observers = [], []
     monkeypatch.setenv("RANK", "1")
@@ -141,7 +127,7 @@ def test_a_snapshot_when_memory_runs_out(
 
 
 @pytest.mark.cuda
-def test_a_gpus_snapshot_when_memory_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpus_snapshot_when_memory_runs_out(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     config = load_config([f"--job.dump_folder={tmp_path}", "--profiling.enable_memory_snapshot=true"])
     try:

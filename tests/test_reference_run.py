@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from tests.refusals import is_refused
 from tests.test_train import arguments
-from tests.worlds import Worlds
 from titan_linear.config import load_config
 from titan_linear.data import Batch
 from titan_linear.train import Trainer
@@ -58,12 +57,7 @@ def curve(folder: Path) -> list[float]:
 
 @pytest.mark.usefixtures("remote_code")
 @pytest.mark.parametrize("name", ["kda", "gdn"])
-def test_another_model_has_the_curve_of_the_run(
-    name: str,
-    corpus: Path,
-    worlds: Worlds,
-    tmp_path: Path,
-) -> None:
+def test_another_model_has_the_curve_of_the_run(name, corpus, worlds, tmp_path):
     argv = arguments(corpus, KEYS, {"model.name": name, "job.dump_folder": tmp_path / "run"})
     ours = worlds(1).run(losses_on_rank, argv)[0]
     given = load_config(argv), tmp_path / "peer", exported_model, document_by_document
@@ -76,11 +70,7 @@ def test_another_model_has_the_curve_of_the_run(
 
 
 @pytest.mark.usefixtures("remote_code")
-def test_a_peer_goes_on_where_it_was(
-    corpus: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_peer_goes_on_where_it_was(corpus, tmp_path, monkeypatch):
     config = load_config(arguments(corpus, KEYS, {"model.name": "gdn"}))
     given = exported_model, document_by_document
     assert reference_run.train_peer(config, tmp_path / "whole", *given)
@@ -96,7 +86,7 @@ def test_a_peer_goes_on_where_it_was(
 
 
 @pytest.mark.parametrize("edges", [[0, 8, 16], [0, 3, 8, 16]])
-def test_documents_as_fla_takes_them(edges: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_as_fla_takes_them(edges, monkeypatch):
     """Streams of one document are rows; packed ones are one row, with their boundaries. No label is lost."""
     modules, seen = ModuleType("fla.modules"), {}
     modules.FusedLinearCrossEntropyLoss = nn.CrossEntropyLoss
@@ -127,7 +117,7 @@ def write_run(folder: Path, losses: list[float]) -> Path:
     return folder
 
 
-def test_a_pair_of_curves(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pair_of_curves(tmp_path, capsys, monkeypatch):
     ours = write_run(tmp_path / "ours", [9.0] * 10 + [2.02] * 50)
     theirs = write_run(tmp_path / "theirs", [9.0] * 10 + [2.0] * 50 + [5.0])  # a step more
     drawn = []
@@ -140,7 +130,7 @@ def test_a_pair_of_curves(tmp_path: Path, capsys: pytest.CaptureFixture, monkeyp
     assert gap == "kda: the mean losses of the last 50 steps differ by 1.00%"
 
 
-def test_runs_of_the_same_last_name(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_runs_of_the_same_last_name(tmp_path, capsys):
     runs = [write_run(tmp_path / by / "kda", [loss]) for by, loss in (("ours", 2.0), ("theirs", 1.0))]
     reference_run.write_pair(tmp_path / "kda.csv", runs)
     losses = {name: numbers["loss"] for name, numbers in reference_run.read_pair(tmp_path / "kda.csv").items()}
@@ -149,7 +139,7 @@ def test_runs_of_the_same_last_name(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert is_refused(reference_run.main, argv, capsys) == f"--add: both runs are {runs[0]}; give two\n"
 
 
-def test_the_picture(tmp_path: Path) -> None:
+def test_the_picture(tmp_path):
     for name in ("gdn", "kda"):
         runs = [write_run(tmp_path / f"{name}_{by}", [3.0, 2.0]) for by in ("ours", "theirs")]
         reference_run.write_pair(tmp_path / f"{name}.csv", runs)
@@ -164,5 +154,5 @@ def test_the_picture(tmp_path: Path) -> None:
         (["--model.name=kda", "--checkpoint.initial_load_path=x"], "checkpoint.initial_load_path is set; leave it out"),
     ],
 )
-def test_what_is_refused(keys: list[str], message: str, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+def test_what_is_refused(keys, message, capsys, tmp_path):
     assert is_refused(reference_run.main, ["fla", str(tmp_path), "--", *keys], capsys).startswith(message)

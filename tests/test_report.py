@@ -38,7 +38,7 @@ def runs(tmp_path: Path) -> list[str]:
     return list(map(str, folders))
 
 
-def test_where_runs_stand_and_differ(runs: list[str], capsys: pytest.CaptureFixture) -> None:
+def test_where_runs_stand_and_differ(runs, capsys):
     """Medians leave out the first step, which compiles."""
     assert report.main(runs) == 0
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
@@ -48,14 +48,14 @@ def test_where_runs_stand_and_differ(runs: list[str], capsys: pytest.CaptureFixt
     assert head == ["key", *runs] and differences == [["optimizer.lr", "0.001", "0.002"]]
 
 
-def test_what_runs_were_trained_on() -> None:
+def test_what_runs_were_trained_on():
     texts = load_config(["--training.dataset=text", "--training.dataset_path=a.txt"])
     assert report.data_of(texts.training) == "text a.txt"
     sources = (f'{{name = "{name}", weight = {weight}, dataset = "stdlib"}}' for name, weight in (("a", 3), ("b", 0.5)))
     assert report.data_of(load_config([f"--training.mixture=[{', '.join(sources)}]"]).training) == "a 3 + b 0.5"
 
 
-def test_what_is_no_run(runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_what_is_no_run(runs, tmp_path, capsys):
     assert report.main([str(tmp_path)]) == 2
     assert "holds no metrics.jsonl; give the folder of a run" in capsys.readouterr().err
     path = Path(runs[0], "metrics.jsonl")

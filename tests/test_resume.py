@@ -160,7 +160,7 @@ def newest_step(folder: Path) -> int:
     return max(int(path.name.removeprefix("step-")) for path in (folder / "checkpoint").glob("step-*[0-9]"))
 
 
-def test_sigkill_and_restart(corpus: Path, tmp_path: Path, uninterrupted: dict[int, float], answer: Callable) -> None:
+def test_sigkill_and_restart(corpus, tmp_path, uninterrupted, answer):
     """The launcher killed while it saves; then, on two nodes, a rank, after which all start again."""
     process = start(corpus, tmp_path, checkpoint__async_mode="disabled")
     wait_for_step(process, tmp_path, 5)
@@ -187,9 +187,7 @@ def test_sigkill_and_restart(corpus: Path, tmp_path: Path, uninterrupted: dict[i
     assert "is finished" in answer(0, tmp_path)
 
 
-def test_from_dp_2_to_cp_2(
-    corpus: Path, worlds: Worlds, tmp_path: Path, uninterrupted: dict[int, float], answer: Callable
-) -> None:
+def test_from_dp_2_to_cp_2(corpus, worlds, tmp_path, uninterrupted, answer):
     train_in(
         worlds(2),
         0,
@@ -222,7 +220,7 @@ MOVES = {
 
 
 @pytest.mark.parametrize("name", MOVES)
-def test_a_run_moves_twice(name: str, corpus: Path, worlds: Worlds, tmp_path: Path) -> None:
+def test_a_run_moves_twice(name, corpus, worlds, tmp_path):
     """What a rank has of a tensor, and of its moments, is another part each time."""
     model, splits = MOVES[name]
     keys = {"model__name": model, "lr_scheduler__total_steps": 6, "lr_scheduler__warmup_steps": 2}
@@ -247,9 +245,7 @@ def stopped(process: Launch, folder: Path, number: int, code: int) -> int:
     return reached
 
 
-def test_a_signal_saves_and_stops(
-    corpus: Path, worlds: Worlds, tmp_path: Path, uninterrupted: dict[int, float]
-) -> None:
+def test_a_signal_saves_and_stops(corpus, worlds, tmp_path, uninterrupted):
     """SIGTERM, which a Ctrl-C comes to the workers as too (see below); of workers as they always start."""
     process = start(corpus, tmp_path, fresh=True, checkpoint__interval=1000, checkpoint__grace_seconds=60)
     wait_for_step(process, tmp_path, 2)
@@ -278,20 +274,18 @@ def is_refused(output: str, message: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("keys", "message"), REFUSED[:-1])
-def test_what_cannot_run_is_refused_before_anything_starts(
-    keys: dict[str, object], message: str, tmp_path: Path, answer: Callable
-) -> None:
+def test_what_cannot_run_is_refused_before_anything_starts(keys, message, tmp_path, answer):
     is_refused(answer(2, tmp_path, **keys), message, tmp_path)
 
 
-def test_the_command_refuses(corpus: Path, tmp_path: Path) -> None:
+def test_the_command_refuses(corpus, tmp_path):
     """The process itself, in which kernels are not interpreted as they are here."""
     keys, message = REFUSED[-1]
     launcher = ["titan_linear.launch", *arguments(corpus, tmp_path, **keys)]
     is_refused(finish(command(launcher), 2), message, tmp_path)
 
 
-def test_a_run_in_its_folder(corpus: Path, tmp_path: Path, answer: Callable) -> None:
+def test_a_run_in_its_folder(corpus, tmp_path, answer):
     """Held by a live run, until Ctrl-C; then damaged; then asked for another model: each is refused, and nothing is
     lost."""
     process = start(corpus, tmp_path, training__steps=400)
@@ -343,7 +337,7 @@ sys.exit(train.main(sys.argv[1:]))
 """
 
 
-def test_under_torchrun_the_others_wait_for_rank_0(corpus: Path, tmp_path: Path) -> None:
+def test_under_torchrun_the_others_wait_for_rank_0(corpus, tmp_path):
     """It checks and tokenises for longer than collectives may take."""
     (tmp_path / "slow.py").write_text(SLOW_RANK_0)
     argv = arguments(corpus, tmp_path / "run", training__steps=2)

@@ -31,7 +31,7 @@ def start(folder: Path, load_step: int) -> int:
     return step
 
 
-def test_later_steps_are_set_aside_at_once(folder: Path) -> None:
+def test_later_steps_are_set_aside_at_once(folder):
     for step in (6, 9):
         (folder / f"step-{step}-hf").mkdir()  # what was exported of them
     assert start(folder, 6) == 6
@@ -39,7 +39,7 @@ def test_later_steps_are_set_aside_at_once(folder: Path) -> None:
     assert sorted(path.name for path in folder.glob("abandoned-*/*")) == ["step-12", "step-9", "step-9-hf"]
 
 
-def test_the_same_command_goes_on_from_the_newest(folder: Path) -> None:
+def test_the_same_command_goes_on_from_the_newest(folder):
     assert [start(folder, 6), start(folder, 6)] == [6, 6]
     make_steps(folder, 9)
     assert [start(folder, 6), start(folder, 6)] == [9, 9]
@@ -47,14 +47,14 @@ def test_the_same_command_goes_on_from_the_newest(folder: Path) -> None:
     assert start(folder, 6) == 9
 
 
-def test_back_to_the_newest_step_goes_on_from_there_too(folder: Path) -> None:
+def test_back_to_the_newest_step_goes_on_from_there_too(folder):
     assert start(folder, 12) == 12 and not list(folder.glob("abandoned-*"))
     make_steps(folder, 15)
     assert start(folder, 12) == 15
 
 
 @pytest.mark.parametrize("between", [-1, 9])
-def test_another_start_in_between_lets_it_go_back_again(folder: Path, between: int) -> None:
+def test_another_start_in_between_lets_it_go_back_again(folder, between):
     assert start(folder, 6) == 6
     make_steps(folder, 9, 15)
     assert start(folder, between) == (15 if between == -1 else 9)
@@ -66,7 +66,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("moment", range(4))
-def test_killed_at_any_moment(folder: Path, moment: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_at_any_moment(folder, moment, monkeypatch):
     """Before the first rename, between renames, before the note, before the note has its name."""
     whole, left = Path.rename, moment
 
@@ -89,7 +89,7 @@ def test_killed_at_any_moment(folder: Path, moment: int, monkeypatch: pytest.Mon
     assert start(folder, 6) == 9
 
 
-def test_a_note_that_is_none_is_named(folder: Path) -> None:
+def test_a_note_that_is_none_is_named(folder):
     (folder / "rewound.json").write_text("{")
     with pytest.raises(ValueError, match=r"rewound.json' cannot be read .*move it away"):
         start(folder, 6)

@@ -10,7 +10,6 @@ import pytest
 
 from tests.steps import after_backward
 from tests.test_telemetry import arguments
-from tests.worlds import Worlds
 from titan_linear.commands import batch
 from titan_linear.config import load_config
 from titan_linear.data import IGNORE, ByteTokenizer, Stream, write_corpus
@@ -19,7 +18,7 @@ from titan_linear.run.preflight import preflight
 from titan_linear.train import Trainer
 
 
-def test_the_rule() -> None:
+def test_the_rule():
     judge = Outliers(4.0)
     assert all(judge.judge(2.0 + n % 2, 1.0) is None for n in range(40))  # mean 2.5, sigma 0.5
     assert judge.judge(4.5, 1.0) is None
@@ -51,7 +50,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_streams_are_written_down_and_shown(folder: Path, worlds: Worlds, capsys: pytest.CaptureFixture) -> None:
+def test_streams_are_written_down_and_shown(folder, worlds, capsys):
     keys = arguments(
         folder, {"training.local_batch_size": 2, "parallelism.context_parallel_degree": 2, "model.flavor": "debug"}
     )
@@ -74,7 +73,7 @@ def test_streams_are_written_down_and_shown(folder: Path, worlds: Worlds, capsys
     assert capsys.readouterr().out.count("stream ") == 1
 
 
-def test_what_is_learnt_is_shown_with_its_special_tokens() -> None:
+def test_what_is_learnt_is_shown_with_its_special_tokens():
     """ "ab?yes" and its end: the answer and the end are learnt; of "xyz" all that follows its first token."""
     tokens = np.array([*b"ab?yes", 256, *b"xyz"])
     labels = np.append(tokens[1:], IGNORE)
@@ -99,6 +98,6 @@ def test_what_is_learnt_is_shown_with_its_special_tokens() -> None:
         (["--spike", "1"], "--spike 1: there is no "),
     ],
 )
-def test_refusals(own: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture) -> None:
+def test_refusals(own, message, folder, capsys):
     assert batch.main([*arguments(folder), *own]) == 2
     assert capsys.readouterr().err.startswith(f"error: {message}") and not (folder / "run").exists()

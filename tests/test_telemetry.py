@@ -119,7 +119,7 @@ def alone(folder: Path, worlds: Worlds) -> tuple[list[float], Observed, dict]:
     return worlds(1).run(two_steps, arguments(folder))[0]
 
 
-def test_of_one_process(folder: Path, alone: tuple, worlds: Worlds) -> None:
+def test_of_one_process(folder, alone, worlds):
     losses, seen, weights, balance = alone
     layers = [f"layers.{i}" for i in range(SMALL.num_layers)]
     for n, quantity in enumerate(("update_norm", "weight_norm")):
@@ -318,7 +318,7 @@ def second_step(rank: int, world_size: int, argv: list[str]) -> tuple[dict, Obse
 @pytest.mark.parametrize(
     "name", ["hybrid", "kimi-linear", "ling-3", "nemotron-h", "granite-h", "falcon-h1", "minimax", "rwkv7"]
 )
-def test_against_definitions(name: str, folder: Path, worlds: Worlds) -> None:
+def test_against_definitions(name, folder, worlds):
     argv = arguments(folder, {"model.name": name, "model.flavor": "small" if name == "hybrid" else "debug"})
     ((want, seen, norm),) = worlds(1).run(second_step, argv)
     attention = [] if name == "rwkv7" else ["attention_entropy"]
@@ -328,7 +328,7 @@ def test_against_definitions(name: str, folder: Path, worlds: Worlds) -> None:
 
 
 @pytest.mark.parametrize("name", SPLITS)
-def test_of_several(name: str, folder: Path, alone: tuple, worlds: Worlds) -> None:
+def test_of_several(name, folder, alone, worlds):
     processes, keys = SPLITS[name]
     ranks = worlds(processes).run(two_steps, arguments(folder, keys))
     off = worlds(processes).run(two_steps, arguments(folder, keys, {"metrics.telemetry_freq": 0}))
@@ -376,7 +376,7 @@ def shares_of_fragments(rank: int, world_size: int, argv: list[str], layout: str
 @pytest.mark.parametrize(
     "name, layout", [("hybrid", "contiguous"), ("hybrid", "zigzag"), ("minimax", "zigzag"), ("rwkv7", "zigzag")]
 )
-def test_share_of_other_fragments(name: str, layout: str, folder: Path, worlds: Worlds) -> None:
+def test_share_of_other_fragments(name, layout, folder, worlds):
     model = {"model.name": name, "model.flavor": "small" if name == "hybrid" else "debug"}
     (want,) = worlds(1).run(shares_of_fragments, arguments(folder, model), layout)
     keys = {"parallelism.context_parallel_degree": 2, "parallelism.context_parallel_layout": layout}
@@ -396,7 +396,7 @@ def layers_in_turn(rank: int, world_size: int, argv: list[str]) -> list[list[str
     return seen
 
 
-def test_layers_take_turns(folder: Path, worlds: Worlds) -> None:
+def test_layers_take_turns(folder, worlds):
     kinds = [layer.mixers[0].linear for layer in SMALL.layers]
     n = len(kinds)
     turns = [[i for i in range(n) if kinds[i] and (i - 2 * turn) % n < 2] for turn in range(1, 5)]
@@ -406,7 +406,7 @@ def test_layers_take_turns(folder: Path, worlds: Worlds) -> None:
         assert seen == [[f"layers.{i}" for i in turn] for turn in turns]
 
 
-def test_loads_of_experts(folder: Path, worlds: Worlds) -> None:
+def test_loads_of_experts(folder, worlds):
     """Where a bias moves by them, and where none does."""
     for name, split in (
         ("kimi-linear", {"parallelism.expert_parallel_degree": 2, "training.local_batch_size": 2}),
@@ -440,7 +440,7 @@ def by_letters(rank: int, world_size: int, argv: list[str]) -> dict[str, list[fl
 GROUPS = '[{name = "up", files = "up/*"}, {name = "low", files = "texts/low/*.low"}]'
 
 
-def test_losses_by_files(folder: Path, worlds: Worlds) -> None:
+def test_losses_by_files(folder, worlds):
     texts = {"training.mixture": "[]", "training.dataset": "text", "training.dataset_path": folder / "texts"}
     groups = {"metrics.loss_by_source": GROUPS}
     losses, seen, *_ = worlds(1).run(two_steps, arguments(folder, texts, groups))[0]
@@ -459,7 +459,7 @@ def test_losses_by_files(folder: Path, worlds: Worlds) -> None:
         assert close(of_rank["loss_by_source"], seen["loss_by_source"])
 
 
-def test_lines_of_a_run(folder: Path, worlds: Worlds, tmp_path: Path) -> None:
+def test_lines_of_a_run(folder, worlds, tmp_path):
     of_texts = f'{{name="t", weight=1, dataset="text", dataset_path="{folder}/texts"}}'
     mixture = f'[{{name="a", weight=1, dataset="tokens", dataset_path="{folder}/a"}}, {of_texts}]'
     keys = {

@@ -26,7 +26,7 @@ NCCL = "ncclDevKernel_AllReduce(int)"
         ([], (0, 0)),
     ],
 )
-def test_busy_and_exposed(ran: list, microseconds: tuple[int, int]) -> None:
+def test_busy_and_exposed(ran, microseconds):
     """Where another kernel only begins, and what is of the host or a mark, changes nothing."""
     others = [event(NCCL, 0, 100, "cpu_op"), event("gemm", 0, 100, "cuda_runtime"), {**event("gemm", 0, 99), "ph": "i"}]
     found = on_device([*others, *(event(*one) for one in reversed(ran))])

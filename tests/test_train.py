@@ -309,7 +309,7 @@ def worst(a: list[float], b: list[float]) -> float:
 
 
 @pytest.mark.parametrize("name", SPLITS)
-def test_float64_runs_are_equal(name: str, corpus: Path, worlds: Worlds, one_process: Callable) -> None:
+def test_float64_runs_are_equal(name, corpus, worlds, one_process):
     processes, keys = SPLITS[name]
     losses, norms, _ = one = one_process(FOUR_STEPS | FLOAT64)
     for rank in worlds(processes).run(train_on_rank, arguments(corpus, FOUR_STEPS, FLOAT64, keys)):
@@ -319,7 +319,7 @@ def test_float64_runs_are_equal(name: str, corpus: Path, worlds: Worlds, one_pro
 
 
 @pytest.mark.parametrize("name", FLOAT32)
-def test_float32_runs_are_equal(name: str, corpus: Path, worlds: Worlds, one_process: Callable) -> None:
+def test_float32_runs_are_equal(name, corpus, worlds, one_process):
     processes, keys = SPLITS[name]
     losses, norms, _ = one_process(FOUR_STEPS)
     for rank in worlds(processes).run(train_on_rank, arguments(corpus, FOUR_STEPS, keys)):
@@ -343,7 +343,7 @@ def sums_over_replicas(rank: int, world_size: int, argv: list[str]) -> tuple[int
     return sum(sums), len(units)
 
 
-def test_replicas_add_up_once_a_step(corpus: Path, worlds: Worlds) -> None:
+def test_replicas_add_up_once_a_step(corpus, worlds):
     """Once a micro-step, of which there are two, with CPU offload and where reductions are of another type: in bfloat16
     the sum of many micro-steps would be rounded as often."""
     in_each = {"training.enable_cpu_offload": "true"}, {"training.mixed_precision_reduce": "bfloat16"}
@@ -356,7 +356,7 @@ def test_replicas_add_up_once_a_step(corpus: Path, worlds: Worlds) -> None:
             assert found == times * units
 
 
-def test_tied_embeddings_and_other_presets(corpus: Path, worlds: Worlds, one_process: Callable) -> None:
+def test_tied_embeddings_and_other_presets(corpus, worlds, one_process):
     """Each family, and the head that shares its weight with the embedding."""
     for name, flavor, splits in (
         ("kda", "debug", ("cp 2 zig-zag", "HSDP x tp")),
@@ -371,7 +371,7 @@ def test_tied_embeddings_and_other_presets(corpus: Path, worlds: Worlds, one_pro
             check_equal(got, one)
 
 
-def test_a_compiled_run_is_equal(corpus: Path, worlds: Worlds, one_process: Callable) -> None:
+def test_a_compiled_run_is_equal(corpus, worlds, one_process):
     """Documents change from step to step, and the graphs stay (`tests/models/test_plan.py` compiles each mixer)."""
     softmax = FLOAT64 | {"training.steps": 3, "model.name": "hybrid", "model.flavor": "softmax"}
     experts = FLOAT64 | {"training.steps": 3, "model.name": "hybrid", "model.flavor": "experts"}
@@ -412,7 +412,7 @@ MIXTURES = {
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_mixtures_of_experts(name: str, corpus: Path, worlds: Worlds, one_process: Callable[[dict], tuple]) -> None:
+def test_mixtures_of_experts(name, corpus, worlds, one_process):
     """A load-balance loss, a selection bias that moves, latent attention with positions and without, Lightning
     attention, Mamba-2 of one group and of several, mixers side by side, over FSDP and both layouts; 20 steps of
     published shapes, cut."""
@@ -430,7 +430,7 @@ def test_mixtures_of_experts(name: str, corpus: Path, worlds: Worlds, one_proces
     assert (bias is not None and bool(bias.any())) == (name in ("kimi-linear", "lfm2-moe", "ling-3", "nemotron-h"))
 
 
-def test_how_experts_are_balanced(corpus: Path) -> None:
+def test_how_experts_are_balanced(corpus):
     """The configuration's word comes before the model's, and is refused where it means nothing."""
 
     def moe(name: str, **keys: float) -> MoEConfig | None:
@@ -474,7 +474,7 @@ def _local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-def test_a_non_finite_loss_never_reaches_the_weights(corpus: Path, worlds: Worlds) -> None:
+def test_a_non_finite_loss_never_reaches_the_weights(corpus, worlds):
     keys = {"training.local_batch_size": 2}
     for message, same, _ in worlds(2).run(poisoned, arguments(corpus, keys)):
         assert "step 2" in message and "rank 1: streams 6, 7." in message and same
@@ -503,7 +503,7 @@ def ended(rank: int, world_size: int, argv: list[str], full: bool) -> list[int]:
     return checkpoint.whole_steps(Path(trainer.config.job.dump_folder) / "checkpoint")
 
 
-def test_the_last_good_state_reaches_the_disk(corpus: Path, worlds: Worlds, tmp_path: Path) -> None:
+def test_the_last_good_state_reaches_the_disk(corpus, worlds, tmp_path):
     keys = {
         "checkpoint.enable": "true",
         "checkpoint.interval": 1,
@@ -538,7 +538,7 @@ def early(rank: int, world_size: int, argv: list[str], goes_on: bool) -> tuple[l
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_step_that_begins_early_changes_nothing(processes: int, corpus: Path, worlds: Worlds) -> None:
+def test_a_step_that_begins_early_changes_nothing(processes, corpus, worlds):
     """In bfloat16, with copies of the weights or with FSDP's; losses, and weights after a stop, are the same bit for
     bit, though the next step's forward had begun."""
     keys = SMALL_HYBRID | {
@@ -604,7 +604,7 @@ def reads_of_a_step(rank: int, world_size: int, argv: list[str]) -> tuple[int, i
 
 
 @pytest.mark.parametrize("name", ["hybrid", "kimi-linear"])
-def test_the_host_waits_once_in_a_step(name: str, corpus: Path, worlds: Worlds) -> None:
+def test_the_host_waits_once_in_a_step(name, corpus, worlds):
     keys = {"model.name": name, "training.local_batch_size": 1}
     for reads, control in worlds(2).run(reads_of_a_step, arguments(corpus, keys)):
         assert reads == 1 and control == 4
@@ -626,7 +626,7 @@ def delayed(work: Callable, seconds: float) -> Callable:
     return slow
 
 
-def test_ranks_wait_for_a_slow_disk(corpus: Path, worlds: Worlds, tmp_path: Path) -> None:
+def test_ranks_wait_for_a_slow_disk(corpus, worlds, tmp_path):
     """Longer than a collective of training may take after the first step, which is the last."""
     keys = {
         "checkpoint.enable": "true",
@@ -666,9 +666,7 @@ def reported(folder: Path) -> list[tuple[int, float, float]]:
 @pytest.mark.cuda(2)
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
 @pytest.mark.parametrize("split", ["dp 2", "cp 2", "cp 2 zig-zag", "tp 2, offload"])
-def test_resumed_on_two_gpus(
-    split: str, async_mode: str, corpus: Path, worlds: Worlds, tmp_path: Path, one_process: Callable
-) -> None:
+def test_resumed_on_two_gpus(split, async_mode, corpus, worlds, tmp_path, one_process):
     """In bfloat16: what is resumed equals what was not interrupted bit by bit, and begins as one process on the CPU."""
     splits = SPLITS | {"tp 2, offload": (2, SPLITS["tp 2"][1] | {"training.enable_cpu_offload": "true"})}
     keys = splits[split][1] | {

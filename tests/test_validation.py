@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.keys import argv_of
-from tests.worlds import Worlds
 from titan_linear.config import load_config
 from titan_linear.train import Trainer
 
@@ -26,7 +25,7 @@ def validated(rank: int, world_size: int, argv: list[str]) -> float:
 
 
 @pytest.mark.parametrize("steps", [5, -1])
-def test_the_loss_does_not_depend_on_the_processes(steps: int, corpus: Path, worlds: Worlds) -> None:
+def test_the_loss_does_not_depend_on_the_processes(steps, corpus, worlds):
     keys = {
         "training.dataset": "jsonl",
         "training.dataset_path": corpus,
@@ -71,9 +70,7 @@ def breaking_on_rank(rank: int, world_size: int, argv: list[str], method: str) -
 
 
 @pytest.mark.parametrize(("method", "mode"), [("loss", "disabled"), ("loss", "async"), ("text", "disabled")])
-def test_an_error_while_validating_costs_no_steps(
-    method: str, mode: str, corpus: Path, worlds: Worlds, tmp_path: Path
-) -> None:
+def test_an_error_while_validating_costs_no_steps(method, mode, corpus, worlds, tmp_path):
     """Of a step after which a save is due too."""
     keys = {
         "model.name": "kda",

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
@@ -59,7 +58,7 @@ def _open(file: Path, cache_dir: Path, tokenizer: ByteTokenizer, results: multip
     results.put((corpus.fingerprint, corpus.num_documents))
 
 
-def test_processes_that_start_together_write_once(lines: Path, tmp_path: Path):
+def test_processes_that_start_together_write_once(lines, tmp_path):
     log, results = tmp_path / "log", FORK.Queue()
     processes = [
         FORK.Process(target=_open, args=(lines, tmp_path / "cache", SlowTokenizer(log, 0.1), results)) for _ in range(3)
@@ -74,7 +73,7 @@ def test_processes_that_start_together_write_once(lines: Path, tmp_path: Path):
         assert process.exitcode == 0
 
 
-def test_killed_while_writing(lines: Path, tmp_path: Path):
+def test_killed_while_writing(lines, tmp_path):
     cache, results = tmp_path / "cache", FORK.Queue()
     process = FORK.Process(target=_open, args=(lines, cache, SlowTokenizer(tmp_path / "log", die_at=2), results))
     process.start()
@@ -87,7 +86,7 @@ def test_killed_while_writing(lines: Path, tmp_path: Path):
     assert sorted(path.suffix for path in cache.iterdir()) == ["", ".lock"]  # the remains are gone
 
 
-def test_reused_until_something_changes(lines: Path, tmp_path: Path):
+def test_reused_until_something_changes(lines, tmp_path):
     log = tmp_path / "log"
 
     def batches(path: Path = lines, fingerprint: str = "slow") -> int:
@@ -104,7 +103,7 @@ def test_reused_until_something_changes(lines: Path, tmp_path: Path):
     assert batches() == 3
 
 
-def test_the_same_texts_elsewhere(lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_same_texts_elsewhere(lines, tmp_path, monkeypatch):
     """Moved, copied or touched they are not tokenised again, and not even read again once that is known."""
     log, cache = tmp_path / "log", tmp_path / "cache"
 
@@ -135,7 +134,7 @@ def test_the_same_texts_elsewhere(lines: Path, tmp_path: Path, monkeypatch: pyte
     assert batches(other) == 3  # a damaged one is nobody's
 
 
-def test_content_identifies_a_corpus(lines: Path, tmp_path: Path):
+def test_content_identifies_a_corpus(lines, tmp_path):
     def fingerprint(path: Path) -> str:
         return open_corpus(Texts("jsonl", str(path), ByteTokenizer()), cache_dir=tmp_path / "cache").fingerprint
 
@@ -147,7 +146,7 @@ def test_content_identifies_a_corpus(lines: Path, tmp_path: Path):
     assert fingerprint(moved) != before
 
 
-def test_changed_while_read(lines: Path, tmp_path: Path):
+def test_changed_while_read(lines, tmp_path):
     class Meddler(ByteTokenizer):
         def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
             os.utime(lines, ns=(0, 0))
@@ -158,7 +157,7 @@ def test_changed_while_read(lines: Path, tmp_path: Path):
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
-def test_cache_folder(monkeypatch: pytest.MonkeyPatch, lines: Path, tmp_path: Path):
+def test_cache_folder(monkeypatch, lines, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     corpus = open_corpus(Texts("jsonl", str(lines), ByteTokenizer()))
     assert corpus.folder.parent == tmp_path / "xdg" / "titan_linear"
@@ -166,7 +165,7 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch, lines: Path, tmp_path: Pa
         open_corpus(Texts("jsonl", str(lines), ByteTokenizer()), cache_dir=lines / "below a file")
 
 
-def test_a_tokenizer_without_an_end_token_is_a_warning(lines: Path, tmp_path: Path):
+def test_a_tokenizer_without_an_end_token_is_a_warning(lines, tmp_path):
     tokenizer = ByteTokenizer()
     tokenizer.eos_id, tokenizer.fingerprint = None, "no end"
     corpus = open_corpus(Texts("jsonl", str(lines), tokenizer), cache_dir=tmp_path / "cache")
@@ -188,7 +187,7 @@ def few_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def test_it_goes_on_where_it_was_stopped(few_lines: Path, tmp_path: Path):
+def test_it_goes_on_where_it_was_stopped(few_lines, tmp_path):
     lines = few_lines
     lines.write_text("".join(['{"text": ""}\n[]\n', *lines.read_text().splitlines(keepends=True)[:28]]))
     log, options = tmp_path / "log", {"on_bad_document": "skip"}
@@ -241,7 +240,7 @@ def folder(few_lines: Path) -> Path:
 FILES = [0, 9, 9, 9, 27]
 
 
-def test_it_knows_which_file_a_document_is_from(folder: Path, tmp_path: Path):
+def test_it_knows_which_file_a_document_is_from(folder, tmp_path):
     log, cache, options = tmp_path / "log", tmp_path / "cache", {"on_bad_document": "skip"}
     for stop in (Interrupted(log, KeyboardInterrupt), Interrupted(log, KeyboardInterrupt)):
         with pytest.raises(KeyboardInterrupt):
@@ -268,7 +267,7 @@ def test_it_knows_which_file_a_document_is_from(folder: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("damage", ["journal", "arrays", "key", "stop", "foreign"])
-def test_what_cannot_go_on_starts_anew(few_lines: Path, tmp_path: Path, damage: str):
+def test_what_cannot_go_on_starts_anew(few_lines, tmp_path, damage):
     lines = few_lines
     lines.write_text(("[]\n" if damage == "stop" else "") + lines.read_text())
     cache, log = tmp_path / "cache", tmp_path / "log"
@@ -302,7 +301,7 @@ def test_what_cannot_go_on_starts_anew(few_lines: Path, tmp_path: Path, damage: 
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(1 << 16, np.uint16), ((1 << 16) + 1, np.uint32)])
-def test_dtype(tmp_path: Path, vocab_size: int, dtype: type):
+def test_dtype(tmp_path, vocab_size, dtype):
     tokenizer = ByteTokenizer()
     tokenizer.vocab_size = vocab_size
     write_corpus(tmp_path / "corpus", [np.array([vocab_size - 1, 0])], tokenizer)
@@ -310,7 +309,7 @@ def test_dtype(tmp_path: Path, vocab_size: int, dtype: type):
     assert tokens.dtype == dtype and tokens.tolist() == [vocab_size - 1, 0]
 
 
-def test_nothing_is_overwritten(make_corpus: Callable):
+def test_nothing_is_overwritten(make_corpus):
     corpus = make_corpus(random_documents([5]))
     with pytest.raises(ValueError, match="exists already"):
         write_corpus(corpus.folder, random_documents([6]), ByteTokenizer())
@@ -322,7 +321,7 @@ def test_nothing_is_overwritten(make_corpus: Callable):
 
 @pytest.mark.parametrize("name", ["tokens.bin", "offsets.bin", "hashes.bin", "corpus.json"])
 @pytest.mark.parametrize("damage", ["missing", "truncated", "longer", "zeroed", "flipped"])
-def test_damage_is_caught(make_corpus: Callable, name: str, damage: str):
+def test_damage_is_caught(make_corpus, name, damage):
     folder = make_corpus(random_documents([3000, 1, 9000, *[7] * 700])).folder
     path, data = folder / name, bytearray((folder / name).read_bytes())
     block = min(4096, len(data))
@@ -342,7 +341,7 @@ def test_damage_is_caught(make_corpus: Callable, name: str, damage: str):
         verify_corpus(load_corpus(folder))
 
 
-def test_damage_beyond_the_first_block(make_corpus: Callable, monkeypatch: pytest.MonkeyPatch):
+def test_damage_beyond_the_first_block(make_corpus, monkeypatch):
     monkeypatch.setattr("titan_linear.data.corpus.corpus.CRC_BLOCK", 1000)
     corpus = make_corpus(random_documents([3000]))
     with (corpus.folder / "tokens.bin").open("r+b") as file:
@@ -352,7 +351,7 @@ def test_damage_beyond_the_first_block(make_corpus: Callable, monkeypatch: pytes
         verify_corpus(corpus)
 
 
-def test_a_document_without_tokens(make_corpus: Callable, monkeypatch: pytest.MonkeyPatch):
+def test_a_document_without_tokens(make_corpus, monkeypatch):
     """Offsets that another program wrote, checksums and all."""
     folder = make_corpus(random_documents([3, 4, 5])).folder
     (folder / "offsets.bin").write_bytes(np.array([0, 3, 3, 12], dtype="<i8").tobytes())
@@ -361,7 +360,7 @@ def test_a_document_without_tokens(make_corpus: Callable, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("dtype", ["O", "<i8", None])
-def test_tokens_of_another_type(make_corpus: Callable, dtype: str | None):
+def test_tokens_of_another_type(make_corpus, dtype):
     """With its checksum; "O" would have numpy take what is in the file for addresses."""
     file = make_corpus(random_documents([3])).folder / "corpus.json"
     info = json.loads(file.read_text()) | {"dtype": dtype}
@@ -370,7 +369,7 @@ def test_tokens_of_another_type(make_corpus: Callable, dtype: str | None):
         load_corpus(file.parent)
 
 
-def test_damaged_cache_is_not_rebuilt_silently(lines: Path, tmp_path: Path):
+def test_damaged_cache_is_not_rebuilt_silently(lines, tmp_path):
     folder = open_corpus(Texts("jsonl", str(lines), ByteTokenizer()), cache_dir=tmp_path / "cache").folder
     (folder / "tokens.bin").write_bytes(b"")
     with pytest.raises(ValueError, match=r"tokens\.bin has 0 bytes instead of .*delete its folder"):
@@ -378,7 +377,7 @@ def test_damaged_cache_is_not_rebuilt_silently(lines: Path, tmp_path: Path):
     assert (folder / "corpus.json").exists()
 
 
-def test_a_corpus_that_did_not_change_is_read_once(make_corpus: Callable, tmp_path: Path, monkeypatch, capsys):
+def test_a_corpus_that_did_not_change_is_read_once(make_corpus, tmp_path, monkeypatch, capsys):
     read, whole = [], corpus_module.verify_corpus
     monkeypatch.setattr(corpus_module, "verify_corpus", lambda corpus: (read.append(corpus.folder), whole(corpus)))
     one, other = (make_corpus([[n, n + 1, 256]]) for n in (1, 2))

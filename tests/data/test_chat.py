@@ -134,7 +134,7 @@ def runs(ids: np.ndarray, loss_mask: np.ndarray) -> list[list[int]]:
 
 @pytest.mark.parametrize("template", [MARKED, UNMARKED])
 @pytest.mark.parametrize("beside", [False, True])
-def test_transformers_tokens(folder: Callable, template: str, beside: bool):
+def test_transformers_tokens(folder, template, beside):
     path = folder(template, beside=beside)
     ours, theirs = Conversations(build_tokenizer(str(path))), AutoTokenizer.from_pretrained(path)
     said = []
@@ -173,7 +173,7 @@ def calling(arguments: object, **fields: object) -> dict:
     return {"role": "assistant", **fields, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
 
 
-def test_the_page_has_a_template_to_begin_from(folder: Callable):
+def test_the_page_has_a_template_to_begin_from(folder):
     """It writes tools and calls, is transformers' too, and ends every turn."""
     path = folder(page_template())
     theirs = AutoTokenizer.from_pretrained(path)
@@ -197,7 +197,7 @@ def test_the_page_has_a_template_to_begin_from(folder: Callable):
 
 
 @pytest.mark.parametrize("template", [MARKED, UNMARKED])
-def test_calls_and_tools_that_a_template_does_not_write(folder: Callable, template: str):
+def test_calls_and_tools_that_a_template_does_not_write(folder, template):
     """Learning them would be learning to end the turn at once."""
     calls = [{"name": "f", "arguments": CITY}, {"name": "g", "arguments": {}}]
     record = {"messages": [USER, ASSISTANT, USER, {"role": "assistant", "content": "", "tool_calls": calls}]}
@@ -232,7 +232,7 @@ RAW = "{{ c.arguments if c.arguments is string else c.arguments | tojson }}"
     ],
 )
 @pytest.mark.parametrize("arguments", ["{}", ' {\n"city":"\\u00c5bo"}', '{ "a" : [1.0, {"b": "\\""}]}'])
-def test_arguments_that_are_json_text(folder: Callable, writes: str, said: str | None, arguments: str):
+def test_arguments_that_are_json_text(folder, writes, said, arguments):
     """As objects are written where the template would quote the text; as they are where it takes the text."""
     path = folder(MARKED.replace("{{ message.tool_calls | tojson }}", writes))
     found, objects = (
@@ -245,7 +245,7 @@ def test_arguments_that_are_json_text(folder: Callable, writes: str, said: str |
 
 
 @pytest.mark.parametrize("template", [MARKED, UNMARKED])
-def test_null_is_no_content(folder: Callable, template: str):
+def test_null_is_no_content(folder, template):
     path = folder(template)
     problem = "message 2: its content is null, and it calls nothing; write its text, or leave it out"
     for message in (
@@ -263,7 +263,7 @@ def test_null_is_no_content(folder: Callable, template: str):
 
 @pytest.mark.parametrize("template", [MARKED, UNMARKED])
 @pytest.mark.parametrize("name", ["weight", "train", "trainable"])
-def test_answers_of_weight_zero(folder: Callable, template: str, name: str):
+def test_answers_of_weight_zero(folder, template, name):
     """Their tokens stay, and are not trained on."""
     path, words = folder(template), ("Me.", "so", "13")
     encoder = Conversations(build_tokenizer(str(path)))
@@ -283,7 +283,7 @@ def test_answers_of_weight_zero(folder: Callable, template: str, name: str):
         assert learnt(path, record(1, wrong, 1)) == problem
 
 
-def test_a_weight_where_answers_have_several_parts(folder: Callable):
+def test_a_weight_where_answers_have_several_parts(folder):
     """Which part is whose is not known."""
     twice = MARKED.replace("{{- message.content }}", "{{- message.content }}{% endgeneration %}{% generation %}")
     record = {"messages": [USER, ASSISTANT, USER, ASSISTANT | {"weight": 0}]}
@@ -294,7 +294,7 @@ def test_a_weight_where_answers_have_several_parts(folder: Callable):
     assert learnt(folder(twice), record) == ["y<|im_end|>"] * 2
 
 
-def test_variables_of_a_record(folder: Callable):
+def test_variables_of_a_record(folder):
     """As transformers has `chat_template_kwargs`; they may be named as a token is."""
     template = "{{ bos_token }}{{ '(' + mood + ')' if mood }}{% if loud %}{{ loud.by }}{% endif %}" + UNMARKED
     path = folder(template)
@@ -310,7 +310,7 @@ def test_variables_of_a_record(folder: Callable):
 
 
 @pytest.mark.parametrize("name", ["messages", "conversations"])
-def test_share_gpt(folder: Callable, tmp_path: Path, name: str):
+def test_share_gpt(folder, tmp_path, name):
     """`from` and `value` are read as `role` and `content`."""
     tokenizer = build_tokenizer(str(folder(MARKED)))
     roles = {"system": "system", "human": "user", "gpt": "assistant", "observation": "tool", "user": "user"}
@@ -326,7 +326,7 @@ def test_share_gpt(folder: Callable, tmp_path: Path, name: str):
         assert found.tokens.tolist() == want.tokens.tolist()
 
 
-def test_a_token_that_straddles_the_begin_of_an_answer(folder: Callable):
+def test_a_token_that_straddles_the_begin_of_an_answer(folder):
     """A space and a quotation mark are one token; the template writes the space. The token is learnt."""
     path = folder(
         "{% for message in messages %}{{ message.role + ':' }}{% if message.role == 'assistant' %}{{ ' ' }}"
@@ -341,7 +341,7 @@ def test_a_token_that_straddles_the_begin_of_an_answer(folder: Callable):
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_several_templates_by_name(folder: Callable, tmp_path: Path, beside: bool):
+def test_several_templates_by_name(folder, tmp_path, beside):
     """In the settings or in files; transformers takes "tool_use" for records with tools. Exports have them all."""
     for_tools = UNMARKED.replace("<|im_start|>tools", "<|im_start|>available")
     path = folder(
@@ -362,7 +362,7 @@ def test_several_templates_by_name(folder: Callable, tmp_path: Path, beside: boo
             assert ids.tolist() == expected["input_ids"]
 
 
-def test_templates_that_no_record_takes(folder: Callable):
+def test_templates_that_no_record_takes(folder):
     named = [{"name": "default", "template": MARKED}, {"name": "rag", "template": "{% citations %}"}]
     ours, alone = (Conversations(build_tokenizer(str(folder(template)))) for template in (named, MARKED))
     assert ours.fingerprint == alone.fingerprint
@@ -380,7 +380,7 @@ def test_templates_that_no_record_takes(folder: Callable):
         ({"added_tokens_decoder": {}, "pad_token": "<|bos|>"}, {"pad_token": "<|im_start|>", "eos_token": "<|bos|>"}),
     ],
 )
-def test_names_of_tokens(folder: Callable, tmp_path: Path, settings: dict, beside: dict):
+def test_names_of_tokens(folder, tmp_path, settings, beside):
     """As transformers has them, of a folder and of what it is exported as."""
     path = folder("{{ image_token }}{{ pad_token }}{{ eos_token }}" + MARKED)
     file = path / "tokenizer_config.json"
@@ -396,7 +396,7 @@ def test_names_of_tokens(folder: Callable, tmp_path: Path, settings: dict, besid
             assert ids.tolist() == expected["input_ids"]
 
 
-def test_names_that_are_no_text(folder: Callable):
+def test_names_that_are_no_text(folder):
     path = folder(MARKED)
     file = path / "tokenizer_config.json"
     settings = json.loads(file.read_text())
@@ -407,7 +407,7 @@ def test_names_that_are_no_text(folder: Callable):
         build_tokenizer(str(path))
 
 
-def test_a_word_in_a_comment_marks_nothing(folder: Callable):
+def test_a_word_in_a_comment_marks_nothing(folder):
     path = folder("{# no {% generation %} here #}" + UNMARKED)
     ours = Conversations(build_tokenizer(str(path))).encode_batch(CHATS)
     assert all(loss_mask.any() for _, loss_mask in ours)
@@ -415,7 +415,7 @@ def test_a_word_in_a_comment_marks_nothing(folder: Callable):
 
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
 @pytest.mark.parametrize("read", ["reasoning_content", "thinking"])
-def test_reasoning_by_any_of_its_names(folder: Callable, name: str, read: str):
+def test_reasoning_by_any_of_its_names(folder, name, read):
     path = folder(MARKED.replace("{{- message.content }}", f"{{{{- message.{read} }}}}{{{{- message.content }}}}"))
     message = {"role": "assistant", "content": "Me.", "reasoning_content": None, name: "Who, indeed?"}
     given = [{"messages": [USER, message]}, {"messages": [USER, message | {"thinking": "Hm.", "reasoning": "Or."}]}]
@@ -425,7 +425,7 @@ def test_reasoning_by_any_of_its_names(folder: Callable, name: str, read: str):
         assert ids.tolist() == theirs.apply_chat_template(messages)["input_ids"]
 
 
-def test_an_end_token_that_is_not_special(folder: Callable):
+def test_an_end_token_that_is_not_special(folder):
     """Nothing after it is trained on."""
     path = folder(UNMARKED)
     content = json.loads((path / "tokenizer.json").read_text())
@@ -437,7 +437,7 @@ def test_an_end_token_that_is_not_special(folder: Callable):
         assert all(run[-1] == tokenizer.eos_id for run in runs(ids, loss_mask))
 
 
-def test_a_template_that_writes_answers_otherwise_later(folder: Callable):
+def test_a_template_that_writes_answers_otherwise_later(folder):
     encoder = Conversations(build_tokenizer(str(folder(THINKING))))
     (ids, loss_mask), problem, _ = encoder.encode_batch(CHATS)
     assert encoder._tokenizer.decode(runs(ids, loss_mask)[0]) == "<think>Me."
@@ -467,12 +467,12 @@ USER, ASSISTANT = {"role": "user", "content": "x"}, {"role": "assistant", "conte
         ("{% set c %}{% generation %} y {% endgeneration %}{% endset %}{{ c | trim }}", [USER], "changes what it has"),
     ],
 )
-def test_bad_conversations(folder: Callable, template: str, messages: object, problem: str):
+def test_bad_conversations(folder, template, messages, problem):
     (found,) = Conversations(build_tokenizer(str(folder(template)))).encode_batch([{"messages": messages}])
     assert problem in found
 
 
-def test_tools(folder: Callable):
+def test_tools(folder):
     """A list of objects, or the JSON text of one."""
     encoder = Conversations(build_tokenizer(str(folder(MARKED))))
     deep = '[{"a": ' * 150 + "1" + "}]" * 150
@@ -484,7 +484,7 @@ def test_tools(folder: Callable):
 
 
 @pytest.mark.parametrize("template", [MARKED, UNMARKED])
-def test_no_tools_and_an_empty_list(folder: Callable, template: str):
+def test_no_tools_and_an_empty_list(folder, template):
     """They are two things to a template, and choose between several, as in transformers."""
     says = "{{ 'none' if tools is none else 'list' }}" + template
     for several in (says, [{"name": "default", "template": template}, {"name": "tool_use", "template": says}]):
@@ -505,7 +505,7 @@ def test_no_tools_and_an_empty_list(folder: Callable, template: str):
         "{% set n = messages | length + 8 %}{{ n ** (n ** n) }}",
     ],
 )
-def test_a_template_that_does_not_end(folder: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str):
+def test_a_template_that_does_not_end(folder, tmp_path, monkeypatch, template):
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [{"role": "assistant", "content": "x"}]}))
     monkeypatch.setattr("titan_linear.data.corpus.chat.SECONDS", 0.3)
     tokenizer = build_tokenizer(str(folder(template)))
@@ -521,14 +521,14 @@ def test_a_template_that_does_not_end(folder: Callable, tmp_path: Path, monkeypa
         ("{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}", "maximum recursion"),
     ],
 )
-def test_a_template_that_cannot_be_compiled(folder: Callable, template: str, problem: str):
+def test_a_template_that_cannot_be_compiled(folder, template, problem):
     """An unknown filter, a constant of too many digits, parentheses in parentheses."""
     tokenizer = build_tokenizer(str(folder(template)))
     with pytest.raises(ValueError, match=r"model\.tokenizer_path: its chat template 'default' is not one: " + problem):
         Conversations(tokenizer).encode_batch(CHATS[:1])
 
 
-def test_tokenizers_without_a_template(folder: Callable):
+def test_tokenizers_without_a_template(folder):
     for tokenizer in (ByteTokenizer(), build_tokenizer(str(folder(None)))):
         with pytest.raises(ValueError, match=r"dataset_format = 'messages' takes a chat template.*or use 'completion'"):
             Conversations(tokenizer)
@@ -543,7 +543,7 @@ def test_tokenizers_without_a_template(folder: Callable):
 # --- on disk -----------------------------------------------------------------------------------------------------
 
 
-def test_completions_of_bytes(tmp_path: Path):
+def test_completions_of_bytes(tmp_path):
     pairs = [{"prompt": "2+2=", "completion": "4"}, {"prompt": "", "completion": "é"}]
     file = as_lines(tmp_path / "a.jsonl", [*pairs, {"prompt": "x", "completion": ""}, {"prompt": 3, "completion": "x"}])
     with pytest.raises(ValueError, match=r"line 3: no answer to learn: 'completion' is empty; training.on_bad_doc"):
@@ -580,7 +580,7 @@ SPACING = {
 @pytest.mark.parametrize(
     ("prompt", "completion"), [("2+2=", "4"), ("2+2= ", "4 a"), ("2+2=", " 4"), ("a\n", "b c"), ("", "4 b")]
 )
-def test_completions_go_on_from_their_prompts(tmp_path: Path, spacing: str, prompt: str, completion: str):
+def test_completions_go_on_from_their_prompts(tmp_path, spacing, prompt, completion):
     """What tokenizers put before a text is not put between the two; a completion alone is a text."""
     byte_bpe = {letter: i for i, letter in enumerate(dict.fromkeys([*LETTERS, "Ċ", "\n"]))}
     merges = [("▁", "4"), ("▁", "2"), ("Ġ", "4")]
@@ -599,7 +599,7 @@ def test_completions_go_on_from_their_prompts(tmp_path: Path, spacing: str, prom
         assert ids.tolist() == whole.encode(completion).ids
 
 
-def test_completions_by_words(tmp_path: Path):
+def test_completions_by_words(tmp_path):
     whole = Tokenizer(models.BPE({"▁": 0, "a": 1}, []))
     whole.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
     whole.save(str(tmp_path / "tokenizer.json"))
@@ -608,7 +608,7 @@ def test_completions_by_words(tmp_path: Path):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_records_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int):
+def test_records_that_cannot_be_read(tmp_path, monkeypatch, workers):
     """Lines that are no JSON stop the run, or are skipped, in the midst of others."""
     monkeypatch.setattr("titan_linear.data.corpus.cache.worker_count", lambda _: workers)
     file, pairs = tmp_path / "a.jsonl", [{"prompt": "2+2=", "completion": str(i)} for i in range(3)]
@@ -635,7 +635,7 @@ def opened(
     return corpus
 
 
-def test_records_of_each_kind(folder: Callable, tmp_path: Path):
+def test_records_of_each_kind(folder, tmp_path):
     """The same corpus; and with another template another one, though no token differs."""
     tokenizer = build_tokenizer(str(folder(MARKED)))
     lines = as_lines(tmp_path / "a.jsonl", CHATS)
@@ -697,7 +697,7 @@ def as_table(records: list[dict], kind: pa.DataType | None = None) -> pa.Table:
     return pa.table({"messages": messages, "tools": texts([record["tools"] for record in records])})
 
 
-def test_tables_hold_what_lines_do(folder: Callable, tmp_path: Path):
+def test_tables_hold_what_lines_do(folder, tmp_path):
     """Their structs have the fields of all rows, null where a row has none of its own; `datasets` writes JSON texts."""
     tokenizer = build_tokenizer(str(folder(MARKED)))
     records = [called("weather", {"city": "Oslo"}), called("add", {"a": 1, "b": [None, {"c": 2}]}), called("now", {})]
@@ -718,7 +718,7 @@ DEEP = pa.map_(pa.binary(), pa.struct([("a", pa.list_(STRINGS)), ("b", pa.large_
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_maps_are_objects_and_bytes_are_texts(folder: Callable, tmp_path: Path, kind: str):
+def test_maps_are_objects_and_bytes_are_texts(folder, tmp_path, kind):
     """At any depth of a record: maps of maps, in lists and structs, and bytes as values, roles and keys."""
     tokenizer = build_tokenizer(str(folder(MARKED)))
     call = {"function": {"name": "f", "arguments": {"city": "Åbo", "day": None}}}
@@ -749,7 +749,7 @@ def test_maps_are_objects_and_bytes_are_texts(folder: Callable, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_a_map_that_is_not_utf8_spoils_its_row_alone(folder: Callable, tmp_path: Path, kind: str):
+def test_a_map_that_is_not_utf8_spoils_its_row_alone(folder, tmp_path, kind):
     arguments = pa.array([[("city", "Oslo")], [("city", "abcd")]], STRINGS)
     messages = pa.array([[USER, ASSISTANT]] * 2)
     for name, column in (("text", arguments), ("bytes", arguments.view(pa.map_(pa.binary(), pa.binary())))):
@@ -766,7 +766,7 @@ def test_a_map_that_is_not_utf8_spoils_its_row_alone(folder: Callable, tmp_path:
         assert first.content["chat_template_kwargs"] == {"city": "Oslo"} and second.problem.startswith("not UTF-8")
 
 
-def test_what_json_does_not_have(folder: Callable, tmp_path: Path):
+def test_what_json_does_not_have(folder, tmp_path):
     """A moment would be written as Python has it."""
     day = pa.array(
         [[{"role": "assistant", "content": 0}]], pa.list_(pa.struct([("role", pa.string()), ("content", pa.date32())]))
@@ -778,7 +778,7 @@ def test_what_json_does_not_have(folder: Callable, tmp_path: Path):
         opened(tmp_path / "a.parquet", tmp_path, build_tokenizer(str(folder(MARKED))), "parquet")
 
 
-def test_nulls_of_json_are_kept(folder: Callable, tmp_path: Path):
+def test_nulls_of_json_are_kept(folder, tmp_path):
     """Where a person wrote them, in lines or in texts of JSON."""
     tokenizer, records = build_tokenizer(str(folder(MARKED))), [called("find", {"near": None})]
     table = as_table(records, pa.json_())
@@ -791,7 +791,7 @@ def test_nulls_of_json_are_kept(folder: Callable, tmp_path: Path):
         assert '{"near": null}' in tokenizer.decode(corpus.tokens)
 
 
-def test_a_row_whose_json_is_damaged(folder: Callable, tmp_path: Path):
+def test_a_row_whose_json_is_damaged(folder, tmp_path):
     tokenizer = build_tokenizer(str(folder(MARKED)))
     tools = pa.ExtensionArray.from_storage(pa.json_(), pa.array(["[]", "[", "[]"]))
     messages = pa.array([CHATS[0]["messages"]] * 3)
@@ -801,7 +801,7 @@ def test_a_row_whose_json_is_damaged(folder: Callable, tmp_path: Path):
     assert opened(tmp_path / "a.parquet", tmp_path, tokenizer, "parquet", on_bad_document="skip").num_documents == 2
 
 
-def test_stopped_and_by_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_stopped_and_by_several_processes(tmp_path, monkeypatch):
     monkeypatch.setattr("titan_linear.data.corpus.tokenise.BLOCK_DOCUMENTS", 10)
     monkeypatch.setattr("titan_linear.data.corpus.writing.JOURNAL_SECONDS", 0)
     pairs = [{"prompt": "a" * (i % 7), "completion": f"answer {i}"} for i in range(30)]
@@ -829,7 +829,7 @@ def test_stopped_and_by_several_processes(tmp_path: Path, monkeypatch: pytest.Mo
     assert opened(file, tmp_path, dataset_format="completion", cache="two").info == whole.info
 
 
-def test_the_tool_and_a_corpus_of_tokens(tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_the_tool_and_a_corpus_of_tokens(tmp_path, capsys):
     file = as_lines(tmp_path / "a.jsonl", [{"prompt": "2+2=", "completion": "4"}])
     argv = ["write", str(tmp_path / "tokens"), "--path", str(file), "--format", "completion", "--dataset"]
     assert tool.main([*argv, "text"]) == 2 and "--format completion is for" in capsys.readouterr().err
@@ -843,7 +843,7 @@ def test_the_tool_and_a_corpus_of_tokens(tmp_path: Path, capsys: pytest.CaptureF
             load_corpus(tmp_path / "tokens")
 
 
-def test_own_tokens_with_answers(tmp_path: Path):
+def test_own_tokens_with_answers(tmp_path):
     ids, loss_mask = np.arange(5), np.array([0, 1, 1, 0, 1], dtype=bool)
     write_corpus(tmp_path / "c", [(ids, loss_mask), (ids, ~loss_mask)], ByteTokenizer(), answers=True)
     corpus = load_corpus(tmp_path / "c")
@@ -858,7 +858,7 @@ def test_own_tokens_with_answers(tmp_path: Path):
 # --- in streams ------------------------------------------------------------------------------------------------------
 
 
-def test_streams(tmp_path: Path):
+def test_streams(tmp_path):
     """Those of the same tokens, all trained on, but for labels of tokens that are not."""
     rng = np.random.default_rng(0)
     ids = [rng.integers(0, 257, n) for n in (1, 7, 30, 2, 64, 5)]
@@ -898,6 +898,6 @@ def test_streams(tmp_path: Path):
         ({"training.mixture_from_step": "4"}, r"mixture_from_step = 4 is the step from which training.mixture holds"),
     ],
 )
-def test_keys_that_contradict(keys: dict[str, str], message: str):
+def test_keys_that_contradict(keys, message):
     with pytest.raises(ValueError, match=message):
         check_config(load_config([f"--{key}={value}" for key, value in keys.items()]), 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,7 +41,7 @@ PATHS = [
         ("**", "abcdef["),
     ],
 )
-def test_globs(glob: str, fitting: str) -> None:
+def test_globs(glob, fitting):
     found = [Path(path).name[0] for path, fits in zip(PATHS, _fits(glob, PATHS, "name"), strict=True) if fits]
     assert "".join(found) == fitting
 
@@ -77,7 +76,7 @@ def check(groups: FileGroups, i: int, tokens: list[int], of_letter: dict[str, in
         assert before is None or group == before
 
 
-def test_tokens_belong_to_the_group_of_their_file(streams: PackedStreams) -> None:
+def test_tokens_belong_to_the_group_of_their_file(streams):
     groups = FileGroups(streams, GROUPS, "other")
     for i in (0, 1, 2, 3, 50, 51):
         check(groups, i, streams[i].tokens.tolist(), OF_LETTER)
@@ -86,7 +85,7 @@ def test_tokens_belong_to_the_group_of_their_file(streams: PackedStreams) -> Non
     check(first, 2, streams[2].tokens.tolist(), {"d": 0, "c": 1, "a": 2, "x": 2})
 
 
-def test_sources_of_a_mixture(streams: PackedStreams, make_corpus: Callable) -> None:
+def test_sources_of_a_mixture(streams, make_corpus):
     """One of them knows no files."""
     tokens = make_corpus(random_documents([30, 40, 50]))
     other = packed(tokens, seq_len=32, seed=3)
@@ -113,12 +112,12 @@ def test_sources_of_a_mixture(streams: PackedStreams, make_corpus: Callable) -> 
         ({"all": "**", "code": "code/*"}, r"group 'code': files = 'code/\*' fits only files of groups before it; put"),
     ],
 )
-def test_patterns_that_are_refused(streams: PackedStreams, patterns: dict[str, str], message: str) -> None:
+def test_patterns_that_are_refused(streams, patterns, message):
     with pytest.raises(ValueError, match=message):
         FileGroups(streams, patterns, "other")
 
 
-def test_a_corpus_that_knows_no_files(make_corpus: Callable) -> None:
+def test_a_corpus_that_knows_no_files(make_corpus):
     corpus = make_corpus(random_documents([30]))
     streams = packed(corpus, seq_len=8, seed=0)
     with pytest.raises(ValueError, match=r"metrics.loss_by_source: .* does not know from .*titan-linear corpus"):

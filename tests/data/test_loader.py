@@ -32,13 +32,13 @@ def rank_by_rank(per_rank: list[list[Batch]]) -> list[int]:
 
 
 @pytest.mark.parametrize(("dp", "local"), SPLITS)
-def test_order(streams: PackedStreams, dp: int, local: int):
+def test_order(streams, dp, local):
     micro_steps = G // (dp * local)
     per_rank = [list(islice(loader(streams, dp, local, rank), 3 * micro_steps)) for rank in range(dp)]
     assert rank_by_rank(per_rank) == list(range(3 * G))
 
 
-def test_batch_is_its_streams(streams: PackedStreams):
+def test_batch_is_its_streams(streams):
     batch = next(iter(loader(streams, 2, 4, 1)))
     assert batch.streams == (4, 5, 6, 7) and batch.num_streams == 4
     for name in ("tokens", "labels", "position_ids"):
@@ -52,13 +52,13 @@ def test_batch_is_its_streams(streams: PackedStreams):
 
 
 @pytest.mark.parametrize(("dp", "local"), SPLITS)
-def test_goes_on_under_another_split(streams: PackedStreams, dp: int, local: int):
+def test_goes_on_under_another_split(streams, dp, local):
     per_rank = [list(islice(loader(streams, dp, local, r, next_stream=2 * G), G // (dp * local))) for r in range(dp)]
     assert rank_by_rank(per_rank) == list(range(2 * G, 3 * G))
     assert next(iter(loader(streams, dp, local, 0, next_stream=5 * G))).streams[0] == 5 * G
 
 
-def test_workers_change_nothing(streams: PackedStreams):
+def test_workers_change_nothing(streams):
     alone, helped = loader(streams, 2, 2, 1), loader(streams, 2, 2, 1, num_workers=2)
     state = torch.get_rng_state()
     for batch, other in islice(zip(alone, helped), 7):
@@ -70,7 +70,7 @@ def test_workers_change_nothing(streams: PackedStreams):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
-def test_it_resumes_where_finished_steps_end(streams: PackedStreams, num_workers: int) -> None:
+def test_it_resumes_where_finished_steps_end(streams, num_workers):
     """Not where it has read to; under another split."""
     first = loader(streams, 2, 2, 1, num_workers=num_workers)
     for _ in islice(first, 5):  # two steps, and a batch ahead
@@ -98,14 +98,14 @@ class Failing:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
-def test_an_error_arrives_as_it_is(streams: PackedStreams, num_workers: int) -> None:
+def test_an_error_arrives_as_it_is(streams, num_workers):
     batches = iter(loader(Failing(streams), 2, 2, 0, num_workers=num_workers))
     assert [next(batches).streams[0] for _ in range(5)] == [0, 4, 8, 12, 16]
     with pytest.raises(ValueError, match=r"^line 3 is not JSON; repair it$"):
         next(batches)
 
 
-def test_threads_may_share_streams(make_corpus: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_may_share_streams(make_corpus, monkeypatch):
     """One uses a pool while others drop it."""
     monkeypatch.setattr(split, "BUNDLE", 2)
     monkeypatch.setattr(packing, "POOL", 2)
@@ -126,7 +126,7 @@ def test_threads_may_share_streams(make_corpus: Callable, monkeypatch: pytest.Mo
         sys.setswitchinterval(before)
 
 
-def test_bad_sizes(streams: PackedStreams):
+def test_bad_sizes(streams):
     for dp, local in ((3, 1), (2, 3), (16, 1)):
         with pytest.raises(AssertionError):
             loader(streams, dp, local, 0)
@@ -148,7 +148,7 @@ LENGTHS = [5, 40, 1, 17, 33, 8]  # 104 tokens: 7 streams
 
 
 @pytest.mark.parametrize(("dp", "local"), [(1, 1), (1, 4), (2, 2), (4, 3), (8, 1)])
-def test_validation_pass(make_corpus: Callable, dp: int, local: int):
+def test_validation_pass(make_corpus, dp, local):
     corpus = make_corpus(random_documents(LENGTHS))
     per_rank = validated(packed(corpus, seq_len=T, seed=0, repeat=False), dp, local)
     indices = rank_by_rank(per_rank)
@@ -163,7 +163,7 @@ def test_validation_pass(make_corpus: Callable, dp: int, local: int):
 
 @pytest.mark.parametrize("limit", [1, 4, 6, 100])
 @pytest.mark.parametrize(("dp", "local"), [(1, 1), (2, 1), (2, 2), (4, 3)])
-def test_a_bounded_validation_has_the_same_streams_on_any_ranks(make_corpus: Callable, dp: int, local: int, limit: int):
+def test_a_bounded_validation_has_the_same_streams_on_any_ranks(make_corpus, dp, local, limit):
     streams = packed(make_corpus(random_documents(LENGTHS)), seq_len=T, seed=0, repeat=False)
     per_rank = validated(streams, dp, local, limit)
     labels = torch.cat([batch.labels[0] for step in zip(*per_rank) for batch in step])

@@ -17,7 +17,7 @@ PINNED = [(0, 0), (2, 0), (0, 1), (0, 2), (2, 1), (0, 3)]
 
 
 @pytest.mark.parametrize("weights", [WEIGHTS, [1.0], [1 / 3, 2 / 3], [1e-4, 5.0]])
-def test_shares_are_exact_and_every_place_is_known_at_once(weights: list[float]) -> None:
+def test_shares_are_exact_and_every_place_is_known_at_once(weights):
     turns = Interleaving(weights, seed=3)
     count, seen = 2 * turns.cycle + 77, Counter()
     for i in range(count):
@@ -33,7 +33,7 @@ def test_shares_are_exact_and_every_place_is_known_at_once(weights: list[float])
     assert tenths == [7 * 10**14, 10**14, 2 * 10**14]  # as the weights are written
 
 
-def test_sources_are_mixed_within_a_cycle_and_by_the_seed() -> None:
+def test_sources_are_mixed_within_a_cycle_and_by_the_seed():
     orders = [[Interleaving([1, 1], seed).place(i)[0] for i in range(b, b + 256)] for seed in (0, 1) for b in (0, 256)]
     assert all(sum(order) == 128 for order in orders) and len({tuple(order) for order in orders}) == 4
     assert max(abs(np.cumsum(np.array(order) * 2 - 1)).max() for order in orders) < 40
@@ -43,14 +43,14 @@ def test_sources_are_mixed_within_a_cycle_and_by_the_seed() -> None:
 
 
 @pytest.mark.parametrize("weights", [[1, 255], [2, 511], [2, 8191]])
-def test_each_source_has_a_stream_in_a_cycle(weights: list[float]) -> None:
+def test_each_source_has_a_stream_in_a_cycle(weights):
     """Also if its share is just less than one in a power of two."""
     turns = Interleaving(weights, 0)
     assert min(turns.counts(turns.cycle)) >= 1
 
 
 @pytest.mark.parametrize("counts", [[3, 1], [1, 700, 2], [5]])
-def test_a_pass_has_each_once(counts: list[int]) -> None:
+def test_a_pass_has_each_once(counts):
     turns = Interleaving(counts, seed=0, finite=True)
     places = [turns.place(i) for i in range(sum(counts))]
     assert sorted(places) == [(n, own) for n, count in enumerate(counts) for own in range(count)]
@@ -62,7 +62,7 @@ def sources(make_corpus: Callable) -> dict[str, PackedStreams]:
     return {name: packed(corpus, seq_len=16, seed=5) for name, corpus in corpora.items()}
 
 
-def test_streams_are_the_sources_own(sources: dict[str, PackedStreams]) -> None:
+def test_streams_are_the_sources_own(sources):
     two = {name: sources[name] for name in "ab"}
     first = MixedStreams(two, [Phase(0, {"a": 3, "b": 1})], seed=5)
     for i in (0, 1, 299, 300, 10**9):
@@ -84,7 +84,7 @@ def test_streams_are_the_sources_own(sources: dict[str, PackedStreams]) -> None:
         first[-1]
 
 
-def test_a_validation_pass_has_all_streams_of_all_sources(make_corpus: Callable) -> None:
+def test_a_validation_pass_has_all_streams_of_all_sources(make_corpus):
     corpora = [make_corpus(random_documents([20] * n)) for n in (40, 5)]
     passes = {str(n): packed(c, seq_len=16, seed=0, repeat=False) for n, c in enumerate(corpora)}
     mixed = MixedStreams(passes, seed=0, repeat=False)

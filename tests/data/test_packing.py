@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -50,7 +49,7 @@ def check_stream(stream: object, tokens: list[int], owners: list[int], start: in
 
 @pytest.mark.parametrize("seed", [0, 1, 1234567])
 @pytest.mark.parametrize("seq_len", [1, 8, 41, 123, 400])  # 41 · 3 = one epoch; 400: three epochs in a stream
-def test_streams_are_slices_of_the_line(make_corpus: Callable, seed: int, seq_len: int):
+def test_streams_are_slices_of_the_line(make_corpus, seed, seq_len):
     documents = random_documents(LENGTHS)
     streams = packed(make_corpus(documents), seq_len=seq_len, seed=seed)
     count = max(3, 500 // seq_len)
@@ -59,7 +58,7 @@ def test_streams_are_slices_of_the_line(make_corpus: Callable, seed: int, seq_le
         check_stream(streams[i], tokens, owners, int(i) * seq_len, seq_len)
 
 
-def test_one_document(make_corpus: Callable):
+def test_one_document(make_corpus):
     """It meets itself at the end of an epoch, and is another document there."""
     documents = random_documents([5])
     streams = packed(make_corpus(documents), seq_len=12, seed=0)
@@ -67,7 +66,7 @@ def test_one_document(make_corpus: Callable):
     assert streams[0].labels[[4, 9, 11]].tolist() == [IGNORE, IGNORE, documents[0][2]]
 
 
-def test_far_away(make_corpus: Callable):
+def test_far_away(make_corpus):
     """Stream 10¹² comes as quickly as stream 0."""
     corpus = make_corpus(random_documents(LENGTHS))
     one = packed(corpus, seq_len=41, seed=0)
@@ -77,13 +76,13 @@ def test_far_away(make_corpus: Callable):
     )
 
 
-def test_seeds_and_epochs_differ(make_corpus: Callable):
+def test_seeds_and_epochs_differ(make_corpus):
     corpus = make_corpus([[i] for i in range(50)])
     orders = {tuple(packed(corpus, seq_len=50, seed=s)[i].tokens) for s in (0, 1, -1) for i in (0, 1)}
     assert len(orders) == 6
 
 
-def test_one_pass(make_corpus: Callable):
+def test_one_pass(make_corpus):
     documents = random_documents(LENGTHS)
     streams = packed(make_corpus(documents), seq_len=50, seed=0, repeat=False)
     assert len(streams) == 3
@@ -101,13 +100,13 @@ def test_one_pass(make_corpus: Callable):
     assert padding.cu_seqlens.tolist() == [0, 50] and set(padding.labels) == {IGNORE} and not padding.tokens.any()
 
 
-def test_one_pass_that_fits(make_corpus: Callable):
+def test_one_pass_that_fits(make_corpus):
     streams = packed(make_corpus(random_documents([10, 10])), seq_len=10, seed=0, repeat=False)
     assert len(streams) == 2
     assert [streams[i].cu_seqlens.tolist() for i in (0, 1)] == [[0, 10], [0, 10]]
 
 
-def test_split_is_by_content(make_corpus: Callable):
+def test_split_is_by_content(make_corpus):
     documents = random_documents([20] * 1000)
     documents += documents[:500]  # each of them twice
     corpus, shuffled = make_corpus(documents), make_corpus(documents[::-1])
@@ -122,13 +121,13 @@ def test_split_is_by_content(make_corpus: Callable):
 
 
 @pytest.mark.parametrize("holdout", [0.1, 0.25, 1e-12, 2.0**-53, 0.7])
-def test_the_hashes_below_the_share_are_held_out(holdout: float):
+def test_the_hashes_below_the_share_are_held_out(holdout):
     """By a hash's first 53 bits: the last that is below the share, and the first that is not."""
     first = int(_threshold(holdout)) >> 11
     assert (first - 1) / 2**53 < holdout <= first / 2**53
 
 
-def test_split_empty_sides(make_corpus: Callable):
+def test_split_empty_sides(make_corpus):
     corpus = make_corpus(random_documents([20] * 3))
     with pytest.raises(ValueError, match=r"validation\.holdout = 0 leaves no document for validation"):
         documents_of(corpus, 0, "validation")
@@ -136,7 +135,7 @@ def test_split_empty_sides(make_corpus: Callable):
         documents_of(corpus, 0.999999, "train")
 
 
-def test_documents_never_mix(make_corpus: Callable):
+def test_documents_never_mix(make_corpus):
     """Every label is the next token of a document of the corpus: each (token, label) run is found in one."""
     documents = [np.full(length, i) for i, length in enumerate(LENGTHS)]  # a document's tokens are its index
     streams = packed(make_corpus(documents), seq_len=32, seed=5)

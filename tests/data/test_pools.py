@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 import tracemalloc
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -47,14 +45,14 @@ def drawn(key: np.ndarray, stream: int, count: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 64, 65, 1000])
-def test_a_permutation_has_every_place_once(count: int) -> None:
+def test_a_permutation_has_every_place_once(count):
     orders = [permuted(np.arange(count), count, drawn(np.array([k, 0], np.uint64), 0, ROUNDS)) for k in range(20)]
     assert all(sorted(x) == list(range(count)) for x in orders)
     assert count < 5 or len({tuple(x) for x in orders}) == 20
     assert permuted(np.array([count - 1]), count, drawn(np.array([0, 0], np.uint64), 0, ROUNDS)) == orders[0][-1]
 
 
-def test_a_permutation_is_as_good_as_random() -> None:
+def test_a_permutation_is_as_good_as_random():
     """Neighbours are not kept, and places are uncorrelated with what they have: of 20,000, within 5 σ."""
     n = 20_000
     x = permuted(np.arange(n), n, drawn(np.array([0, 0], np.uint64), 0, ROUNDS))
@@ -67,7 +65,7 @@ def test_a_permutation_is_as_good_as_random() -> None:
 @pytest.mark.usefixtures("small_pools")
 @pytest.mark.parametrize("holdout", [0.0, 0.3])
 @pytest.mark.parametrize("seq_len", [8, 100, 3000])
-def test_streams_are_slices_of_the_line(make_corpus: Callable, seq_len: int, holdout: float) -> None:
+def test_streams_are_slices_of_the_line(make_corpus, seq_len, holdout):
     documents = random_documents([int(n) for n in np.random.default_rng(1).integers(1, 40, 50)])
     corpus = make_corpus(documents)
     side, chosen = split_corpus(corpus, holdout, "train"), documents_of(corpus, holdout, "train")
@@ -81,7 +79,7 @@ def test_streams_are_slices_of_the_line(make_corpus: Callable, seq_len: int, hol
 
 
 @pytest.mark.usefixtures("small_pools")
-def test_a_pass_is_in_the_order_of_the_corpus(make_corpus: Callable) -> None:
+def test_a_pass_is_in_the_order_of_the_corpus(make_corpus):
     documents = random_documents([int(n) for n in np.random.default_rng(2).integers(1, 40, 90)])
     corpus = make_corpus(documents)
     streams = PackedStreams(split_corpus(corpus, 0.2, "validation"), seq_len=33, seed=0, repeat=False)
@@ -90,7 +88,7 @@ def test_a_pass_is_in_the_order_of_the_corpus(make_corpus: Callable) -> None:
     assert np.array_equal(np.concatenate([stream.tokens for stream in streams])[: len(expected)], expected)
 
 
-def test_order_is_pinned(make_corpus: Callable) -> None:
+def test_order_is_pinned(make_corpus):
     """The order of a seed may never change: runs would not go on as they began."""
     corpus = make_corpus([[i] for i in range(10)])
     streams = packed(corpus, seq_len=10, seed=42)
@@ -98,9 +96,7 @@ def test_order_is_pinned(make_corpus: Callable) -> None:
     assert permuted(np.arange(12), 1000, drawn(np.array([42, 3], np.uint64), 0, ROUNDS)).tolist() == PINNED_BUNDLES
 
 
-def test_sums_of_a_large_corpus_are_kept(
-    make_corpus: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sums_of_a_large_corpus_are_kept(make_corpus, tmp_path, monkeypatch):
     corpus = make_corpus(random_documents([3] * 500))
     expected = split_corpus(corpus, 0.1, "train").ends
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -126,7 +122,7 @@ def test_sums_of_a_large_corpus_are_kept(
         split_corpus(corpus, 0.1, "train")
 
 
-def test_a_large_corpus_takes_little_memory_and_time() -> None:
+def test_a_large_corpus_takes_little_memory_and_time():
     """4 million documents, 40 billion tokens: 0.5 MB of sums for the 64 MB of offsets and hashes."""
     corpus = simulated_corpus(1 << 22)
     tracemalloc.start()
@@ -145,7 +141,7 @@ def test_a_large_corpus_takes_little_memory_and_time() -> None:
     assert len(found) == len(seconds) + 2
 
 
-def test_places_of_a_corpus_are_mixed() -> None:
+def test_places_of_a_corpus_are_mixed():
     """A stretch of an epoch, a hundredth of a pool, has documents from all over the corpus."""
     corpus = simulated_corpus(1 << 22)
     line = Pooled(split_corpus(corpus, 0.0, "train"), seed=0)

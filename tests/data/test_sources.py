@@ -48,7 +48,7 @@ class AsciiTokenizer(ByteTokenizer):
         return super().encode(text)
 
 
-def test_stdlib(texts: Callable):
+def test_stdlib(texts):
     found = texts("stdlib", None)
     assert sum(map(len, found)) > 5e6 and len(found) > 300
     assert any(b"class Thread" in document for document in found)
@@ -56,7 +56,7 @@ def test_stdlib(texts: Callable):
         texts("stdlib", "x")
 
 
-def test_text(texts: Callable, tmp_path: Path):
+def test_text(texts, tmp_path):
     folder = tmp_path / "texts"
     (folder / "sub").mkdir(parents=True)
     contents = {"b.txt": b"second", "a.txt": b"first\r\nline", "sub/c.md": b"\xff\x00", "d.txt": b"", ".hidden": b"no"}
@@ -76,7 +76,7 @@ def test_text(texts: Callable, tmp_path: Path):
         texts("text", folder, AsciiTokenizer())
 
 
-def test_linked_folders_are_followed_once(texts: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_linked_folders_are_followed_once(texts, tmp_path, monkeypatch):
     """A corpus of shards elsewhere; a link back up is no way to read everything again."""
     here, there = tmp_path / "here", tmp_path / "there"
     for folder, text in ((here, "x"), (there, "y")):
@@ -104,7 +104,7 @@ def test_linked_folders_are_followed_once(texts: Callable, tmp_path: Path, monke
         texts("text", here)
 
 
-def test_a_file_by_several_paths_is_read_once(texts: Callable, tmp_path: Path):
+def test_a_file_by_several_paths_is_read_once(texts, tmp_path):
     """As in a cache of snapshots, whose files are links."""
     folder, blob = tmp_path / "snapshots", tmp_path / "blob"
     blob.write_text("x")
@@ -116,7 +116,7 @@ def test_a_file_by_several_paths_is_read_once(texts: Callable, tmp_path: Path):
     assert source_files("text", str(folder)) == [folder / "new" / "a.txt", folder / "new" / "b.txt"]
 
 
-def test_text_bad_paths(texts: Callable, tmp_path: Path):
+def test_text_bad_paths(texts, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "void.txt").touch()
     for path in (tmp_path / "nowhere", tmp_path / "*.nothing", tmp_path / "empty", f"{tmp_path}/void.txt,x.nothing"):
@@ -135,7 +135,7 @@ def test_text_bad_paths(texts: Callable, tmp_path: Path):
         texts("text", tmp_path)
 
 
-def test_jsonl(texts: Callable, tmp_path: Path):
+def test_jsonl(texts, tmp_path):
     file = tmp_path / "a.jsonl"
     rows = [{"text": "one"}, {"text": "zwei ü", "other": 1}]
     file.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
@@ -161,7 +161,7 @@ def test_jsonl(texts: Callable, tmp_path: Path):
         (b'{"text": "a\\udc80b"}', r"line 2: not JSON in UTF-8: .*'\\udc80'"),  # else it would be byte 0x80
     ],
 )
-def test_jsonl_bad_lines(texts: Callable, tmp_path: Path, line: bytes, message: str):
+def test_jsonl_bad_lines(texts, tmp_path, line, message):
     file = tmp_path / "bad.jsonl"
     file.write_bytes(b'{"text": "good"}\n' + line + b'\n{"text": "good"}\n')
     with pytest.raises(ValueError, match=rf"bad\.jsonl, {message}"):
@@ -170,7 +170,7 @@ def test_jsonl_bad_lines(texts: Callable, tmp_path: Path, line: bytes, message: 
 
 
 @pytest.mark.parametrize("depth", [300, 900])
-def test_a_record_that_is_nested_deeply_is_a_bad_one(tmp_path: Path, depth: int):
+def test_a_record_that_is_nested_deeply_is_a_bad_one(tmp_path, depth):
     """Python reads it, and could not send it to another process."""
     file = tmp_path / "deep.jsonl"
     file.write_text('{"prompt": "x", "completion": ' + '{"a": ' * depth + "1" + "}" * depth + "}\n")
@@ -178,7 +178,7 @@ def test_a_record_that_is_nested_deeply_is_a_bad_one(tmp_path: Path, depth: int)
         tokenise_corpus(tmp_path / "o", Texts("jsonl", str(file), ByteTokenizer(), dataset_format="completion"))
 
 
-def test_jsonl_as_it_is_found(texts: Callable, tmp_path: Path):
+def test_jsonl_as_it_is_found(texts, tmp_path):
     """Blank lines, a byte order mark, empty texts, and compressed files, of one member or frame or of several."""
     lines = [b'\xef\xbb\xbf{"text": "one"}\r\n', b"\n", b"  \t\n", b'{"text": ""}\n', b'{"text": "two"}\n', b"\n"]
     plain, halves = b"".join(lines), (b"".join(lines[:3]), b"".join(lines[3:]))
@@ -224,7 +224,7 @@ def test_jsonl_as_it_is_found(texts: Callable, tmp_path: Path):
         (b'\x04"M\x18\x64', "compressed with lz4"),
     ],
 )
-def test_a_file_of_another_kind_is_named(texts: Callable, tmp_path: Path, content: bytes, kind: str):
+def test_a_file_of_another_kind_is_named(texts, tmp_path, content, kind):
     """And not passed over line by line."""
     (tmp_path / "a.jsonl").write_bytes(content)
     with pytest.raises(ValueError, match=rf"a\.jsonl does not hold lines of JSON: it is {kind}"):
@@ -235,7 +235,7 @@ def test_a_file_of_another_kind_is_named(texts: Callable, tmp_path: Path, conten
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.json", "a.jsonl", "a.jsonl.gz"])
-def test_lines_of_json_are_no_text(texts: Callable, tmp_path: Path, name: str):
+def test_lines_of_json_are_no_text(texts, tmp_path, name):
     """Two lines that are objects, or the begin of one where the name says so; other JSON and other texts are texts."""
     pack = gzip.compress if name.endswith("gz") else bytes
     for lines in (b'\xef\xbb\xbf{"text": "a"}\n\n {"b": 1}\n', b'{"text": "a"}\n' * 3 + b"not JSON"):
@@ -258,7 +258,7 @@ def test_lines_of_json_are_no_text(texts: Callable, tmp_path: Path, name: str):
 
 @pytest.mark.parametrize("record", [{"messages": []}, {"conversations": []}, {"prompt": "x", "completion": "y"}])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_conversations_read_as_texts_name_the_key(texts: Callable, tmp_path: Path, record: dict, kind: str):
+def test_conversations_read_as_texts_name_the_key(texts, tmp_path, record, kind):
     file = tmp_path / f"a.{kind}"
     if kind == "jsonl":
         file.write_text(json.dumps(record) + "\n")
@@ -274,7 +274,7 @@ def test_conversations_read_as_texts_name_the_key(texts: Callable, tmp_path: Pat
 
 
 @pytest.mark.parametrize("pattern", ["", "*", "**/*.parquet", "*/*.parquet", "*/*/*/*.parquet", "../t/**"])
-def test_folders_of_tables_that_hold_no_rows(texts: Callable, tmp_path: Path, pattern: str):
+def test_folders_of_tables_that_hold_no_rows(texts, tmp_path, pattern):
     """Spark's, Delta's and Hive's, found in a folder, by a glob, or in a folder that a glob finds."""
     for name in ("day=1", "_delta_log", "_change_data/day=1", "day=1/_temporary/0", ".hive-staging", "day=1/z/y"):
         (tmp_path / "t" / name).mkdir(parents=True)
@@ -283,7 +283,7 @@ def test_folders_of_tables_that_hold_no_rows(texts: Callable, tmp_path: Path, pa
     assert texts("parquet", tmp_path / "t" / pattern) == [b"day=1"] * one + [b"day=1/z/y"] * two
 
 
-def test_a_folder_that_is_named(texts: Callable, tmp_path: Path):
+def test_a_folder_that_is_named(texts, tmp_path):
     """It is read, whatever its name; and texts are any files, _posts too."""
     folder = tmp_path / "_corpora" / "_x"
     folder.mkdir(parents=True)
@@ -299,7 +299,7 @@ def test_a_folder_that_is_named(texts: Callable, tmp_path: Path):
     assert texts("text", tmp_path / "_corpora") == texts("text", tmp_path / "_cor*") == [b"b"]
 
 
-def test_a_name_that_is_not_utf8(texts: Callable, tmp_path: Path):
+def test_a_name_that_is_not_utf8(texts, tmp_path):
     """In errors, in the corpus's files, and on the console, also of one that skipped documents."""
     folder = tmp_path / "data"
     folder.mkdir()
@@ -318,7 +318,7 @@ def test_a_name_that_is_not_utf8(texts: Callable, tmp_path: Path):
         assert opened.paths == (str(folder / r"caf\xe9.jsonl"),)
 
 
-def test_texts_as_they_are_found(texts: Callable, tmp_path: Path):
+def test_texts_as_they_are_found(texts, tmp_path):
     """Compressed, whatever their names; with a byte order mark; in bytes that are not UTF-8."""
     contents = [b"\xef\xbb\xbfone\n", gzip.compress(b"two"), lzma.compress(b"three"), bz2.compress(b"4"), zstd(b"five")]
     contents += [b"BZh, six", b"\x80\x81 \xef\xbb\xbf", b"[7]"]
@@ -327,19 +327,19 @@ def test_texts_as_they_are_found(texts: Callable, tmp_path: Path):
     assert texts("text", tmp_path) == [b"one\n", b"two", b"three", b"4", b"five", *contents[5:]]
 
 
-def test_pairs_of_escapes_are_characters(texts: Callable, tmp_path: Path):
+def test_pairs_of_escapes_are_characters(texts, tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "\\ud83d\\ude00", "unused": "\\ud800"}\n')
     assert texts("jsonl", tmp_path) == ["\U0001f600".encode()]
 
 
-def test_pipes_are_not_waited_for(texts: Callable, tmp_path: Path):
+def test_pipes_are_not_waited_for(texts, tmp_path):
     os.mkfifo(tmp_path / "b.txt")
     for path in (tmp_path, tmp_path / "b.txt", f"{tmp_path}/*.txt"):
         with pytest.raises(ValueError, match=r"training\.dataset_path: \S+b\.txt is a pipe or a device; write its"):
             texts("text", path)
 
 
-def test_globs_below_a_folder_with_brackets(texts: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_globs_below_a_folder_with_brackets(texts, tmp_path, monkeypatch):
     folder = tmp_path / "old [1]*"
     (folder / "data").mkdir(parents=True)
     (folder / "data" / "a.txt").write_text("x")
@@ -356,7 +356,7 @@ def zstd(data: bytes) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def test_bad_documents_are_skipped_if_asked(texts: Callable, tmp_path: Path):
+def test_bad_documents_are_skipped_if_asked(texts, tmp_path):
     file = tmp_path / "a.jsonl"
     bad = [b"{", b'{"body": 1}', b'{"text": null}', b'{"text": "\\ud800"}', b'{"text": "\xff"}']
     file.write_bytes(b"\n".join(b'{"text": "%d"}\n%s' % (i, line) for i, line in enumerate(bad)))
@@ -380,7 +380,7 @@ def test_bad_documents_are_skipped_if_asked(texts: Callable, tmp_path: Path):
     assert texts("parquet", tmp_path / "a.parquet", on_bad_document="skip") == [b"x", b"y"]
 
 
-def test_several_files_and_globs(texts: Callable, tmp_path: Path):
+def test_several_files_and_globs(texts, tmp_path):
     """Of each kind alike."""
     for place in ("a/1", "a/2", "b"):
         (tmp_path / place).mkdir(parents=True)
@@ -416,7 +416,7 @@ def save_dataset(folder: Path, shards: list[list[str]], **state: object) -> None
     (folder / "dataset_info.json").write_text("{}")
 
 
-def test_arrow(texts: Callable, tmp_path: Path):
+def test_arrow(texts, tmp_path):
     rows = [f"row {i}" for i in range(2500)]
     save_dataset(tmp_path / "saved", [rows[:2000], rows[2000:]])
     assert texts("arrow", tmp_path / "saved") == [row.encode() for row in rows]
@@ -429,7 +429,7 @@ def test_arrow(texts: Callable, tmp_path: Path):
     assert texts("arrow", tmp_path / "saved") == [row.encode() for row in rows[2000:] + rows[:2000]]
 
 
-def test_arrow_bad(texts: Callable, tmp_path: Path):
+def test_arrow_bad(texts, tmp_path):
     save_dataset(tmp_path / "dict" / "train", [["x"]])
     save_dataset(tmp_path / "dict" / "test", [["y"]])
     (tmp_path / "dict" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
@@ -476,7 +476,7 @@ def hostile_arrow(file: Path, offsets: list[int], kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["text", "messages"])
 @pytest.mark.parametrize("offsets", [[0, 2, 1 << 20], [0, 1 << 30, 4], [0, -9, 4], [0, 5, 4]])
-def test_arrow_values_outside_of_their_buffer(tmp_path: Path, offsets: list[int], kind: str):
+def test_arrow_values_outside_of_their_buffer(tmp_path, offsets, kind):
     hostile_arrow(tmp_path / "sound.arrow", [0, 2, 4], kind)
     hostile_arrow(tmp_path / "bad.arrow", offsets, kind)
     assert len(list(read_documents("arrow", tmp_path / "sound.arrow", "text", kind))) == 2
@@ -484,7 +484,7 @@ def test_arrow_values_outside_of_their_buffer(tmp_path: Path, offsets: list[int]
         list(read_documents("arrow", tmp_path / "bad.arrow", "text", kind))
 
 
-def test_a_message_that_is_not_utf8_spoils_its_row_alone(tmp_path: Path):
+def test_a_message_that_is_not_utf8_spoils_its_row_alone(tmp_path):
     file = tmp_path / "a.arrow"
     hostile_arrow(file, [0, 2, 4], "messages")
     file.write_bytes(file.read_bytes().replace(b"abcd", b"abc\xff"))
@@ -492,14 +492,14 @@ def test_a_message_that_is_not_utf8_spoils_its_row_alone(tmp_path: Path):
     assert not first.problem and second.problem.startswith("not UTF-8")
 
 
-def test_parquet(texts: Callable, tmp_path: Path):
+def test_parquet(texts, tmp_path):
     rows = [f"row {i}" for i in range(600)]
     pq.write_table(pa.table({"text": rows, "n": range(600)}), tmp_path / "a.parquet", row_group_size=100)
     pq.write_table(pa.table({"text": pa.array(["x"], pa.large_string())}), tmp_path / "b.parquet")
     assert texts("parquet", tmp_path) == [row.encode() for row in [*rows, "x"]]
 
 
-def test_the_bar_of_rows_ends_at_their_files(texts: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_bar_of_rows_ends_at_their_files(texts, tmp_path, monkeypatch):
     """A row's size is a fraction of its file's, and the sum of such fractions may pass it, at which tqdm warns."""
     monkeypatch.setattr("tqdm.std.time", count().__next__)  # a row takes seconds: the bar is shown
     with warnings.catch_warnings():
@@ -511,7 +511,7 @@ def test_the_bar_of_rows_ends_at_their_files(texts: Callable, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_a_row_that_is_not_utf8(texts: Callable, tmp_path: Path, kind: str):
+def test_a_row_that_is_not_utf8(texts, tmp_path, kind):
     buffers = [None, pa.py_buffer(np.array([0, 1, 3, 4], dtype=np.int32)), pa.py_buffer(b"x\xff\xfey")]
     table, file = pa.table({"text": pa.Array.from_buffers(pa.string(), 3, buffers)}), tmp_path / f"a.{kind}"
     if kind == "parquet":
@@ -524,7 +524,7 @@ def test_a_row_that_is_not_utf8(texts: Callable, tmp_path: Path, kind: str):
     assert texts(kind, file, on_bad_document="skip") == [b"x", b"y"]
 
 
-def test_parquet_bad(texts: Callable, tmp_path: Path):
+def test_parquet_bad(texts, tmp_path):
     file = tmp_path / "bad.parquet"
     pq.write_table(pa.table({"text": ["good"] * 300 + [None]}), file)
     with pytest.raises(ValueError, match=r"bad\.parquet, row 301: 'text' is NoneType, not text; training\.on_bad_doc"):
@@ -539,7 +539,7 @@ def test_parquet_bad(texts: Callable, tmp_path: Path):
         texts("parquet", file)
 
 
-def test_columns_of_one_name(texts: Callable, tmp_path: Path):
+def test_columns_of_one_name(texts, tmp_path):
     table = pa.Table.from_arrays([pa.array(["x"]), pa.array(["y"])], names=["text", "text"])
     pq.write_table(table, tmp_path / "a.parquet")
     with pa.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as stream:
@@ -549,7 +549,7 @@ def test_columns_of_one_name(texts: Callable, tmp_path: Path):
             texts(kind, tmp_path)
 
 
-def test_tokens(texts: Callable, tmp_path: Path):
+def test_tokens(texts, tmp_path):
     write_corpus(tmp_path / "tokens", [np.array([72, 105, 256]), np.array([33, 256])], ByteTokenizer())
     assert texts("tokens", tmp_path / "tokens") == [b"Hi", b"!"]
     with pytest.raises(
@@ -579,7 +579,7 @@ def test_tokens(texts: Callable, tmp_path: Path):
         ([[True]], r"document 0 is bool \[1\]"),
     ],
 )
-def test_write_bad_tokens(tmp_path: Path, bad: list, message: str):
+def test_write_bad_tokens(tmp_path, bad, message):
     with pytest.raises(ValueError, match=message):
         write_corpus(tmp_path / "tokens", [np.array(ids) for ids in bad], ByteTokenizer())
     assert [path.name for path in tmp_path.iterdir()] == ["tokens.lock"]

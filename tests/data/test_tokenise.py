@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterator
 from itertools import count
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -60,7 +59,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
-def test_in_order(num_workers: int):
+def test_in_order(num_workers):
     texts = [f"{i % 7} text {i}" for i in range(200)]
     texts[5], texts[77] = "a\ud800", "\udcff"
     found = list(tokenise(Uneven(), documents(*texts), num_workers))
@@ -77,7 +76,7 @@ def test_in_order(num_workers: int):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_errors_of_the_tokenizer_are_raised(num_workers: int):
+def test_errors_of_the_tokenizer_are_raised(num_workers):
     with pytest.raises(ArithmeticError, match="no such token"):
         list(tokenise(Uneven(), documents(*"abcdefgh", "fail"), num_workers))
     assert not workers()
@@ -109,7 +108,7 @@ def test_as_many_workers_as_cores():
     assert worker_count(1 << 30) == len(os.sched_getaffinity(0))
 
 
-def test_a_corpus_is_the_same_by_one_process_and_by_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_corpus_is_the_same_by_one_process_and_by_several(tmp_path, monkeypatch):
     lines = [{"text": f"{i} " * (i % 300)} for i in range(4000)]
     file = tmp_path / "lines.jsonl"
     file.write_text("\n".join(json.dumps(line) for line in lines))
@@ -137,7 +136,7 @@ open_corpus(Texts("jsonl", sys.argv[1], Uneven()), cache_dir=Path(sys.argv[2]))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_workers_end_at_once(number: int, tmp_path: Path):
+def test_workers_end_at_once(number, tmp_path):
     """Ctrl-C comes to the whole group, while a worker is busy; nothing that could be opened is left."""
     file = tmp_path / "slow.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in ["a"] * 2000 + ["slow"] * 2))

@@ -39,7 +39,7 @@ def test_bytes_keep_invalid_utf8():
     assert tokenizer.decode([72, 256, 105, 999]) == "Hi"  # ends of documents and a padded vocabulary's ids
 
 
-def test_hugging_face(file: Path):
+def test_hugging_face(file):
     tokenizer, reference = build_tokenizer(str(file)), tokenizers.Tokenizer.from_file(str(file))
     plain = TEXT.replace("<|endoftext|>", "")
     assert tokenizer.encode(plain).dtype == np.int64
@@ -53,7 +53,7 @@ def test_hugging_face(file: Path):
         tokenizer.encode("\udcff")
 
 
-def test_hugging_face_adds_and_drops_nothing(file: Path):
+def test_hugging_face_adds_and_drops_nothing(file):
     reference = tokenizers.Tokenizer.from_file(str(file))
     whole = reference.encode(TEXT).ids
     reference.post_processor = processors.TemplateProcessing(
@@ -72,7 +72,7 @@ def test_hugging_face_adds_and_drops_nothing(file: Path):
     assert exported.encode(TEXT).ids == whole
 
 
-def test_a_byte_order_mark(file: Path):
+def test_a_byte_order_mark(file):
     """Of each file of the folder; what is exported has none."""
     plain, template = build_tokenizer(str(file)), "{{ messages }}"
     file.with_name("chat_template.jinja").write_text(template)
@@ -95,7 +95,7 @@ WITHOUT_UNKNOWN = {
 
 
 @pytest.mark.parametrize("kind", WITHOUT_UNKNOWN)
-def test_a_text_that_the_library_refuses(tmp_path: Path, kind: str):
+def test_a_text_that_the_library_refuses(tmp_path, kind):
     """Its token for what it does not know is not in its vocabulary: the document is named."""
     tokenizers.Tokenizer(WITHOUT_UNKNOWN[kind]).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "日本"}\n{"text": "b"}\n')
@@ -107,7 +107,7 @@ def test_a_text_that_the_library_refuses(tmp_path: Path, kind: str):
     assert "\n" not in tokenizer.summary
 
 
-def test_a_tokenizer_that_drops_what_it_does_not_know(tmp_path: Path):
+def test_a_tokenizer_that_drops_what_it_does_not_know(tmp_path):
     """A document of which nothing is left is no empty one; that letters vanish from the others is said."""
     tokenizers.Tokenizer(models.BPE(LETTERS, [])).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": " "}\n{"text": "日本"}\n')
@@ -119,7 +119,7 @@ def test_a_tokenizer_that_drops_what_it_does_not_know(tmp_path: Path):
     assert "1 documents (1 empty texts skipped)" in corpus.summary and "1 bad documents" in corpus.summary
 
 
-def test_a_pattern_that_backtracks(tmp_path: Path):
+def test_a_pattern_that_backtracks(tmp_path):
     tokenizer = tokenizers.Tokenizer(models.BPE(LETTERS, []))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(a|aa|a?)+$"), "isolated")
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -140,7 +140,7 @@ NESTED = {"type": "Sequence", "normalizers": [TENFOLD] * 5}
 
 
 @pytest.mark.parametrize("part", [[TENFOLD] * 10, [TWOFOLD] * 30, [AS_LETTERS] * 30, [NESTED]])
-def test_parts_that_blow_letters_up(file: Path, part: list):
+def test_parts_that_blow_letters_up(file, part):
     """A letter would become up to 10^10, and take all memory; what real tokenizers do is taken."""
     content = json.loads(file.read_text())
     file.write_text(json.dumps(content | {"normalizer": {"type": "Sequence", "normalizers": part}}))
@@ -155,7 +155,7 @@ def test_parts_that_blow_letters_up(file: Path, part: list):
     assert build_tokenizer(str(file)).vocab_size == 300
 
 
-def test_vocabulary_with_holes(file: Path):
+def test_vocabulary_with_holes(file):
     content = json.loads(file.read_text())
     content["model"]["vocab"]["far"] = 1000
     file.write_text(json.dumps(content))
@@ -164,7 +164,7 @@ def test_vocabulary_with_holes(file: Path):
 
 @pytest.mark.parametrize("eos", ["x", {"content": "x"}])
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
-def test_eos_beside_the_file(file: Path, name: str, eos: object):
+def test_eos_beside_the_file(file, name, eos):
     before = build_tokenizer(str(file)).fingerprint
     file.with_name(name).write_text(json.dumps({"eos_token": eos}))
     tokenizer = build_tokenizer(str(file))
@@ -172,14 +172,14 @@ def test_eos_beside_the_file(file: Path, name: str, eos: object):
     assert tokenizer.fingerprint != before  # documents end in another token
 
 
-def test_eos_unknown(file: Path):
+def test_eos_unknown(file):
     content = json.loads(file.read_text())
     content["added_tokens"] = []
     file.write_text(json.dumps(content))
     assert build_tokenizer(str(file)).eos_id is None
 
 
-def test_unusable(file: Path, tmp_path: Path):
+def test_unusable(file, tmp_path):
     with pytest.raises(ValueError, match=r"model\.tokenizer_path = .*nowhere.* does not exist"):
         build_tokenizer(str(tmp_path / "nowhere"))
     file.with_name("tokenizer_config.json").write_text('{"eos_token": "<gone>"}')

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.ops.inputs import boundaries
-from tests.worlds import Worlds
 from titan_linear.distributed.compiling import apply_compile, compile_kernels, compute_again
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.models.decoder import Decoder
@@ -75,23 +74,23 @@ def graphs_of(
     return graphs, dict(counters["graph_break"])
 
 
-def test_kinds_of_layers_with_other_head_dims(worlds: Worlds) -> None:
+def test_kinds_of_layers_with_other_head_dims(worlds):
     batches = [([100, 28], True), ([30, 40, 58], True), ([64, 64], False)]
     assert worlds(1).run(graphs_of, batches, 512) == [([2, 2, 4], {})]
 
 
-def test_layers_with_constants_of_their_own(worlds: Worlds) -> None:
+def test_layers_with_constants_of_their_own(worlds):
     batches = [([100, 28], True), ([64, 64], False)]
     assert worlds(1).run(graphs_of, batches, 512, (Lightning(heads=2, head_dim=16),)) == [([1, 2], {})]
 
 
-def test_batches_of_any_number_of_documents(worlds: Worlds) -> None:
+def test_batches_of_any_number_of_documents(worlds):
     """One document is cut into segments, others are not, and the graphs are those of the first batch."""
     batches = [([192], True), ([96, 96], True), ([9] * 20 + [12], True), ([64] * 3, True)]
     assert worlds(1).run(graphs_of, batches, 64) == [([2, 2, 2, 2], {})]
 
 
-def test_a_layer_that_cannot_be_compiled_is_named() -> None:
+def test_a_layer_that_cannot_be_compiled_is_named():
     def backend(graph: object, inputs: object) -> None:
         raise RuntimeError("no room\nand more")
 
@@ -110,7 +109,7 @@ def gradient_of_other_code(rank: int, world_size: int) -> list[float]:
     return [torch.autograd.grad(y, x, retain_graph=True)[0].sum().item() for _ in range(2)]
 
 
-def test_other_code_is_compiled_as_its_owner_wants(worlds: Worlds) -> None:
+def test_other_code_is_compiled_as_its_owner_wants(worlds):
     """The options of our layers are not those of the process: with them a backward pass could not run twice."""
     ((first, second),) = worlds(1).run(gradient_of_other_code)
     assert first == second != 0.0
@@ -173,7 +172,7 @@ def launches_and_gradients(rank: int, world_size: int, kind: type[DeltaOptions])
 
 
 @pytest.mark.parametrize(("kind", "passes"), [(KDA, 2), (GDN, 1)])
-def test_chunks_are_prepared_once_in_each_pass(kind: type[DeltaOptions], passes: int, worlds: Worlds) -> None:
+def test_chunks_are_prepared_once_in_each_pass(kind, passes, worlds):
     """GDN's in forward alone, which keeps them."""
     seen, _ = worlds(1).run(launches_and_gradients, kind)[0]
     assert seen["prepare_kernel"] == passes * 3 and seen["solve_kernel"] == 3 and seen["graphs"] == 1
@@ -202,7 +201,7 @@ def kept_by_rwkv7(rank: int, world_size: int) -> list[str]:
     return kept
 
 
-def test_mixes_are_computed_again(worlds: Worlds) -> None:
+def test_mixes_are_computed_again(worlds):
     """Of RWKV-7's six mixes of x and its shift none is kept, nor its MLP's: products, operators and the two shifts."""
     (kept,) = worlds(1).run(kept_by_rwkv7)
     assert len(kept) <= 12, kept
@@ -241,9 +240,7 @@ def compiled_and_launched(rank: int, world_size: int, kind: type[DeltaOptions], 
 
 
 @pytest.mark.parametrize(("kind", "segment", "ranks"), [(KDA, 64, 1), (GDN, 512, 1), (KDA, 512, 2), (GDN, 64, 2)])
-def test_kernels_are_compiled_before_their_first_launch(
-    kind: type[DeltaOptions], segment: int, ranks: int, worlds: Worlds
-) -> None:
+def test_kernels_are_compiled_before_their_first_launch(kind, segment, ranks, worlds):
     """All that a layer launches, forward and backward, but the fold of what came from other ranks."""
     for compiled, launched in worlds(ranks).run(compiled_and_launched, kind, segment):
         assert len(launched) >= 10 and compiled <= launched

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 
-from tests.worlds import Worlds
 from titan_linear.config import ActivationCheckpoint
 from titan_linear.distributed.compiling import apply_compile
 from titan_linear.distributed.experts import apply_ep
@@ -53,7 +52,7 @@ def errors(rank: int, world_size: int, bias: list[float]) -> list[float]:
 
 
 @pytest.mark.parametrize("bias", [[0, 0, 0, 0], [0, 0, 9, 9]])
-def test_no_row_is_dropped(bias: list[float], worlds: Worlds) -> None:
+def test_no_row_is_dropped(bias, worlds):
     """Nor where all rows go to one rank, and none to the other; ranks have different numbers of tokens."""
     for found in worlds(2).run(errors, bias):
         assert max(found) < 1e-14
@@ -81,7 +80,7 @@ def reads(rank: int, world_size: int, mode: str, compiled: bool) -> tuple[int, i
     return forward, asked - forward, x.grad
 
 
-def test_the_host_reads_nothing_in_backward(worlds: Worlds) -> None:
+def test_the_host_reads_nothing_in_backward(worlds):
     """However much of a layer is computed again, and of a compiled one too."""
     ways = [("none", False), ("selective", False), ("attention", False), ("full", False), ("full", True)]
     runs = [worlds(2).run(reads, *way) for way in ways]
@@ -108,7 +107,7 @@ def graphs_of_batches(rank: int, world_size: int) -> list[int]:
     return graphs
 
 
-def test_graphs_lie_between_exchanges(worlds: Worlds) -> None:
+def test_graphs_lie_between_exchanges(worlds):
     """A pass has seven graphs: what lies between exchanges, and between groups where a CPU takes them one by one. There
     are passes of one number of rows, of any number, and in validation. Where the exchanges' own functions were compiled
     too, for each of their uses, it was twice as many, and the compiler gave up."""

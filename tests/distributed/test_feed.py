@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from tests.worlds import Worlds
 from titan_linear.data import IGNORE, Batch
 from titan_linear.models.config import Documents
 from titan_linear.step.feed import Feed, FeedStats
@@ -54,7 +53,7 @@ def two_steps(rank: int, world_size: int, cp: int) -> tuple[list[str], list[tupl
     return log, steps, fed
 
 
-def test_steps_are_fetched_ahead_and_counted_over_all_ranks(worlds: Worlds) -> None:
+def test_steps_are_fetched_ahead_and_counted_over_all_ranks(worlds):
     first, later = "fetch 0, fetch 1, cut 0", "compute, cut {}, compute, fetch {}, fetch {}, cut {}, update"
     order = ", ".join([first, later.format(1, 2, 3, 2), later.format(3, 4, 5, 4)])
     for cp, counts in ((1, [0 + 1 + 1 + 2, 2 + 3 + 3 + 4]), (2, [0 + 1, 2 + 3])):

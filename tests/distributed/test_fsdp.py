@@ -7,7 +7,6 @@ import torch.distributed as dist
 
 from tests.hf_workers import sharded
 from tests.ops.inputs import boundaries
-from tests.worlds import Worlds
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Block
 from titan_linear.models.init import initialise
@@ -41,7 +40,7 @@ def given_to_layers(rank: int, world_size: int) -> tuple[list[bool], list[torch.
     return same, inputs, angles
 
 
-def test_layers_are_given_the_plan_itself(worlds: Worlds) -> None:
+def test_layers_are_given_the_plan_itself(worlds):
     """In bfloat16, where it would cast inputs: a copy would have RoPE's angles in bfloat16, and derive again."""
     for same, inputs, angles in worlds(2).run(given_to_layers):
         assert same == [True, True] and inputs == [torch.bfloat16] * 2 and angles == [torch.float32] * 2

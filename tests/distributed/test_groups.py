@@ -8,7 +8,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from tests.worlds import Worlds
 from titan_linear.distributed.groups import host_group, on_rank_0, without_timeout
 
 SHORT, SLOW = timedelta(seconds=1), 2.0  # seconds
@@ -33,7 +32,7 @@ def alone(rank: int, world_size: int) -> tuple[int, str, object]:
     return on_rank_0(lambda: 10 + rank, host), *raised
 
 
-def test_what_rank_0_does_holds_for_all(worlds: Worlds) -> None:
+def test_what_rank_0_does_holds_for_all(worlds):
     assert worlds(2).run(alone) == [
         (10, "ValueError('a mistake')", "SystemExit(7)"),
         (10, "SystemExit(2)", "SystemExit(7)"),
@@ -64,5 +63,5 @@ def waits(rank: int, world_size: int) -> tuple[bool, bool]:
     return together, True
 
 
-def test_ranks_wait_for_a_slow_one_inside_alone(worlds: Worlds) -> None:
+def test_ranks_wait_for_a_slow_one_inside_alone(worlds):
     assert worlds(2).run(waits)[1] == (True, False)

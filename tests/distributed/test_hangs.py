@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tests.processes import until
 from tests.test_train import arguments
-from tests.worlds import World, Worlds
+from tests.worlds import World
 from titan_linear.config import load_config
 from titan_linear.data import Batch
 from titan_linear.distributed.ending import peer_is_lost
@@ -55,7 +55,7 @@ def hang(rank: int, world_size: int, folder: str) -> tuple[str, bool]:
     return said.getvalue(), failed
 
 
-def test_a_hang_is_said_in_one_line(worlds: Worlds, tmp_path: Path) -> None:
+def test_a_hang_is_said_in_one_line(worlds, tmp_path):
     (said, failed), (said_1, _) = worlds(2).run(hang, str(tmp_path / "recorder"))
     assert failed
     assert said.startswith("hang: step 7: rank 0 in all_reduce for ") and "of 4 s, rank 1 not there; " in said
@@ -87,7 +87,7 @@ def stall(rank: int, world_size: int, argv: list[str]) -> tuple[list[str], str]:
     raise AssertionError("it did not hang")
 
 
-def test_a_rank_that_reads_no_more_is_missed(corpus: Path, tmp_path: Path) -> None:
+def test_a_rank_that_reads_no_more_is_missed(corpus, tmp_path):
     keys = {
         "model.name": "kda",
         "training.local_batch_size": 2,
@@ -105,7 +105,7 @@ def entry(group: int, began: float, *, retired: bool) -> dict[str, object]:
     return {"pg_id": group, "time_created_ns": int(began * 1e9), "timeout_ms": 100_000, "retired": retired}
 
 
-def test_what_a_later_collective_of_its_group_has_passed_is_not_late() -> None:
+def test_what_a_later_collective_of_its_group_has_passed_is_not_late():
     """Parts of a batch are never marked as ended."""
     part, batch = entry(0, 0, retired=False), entry(0, 1, retired=True)
     behind, first = entry(1, 30, retired=False), entry(0, 20, retired=False)
@@ -134,7 +134,7 @@ def hang_on_gpus(rank: int, world_size: int, folder: str) -> str:
 
 
 @pytest.mark.cuda(2)
-def test_a_hang_of_nccl_is_said_too(worlds: Worlds, tmp_path: Path) -> None:
+def test_a_hang_of_nccl_is_said_too(worlds, tmp_path):
     said, said_1 = worlds(2, "nccl").run(hang_on_gpus, str(tmp_path / "recorder"))
     assert said.startswith("hang: step 7: rank 0 in ") and "of 20 s, rank 1 not there; " in said and said_1 == ""
     names = sorted(path.name for path in (tmp_path / "recorder").iterdir())

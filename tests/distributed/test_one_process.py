@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.ops.inputs import boundaries, call, leaves, raw_gate_inputs, relative_error, tokens_of
-from tests.worlds import Worlds
 from titan_linear.distributed.one_process import LocalGroup, RankFailed, run_ranks
 from titan_linear.ops import attention, build_cp_context, causal_conv1d
 from titan_linear.ops.exchange import kcp
@@ -65,20 +63,20 @@ def results(op: str, x: dict[str, Tensor], mine: Tensor, **where: object) -> dic
     ],
 )
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_any_degree_equals_one_rank(world_size: int, heads: int, ops: tuple[str, ...], layout: str) -> None:
+def test_any_degree_equals_one_rank(world_size, heads, ops, layout):
     check(world_size, heads, ops, layout)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("heads", [4, 16])
-def test_states_level_by_level(heads: int, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_level_by_level(heads, layout, monkeypatch):
     """As if heads were of 128 x 128."""
     large = {"state": 1 << 16, "transition": 1 << 16}
     monkeypatch.setattr(kcp, "route", lambda most, W, node, sizes: fastest(W, node, sizes._replace(**large)))
     check(64, heads, ("kda", "gdn"), layout, node_size=8)
 
 
-def test_over_heads_with_rows_of_dt_bias_apart() -> None:
+def test_over_heads_with_rows_of_dt_bias_apart():
     cu, x = boundaries([8]), raw_gate_inputs("kda", 8, K=4, V=3)
     bias = x["dt_bias"].view(-1, 4)
     apart = x | {"dt_bias": torch.cat([bias, bias], -1)[:, :4]}
@@ -141,7 +139,7 @@ def same_with_gloo(rank: int, world_size: int) -> list[Tensor]:
     return every_collective(dist.group.WORLD)
 
 
-def test_the_collectives_are_those_of_processes(worlds: Worlds) -> None:
+def test_the_collectives_are_those_of_processes(worlds):
     ours, gloo = run_ranks(every_collective, 4), worlds(4).run(same_with_gloo)
     assert all(torch.equal(a, b) for x, y in zip(ours, gloo, strict=True) for a, b in zip(x, y, strict=True))
 
@@ -179,7 +177,7 @@ def wrong(group: LocalGroup) -> None:
     ],
 )
 @pytest.mark.parametrize("default_group", [False, True])
-def test_ranks_that_cannot_go_on_say_why(on_rank: Callable, message: str, default_group: bool) -> None:
+def test_ranks_that_cannot_go_on_say_why(on_rank, message, default_group):
     with one_process() if default_group else nullcontext(), pytest.raises(RankFailed, match=message):
         run_ranks(on_rank, 3)
     assert run_ranks(lambda group: group.rank(), 3) == [0, 1, 2]
@@ -239,7 +237,7 @@ def check_rounding(
         assert not [(n, e, limits[n]) for n, e in errors(size).items() if not e <= limits[n]], size
 
 
-def test_the_last_rank_is_the_thread_that_calls() -> None:
+def test_the_last_rank_is_the_thread_that_calls():
     *others, last = run_ranks(lambda group: threading.current_thread(), 3)
     assert last is threading.current_thread() and last not in others
 
@@ -253,12 +251,12 @@ def test_the_last_rank_is_the_thread_that_calls() -> None:
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_rounding_in_float32(op: str) -> None:
+def test_rounding_in_float32(op):
     check_rounding(op, 2048, 16, (2, 8), "zigzag", "cpu", torch.float32, "torch")
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_rounding_in_bfloat16(op: str, layout: str) -> None:
+def test_rounding_in_bfloat16(op, layout):
     check_rounding(op, 131072, 128, (2, 8, 64), layout, "cuda", torch.bfloat16, "triton")

@@ -40,7 +40,7 @@ def shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("moe", [None, MOE])
 @pytest.mark.parametrize("name", MIXERS)
-def test_a_part_is_a_model_of_fewer_heads(name: str, moe: MoEConfig | None, tied: bool) -> None:
+def test_a_part_is_a_model_of_fewer_heads(name, moe, tied):
     """And of fewer hidden channels, and rows of the vocabulary: no parameter is forgotten."""
     mixer, counts = MIXERS[name]
     half = replace(mixer, **{count: getattr(mixer, count) // 2 for count in counts})
@@ -55,7 +55,7 @@ def test_a_part_is_a_model_of_fewer_heads(name: str, moe: MoEConfig | None, tied
     assert (part.head.weight is part.embedding.weight) == tied
 
 
-def test_a_part_holds_whole_heads() -> None:
+def test_a_part_holds_whole_heads():
     """Of the fused gate and up projections of experts a part of each."""
     mixer, _ = MIXERS["kda"]
     model = Decoder(ModelConfig(32, 16, (mixer,), 1, 24, moe=MOE))
@@ -71,7 +71,7 @@ def test_a_part_holds_whole_heads() -> None:
         assert torch.equal(after[f"layers.0.{name}"], part)
 
 
-def test_every_token_of_the_vocabulary_is_some_rank_s() -> None:
+def test_every_token_of_the_vocabulary_is_some_rank_s():
     """Embedding, logits and loss of each, those at the borders of the parts among them."""
     mixer, _ = MIXERS["attention"]
     torch.manual_seed(0)
@@ -93,7 +93,7 @@ def test_every_token_of_the_vocabulary_is_some_rank_s() -> None:
     torch.testing.assert_close([first, second, one + other], [logits, logits, loss], rtol=1e-12, atol=1e-12)
 
 
-def test_gradients_of_a_vocabulary_in_parts() -> None:
+def test_gradients_of_a_vocabulary_in_parts():
     """A label at each border, in both parts, and none."""
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(7, 8, generator=rng, dtype=torch.float64, requires_grad=True)

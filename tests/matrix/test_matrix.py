@@ -61,7 +61,7 @@ def outcomes(
         matrix.close()
 
 
-def test_a_row(row: Row, outcomes: dict[str, Future[Outcome]]) -> None:
+def test_a_row(row, outcomes):
     outcome = outcomes[row.name].result()
     print("\n".join(outcome.commands))
     print(f"{outcome.seconds} s, first steps after {outcome.first_step_seconds} s, losses {outcome.worst} off")
@@ -75,13 +75,13 @@ def values(row: Row) -> dict[str, str]:
     return {factor: getattr(row, factor) for factor in FACTORS}
 
 
-def test_rows_have_every_pair_of_values() -> None:
+def test_rows_have_every_pair_of_values():
     assert set(all_pairs()) <= set(chain.from_iterable(pairs(values(row)) for row in ROWS))
     assert all(row.variant in MODELS[row.model] for row in ROWS) and len(ROWS) <= 48
     assert len({row.name for row in ROWS}) == len(ROWS)
 
 
-def test_every_preset_and_every_shipped_configuration_has_a_row() -> None:
+def test_every_preset_and_every_shipped_configuration_has_a_row():
     known = [variant.keys for variants in MODELS.values() for variant in variants]
     assert all(keys in [row.variant.keys for row in ROWS] for keys in known)
     shipped = {path.name for path in ROOT.glob("train_configs/*.toml")} - {"continue_hf.toml"}  # of any model
@@ -89,12 +89,12 @@ def test_every_preset_and_every_shipped_configuration_has_a_row() -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 3, 4])
-def test_parts_have_each_row_once(parts: int) -> None:
+def test_parts_have_each_row_once(parts):
     rows = [row for n in range(parts) for row in part_of(ROWS, f"{n + 1}/{parts}")]
     assert sorted(row.name for row in rows) == sorted(row.name for row in ROWS)
 
 
-def test_the_largest_run_fits_and_sharing_ranks_take_twice(tmp_path: Path) -> None:
+def test_the_largest_run_fits_and_sharing_ranks_take_twice(tmp_path):
     largest = next(row for row in ROWS if row.name.startswith("kimi-linear, one, compiled, none"))
     two, one = (Matrix(tmp_path, gpus, jobs=1) for gpus in (2, 1))
     argv = two.arguments("row", largest, row_keys(largest, "one"))
@@ -127,7 +127,7 @@ SMALL = Row(
 )
 
 
-def test_a_killed_row_resumes_and_is_compared(tiny: Matrix) -> None:
+def test_a_killed_row_resumes_and_is_compared(tiny):
     outcome = tiny.submit(SMALL).result()
     assert outcome.passed, [outcome.why, *outcome.tail]
     assert outcome.resumed_after in (2, 4) and len(outcome.commands) == len(outcome.first_step_seconds) == 2
@@ -137,7 +137,7 @@ def test_a_killed_row_resumes_and_is_compared(tiny: Matrix) -> None:
     assert '"passed": true' in tiny.out.read_text() and "NGPU=2" in outcome.commands[0]
 
 
-def test_a_row_that_is_refused_fails(tiny: Matrix) -> None:
+def test_a_row_that_is_refused_fails(tiny):
     outcome = tiny.submit(replace(SMALL, end="", variant=replace(TINY, seq_len=0))).result()
     assert not outcome.passed and "exit code 2" in outcome.why
     assert "training.seq_len = 0 must be" in "\n".join(outcome.tail)
@@ -146,7 +146,7 @@ def test_a_row_that_is_refused_fails(tiny: Matrix) -> None:
 @pytest.mark.parametrize(
     ("loss", "why"), [(2.003, "3: 2.003 and 2.0$"), (math.nan, "3: nan and 2.0$"), (None, "no loss of steps 3")]
 )
-def test_losses_that_differ_fail(loss: float | None, why: str) -> None:
+def test_losses_that_differ_fail(loss, why):
     baseline = {str(step): 2.0 for step in range(1, STEPS + 1)} | {"validation 2": 2.0, "validation 6": 2.0}
     outcome = Outcome("row", "debug", losses={**baseline, "3": loss})
     if loss is None:

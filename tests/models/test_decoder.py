@@ -38,12 +38,12 @@ def build(seed: int = 0) -> Decoder:
         ("hybrid", "debug", 0.578),
     ],
 )
-def test_parameter_counts(name: str, flavor: str, millions: float) -> None:
+def test_parameter_counts(name, flavor, millions):
     assert count_parameters(preset(name, flavor)) / 1e6 == pytest.approx(millions, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", [name for name, flavors in MODELS.items() if "debug" in flavors])
-def test_gradients_are_added_up_in_one_order(name: str) -> None:
+def test_gradients_are_added_up_in_one_order(name):
     """In float32 or wider, and the same on every run: nothing that compiled code would turn into atomic additions."""
     model = Decoder(preset(name, "debug"))
     initialise(model, seed=0)
@@ -55,14 +55,14 @@ def test_gradients_are_added_up_in_one_order(name: str) -> None:
     assert not sums.found
 
 
-def test_unknown_presets_are_refused() -> None:
+def test_unknown_presets_are_refused():
     with pytest.raises(ValueError, match=r"model.name = 'mamba'.*hybrid"):
         preset("mamba", "debug")
     with pytest.raises(ValueError, match=r"model.flavor = '7B'.*340M"):
         preset("hybrid", "7B")
 
 
-def test_initial_weights() -> None:
+def test_initial_weights():
     """As published: normal matrices, unit norms, decays within their ranges; a function of seed and name alone."""
     model, again, other = build(), build(), build(seed=1)
     for (name, p), q, r in zip(model.named_parameters(), again.parameters(), other.parameters(), strict=True):
@@ -79,7 +79,7 @@ def test_initial_weights() -> None:
         assert dt.min() >= 1e-3 * (1 - 1e-6) and dt.max() <= 0.1 * (1 + 1e-6)
 
 
-def test_the_ops_that_a_model_calls() -> None:
+def test_the_ops_that_a_model_calls():
     """Those that a run says at its start are those that run, decided before the first step."""
     dense = preset("hybrid", "debug")
     moe = MoEConfig(num_experts=2, top_k=1, hidden_dim=16)
@@ -111,7 +111,7 @@ def _noted(
     return taken(op, impl, *on, **dims)
 
 
-def test_documents_do_not_touch_each_other() -> None:
+def test_documents_do_not_touch_each_other():
     model, cu = build(), torch.tensor([0, 3, 70, 71, 100])
     positions = torch.cat([torch.arange(n) for n in cu.diff().tolist()])
     tokens = torch.randint(0, 256, (1, 100), generator=torch.Generator().manual_seed(0))
@@ -125,7 +125,7 @@ def test_documents_do_not_touch_each_other() -> None:
         assert difference.max() == 0.0
 
 
-def test_the_head_of_labels_is_the_loss_of_the_logits() -> None:
+def test_the_head_of_labels_is_the_loss_of_the_logits():
     model = build()
     tokens = torch.randint(0, 256, (1, 40), generator=torch.Generator().manual_seed(0))
     labels = tokens.roll(-1, 1)
@@ -137,7 +137,7 @@ def test_the_head_of_labels_is_the_loss_of_the_logits() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("cuts", [[1] * 20, [7, 13], [19, 1]])
-def test_steps_with_a_cache_equal_one_forward(cuts: list[int]) -> None:
+def test_steps_with_a_cache_equal_one_forward(cuts):
     model = build()
     tokens = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(0))
     caches, outputs, start = [LayerCache() for _ in model.layers], [], 0

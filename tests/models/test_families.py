@@ -99,7 +99,7 @@ def check(ours: tuple[Tensor, float, State], theirs: tuple[Tensor, float, State]
 
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("name", hf_models.MODELS)
-def test_model_is_theirs(name: str, documents: str, case: Callable[[str], Case]) -> None:
+def test_model_is_theirs(name, documents, case):
     c, bounds = case(name), DOCUMENTS[documents]
     plan = BatchPlan(positions(bounds), cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
     check(run(c.config, c.state, c.tokens, labels_of(c.tokens, bounds), plan), c.references[documents])
@@ -108,17 +108,13 @@ def test_model_is_theirs(name: str, documents: str, case: Callable[[str], Case])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("name", hf_models.MODELS)
-def test_model_is_theirs_at_cp_2(
-    name: str, documents: str, layout: str, case: Callable[[str], Case], worlds: Worlds
-) -> None:
+def test_model_is_theirs_at_cp_2(name, documents, layout, case, worlds):
     check_at_cp_2(case(name), documents, layout, "auto", worlds)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("method", ["ring", "allgather", "ulysses"])
-def test_latent_attention_by_every_method(
-    method: str, layout: str, case: Callable[[str], Case], worlds: Worlds
-) -> None:
+def test_latent_attention_by_every_method(method, layout, case, worlds):
     check_at_cp_2(case("Kimi-Linear"), "packed", layout, method, worlds)
 
 
@@ -133,7 +129,7 @@ def check_at_cp_2(c: Case, documents: str, layout: str, method: str, worlds: Wor
 
 
 @pytest.mark.parametrize("name", hf_models.MODELS)
-def test_decoding_goes_on_from_a_prefix(name: str, case: Callable[[str], Case]) -> None:
+def test_decoding_goes_on_from_a_prefix(name, case):
     """Chunks of a text and then single tokens, with caches, give the logits of the whole text. In float64."""
     c = case(name)
     model = Decoder(c.config).double()
@@ -149,7 +145,7 @@ def test_decoding_goes_on_from_a_prefix(name: str, case: Callable[[str], Case]) 
 
 
 @pytest.mark.parametrize("name", hf_models.MODELS)
-def test_folders_go_in_and_out_unchanged(name: str, case: Callable[[str], Case]) -> None:
+def test_folders_go_in_and_out_unchanged(name, case):
     """In both spellings, each tensor in its own dtype, and config.json."""
     c = case(name)
     assert config_from_hf(config_to_hf(c.family, c.config)) == (c.family, c.config)
@@ -164,7 +160,7 @@ def test_folders_go_in_and_out_unchanged(name: str, case: Callable[[str], Case])
 
 
 @pytest.mark.parametrize("name", hf_models.MODELS)
-def test_transformers_reads_what_we_write(name: str, case: Callable[[str], Case], tmp_path: Path) -> None:
+def test_transformers_reads_what_we_write(name, case, tmp_path):
     """In the spelling that is written by default: no missing and no unexpected tensor, and the same weights."""
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
@@ -181,7 +177,7 @@ def test_transformers_reads_what_we_write(name: str, case: Callable[[str], Case]
 
 
 @pytest.mark.parametrize("name", hf_models.MODELS)
-def test_every_row_is_used_once(name: str, case: Callable[[str], Case]) -> None:
+def test_every_row_is_used_once(name, case):
     """The table is a bijection, and pieces of a slice are the slice of the pieces."""
     c = case(name)
     for on_disk in (None, *({n: tuple(t.shape) for n, t in x.items()} for x in (c.disk, c.live))):
@@ -204,7 +200,7 @@ def test_every_row_is_used_once(name: str, case: Callable[[str], Case]) -> None:
         assert on_disk is None or used.keys() == on_disk.keys()
 
 
-def test_errors_list_every_tensor(case: Callable[[str], Case]) -> None:
+def test_errors_list_every_tensor(case):
     c = case("Kimi-Linear")
     broken = dict(c.disk)
     del broken["model.norm.weight"], broken["model.layers.1.block_sparse_moe.experts.5.w2.weight"]
@@ -257,7 +253,7 @@ def test_errors_list_every_tensor(case: Callable[[str], Case]) -> None:
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 2.0}}, "and at most a head's"),
     ],
 )
-def test_what_we_do_not_have_is_refused(change: dict, words: str, case: Callable[[str], Case]) -> None:
+def test_what_we_do_not_have_is_refused(change, words, case):
     c = case("Qwen3.5, tied")
     written = {k: v for k, v in (config_to_hf(c.family, c.config) | change).items() if v is not None}
     with pytest.raises(ValueError, match=words.replace("[", r"\[")):
@@ -280,7 +276,7 @@ def with_options(name: str, kind: type, **options: object) -> ModelConfig:
     ],
     ids=["as wide as the model", "four times as wide", "Kimi, tied", "Nemotron, tied"],
 )
-def test_transformers_computes_what_we_write(family: str, model: ModelConfig, tmp_path: Path) -> None:
+def test_transformers_computes_what_we_write(family, model, tmp_path):
     from transformers import AutoModelForCausalLM
 
     ours, tokens = Decoder(model), torch.arange(24).unsqueeze(0)
@@ -308,17 +304,17 @@ def test_transformers_computes_what_we_write(family: str, model: ModelConfig, tm
         ("OlmoHybridForCausalLM", replace(preset("olmo-hybrid", "7B"), num_layers=3), "every layer is gdn, and this"),
     ],
 )
-def test_what_transformers_would_not_compute_is_not_written(family: str, model: ModelConfig, words: str) -> None:
+def test_what_transformers_would_not_compute_is_not_written(family, model, words):
     with pytest.raises(ValueError, match=words):
         config_to_hf(family, model)
 
 
-def test_a_family_of_experts_is_not_asked_for_a_model_without() -> None:
+def test_a_family_of_experts_is_not_asked_for_a_model_without():
     attention = MODELS["hybrid"]["debug"].pattern[2]
     assert find_family(replace(MODELS["hybrid"]["debug"], pattern=(attention,))) == "TitanLinearForCausalLM"
 
 
-def test_rope_by_type_of_layer(case: Callable[[str], Case]) -> None:
+def test_rope_by_type_of_layer(case):
     c = case("Qwen3.5, tied")
     written = config_to_hf(c.family, c.config)
     plain = {"rope_type": "default", "rope_theta": 123.0, "partial_rotary_factor": 0.5}
@@ -348,7 +344,7 @@ QWEN, KIMI = ("Qwen3_5MoeForCausalLM", "qwen3.5"), ("KimiLinearForCausalLM", "ki
         (KIMI, {"topk_group": 1, "num_experts_per_token": 3}, "top_k = 3, more than the experts of top_groups = 1"),
     ],
 )
-def test_numbers_at_odds_are_refused(model: tuple[str, str], change: dict, words: str) -> None:
+def test_numbers_at_odds_are_refused(model, change, words):
     family, name = model
     written = config_to_hf(family, MODELS[name]["debug"])
     assert change.keys() <= written.keys()
@@ -394,7 +390,7 @@ def test_numbers_at_odds_are_refused(model: tuple[str, str], change: dict, words
         ("granite-h", {"architectures": None, "ssm_cfg": {"layer": "Mamba2"}}, "mamba_ssm's own format is not read"),
     ],
 )
-def test_what_is_not_as_we_have_it_is_refused(name: str, change: dict, words: str) -> None:
+def test_what_is_not_as_we_have_it_is_refused(name, change, words):
     written = config_to_hf(find_family(MODELS[name]["debug"]), MODELS[name]["debug"]) | change
     with pytest.raises(ValueError, match=re.escape(words)):
         config_from_hf({key: value for key, value in written.items() if value is not None})
@@ -425,7 +421,7 @@ def as_we_read(config: dict) -> tuple[str, ModelConfig] | None:
 
 @pytest.mark.parametrize("how", ["missing", "null"])
 @pytest.mark.parametrize("name", hf_models.MODELS)
-def test_what_a_folder_leaves_out_is_as_transformers_has_it(name: str, how: str) -> None:
+def test_what_a_folder_leaves_out_is_as_transformers_has_it(name, how):
     """Of each key in turn: we read what the installed class makes of the rest, or refuse it."""
     model = hf_models.MODELS[name]()
     kind, written = type(model.config), model.config.to_dict() | {"architectures": [type(model).__name__]}
@@ -444,7 +440,7 @@ def test_what_a_folder_leaves_out_is_as_transformers_has_it(name: str, how: str)
     assert not wrong and read > 20, (wrong, read)
 
 
-def test_limits_of_time_steps() -> None:
+def test_limits_of_time_steps():
     """Infinity as an object, as JSON has no number for it, or as Python writes it; transformers' own lower limit."""
     model = MODELS["nemotron-h"]["debug"]
     for low, high in ((0.0, math.inf), (1e-3, math.inf), (1e-3, 0.1)):
@@ -457,7 +453,7 @@ def test_limits_of_time_steps() -> None:
             assert (mamba.dt_min, mamba.dt_max) == (low, high)
 
 
-def test_minimax_rotates_part_of_a_head() -> None:
+def test_minimax_rotates_part_of_a_head():
     """As many channels as the published config.json says, which has no fraction of them; all without it."""
     written = config_to_hf("MiniMaxForCausalLM", preset("minimax", "text-01")) | {"rope_parameters": None}
     assert (written["rotary_dim"], written["head_dim"]) == (64, 128)
@@ -469,19 +465,19 @@ def test_minimax_rotates_part_of_a_head() -> None:
     assert attention.rotary_fraction == 1.0
 
 
-def test_no_preset_is_at_odds_with_itself() -> None:
+def test_no_preset_is_at_odds_with_itself():
     for model in (model for sizes in MODELS.values() for model in sizes.values()):
         check_values(model)
 
 
-def test_one_group_holds_all_experts(case: Callable[[str], Case]) -> None:
+def test_one_group_holds_all_experts(case):
     """Of experts that are not in groups none are left out, whatever `topk_group` says."""
     written = config_to_hf("KimiLinearForCausalLM", MODELS["kimi-linear"]["debug"])
     ungrouped = {"num_expert_group": 1, "topk_group": 3, "num_experts_per_token": 8}
     assert config_from_hf(written | ungrouped)[1].moe.top_k == 8
 
 
-def test_a_key_of_another_family_says_nothing() -> None:
+def test_a_key_of_another_family_says_nothing():
     """Qwen3.5 normalises the weights of experts and has them in every layer, whatever Qwen3-Next's keys say."""
     for family, other in (("Qwen3_5MoeForCausalLM", False), ("Qwen3NextForCausalLM", True)):
         written = config_to_hf(family, PUBLISHED["qwen3.5"]["debug"])
@@ -489,13 +485,13 @@ def test_a_key_of_another_family_says_nothing() -> None:
         assert read.moe.normalise != other and read.dense_layers == ((0,) if other else ())
 
 
-def test_numbers_without_a_point(case: Callable[[str], Case]) -> None:
+def test_numbers_without_a_point(case):
     """JSON's 0 and 1 for a coefficient or a scale."""
     c = case("Kimi-Linear")
     check_values(replace(c.config, moe=replace(c.config.moe, balance_coefficient=0, scale=1), init_std=0))
 
 
-def test_a_head_is_tied_as_the_whole_model_says(case: Callable[[str], Case]) -> None:
+def test_a_head_is_tied_as_the_whole_model_says(case):
     """Of a model with vision beside the text: transformers ties by the key outside of text_config."""
     c = case("Qwen3.5, tied")
     text = config_to_hf(c.family, c.config)
@@ -504,7 +500,7 @@ def test_a_head_is_tied_as_the_whole_model_says(case: Callable[[str], Case]) -> 
         assert config_from_hf(wrapped)[1].tie_embeddings == outside
 
 
-def test_positions_are_said_or_refused() -> None:
+def test_positions_are_said_or_refused():
     """What transformers takes for 10000, vLLM takes for none."""
     written = config_to_hf("OlmoHybridForCausalLM", preset("olmo-hybrid", "7B"))
     for rope in (None, {}, {"rope_type": "default"}):
@@ -523,7 +519,7 @@ def without_shared_experts() -> dict[str, torch.nn.Module]:
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.parametrize("name", ["Kimi-Linear", "Qwen3-Next"])
-def test_a_family_without_shared_experts(name: str, tmp_path: Path) -> None:
+def test_a_family_without_shared_experts(name, tmp_path):
     """The model is theirs, its config.json goes there and back, and the key may be null."""
     model = hf_models.randomise(without_shared_experts()[name])
     written, disk = hf_models.save(model, tmp_path)
@@ -541,7 +537,7 @@ def test_a_family_without_shared_experts(name: str, tmp_path: Path) -> None:
     assert relative(ours[0], logits) < 1e-5 and abs(ours[1] - loss) < 1e-5 * loss
 
 
-def test_vision_language_folders(case: Callable[[str], Case]) -> None:
+def test_vision_language_folders(case):
     """The language model of a folder that holds a vision tower and multi-token prediction too."""
     c = case("Qwen3.5, tied")
     written = config_to_hf(c.family, c.config)
@@ -553,7 +549,7 @@ def test_vision_language_folders(case: Callable[[str], Case]) -> None:
     assert all(torch.equal(state[n], t) for n, t in c.state.items())
 
 
-def test_experts_of_lfm2_moe_in_float64(case: Callable[[str], Case]) -> None:
+def test_experts_of_lfm2_moe_in_float64(case):
     """What it adds to the sum of a token's weights shows: 1e-6. (Its norms and positions are in float32.)"""
     c = case("LFM2-MoE")
     theirs, ours = hf_models.build("LFM2-MoE").double(), Decoder(c.config).double()
@@ -565,7 +561,7 @@ def test_experts_of_lfm2_moe_in_float64(case: Callable[[str], Case]) -> None:
         assert relative(y, theirs.model.layers[1].feed_forward(x)) < 1e-12
 
 
-def test_layers_that_predict_further_tokens(case: Callable[[str], Case]) -> None:
+def test_layers_that_predict_further_tokens(case):
     """Ling 3 has them after its last layer."""
     ling, kimi = case("Ling 3"), case("Kimi-Linear")
     more = {"model.layers.2.eh_proj.weight": torch.zeros(2)}
@@ -658,7 +654,7 @@ def fla_attention(tmp_path: Path) -> tuple[Case, dict, State]:
 
 
 @pytest.mark.parametrize("make", [fla_kda, fla_gdn, fla_attention])
-def test_fla_models(make: Callable[[Path], tuple[Case, dict, State]], tmp_path: Path) -> None:
+def test_fla_models(make, tmp_path):
     c, written, tensors = make(tmp_path)
     common = dict(
         vocab_size=hf_models.VOCAB,
@@ -681,7 +677,7 @@ def test_fla_models(make: Callable[[Path], tuple[Case, dict, State]], tmp_path: 
         assert abs(loss - theirs[1]) < 1e-5 * theirs[1]
 
 
-def test_fla_hybrids() -> None:
+def test_fla_hybrids():
     """Softmax layers among linear ones: config.json and names, there and back."""
     attn = dict(layers=[1, 3], num_heads=4, num_kv_heads=2, qkv_bias=False, window_size=None, rope_theta=5000.0)
     written = dict(
@@ -708,14 +704,14 @@ def test_fla_hybrids() -> None:
 
 
 @pytest.mark.parametrize(("kind", "expand"), [("KDA", 1), ("GatedDeltaNet", 2)])
-def test_fla_values_are_as_wide_as_its_classes_have_them(kind: str, expand: int) -> None:
+def test_fla_values_are_as_wide_as_its_classes_have_them(kind, expand):
     """expand_v is 1 by default in KDAConfig, 2 in GatedDeltaNetConfig."""
     written = dict(architectures=[f"{kind}ForCausalLM"], vocab_size=97, hidden_size=32, num_hidden_layers=1)
     (mixer,) = config_from_hf(written | dict(num_heads=2, head_dim=8))[1].mixers
     assert mixer.v_head_dim == 8 * expand
 
 
-def test_ling_3_without_types_of_layers() -> None:
+def test_ling_3_without_types_of_layers():
     """Every sixth layer is softmax, as in transformers' class."""
     written = config_to_hf("BailingHybridForCausalLM", preset("ling-3", "flash"))
     del written["layer_types"]

@@ -84,7 +84,7 @@ def magnitudes(mixer: nn.Module, gate: Tensor, d_gate: Tensor) -> dict[str, Tens
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_a_compiled_block(mixer: str) -> None:
+def test_a_compiled_block(mixer):
     """A rounding is 2^-9 at most. What the residual goes through has one; gradients of weights are at the end of a
     chain of products, four of them at most (0.9 to 4.0 roundings on an H200)."""
     torch._dynamo.reset()

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.worlds import Worlds
 from titan_linear.models import init
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.draws import Elements, normal, ones, stream, time_step_bias, uniform_decay
@@ -29,7 +28,7 @@ def drawn(name: str = "a", seed: int = 0, n: int = N) -> Tensor:
 # --- The numbers -----------------------------------------------------------------------------------------------------
 
 
-def test_bits_are_those_of_splitmix64() -> None:
+def test_bits_are_those_of_splitmix64():
     """The first numbers of the published generator for the seed 1234567."""
     golden = np.uint64(0x9E3779B97F4A7C15)
     bits = Elements((np.uint64(1234567), golden), np.arange(1, 6, dtype=np.uint64)).bits()
@@ -42,7 +41,7 @@ def test_bits_are_those_of_splitmix64() -> None:
     ]
 
 
-def test_numbers_are_normal() -> None:
+def test_numbers_are_normal():
     """Moments and correlations within five standard deviations of their estimates over N numbers."""
     z = drawn()
     assert abs(z.mean()) < 5 / math.sqrt(N)
@@ -59,14 +58,14 @@ def test_numbers_are_normal() -> None:
         assert abs((z * other).mean()) < 5 / math.sqrt(N)
 
 
-def test_numbers_are_uniform() -> None:
+def test_numbers_are_uniform():
     u = Elements(stream(0, "a"), np.arange(N, dtype=np.uint64)).uniform()
     assert u.min() > 0 and u.max() < 1
     counts = torch.histc(u, 64, 0, 1)
     assert (counts - N / 64).abs().max() < 5 * math.sqrt(N / 64)
 
 
-def test_decays_and_time_steps_are_in_their_ranges() -> None:
+def test_decays_and_time_steps_are_in_their_ranges():
     elements = Elements(stream(0, "a"), np.arange(N, dtype=np.uint64))
     for low in (0.0, 1.0):
         decay = uniform_decay(low)(elements).exp()
@@ -94,7 +93,7 @@ def part(shape: tuple[int, ...], box: tuple[slice, ...]) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", [(7,), (130_001,), (13, 5), (257, 1031), (3, 10, 6), (5, 129, 33), (2, 3, 4, 5)])
-def test_parts_equal_the_whole(shape: tuple[int, ...], small_blocks: None) -> None:
+def test_parts_equal_the_whole(shape, small_blocks):
     """To the last bit, for boxes at odd offsets and of odd sizes, empty ones too; across blocks."""
     whole, rng = part(shape, tuple(slice(0, n) for n in shape)), np.random.default_rng(0)
     assert torch.equal(whole.flatten(), drawn(n=whole.numel()).float())
@@ -104,7 +103,7 @@ def test_parts_equal_the_whole(shape: tuple[int, ...], small_blocks: None) -> No
         assert torch.equal(part(shape, box), whole[box]), box
 
 
-def test_a_part_across_buffers(small_blocks: None) -> None:
+def test_a_part_across_buffers(small_blocks):
     n = init.BUFFER + init.BLOCK + 77
     whole = part((n,), (slice(0, n),))
     assert torch.equal(part((n,), (slice(init.BUFFER - 5, n),)), whole[init.BUFFER - 5 :])
@@ -191,6 +190,6 @@ def fsdp_on_rank(rank: int, world_size: int, tensor_parallel: int) -> list[str]:
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-def test_sharded_parameters_equal_those_of_one_process(processes: int, worlds: Worlds) -> None:
+def test_sharded_parameters_equal_those_of_one_process(processes, worlds):
     assert worlds(processes).run(shard_on_rank) == [[]] * processes
     assert worlds(processes).run(fsdp_on_rank, processes // 2) == [[]] * processes

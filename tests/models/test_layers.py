@@ -9,7 +9,7 @@ from titan_linear.models.layers import QUERIES, angles, attention_entropy, rotat
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("rows", [False, True])
 @pytest.mark.parametrize("dim", [16, 4])
-def test_rotation_one_channel_at_a_time(dim: int, rows: bool, dtype: torch.dtype) -> None:
+def test_rotation_one_channel_at_a_time(dim, rows, dtype):
     """By the formula, with angles in float64, to the last bit; channels after the first `dim` stay."""
     B, T, H, D = 2, 9, 3, 16
     x = torch.randn(B, T, H, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
@@ -28,7 +28,7 @@ def test_rotation_one_channel_at_a_time(dim: int, rows: bool, dtype: torch.dtype
     assert torch.equal(got, want)
 
 
-def test_queries_that_see_one_key_have_no_entropy() -> None:
+def test_queries_that_see_one_key_have_no_entropy():
     """They are not counted: the first of each document."""
     q, k = torch.randn(2, 1, QUERIES, 2, 4, generator=torch.Generator().manual_seed(0))
     shares, count = attention_entropy(q, torch.zeros_like(k), torch.tensor([0, 1, QUERIES]))

@@ -51,13 +51,13 @@ def build(mixer: Entry) -> Decoder:
     return model
 
 
-def test_there_is_a_case_of_each() -> None:
+def test_there_is_a_case_of_each():
     assert OPTIONS.keys() == MIXERS.keys()
     assert all(type(OPTIONS[name]) is kind and kind.name == name for name, kind in MIXERS.items())
 
 
 @pytest.mark.parametrize("name", MIXERS)
-def test_ops_are_those_that_it_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ops_are_those_that_it_calls(name, monkeypatch):
     called: dict[str, dict[str, int]] = {}
 
     def record(module: Any, op: str, sizes: Any) -> None:
@@ -83,7 +83,7 @@ def test_ops_are_those_that_it_calls(name: str, monkeypatch: pytest.MonkeyPatch)
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", MIXERS)
-def test_what_grows_in_its_cache(name: str) -> None:
+def test_what_grows_in_its_cache(name):
     model, caches = build(OPTIONS[name]), []
     for length in (5, 9):
         cache = LayerCache()
@@ -95,7 +95,7 @@ def test_what_grows_in_its_cache(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MIXERS)
-def test_gates_are_kept_whole_and_wide(name: str) -> None:
+def test_gates_are_kept_whole_and_wide(name):
     model = build(OPTIONS[name])
     set_dtype(model, torch.bfloat16)
     whole = set(replicated_parameters(model))
@@ -119,21 +119,21 @@ def test_gates_are_kept_whole_and_wide(name: str) -> None:
         ("mla", 4, None),
     ],
 )
-def test_heads_that_cannot_be_split(name: str, ranks: int, said: str | None) -> None:
+def test_heads_that_cannot_be_split(name, ranks, said):
     assert OPTIONS[name].indivisible_heads(ranks) == said
 
 
-def test_key_heads_that_cannot_be_split() -> None:
+def test_key_heads_that_cannot_be_split():
     """Fewer key heads than ranks are shared, if each rank needs one alone."""
     assert Attention(heads=12, kv_heads=4, head_dim=8).indivisible_heads(6) == "4 key heads"
 
 
-def test_rotary_channels() -> None:
+def test_rotary_channels():
     assert [OPTIONS[name].rotary for name in MIXERS] == [None] * 6 + [(10000.0, 4, ()), None]
     assert replace(OPTIONS["attention"], rope_theta=None).rotary is None
 
 
-def test_mixers_side_by_side() -> None:
+def test_mixers_side_by_side():
     """A layer adds what each of them gives."""
     kda, attention = OPTIONS["kda"], OPTIONS["attention"]
     model = build((kda, attention, replace(kda, conv_size=3))).double()
@@ -148,7 +148,7 @@ def test_mixers_side_by_side() -> None:
 
 
 @torch.no_grad()
-def test_caches_of_mixers_side_by_side() -> None:
+def test_caches_of_mixers_side_by_side():
     model = build((OPTIONS["kda"], OPTIONS["mamba2"], OPTIONS["attention"])).double()
     tokens = torch.arange(9).unsqueeze(0)
     caches = [LayerCache()]
@@ -156,7 +156,7 @@ def test_caches_of_mixers_side_by_side() -> None:
     torch.testing.assert_close(torch.cat(parts, 1), model(tokens, BatchPlan(torch.arange(9))), rtol=1e-9, atol=1e-12)
 
 
-def test_differences_of_models() -> None:
+def test_differences_of_models():
     """Of the function alone: a pattern and its repetition are the same, and so are models trained in other ways."""
     ours = preset("hybrid", "debug")
     assert not differences(ours, replace(ours, pattern=ours.pattern * 2, init_std=0.1))

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tests.ops.inputs import tokens_of
-from tests.worlds import Worlds
 from titan_linear.data import IGNORE
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.decoder import Decoder
@@ -75,7 +74,7 @@ def inputs(T: int) -> Tensor:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_token_by_token(name: str) -> None:
+def test_token_by_token(name):
     moe, x = build(CONFIGS[name]), inputs(37).requires_grad_()
     grads = []
     for forward in (lambda: moe(x.unsqueeze(0), BatchPlan(torch.arange(37)))[0][0], lambda: token_by_token(moe, x)):
@@ -86,7 +85,7 @@ def test_token_by_token(name: str) -> None:
         assert (a - b).abs().max() < 1e-12 * max(1, b.abs().max())
 
 
-def test_an_expert_without_tokens() -> None:
+def test_an_expert_without_tokens():
     weight = torch.randn(3, 5, DIM, dtype=torch.float64, requires_grad=True)
     x = inputs(4).requires_grad_()
     y = grouped_linear(x, weight, torch.tensor([1, 0, 3]))
@@ -95,7 +94,7 @@ def test_an_expert_without_tokens() -> None:
     assert not weight.grad[1].any() and weight.grad[0].any() and x.grad.all()
 
 
-def test_load_balance_loss_is_that_of_transformers() -> None:
+def test_load_balance_loss_is_that_of_transformers():
     """Of one layer and one stream; ours is a sum over tokens."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # slow to import: not in workers
 
@@ -124,7 +123,7 @@ def balance_on_rank(rank: int, world_size: int, layout: str) -> tuple[Tensor, Te
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_load_balance_loss_of_each_stream_under_cp(layout: str, worlds: Worlds) -> None:
+def test_load_balance_loss_of_each_stream_under_cp(layout, worlds):
     moe, x = build(replace(SOFTMAX, balance_coefficient=0.5)), inputs(64)
     alone = sum(moe(part.unsqueeze(0), BatchPlan(torch.arange(32)))[1] for part in x.split(32))
     together = moe(x.unsqueeze(0), BatchPlan(torch.arange(64), num_streams=2))[1]
@@ -153,7 +152,7 @@ def loads_on_rank(rank: int, world_size: int) -> Tensor:
     return moe.router.selection_bias - before
 
 
-def test_selection_bias_moves_towards_equal_loads(worlds: Worlds) -> None:
+def test_selection_bias_moves_towards_equal_loads(worlds):
     moe = build(SIGMOID)
     loads = torch.bincount(moe.router(inputs(64))[0].flatten(), minlength=8)
     expected = 0.125 * torch.sign(16 - loads)
@@ -166,7 +165,7 @@ GPU = torch.device("cuda")
 
 
 @pytest.mark.parametrize(("hidden", "dim"), [(64, 128), (24, 8), (60, 128), (4, 8), (64, 36)])
-def test_grouped_mm_is_chosen_for_sizes_that_it_takes(hidden: int, dim: int) -> None:
+def test_grouped_mm_is_chosen_for_sizes_that_it_takes(hidden, dim):
     """For two ranks' experts: at the start of a run, at both products, and as PyTorch says on the meta device."""
     config = replace(PUBLISHED["qwen3.5"]["debug"], dim=dim, moe=MoEConfig(4, 2, 2 * hidden))
     at_start = experts.GROUPED_LINEAR.choose("auto", GPU, torch.bfloat16, **config.ops(tp=2)["grouped_linear"])
@@ -189,7 +188,7 @@ def grouped_mm_takes(I: int, O: int) -> bool:
     return True
 
 
-def test_the_sizes_of_experts_reach_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sizes_of_experts_reach_the_choice(monkeypatch):
     asked, moe = [], build(SOFTMAX)
     taken = Op.implementation
     monkeypatch.setattr(Op, "implementation", lambda *of, **dims: (asked.append(dims), taken(*of, **dims))[1])
@@ -198,7 +197,7 @@ def test_the_sizes_of_experts_reach_the_choice(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.cuda
-def test_grouped_product_on_cuda() -> None:
+def test_grouped_product_on_cuda():
     """One kernel in bfloat16, against the loop in float64: errors of bfloat16's rounding."""
     torch.manual_seed(0)
     counts = torch.tensor([37, 0, 1, 200, 5, 13], device="cuda")
@@ -217,7 +216,7 @@ def test_grouped_product_on_cuda() -> None:
 
 
 @pytest.mark.parametrize("labelled", [0, 3, 40])
-def test_the_load_balance_loss_is_a_mean_over_all_tokens(labelled: int) -> None:
+def test_the_load_balance_loss_is_a_mean_over_all_tokens(labelled):
     """Of a step of two micro-batches of which few tokens, or none, have a label: answers alone."""
     config = PUBLISHED["qwen3.5"]["debug"]
     config = replace(config, moe=replace(config.moe, balance_coefficient=0.5))

@@ -118,7 +118,7 @@ def tokens_of(rows: int, length: int = T) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_file_is_our_model(name: str, folders: Callable) -> None:
+def test_the_file_is_our_model(name, folders):
     """Logits, in float64 to the last places and in float32; the loss and its gradients."""
     folder, ours = folders(name)
     tokens, plan = tokens_of(2), BatchPlan(torch.arange(T))
@@ -143,7 +143,7 @@ def test_the_file_is_our_model(name: str, folders: Callable) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_generation(name: str, folders: Callable) -> None:
+def test_generation(name, folders):
     """With a cache and without one, as ours; prompts of other lengths in one batch do not change a row's text."""
     folder, ours = folders(name)
     model, rows = theirs(folder), [row.tolist() for row in tokens_of(2, 40)]
@@ -164,9 +164,7 @@ def test_generation(name: str, folders: Callable) -> None:
     assert beams[0] == beams[1]
 
 
-def test_generation_reads_each_token_once_and_warns_of_nothing(
-    folders: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_generation_reads_each_token_once_and_warns_of_nothing(folders, monkeypatch):
     """By the cache that this version of transformers hands on, under its own name."""
     model = AutoModelForCausalLM.from_pretrained(folders("hybrid debug")[0], trust_remote_code=True)
     read, warnings, embed = [], [], model.model.embeddings.forward
@@ -179,7 +177,7 @@ def test_generation_reads_each_token_once_and_warns_of_nothing(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_in_and_out(name: str, folders: Callable, tmp_path: Path) -> None:
+def test_in_and_out(name, folders, tmp_path):
     """Our folder comes back with the same bytes, and so does what transformers saves of it."""
     folder, _ = folders(name)
     theirs(folder).save_pretrained(tmp_path / "saved")
@@ -198,7 +196,7 @@ def test_in_and_out(name: str, folders: Callable, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_flas_names_stay(name: str, folders: Callable) -> None:
+def test_flas_names_stay(name, folders):
     """Whoever has flash-linear-attention opens the folder with it: its keys are there, and its class's name."""
     folder, _ = folders(name)
     written = json.loads((folder / "config.json").read_bytes())
@@ -217,13 +215,13 @@ def test_flas_names_stay(name: str, folders: Callable) -> None:
         CONFIG_MAPPING._extra_content.pop(Theirs.model_type)
 
 
-def test_what_the_file_does_not_have() -> None:
+def test_what_the_file_does_not_have():
     latent = MLA(heads=2, kv_rank=16, nope_dim=16, shared_k_dim=8, v_dim=16)
     with pytest.raises(ValueError, match=r"no Hugging Face architecture .* none has layers gdn, mla"):
         find_family(replace(HYBRID, pattern=(_GDN, latent)))
 
 
-def test_a_pattern_of_another_time(folders: Callable, tmp_path: Path) -> None:
+def test_a_pattern_of_another_time(folders, tmp_path):
     folder, _ = folders("hybrid debug")
     written = json.loads((folder / "config.json").read_bytes())
     for change in ({"kind": "mamba"}, {"window": 3}):
@@ -252,7 +250,7 @@ def test_a_pattern_of_another_time(folders: Callable, tmp_path: Path) -> None:
         ("lower_bound", True, r"lower_bound = True, which must be a valid number"),
     ],
 )
-def test_an_option_of_another_type_or_range(name: str, value: object, message: str) -> None:
+def test_an_option_of_another_type_or_range(name, value, message):
     config = config_to_hf(find_family(HYBRID), HYBRID)
     assert config_from_hf(config)[1] == HYBRID
     config["pattern"] = [config["pattern"][0] | {name: value}]
@@ -260,7 +258,7 @@ def test_an_option_of_another_type_or_range(name: str, value: object, message: s
         config_from_hf(config)
 
 
-def test_options_take_one_or_two_as_the_range_of_beta() -> None:
+def test_options_take_one_or_two_as_the_range_of_beta():
     assert replace(_GDN, beta_range=2).beta_range == 2
     for value in (0.0, 3.0, "two"):
         with pytest.raises(ValueError, match=rf"beta_range = {value!r} of gdn: must be 1, or 2"):

@@ -7,7 +7,7 @@ from copy import deepcopy
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.layers import GatedRMSNorm, RMSNorm
@@ -30,7 +30,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
         (GatedRMSNorm(512, 1e-6, "sigmoid"), (randn(64, 512), randn(64, 512, seed=1))),
     ],
 )
-def test_norms_round_once(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+def test_norms_round_once(module, arguments):
     with torch.no_grad():
         module.weight.copy_(randn(512, seed=2))
         got = deepcopy(module).bfloat16()(*arguments)
@@ -38,7 +38,7 @@ def test_norms_round_once(module: nn.Module, arguments: tuple[Tensor, ...]) -> N
     assert got.dtype == torch.bfloat16 and ((got - want).abs() <= ONCE * want.abs() + 1e-7).all()
 
 
-def test_a_router_scores_in_float32() -> None:
+def test_a_router_scores_in_float32():
     router = Router(256, MoEConfig(num_experts=8, top_k=2, hidden_dim=16))
     with torch.no_grad():
         router.weight.copy_(randn(8, 256, seed=1))
@@ -48,7 +48,7 @@ def test_a_router_scores_in_float32() -> None:
     torch.testing.assert_close(scores.double(), want, rtol=1e-5, atol=1e-7)
 
 
-def test_logits_are_not_rounded() -> None:
+def test_logits_are_not_rounded():
     """Of bfloat16's 10 the next number is 10.0625: the loss would show it."""
     x, weight, labels = 2 * randn(256, 64), randn(320, 64, seed=1), torch.arange(256)
     want = F.cross_entropy(x.double() @ weight.double().T, labels, reduction="sum")

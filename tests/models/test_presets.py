@@ -95,16 +95,16 @@ def digest(sizes: dict[str, ModelConfig]) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-def test_no_number_of_a_published_size_changes() -> None:
+def test_no_number_of_a_published_size_changes():
     assert {name: digest(sizes) for name, sizes in PUBLISHED.items()} == DIGESTS
 
 
-def test_every_published_size_is_counted() -> None:
+def test_every_published_size_is_counted():
     assert set(COUNTS | BY_THEIR_AUTHORS) == {(n, f) for n in MODELS if n not in OWN for f in MODELS[n] if f != "debug"}
 
 
 @pytest.mark.parametrize(("name", "flavor"), COUNTS)
-def test_parameter_counts(name: str, flavor: str) -> None:
+def test_parameter_counts(name, flavor):
     config = preset(name, flavor)
     written = config_to_hf(family_of(name, config), config)
     model_type = written.pop("model_type")
@@ -117,12 +117,12 @@ def test_parameter_counts(name: str, flavor: str) -> None:
         assert config_from_hf(read | {"architectures": [type(theirs).__name__]}) == (type(theirs).__name__, config)
 
 
-def test_parameter_counts_of_their_authors() -> None:
+def test_parameter_counts_of_their_authors():
     assert {which: count_parameters(preset(*which)) for which in BY_THEIR_AUTHORS} == BY_THEIR_AUTHORS
 
 
 @pytest.mark.parametrize(("name", "flavor"), [("qwen3-next", "80B-A3B"), ("kimi-linear", "48B-A3B")])
-def test_adapters_of_the_large_ones(name: str, flavor: str) -> None:
+def test_adapters_of_the_large_ones(name, flavor):
     """The whole table, and that a rank of 64 asks for 1/64 of the elements."""
     config = preset(name, flavor)
     table = placements(config, family_of(name, config))
@@ -141,7 +141,7 @@ def test_adapters_of_the_large_ones(name: str, flavor: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "flavor"), [(n, f) for n in MODELS for f in MODELS[n]])
-def test_presets_can_be_saved(name: str, flavor: str) -> None:
+def test_presets_can_be_saved(name, flavor):
     """As their family; a hybrid as ours, for FLA's models do not have its softmax layers."""
     config = preset(name, flavor)
     if name == "hybrid":
@@ -157,7 +157,7 @@ def test_presets_can_be_saved(name: str, flavor: str) -> None:
         assert back == config
 
 
-def test_a_dense_qwen3_next() -> None:
+def test_a_dense_qwen3_next():
     """Without experts it is the function of a Qwen3.5, in other names."""
     config = preset("qwen3.5", "0.8B")
     family, back = config_from_hf(config_to_hf("Qwen3NextForCausalLM", config))
@@ -166,13 +166,13 @@ def test_a_dense_qwen3_next() -> None:
     assert "model.layers.0.linear_attn.in_proj_qkvz.weight" in names and "model.layers.0.mlp.up_proj.weight" in names
 
 
-def test_the_table_names_every_preset() -> None:
+def test_the_table_names_every_preset():
     rows = [line.split()[:2] for line in flavors().partition("\n\n")[0].splitlines()[1:]]
     assert rows == [[name, flavor] for name, sizes in MODELS.items() for flavor in sizes]
     assert sorted(NAMES) == sorted(MODELS)
 
 
-def test_keys_change_sizes_pattern_and_options() -> None:
+def test_keys_change_sizes_pattern_and_options():
     keys = ["--model.flavor=340M", "--model.dim=256", "--model.num_layers=6", "--model.hidden_dim=512"]
     keys += ['--model.pattern=["kda", "attention"]', "--model.kda.heads=2", "--model.kda.v_heads", "4"]
     keys += ["--model.attention={heads = 4, kv_heads = 2, rope_theta = 1e4}", "--model.kda.lower_bound="]
@@ -189,18 +189,18 @@ def test_keys_change_sizes_pattern_and_options() -> None:
     assert resized_by(["--model.moe={num_experts = 4, top_k = 2, hidden_dim = 8}"]).moe == MoEConfig(4, 2, 8)
 
 
-def test_ling_3_as_published() -> None:
+def test_ling_3_as_published():
     """The defaults of its configuration are those of Ling-3.0-Flash."""
     published = BailingHybridConfig().to_dict() | {"architectures": ["BailingHybridForCausalLM"]}
     assert config_from_hf(published) == ("BailingHybridForCausalLM", preset("ling-3", "flash"))
 
 
-def test_head_dim_auto_is_what_the_width_leaves() -> None:
+def test_head_dim_auto_is_what_the_width_leaves():
     falcon = published("falcon-h1", "0.5B") | {"mamba_d_head": "auto"}
     assert config_from_hf(falcon) == ("FalconH1ForCausalLM", preset("falcon-h1", "0.5B"))
 
 
-def test_keys_put_mixers_side_by_side() -> None:
+def test_keys_put_mixers_side_by_side():
     keys = ['--model.pattern=["kda+attention", "gdn"]', "--model.attention.kv_heads=1", "--model.gdn.conv_size=3"]
     keys += ["--model.num_layers=4"]
     kda, gdn, attention = preset("hybrid", "debug").pattern
@@ -210,7 +210,7 @@ def test_keys_put_mixers_side_by_side() -> None:
     assert resized(beside, given).pattern == ((kda, replace(attention, kv_heads=1)),)
 
 
-def test_options_apply_to_each_layer_of_their_kind() -> None:
+def test_options_apply_to_each_layer_of_their_kind():
     kda = preset("kda", "debug").pattern[0]
     model = replace(preset("kda", "debug"), pattern=(kda, replace(kda, lower_bound=None)))
     keys = load_config(["--model.kda.conv_size=3"]).model.model_dump()
@@ -225,7 +225,7 @@ def test_options_apply_to_each_layer_of_their_kind() -> None:
         ('["gdn"]', 3, "3 gdn"),
     ],
 )
-def test_a_pattern_is_repeated_as_a_whole(pattern: str, num_layers: int, says: str) -> None:
+def test_a_pattern_is_repeated_as_a_whole(pattern, num_layers, says):
     model = resized_by([f"--model.pattern={pattern}", f"--model.num_layers={num_layers}"])
     assert model.composition == says and len(model.layers) == num_layers
 
@@ -233,12 +233,12 @@ def test_a_pattern_is_repeated_as_a_whole(pattern: str, num_layers: int, says: s
 YARN = "factor = 2.0, original_max_position_embeddings = 64"
 
 
-def test_logits_are_not_divided_by_0() -> None:
+def test_logits_are_not_divided_by_0():
     model = replace(preset("granite-h", "debug"), logits_divisor=0)
     assert mistake(model) == "the model's logits_divisor = 0, which must be greater than 0"
 
 
-def test_the_largest_sizes_can_be_counted() -> None:
+def test_the_largest_sizes_can_be_counted():
     most = 2**20 - 1
     model = replace(preset("kda", "debug"), vocab_size=most, dim=most, hidden_dim=most, moe=MoEConfig(most, 1, most))
     kda = replace(model.pattern[0], heads=1, v_heads=most, head_dim=most, v_head_dim=most)
@@ -322,7 +322,7 @@ def test_the_largest_sizes_can_be_counted() -> None:
         ),
     ],
 )
-def test_wrong_keys_of_a_model_are_answered(keys: list[str], words: str) -> None:
+def test_wrong_keys_of_a_model_are_answered(keys, words):
     with pytest.raises(ValueError, match=words):
         resized_by(keys)
 
@@ -331,7 +331,7 @@ def resized_by(keys: list[str]) -> ModelConfig:
     return model_without_tokenizer(load_config(keys))
 
 
-def test_the_example_has_about_100M_parameters() -> None:
+def test_the_example_has_about_100M_parameters():
     model = resized_by(["--job.config_file=train_configs/hybrid_100m.toml"])
     assert count_parameters(model) == pytest.approx(100e6, rel=0.05)
     assert [mixer.name for mixer in model.pattern] == ["kda", "kda", "kda", "attention"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -46,9 +45,7 @@ class Float64:
 
 @pytest.mark.parametrize(("theta", "dim"), [(1e7, 64), (1e4, 128), (500000.0, 6)])
 @pytest.mark.parametrize("name", SCALINGS)
-def test_frequencies_are_those_of_transformers(
-    name: str, theta: float, dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_frequencies_are_those_of_transformers(name, theta, dim, monkeypatch):
     """In float64, to the last places; and ours, where they are applied, are of these."""
     monkeypatch.setattr(modeling_rope_utils, "torch", Float64())
     given = SCALINGS[name]
@@ -70,7 +67,7 @@ def test_frequencies_are_those_of_transformers(
     torch.testing.assert_close(turned, torch.cat([a * cos - b * sin, b * cos + a * sin, rest]), rtol=0, atol=1e-8)
 
 
-def test_numbers_without_a_point_are_the_same_model() -> None:
+def test_numbers_without_a_point_are_the_same_model():
     model = preset("qwen3.5", "debug")
     scaled = [
         fingerprint(replace(model, pattern=tuple(replace(m, rope_scaling=s) if m.rotary else m for m in model.pattern)))
@@ -79,7 +76,7 @@ def test_numbers_without_a_point_are_the_same_model() -> None:
     assert len(set(scaled)) == 3 and scaled[1] == scaled[2] and scaled[0] == fingerprint(model)
 
 
-def test_the_context_that_a_folder_does_not_name() -> None:
+def test_the_context_that_a_folder_does_not_name():
     """It is the folder's longest, as in transformers; keys that the type does not use say nothing."""
     written = config_to_hf("Qwen3_5ForCausalLM", preset("qwen3.5", "2B")) | {"max_position_embeddings": 262144}
     old = {"type": "yarn", "factor": 4, "beta_fast": None, "low_freq_factor": 3.0, "mrope_section": [11, 11, 10]}
@@ -90,7 +87,7 @@ def test_the_context_that_a_folder_does_not_name() -> None:
 
 
 @pytest.mark.parametrize("older", [False, True])
-def test_an_extended_model_leaves_a_folder_that_says_so(older: bool, tmp_path: Path) -> None:
+def test_an_extended_model_leaves_a_folder_that_says_so(older, tmp_path):
     """Of a folder with vision beside the text: its other keys stay, and transformers turns as we do."""
     text = hf_models.QWEN | dict(intermediate_size=48, max_position_embeddings=64)
     vision = dict(depth=1, hidden_size=8, intermediate_size=8, num_heads=2, out_hidden_size=32)
@@ -129,7 +126,7 @@ def test_an_extended_model_leaves_a_folder_that_says_so(older: bool, tmp_path: P
     assert opened.attention_scaling == pytest.approx(factor)
 
 
-def test_positions_that_a_config_cannot_name(tmp_path: Path) -> None:
+def test_positions_that_a_config_cannot_name(tmp_path):
     """They are refused before the run, not by its export."""
     hf_models.MODELS["Nemotron-H"]().save_pretrained(tmp_path)
     _, model = read_model(tmp_path)

@@ -144,16 +144,14 @@ def check(got: tuple[Tensor, State], wanted: tuple[Tensor, State]) -> None:
     assert got[1].keys() == errors.keys() and max(errors.values()) < 1e-9, errors
 
 
-def test_packed_documents(theirs: State, tokens: Tensor, wanted: tuple[Tensor, State]) -> None:
+def test_packed_documents(theirs, tokens, wanted):
     plan = BatchPlan(positions(BOUNDS), cu_seqlens=torch.tensor(BOUNDS, dtype=torch.int32))
     check(computed(theirs, tokens, labels_of(tokens, BOUNDS), plan), wanted)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_context_parallelism(
-    ranks: int, layout: str, theirs: State, tokens: Tensor, wanted: tuple[Tensor, State]
-) -> None:
+def test_context_parallelism(ranks, layout, theirs, tokens, wanted):
     """The token before and the state come from other ranks; each rank has the first layer's values of its tokens."""
     labels, bounds = labels_of(tokens, BOUNDS), torch.tensor(BOUNDS, dtype=torch.int32)
 
@@ -171,7 +169,7 @@ def test_context_parallelism(
 
 @torch.no_grad()
 @pytest.mark.parametrize("layer", range(CONFIG.num_layers))
-def test_vectors_are_drawn_as_in_rwkv_lm(layer: int) -> None:
+def test_vectors_are_drawn_as_in_rwkv_lm(layer):
     model = Decoder(CONFIG)
     initialise(model, seed=0)
     mixer, mlp = model.layers[layer].mixer, model.layers[layer].mlp
@@ -196,7 +194,7 @@ def test_vectors_are_drawn_as_in_rwkv_lm(layer: int) -> None:
 # --- Folders ---------------------------------------------------------------------------------------------------------
 
 
-def test_folders_go_in_and_out_unchanged(theirs: State) -> None:
+def test_folders_go_in_and_out_unchanged(theirs):
     """FLA's first version had its six mixes in one tensor."""
     assert config_from_hf(config_to_hf(FAMILY, CONFIG)) == (FAMILY, CONFIG)
     state = state_from_hf(theirs, CONFIG, FAMILY)
@@ -244,7 +242,7 @@ def of_rwkv_lm(theirs: State) -> State:
     return tensors | unused
 
 
-def test_a_file_of_rwkv_lm_becomes_a_folder(theirs: State, of_rwkv_lm: State, tmp_path: Path) -> None:
+def test_a_file_of_rwkv_lm_becomes_a_folder(theirs, of_rwkv_lm, tmp_path):
     file, folder = tmp_path / "model.pth", tmp_path / "folder"
     torch.save(of_rwkv_lm, file)
     assert main(["convert", "from-rwkv", str(file), str(folder)]) == 0
@@ -271,9 +269,7 @@ def test_a_file_of_rwkv_lm_becomes_a_folder(theirs: State, of_rwkv_lm: State, tm
         (lambda t: t.update({"step": 3}), "this dict is no RWKV-7; give a file of tensors of floats by name"),
     ],
 )
-def test_other_files_are_refused(
-    change: Callable[[State], object], said: str, of_rwkv_lm: State, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_other_files_are_refused(change, said, of_rwkv_lm, tmp_path, capsys):
     change(of_rwkv_lm)
     torch.save(of_rwkv_lm, tmp_path / "model.pth")
     assert main(["convert", "from-rwkv", str(tmp_path / "model.pth"), str(tmp_path / "folder")]) == 2
@@ -282,7 +278,7 @@ def test_other_files_are_refused(
     assert not (tmp_path / "folder").exists()
 
 
-def test_a_file_with_code_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_file_with_code_is_refused(tmp_path, capsys):
     torch.save({"emb.weight": Path("x")}, tmp_path / "model.pth")
     assert main(["convert", "from-rwkv", str(tmp_path / "model.pth"), str(tmp_path / "folder")]) == 2
     assert capsys.readouterr().err.endswith("model.pth' is damaged or holds more than tensors; fetch it again\n")
@@ -302,6 +298,6 @@ def test_a_file_with_code_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
         ),
     ],
 )
-def test_other_folders_are_refused(change: State, said: str) -> None:
+def test_other_folders_are_refused(change, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         config_from_hf(config_to_hf(FAMILY, CONFIG) | change)

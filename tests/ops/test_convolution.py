@@ -21,7 +21,7 @@ def make(T: int, B: int = 1, D: int = 6, W: int = 4, N: int | None = None) -> di
 
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("W", [1, 2, 4])
-def test_packed_documents_with_states(W: int, activation: str | None) -> None:
+def test_packed_documents_with_states(W, activation):
     cu = boundaries(LENGTHS)
     x = make(sum(LENGTHS), W=W, N=len(LENGTHS))
     options = {"activation": activation, "cu_seqlens": cu}
@@ -32,7 +32,7 @@ def test_packed_documents_with_states(W: int, activation: str | None) -> None:
 
 
 @pytest.mark.parametrize("lengths", [*EDGES.values(), *FLA_CONV], ids=str)
-def test_document_lists_of_context_parallelism(lengths: list[int]) -> None:
+def test_document_lists_of_context_parallelism(lengths):
     x, cu = make(sum(lengths)), boundaries(lengths)
     got = gradients([causal_conv1d(**x, cu_seqlens=cu, activation="silu")[0]], x)
     want = gradients([direct_causal_conv1d(**x, cu_seqlens=cu, activation="silu")[0]], x)
@@ -40,7 +40,7 @@ def test_document_lists_of_context_parallelism(lengths: list[int]) -> None:
         assert relative_error(a, b) < 1e-12
 
 
-def test_batch_and_no_bias() -> None:
+def test_batch_and_no_bias():
     x = make(9, B=3)
     del x["bias"]
     (got, none), (want, _) = causal_conv1d(**x), direct_causal_conv1d(**x)
@@ -48,14 +48,14 @@ def test_batch_and_no_bias() -> None:
     assert relative_error(got, want) < 1e-12
 
 
-def test_in_parts() -> None:
+def test_in_parts():
     x = make(9, B=3)
     y, parts = causal_conv1d(**x)[0], causal_conv1d(**x, widths=(1, 3, 2))[0]
     assert [part.shape[-1] for part in parts] == [1, 3, 2] and torch.equal(torch.cat(parts, -1), y)
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
-def test_heads_of_q_and_k_are_normalised(activation: str | None) -> None:
+def test_heads_of_q_and_k_are_normalised(activation):
     cu, x = boundaries(LENGTHS), make(sum(LENGTHS), D=17)
     options = {"activation": activation, "cu_seqlens": cu, "widths": (3, 9, 5), "norm_dim": 3}
     got = gradients([torch.cat(causal_conv1d(**x, **options)[0], -1)], x)
@@ -66,7 +66,7 @@ def test_heads_of_q_and_k_are_normalised(activation: str | None) -> None:
     assert lengths.min() > 0.99 and lengths.max() <= 1
 
 
-def test_documents_do_not_touch_each_other() -> None:
+def test_documents_do_not_touch_each_other():
     cu = boundaries(LENGTHS)
     x = make(sum(LENGTHS))
     y = causal_conv1d(**x, cu_seqlens=cu)[0]
@@ -80,14 +80,14 @@ def test_documents_do_not_touch_each_other() -> None:
         assert difference.max() == 0.0
 
 
-def test_autocast_is_not_ours() -> None:
+def test_autocast_is_not_ours():
     x = {name: t.float() for name, t in make(9).items()}
     with torch.autocast("cpu", torch.bfloat16):
         y, _ = causal_conv1d(**x)
     assert torch.equal(y, causal_conv1d(**x)[0])
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_what_does_not_fit_is_refused():
     x = make(8)
     with pytest.raises(ValueError, match=r"x \(8, 6\) must be \[B, T, D\]"):
         causal_conv1d(**x | {"x": x["x"][0]})

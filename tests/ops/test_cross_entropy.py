@@ -10,7 +10,7 @@ from titan_linear.ops.cross_entropy import IGNORE, chunked_cross_entropy
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 20, 64])
-def test_value_and_gradients(chunk: int) -> None:
+def test_value_and_gradients(chunk):
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(20, 8, generator=rng, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(11, 8, generator=rng, dtype=torch.float64, requires_grad=True)
@@ -26,7 +26,7 @@ def test_value_and_gradients(chunk: int) -> None:
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-14)
 
 
-def test_compiled_it_has_the_same_gradients() -> None:
+def test_compiled_it_has_the_same_gradients():
     x, weight = torch.randn(8, 4, requires_grad=True), torch.randn(16, 4, requires_grad=True)
     labels = torch.arange(8)
     compiled = torch.compile(chunked_cross_entropy, backend="aot_eager")
@@ -34,14 +34,14 @@ def test_compiled_it_has_the_same_gradients() -> None:
     torch.testing.assert_close(*(torch.autograd.grad(loss, [x, weight]) for loss in losses))
 
 
-def test_nothing_to_predict_is_zero() -> None:
+def test_nothing_to_predict_is_zero():
     x, weight = torch.randn(5, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
     loss = chunked_cross_entropy(x, weight, torch.full((5,), IGNORE), 2)
     loss.backward()
     assert loss == 0 and not x.grad.any() and not weight.grad.any()
 
 
-def test_without_gradients_none_are_computed() -> None:
+def test_without_gradients_none_are_computed():
     """Under no_grad nothing as large as the weight is made, though x and weight ask for gradients; the value stays."""
     x, weight = torch.randn(8, 4, requires_grad=True), torch.randn(64, 4, requires_grad=True)
     labels = torch.arange(8)
@@ -64,7 +64,7 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
         return out
 
 
-def test_logits_of_the_stream_never_exist_at_once() -> None:
+def test_logits_of_the_stream_never_exist_at_once():
     """The largest tensor made in forward and backward is the weight's gradient, not [T, vocab]."""
     T, D, vocab, chunk = 512, 4, 64, 16
     x, weight = torch.randn(T, D, requires_grad=True), torch.randn(vocab, D, requires_grad=True)

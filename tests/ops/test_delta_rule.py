@@ -27,19 +27,19 @@ LENGTHS = [1, 15, 63, 64, 65, 2, 130]
 
 
 @pytest.mark.parametrize("gate", ["slow", "safe"])
-def test_safe_gate(gate: str) -> None:
+def test_safe_gate(gate):
     compare("kda", make_inputs("kda", sum(LENGTHS), gate=gate), boundaries(LENGTHS), safe_gate=True)
 
 
 @pytest.mark.parametrize(("op", "lower_bound"), [("kda", None), ("kda", -5.0), ("gdn", None)])
-def test_gate_and_norm_in_kernel(op: str, lower_bound: float | None) -> None:
+def test_gate_and_norm_in_kernel(op, lower_bound):
     bounded = {} if lower_bound is None else {"lower_bound": lower_bound}
     compare(op, raw_gate_inputs(op, sum(LENGTHS)), boundaries(LENGTHS), **bounded)
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_a_second_backward_through_what_was_kept(op: str, impl: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_backward_through_what_was_kept(op, impl, monkeypatch):
     """T in segments in Triton, whose gradients of states are those of one backward. KDA's tiles are computed again by
     products of another size, which may round otherwise: 64 terms each, eight in a chain, over three segments."""
     monkeypatch.setattr(rules, "segment_length", lambda *_: 64)
@@ -53,7 +53,7 @@ def test_a_second_backward_through_what_was_kept(op: str, impl: str, monkeypatch
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_a_token_has_the_dtype_of_its_inputs(op: str) -> None:
+def test_a_token_has_the_dtype_of_its_inputs(op):
     """Decoding: a step of the recurrence."""
     x = {name: t.bfloat16() for name, t in make_inputs(op, 1).items()}
     (o, final), (want, _) = call(op, x, output_final_state=True), oracle(op, {n: t.double() for n, t in x.items()})
@@ -62,7 +62,7 @@ def test_a_token_has_the_dtype_of_its_inputs(op: str) -> None:
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 @pytest.mark.parametrize("g", [-1e4, -1e6, -torch.inf])
-def test_a_token_that_forgets_all(op: str, g: float) -> None:
+def test_a_token_that_forgets_all(op, g):
     """Gates of the tokens behind it keep their digits, in float32 too."""
     x = make_inputs(op, 64, gate="slow")
     x["g"][:, 3] = g
@@ -73,7 +73,7 @@ def test_a_token_that_forgets_all(op: str, g: float) -> None:
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_tokens_that_forget_all(op: str, impl: str) -> None:
+def test_tokens_that_forget_all(op, impl):
     """Sums of their gates have 24 bits: a token behind n of them is off by n times the last bit of 126, in base 2."""
     x = {name: t.float() for name, t in make_inputs(op, 64, K=32, V=32, gate="slow").items()}
     x["g"][:, 3:59] = -torch.inf
@@ -83,7 +83,7 @@ def test_tokens_that_forget_all(op: str, impl: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_a_decoded_token_under_autocast(op: str) -> None:
+def test_a_decoded_token_under_autocast(op):
     x = {name: t.float() for name, t in make_inputs(op, 1).items()}
     want = call(op, x, output_final_state=True)
     with torch.autocast("cpu", torch.bfloat16):
@@ -92,7 +92,7 @@ def test_a_decoded_token_under_autocast(op: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_autocast_is_not_ours(op: str) -> None:
+def test_autocast_is_not_ours(op):
     x = leaves({name: t.float() for name, t in make_inputs(op, 70).items()})
     want = gradients([call(op, x)[0]], x)
     with torch.autocast("cpu", torch.bfloat16):
@@ -101,7 +101,7 @@ def test_autocast_is_not_ours(op: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_hard_cases_stay_finite(op: str) -> None:
+def test_hard_cases_stay_finite(op):
     """Nearly equal keys with β = 1 and slow decay: where inverses by series break."""
     x = make_inputs(op, 128, gate="slow")
     x["k"] = l2norm(x["k"][:, :1] + 1e-3 * x["k"])
@@ -109,7 +109,7 @@ def test_hard_cases_stay_finite(op: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_a_scale_on_the_device_is_a_number(op: str) -> None:
+def test_a_scale_on_the_device_is_a_number(op):
     x = {name: t.float() for name, t in make_inputs(op, 8).items()}
     for impl in ("torch", "triton"):
         on = {name: t.to(device_of(impl)) for name, t in x.items()}
@@ -117,7 +117,7 @@ def test_a_scale_on_the_device_is_a_number(op: str) -> None:
         assert torch.equal(call(op, on, impl=impl, scale=scale)[0], call(op, on, impl=impl, scale=0.25)[0])
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_what_does_not_fit_is_refused():
     x, raw = make_inputs("kda", 8), raw_gate_inputs("kda", 8)
     state = {"initial_state": torch.zeros(1, 4, 16, 24)}
     for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state"):

@@ -15,18 +15,18 @@ LENGTHS = [1, 15, 63, 64, 65, 2, 130]
 
 
 @pytest.mark.parametrize("promise", [{"safe_gate": True}, {"lower_bound": -5.0}], ids=str)
-def test_bounded_decays(promise: dict[str, float]) -> None:
+def test_bounded_decays(promise):
     compare("dplr", dplr_inputs(sum(LENGTHS), gate="safe"), boundaries(LENGTHS), **promise)
 
 
-def test_reads_that_a_neumann_series_would_not_sum() -> None:
+def test_reads_that_a_neumann_series_would_not_sum():
     """Nearly the same vector is removed wholly at each token, with hardly any decay."""
     x = dplr_inputs(128, gate="slow")
     removed = l2norm(x["a"][:, :1] + 1e-3 * x["k"])
     compare("dplr", x | {"a": -removed, "b": removed})
 
 
-def test_transitions_that_are_no_contractions() -> None:
+def test_transitions_that_are_no_contractions():
     """The product of RWKV-7's transitions may have a norm above 1: what it takes from channels differs among them."""
     x = dplr_inputs(64, H=1, K=4, V=4, gate="slow")
     x["b"] = x["b"] * torch.tensor([1.0, 0.05, 1.0, 0.05])
@@ -42,7 +42,7 @@ def test_transitions_that_are_no_contractions() -> None:
     compare("dplr", x)
 
 
-def test_rwkv7() -> None:
+def test_rwkv7():
     """Its names and defaults, and the bounds that FLA's layer promises."""
     x = dplr_inputs(130)
     x["gk"] = 0.6 * x["gk"]
@@ -60,7 +60,7 @@ def test_rwkv7() -> None:
 
 
 @pytest.mark.parametrize("T", [1, 130])
-def test_raw_gates_of_rwkv7(T: int) -> None:
+def test_raw_gates_of_rwkv7(T):
     """By a step and by chunks."""
     x = {{"q": "r", "gk": "w"}.get(name, name): t for name, t in dplr_inputs(T).items()}
     raw = torch.linspace(-9, 9, T * 32, dtype=torch.float64).view(1, T, 2, 16)
@@ -86,13 +86,13 @@ def test_raw_gates_of_rwkv7(T: int) -> None:
         ({"impl": "triton"}, "impl = 'triton' cannot run chunk_dplr_delta_rule: it has no kernels"),
     ],
 )
-def test_what_does_not_fit_is_refused(changed: dict[str, object], message: str) -> None:
+def test_what_does_not_fit_is_refused(changed, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         call("dplr", dplr_inputs(8) | changed)
 
 
 @pytest.mark.parametrize("value", [0.1, -2.1])
-def test_what_chunk_rwkv7_does_not_promise(value: float) -> None:
+def test_what_chunk_rwkv7_does_not_promise(value):
     x = dplr_inputs(8)
     named = {{"q": "r", "gk": "w"}.get(name, name): t for name, t in x.items()}
     named["w"][0, 3] = value

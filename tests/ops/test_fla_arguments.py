@@ -52,7 +52,7 @@ OPS = pytest.mark.parametrize("op", ["kda", "gdn"])
 
 
 @pytest.mark.parametrize("fn", POSITIONS, ids=lambda fn: fn.__name__)
-def test_the_order_of_the_arguments(fn) -> None:
+def test_the_order_of_the_arguments(fn):
     parameters = inspect.signature(fn).parameters.values()
     assert " ".join(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD) == POSITIONS[fn]
     assert all(p.kind is not p.VAR_KEYWORD for p in parameters)  # an argument that nobody knows is a TypeError
@@ -60,7 +60,7 @@ def test_the_order_of_the_arguments(fn) -> None:
 
 @OPS
 @pytest.mark.parametrize("allow_neg_eigval", [False, True])
-def test_beta_by_its_sigmoid(op: str, allow_neg_eigval: bool) -> None:
+def test_beta_by_its_sigmoid(op, allow_neg_eigval):
     x = leaves(raw_gate_inputs(op, 70) | {"initial_state": torch.randn(1, 4, 16, 24, dtype=torch.float64)})
     options = {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": allow_neg_eigval}
     got = gradients(list(call(op, x, output_final_state=True, **options)), x)
@@ -69,7 +69,7 @@ def test_beta_by_its_sigmoid(op: str, allow_neg_eigval: bool) -> None:
 
 
 @OPS
-def test_beta_by_its_sigmoid_of_one_token(op: str) -> None:
+def test_beta_by_its_sigmoid_of_one_token(op):
     x = raw_gate_inputs(op, 1, B=2)
     got = call(op, x, output_final_state=True, use_beta_sigmoid_in_kernel=True)
     want = oracle(op, x | {"beta": x["beta"].sigmoid()})
@@ -77,7 +77,7 @@ def test_beta_by_its_sigmoid_of_one_token(op: str) -> None:
 
 
 @OPS
-def test_states_with_v_first(op: str) -> None:
+def test_states_with_v_first(op):
     cu = boundaries([5, 65])
     x = leaves(make_inputs(op, 70) | {"initial_state": torch.randn(2, 4, 16, 24, dtype=torch.float64)})
     y = leaves(x | {"initial_state": x["initial_state"].mT})
@@ -90,7 +90,7 @@ def test_states_with_v_first(op: str) -> None:
 
 
 @OPS
-def test_a_state_in_another_order_is_named_as_it_was_given(op: str) -> None:
+def test_a_state_in_another_order_is_named_as_it_was_given(op):
     x = make_inputs(op, 8, H=1, HV=2, K=16, V=32)
     for shape, v_first, want in (
         ((1, 2, 16, 32), True, r"\[N, HV, V, K\] = \[1, 2, 32, 16\]"),
@@ -101,7 +101,7 @@ def test_a_state_in_another_order_is_named_as_it_was_given(op: str) -> None:
             call(op, x, initial_state=torch.zeros(shape), state_v_first=v_first)
 
 
-def test_the_bounded_gate_without_a_rate() -> None:
+def test_the_bounded_gate_without_a_rate():
     x = raw_gate_inputs("kda", 70)
     options = {"lower_bound": -5.0, "use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True}
     want = call("kda", x | {"A_log": torch.zeros(4, dtype=torch.float64)}, **options)[0]
@@ -113,7 +113,7 @@ def test_the_bounded_gate_without_a_rate() -> None:
 
 
 @OPS
-def test_boundaries_on_the_cpu(op: str) -> None:
+def test_boundaries_on_the_cpu(op):
     x, cu = make_inputs(op, 70), boundaries([5, 65])
     want = call(op, x, cu_seqlens=cu)[0]
     assert torch.equal(call(op, x, cu_seqlens=cu, cu_seqlens_cpu=cu, chunk_size=64)[0], want)
@@ -141,7 +141,7 @@ BAD_BOUNDARIES = {
 
 @pytest.mark.parametrize("case", BAD_BOUNDARIES)
 @pytest.mark.parametrize("op", ["kda", "gdn", "conv", "attention"])
-def test_boundaries_that_do_not_fit_are_refused(op: str, case: str) -> None:
+def test_boundaries_that_do_not_fit_are_refused(op, case):
     values, message = BAD_BOUNDARIES[case]
     cu = torch.tensor(values)
     with pytest.raises(ValueError, match=f"^cu_seqlens {message}"):
@@ -154,7 +154,7 @@ def test_boundaries_that_do_not_fit_are_refused(op: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn", "conv"])
-def test_of_boundaries_on_a_device_the_shape_is_checked(op: str) -> None:
+def test_of_boundaries_on_a_device_the_shape_is_checked(op):
     for cu in (torch.zeros(2, device="meta"), torch.zeros(1, 2, dtype=torch.int32, device="meta")):
         with pytest.raises(ValueError, match=r"^cu_seqlens is torch\..*; give N \+ 1 integers"):
             on_70_tokens(op, cu_seqlens=cu)
@@ -162,7 +162,7 @@ def test_of_boundaries_on_a_device_the_shape_is_checked(op: str) -> None:
 
 @pytest.mark.parametrize("op", ["kda", "gdn", "conv", "attention"])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
-def test_boundaries_of_any_integer_dtype_and_empty_documents(op: str, dtype: torch.dtype) -> None:
+def test_boundaries_of_any_integer_dtype_and_empty_documents(op, dtype):
     empty = torch.tensor([0, 0, 40, 40, 70, 70], dtype=dtype)
     assert torch.equal(on_70_tokens(op, cu_seqlens=empty), on_70_tokens(op, cu_seqlens=boundaries([40, 30])))
 
@@ -177,12 +177,12 @@ BAD = {
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_what_does_not_fit_is_refused(message: str) -> None:
+def test_what_does_not_fit_is_refused(message):
     with pytest.raises(ValueError, match=message.strip()):
         call("kda", make_inputs("kda", 8), **BAD[message])
 
 
-def test_what_fla_has_and_is_not_here_is_refused() -> None:
+def test_what_fla_has_and_is_not_here_is_refused():
     x, gdn = make_inputs("kda", 8), make_inputs("gdn", 8)
     with pytest.raises(ValueError, match="return_intermediate_states = True is not supported"):
         call("kda", x, return_intermediate_states=True)
@@ -200,7 +200,7 @@ def test_what_fla_has_and_is_not_here_is_refused() -> None:
         causal_conv1d(**x, initial_state=torch.zeros(1, 6, 4))
 
 
-def test_importing_all_binds_functions_alone() -> None:
+def test_importing_all_binds_functions_alone():
     names: dict[str, object] = {}
     exec("from titan_linear.ops import *", names)
     assert "torch" not in names and names["chunk_kda"] is chunk_kda

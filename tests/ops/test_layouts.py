@@ -56,7 +56,7 @@ def apart(x: Tensor) -> Tensor:
     ],
     ids=["kda torch", "kda triton", "gdn torch", "gdn triton", "conv torch", "conv triton", "attention"],
 )
-def test_numbers_apart(make: Callable, impl: str) -> None:
+def test_numbers_apart(make, impl):
     torch.manual_seed(0)
     op, x = make()
     x = {name: t.float().to(device_of(impl)) for name, t in x.items()}
@@ -66,7 +66,7 @@ def test_numbers_apart(make: Callable, impl: str) -> None:
 
 
 @pytest.mark.parametrize("op", RULES)
-def test_parameters_of_gates_in_any_shape(op: str) -> None:
+def test_parameters_of_gates_in_any_shape(op):
     """A_log as [HV, 1], where T is HV, and as Kimi publishes it."""
     x = raw_gate_inputs(op, 4)
     run, _ = of_rule(op)
@@ -75,7 +75,7 @@ def test_parameters_of_gates_in_any_shape(op: str) -> None:
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_dimensions_of_nothing_are_refused(dim: int) -> None:
+def test_dimensions_of_nothing_are_refused(dim):
     x = {name: t.narrow(dim, 0, 0) if t.dim() > dim else t for name, t in make_inputs("kda", 8).items()}
     with pytest.raises(ValueError, match="none of them 0"):
         chunk_kda(**x)
@@ -85,7 +85,7 @@ def test_dimensions_of_nothing_are_refused(dim: int) -> None:
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 @pytest.mark.parametrize("op", RULES)
-def test_boundaries_apart(op: str, impl: str) -> None:
+def test_boundaries_apart(op, impl):
     """cu_seqlens as every second number of memory."""
     x = {name: t.float().to(device_of(impl)) for name, t in make_inputs(op, T, K=16, V=16).items()}
     cu = torch.tensor([0, 9, 30, T], dtype=torch.int32, device=device_of(impl))
@@ -97,7 +97,7 @@ def test_boundaries_apart(op: str, impl: str) -> None:
     assert torch.equal(got, want)
 
 
-def test_shapes_and_dtypes_of_the_smaller_ops() -> None:
+def test_shapes_and_dtypes_of_the_smaller_ops():
     x = torch.randn(1, 8, 4)
     for given, words in (
         ((x.long(), torch.zeros(4, 4)), "x is torch.int64; give"),
@@ -123,7 +123,7 @@ def test_shapes_and_dtypes_of_the_smaller_ops() -> None:
 
 @pytest.mark.parametrize("made", [False, True])
 @pytest.mark.parametrize("op", RULES)
-def test_a_context_that_inference_saw_first(op: str, made: bool) -> None:
+def test_a_context_that_inference_saw_first(op, made):
     """Or that was made there."""
     x = {name: t.float() for name, t in make_inputs(op, 70, K=16, V=16).items()}
     for impl in ("torch", "triton"):
@@ -137,7 +137,7 @@ def test_a_context_that_inference_saw_first(op: str, made: bool) -> None:
 
 
 @pytest.mark.parametrize("op", [*RULES, "conv", "attention"])
-def test_a_context_that_lies_elsewhere_is_refused(op: str) -> None:
+def test_a_context_that_lies_elsewhere_is_refused(op):
     context = build_cp_context(torch.tensor([0, 9, T]), rank=0, world_size=1, device="meta")
     with pytest.raises(ValueError, match="is on cpu and cp_context on meta; build it with device = cpu"):
         if op == "attention":
@@ -149,7 +149,7 @@ def test_a_context_that_lies_elsewhere_is_refused(op: str) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_decoding_under_autocast(compiled: bool) -> None:
+def test_decoding_under_autocast(compiled):
     q, k, v = torch.randn(2, 1, 4, 8), torch.randn(2, 5, 2, 8), torch.randn(2, 5, 2, 8)
     first = torch.tensor([0, 2])
     decode = torch.compile(attention, fullgraph=True, backend="aot_eager") if compiled else attention
@@ -158,7 +158,7 @@ def test_decoding_under_autocast(compiled: bool) -> None:
     assert torch.equal(o, attention(q, k, v, first_key=first))
 
 
-def test_attention_in_tiles_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_in_tiles_under_autocast(monkeypatch):
     monkeypatch.setattr("titan_linear.ops.torch.attention.block_kernel", lambda *_: "tiled")
     x = leaves({name: torch.randn(1, T, 2, 8) for name in "qkv"})
     want = gradients([attention(**x)], x)
@@ -167,7 +167,7 @@ def test_attention_in_tiles_under_autocast(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_only_forward_under_autocast() -> None:
+def test_only_forward_under_autocast():
     """SwiGLU and projections give what autocast's products do, and gradients in the types of the inputs."""
     x, dy = leaves({"gate_up": torch.randn(T, 16), "weight": torch.randn(4, 8)}), torch.randn(T, 4)
     layers = [nn.Linear(16, 8, bias=False) for _ in range(2)]
@@ -185,7 +185,7 @@ def test_only_forward_under_autocast() -> None:
     [(lambda: of_rule("kda"), "torch"), (of_convolution, "triton"), (of_attention, "torch"), (of_swiglu, "torch")],
     ids=["kda", "conv", "attention", "swiglu"],
 )
-def test_second_derivatives_are_refused(make: Callable, impl: str) -> None:
+def test_second_derivatives_are_refused(make, impl):
     op, x = make()
     x = leaves({name: t.float().to(device_of(impl)) for name, t in x.items()})
     with pytest.raises(RuntimeError, match="second derivatives"):
@@ -213,5 +213,5 @@ def exchanged(group: LocalGroup) -> list[bool]:
     return refused
 
 
-def test_second_derivatives_of_exchanges_are_refused() -> None:
+def test_second_derivatives_of_exchanges_are_refused():
     assert run_ranks(exchanged, 2) == [[True] * 4] * 2

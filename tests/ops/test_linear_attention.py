@@ -26,20 +26,20 @@ OPS = pytest.mark.parametrize("op", ["ssd", "gla"])
 
 @OPS
 @pytest.mark.parametrize("dims", [dict(G=1, heads=8, N=256), dict(G=2, P=80), dict(G=8, heads=8, N=64)], ids=str)
-def test_published_dims(op: str, dims: dict[str, int]) -> None:
+def test_published_dims(op, dims):
     compare(op, decaying_inputs(op, 130, **dims), boundaries([70, 60]))
 
 
 @pytest.mark.parametrize("dt_limit", [(0.0, float("inf")), (1e-3, 0.1), (0.2, 0.7)])
 @pytest.mark.parametrize("dt_softplus", [True, False])
 @pytest.mark.parametrize("without", [(), ("D",), ("dt_bias",), ("D", "dt_bias")])
-def test_time_steps(dt_limit: tuple[float, float], dt_softplus: bool, without: tuple[str, ...]) -> None:
+def test_time_steps(dt_limit, dt_softplus, without):
     x = decaying_inputs("ssd", 130)
     x = {name: t for name, t in x.items() if name not in without}
     compare("ssd", x, boundaries([70, 60]), dt_limit=dt_limit, dt_softplus=dt_softplus)
 
 
-def test_time_steps_below_those_of_initial_weights() -> None:
+def test_time_steps_below_those_of_initial_weights():
     """They are not raised to 1e-3 unless dt_limit says so; a gated norm would hide in its output that they were."""
     x = decaying_inputs("ssd", 130, bias=-12.0)
     assert torch.nn.functional.softplus(x["dt"] + x["dt_bias"]).max() < 1e-3
@@ -48,11 +48,11 @@ def test_time_steps_below_those_of_initial_weights() -> None:
     assert relative_error(raised, call("ssd", x, return_final_states=True)[1]) > 1
 
 
-def test_a_factor_for_each_channel() -> None:
+def test_a_factor_for_each_channel():
     compare("ssd", decaying_inputs("ssd", 70) | {"D": torch.randn(4, 24, dtype=torch.float64)})
 
 
-def test_a_decay_that_is_the_same_for_all_tokens() -> None:
+def test_a_decay_that_is_the_same_for_all_tokens():
     x = decaying_inputs("gla", sum(LENGTHS), B=1)
     gamma = torch.linspace(-1, -0.01, 4, dtype=torch.float64).requires_grad_()
     x.pop("g")
@@ -66,7 +66,7 @@ def test_a_decay_that_is_the_same_for_all_tokens() -> None:
 
 
 @OPS
-def test_what_does_not_fit_is_refused(op: str) -> None:
+def test_what_does_not_fit_is_refused(op):
     x = decaying_inputs(op, 8)
     for name in x:
         with pytest.raises(ValueError, match=f"^{name} is torch.int64; give a float dtype"):
@@ -90,12 +90,12 @@ def test_what_does_not_fit_is_refused(op: str) -> None:
         ({"dt_limit": (0.1, 0.0)}, "dt_limit = (0.1, 0.0) must be (the lower, the upper) limit of dt"),
     ],
 )
-def test_what_does_not_fit_chunk_ssd(changed: dict[str, object], message: str) -> None:
+def test_what_does_not_fit_chunk_ssd(changed, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         chunk_ssd(**decaying_inputs("ssd", 8) | changed)
 
 
-def test_one_kind_of_decay() -> None:
+def test_one_kind_of_decay():
     x = decaying_inputs("gla", 8)
     for given in (x | {"g_gamma": torch.zeros(4)}, {n: x[n] for n in "qkv"}):
         with pytest.raises(ValueError, match="give one of g"):

@@ -43,7 +43,7 @@ def documents(packed: bool, device: str) -> Tensor | None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_delta_rules(op: str, impl: str, dtype: torch.dtype, raw: bool, packed: bool) -> None:
+def test_delta_rules(op, impl, dtype, raw, packed):
     """To the last bit. raw: norms and gates in the kernels."""
     device = device_of(impl)
     own = own_tokens(packed, device)
@@ -70,7 +70,7 @@ def test_delta_rules(op: str, impl: str, dtype: torch.dtype, raw: bool, packed: 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("norm_dim", [None, 2])
 @pytest.mark.parametrize("impl", ["triton", "torch"])
-def test_convolution(impl: str, norm_dim: int | None, dtype: torch.dtype, packed: bool) -> None:
+def test_convolution(impl, norm_dim, dtype, packed):
     device = device_of(impl)
     own = own_tokens(packed, device)
     x, weight, dy = torch.randn(3, *own.shape, 8, generator=torch.Generator().manual_seed(0)).to(device, dtype)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -35,35 +33,35 @@ OPS = pytest.mark.parametrize("op", MAKERS)
         ("gla", {}),
     ],
 )
-def test_packed_documents(op: str, gate: dict[str, Any]) -> None:
+def test_packed_documents(op, gate):
     compare(op, MAKERS[op](sum(LENGTHS), **gate), boundaries(LENGTHS))
 
 
 @OPS
 @pytest.mark.parametrize("lengths", EDGES.values(), ids=EDGES)
-def test_document_lists_of_context_parallelism(op: str, lengths: list[int]) -> None:
+def test_document_lists_of_context_parallelism(op, lengths):
     compare(op, MAKERS[op](sum(lengths), **SMALL[op]), boundaries(lengths))
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 @pytest.mark.parametrize("lengths", FLA_CP2 + FLA_CP4, ids=str)
-def test_document_lists_of_fla(op: str, lengths: list[int]) -> None:
+def test_document_lists_of_fla(op, lengths):
     compare(op, MAKERS[op](sum(lengths), **SMALL[op]), boundaries(lengths))
 
 
 @OPS
 @pytest.mark.parametrize("T", [1, 63, 128, 131])
-def test_batch(op: str, T: int) -> None:
+def test_batch(op, T):
     compare(op, MAKERS[op](T, B=2), **({} if op == "ssd" else {"scale": 0.3}))
 
 
 @OPS
-def test_disable_recompute(op: str) -> None:
+def test_disable_recompute(op):
     compare(op, MAKERS[op](130), disable_recompute=True)
 
 
 @OPS
-def test_a_stretch_continues_from_its_state_and_then_token_by_token(op: str) -> None:
+def test_a_stretch_continues_from_its_state_and_then_token_by_token(op):
     """Tokens one by one are steps of the recurrence."""
     initial, need_final = STATES[op]
     x = MAKERS[op](80, B=2)
@@ -78,7 +76,7 @@ def test_a_stretch_continues_from_its_state_and_then_token_by_token(op: str) -> 
 
 @OPS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_dtypes(op: str, dtype: torch.dtype) -> None:
+def test_dtypes(op, dtype):
     """The error is that of rounding inputs and outputs: the computation in between is float32 or wider."""
     cu, x = boundaries(LENGTHS), MAKERS[op](sum(LENGTHS))
     x = {name: t.to(dtype) if t.dim() > 2 else t.float() for name, t in x.items()}
@@ -90,7 +88,7 @@ def test_dtypes(op: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("jumps", JUMPS, ids=str)
 @OPS
-def test_slow_decay_after_fast(op: str, jumps: dict[int, float]) -> None:
+def test_slow_decay_after_fast(op, jumps):
     """In float32 a sum of log decays that spans a fast one does not take part in those that follow it."""
     x, options = {name: t.float() for name, t in MAKERS[op](128, **SMALL[op]).items()}, {}
     decay = torch.full((1, 128, 1), -1e-3)
@@ -108,6 +106,6 @@ def test_slow_decay_after_fast(op: str, jumps: dict[int, float]) -> None:
 
 
 @OPS
-def test_documents_do_not_touch_each_other(op: str) -> None:
+def test_documents_do_not_touch_each_other(op):
     lengths = [5, 70, 1, 52]
     check_neighbours(op, MAKERS[op](sum(lengths), **SMALL[op]), lengths, range(4))

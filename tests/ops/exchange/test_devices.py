@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from tests.ops.inputs import boundaries, tokens_of
 from tests.ops.test_attention import error, make, run
-from tests.worlds import Worlds
 from titan_linear.ops import attention, build_cp_context
 from titan_linear.ops.reference.attention import attention as reference
 
@@ -46,5 +45,5 @@ def on_rank(rank: int, world_size: int, method: str, layout: str) -> dict[str, t
 @pytest.mark.cuda(2)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("method", ["ring", "allgather", "ulysses"])
-def test_two_devices(worlds: Worlds, method: str, layout: str) -> None:
+def test_two_devices(worlds, method, layout):
     assert worlds(2, "nccl").run(on_rank, method, layout) == [{}, {}]

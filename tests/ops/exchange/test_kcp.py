@@ -25,7 +25,7 @@ from tests.ops.inputs import (
     tokens_of,
 )
 from tests.ops.layout.documents import EDGES, FLA_CONV, FLA_CP2, FLA_CP4
-from tests.worlds import World, Worlds
+from tests.worlds import World
 from titan_linear.distributed.one_process import LocalGroup, run_ranks
 from titan_linear.ops import build_cp_context, causal_conv1d
 from titan_linear.ops.exchange import kcp
@@ -115,14 +115,14 @@ def by_one_process(op: str, lengths: tuple[int, ...], streams: int) -> dict[str,
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_edges(worlds: Worlds, world_size: int) -> None:
+def test_edges(worlds, world_size):
     """Each op on four ranks; the exchange knows of them only whether M is a matrix or a number."""
     ops = ["kda", "gdn", "kda-raw", "ssd", "gla", "dplr", "conv"] if world_size == 4 else ["kda", "ssd", "conv"]
     check(worlds(world_size), [(op, d, layout, 1) for op in ops for d in EDGES.values() for layout in LAYOUTS])
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn", "ssd", "gla", "dplr", "conv"])
-def test_other_degrees(op: str) -> None:
+def test_other_degrees(op):
     """Cuts inside chunks, documents of one token, and padding of more than a rank."""
     lengths = [62, 1, 1, 700, 1, 2, 73, 1, 440, 399]  # 1680 tokens, a multiple of 2W
     cases = [(op, lengths, layout, 1) for layout in LAYOUTS]
@@ -131,38 +131,36 @@ def test_other_degrees(op: str) -> None:
 
 
 @pytest.mark.parametrize("levels", [(Level(1, 2, True), Level(2, 2)), (Level(1, 2), Level(2, 2))])
-def test_states_level_by_level(worlds: Worlds, levels: tuple[Level, ...]) -> None:
+def test_states_level_by_level(worlds, levels):
     cases = [(op, d, layout, 1) for op in ("kda", "ssd") for d in EDGES.values() for layout in LAYOUTS]
     check(worlds(4), [*cases, ("kda", [40, 24], "zigzag", 3), ("gdn", [128], "contiguous", 2)], levels)
 
 
-def test_heads_are_exchanged_with_their_parameters(worlds: Worlds) -> None:
+def test_heads_are_exchanged_with_their_parameters(worlds):
     check(worlds(2), [("ssd-heads", d, layout, 1) for d in EDGES.values() for layout in LAYOUTS])
 
 
-def test_streams_side_by_side(worlds: Worlds) -> None:
+def test_streams_side_by_side(worlds):
     check(worlds(2), [(op, [40, 24], layout, 3) for op in ("kda", "conv") for layout in LAYOUTS])
 
 
 @pytest.mark.parametrize(("world_size", "lists"), [(2, FLA_CP2), (4, FLA_CP4)])
-def test_the_cases_of_fla(worlds: Worlds, world_size: int, lists: list[list[int]]) -> None:
+def test_the_cases_of_fla(worlds, world_size, lists):
     check(worlds(world_size), [(op, lengths, "contiguous", 1) for op in ("kda", "gdn") for lengths in lists])
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_the_convolution_cases_of_fla(worlds: Worlds, world_size: int) -> None:
+def test_the_convolution_cases_of_fla(worlds, world_size):
     check(worlds(world_size), [("conv", lengths, layout, 1) for lengths in FLA_CONV for layout in LAYOUTS])
 
 
-def test_fragments_shorter_than_the_convolution(worlds: Worlds) -> None:
+def test_fragments_shorter_than_the_convolution(worlds):
     check(worlds(4), [("conv", lengths, layout, 1) for lengths in ([8], [1, 7], [3, 5]) for layout in LAYOUTS])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
-def test_gradients_of_a_token_in_several_halos_are_added_in_order(
-    monkeypatch: pytest.MonkeyPatch, size: int, layout: str
-) -> None:
+def test_gradients_of_a_token_in_several_halos_are_added_in_order(monkeypatch, size, layout):
     """`index_add_` on GPUs adds rows that one call names twice in any order, so none does; where no fragment is shorter
     than the halo, there is one call."""
     fragments = {"contiguous": 4, "zigzag": 8}[layout]
@@ -206,7 +204,7 @@ def perturbed(rank: int, world_size: int, op: str, lengths: list[int], layout: s
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_documents_do_not_touch_each_other(worlds: Worlds, layout: str) -> None:
+def test_documents_do_not_touch_each_other(worlds, layout):
     lengths = [100, 28, 1, 200, 183]
     cu = boundaries(lengths)
     ranks = worlds(4).run(perturbed, "kda", lengths, layout)
@@ -245,9 +243,7 @@ LEVELS = (Level(1, 2, True), Level(2, 4))
     ("op", "levels"), [*((op, levels) for op in ("kda", "gdn", "ssd", "dplr") for levels in ((), LEVELS)), ("conv", ())]
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_nan_stays_in_its_document(
-    monkeypatch: pytest.MonkeyPatch, op: str, levels: tuple[Level, ...], layout: str
-) -> None:
+def test_nan_stays_in_its_document(monkeypatch, op, levels, layout):
     """States and gradients of NaN arrive, on ranks whose fragments hold other documents too; these are as without."""
     monkeypatch.setattr(kcp, "route", lambda *_: levels)
     lengths = [100, 60, 1, 75, 20]
@@ -276,7 +272,7 @@ HV, K, V = 2, 8, 6
 OF_STATE, OF_M = HV * K * V, HV * K * K
 
 
-def test_m_is_neither_computed_nor_sent_where_no_document_passes_through(worlds: Worlds) -> None:
+def test_m_is_neither_computed_nor_sent_where_no_document_passes_through(worlds):
     assert worlds(2).run(counted, [512], "contiguous") == [(0, [OF_STATE, 0]), (0, [0, OF_STATE])]
     # Four ranks, one document: ranks 1 and 2 are passed through, and give S_ext and M to those further on.
     assert worlds(4).run(counted, [512], "contiguous") == [
@@ -303,7 +299,7 @@ def test_m_is_neither_computed_nor_sent_where_no_document_passes_through(worlds:
     ]
 
 
-def test_the_state_kept_for_backward_is_one_per_fragment(worlds: Worlds) -> None:
+def test_the_state_kept_for_backward_is_one_per_fragment(worlds):
     """Not one per document: a rank of many short documents keeps no more than a rank of one."""
     assert worlds(2).run(kept_states, [1] * 256 + [256]) == [1, 1]
 
@@ -317,7 +313,7 @@ def kept_states(rank: int, world_size: int, lengths: list[int]) -> int:
     return sum(t.shape[0] for t in saved if t.shape[1:] == (HV, K, V))
 
 
-def test_states_are_not_available_under_cp() -> None:
+def test_states_are_not_available_under_cp():
     ctx = build_cp_context(torch.tensor([0, 16]), rank=0, world_size=2)
     x = {n: t[:, :8] for n, t in inputs_of("kda", [16]).items()}
     for options in ({"output_final_state": True}, {"initial_state": torch.zeros(1, HV, K, V)}):

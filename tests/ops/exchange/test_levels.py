@@ -44,7 +44,7 @@ def states_by(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("world_size", [2, 8])
-def test_every_way_brings_the_same_states(world_size: int, layout: str) -> None:
+def test_every_way_brings_the_same_states(world_size, layout):
     """Of matrices and of diagonals."""
     T, ways = 16 * world_size, list(groupings(world_size, math.gcd(world_size, 4)))
     for transition in ((4, 3, 3), (4, 3), (4, 1)):
@@ -69,7 +69,7 @@ def test_every_way_brings_the_same_states(world_size: int, layout: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("transition", [(2, 16, 16), (2, 1)], ids=str)
-def test_kernels_fold_as_float64(monkeypatch: pytest.MonkeyPatch, transition: tuple[int, ...], layout: str) -> None:
+def test_kernels_fold_as_float64(monkeypatch, transition, layout):
     lengths, ways = [40, 8, 80], [(Level(1, 2, True), Level(2, 2)), (Level(1, 2), Level(2, 2))]
     work = partial(states_by, ways=ways, lengths=lengths, layout=layout, streams=1, shapes=((2, 16, 16), transition))
     exact = run_ranks(work, 4)
@@ -86,7 +86,7 @@ def test_kernels_fold_as_float64(monkeypatch: pytest.MonkeyPatch, transition: tu
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("world_size", "heads"), [(64, 16), (64, 4), (64, 10), (256, 9)])
-def test_ranks_have_equal_shares(monkeypatch: pytest.MonkeyPatch, world_size: int, heads: int, layout: str) -> None:
+def test_ranks_have_equal_shares(monkeypatch, world_size, heads, layout):
     """One document over all ranks: bytes that a rank sends and receives, of others, and multiplications in products
     with M, which are within 10% of their mean; and as many bytes as the plan says."""
     found: dict[str, Counter[int]] = defaultdict(Counter)  # what → rank, or its thread → sum
@@ -120,7 +120,7 @@ def test_ranks_have_equal_shares(monkeypatch: pytest.MonkeyPatch, world_size: in
     assert set(found["sent"].values()) == set(found["received"].values()) == {planned}
 
 
-def test_levels_where_chains_are_long() -> None:
+def test_levels_where_chains_are_long():
     """One document over 8, 16, 64 and 1024 ranks, 8 to a node; and one on each rank."""
     for heads, ranks, says in [
         (16, 8, (Level(1, 8, True),)),
@@ -142,6 +142,6 @@ def test_levels_where_chains_are_long() -> None:
             assert sum(m.products for m in exchange) < ranks
 
 
-def test_node_size_must_divide() -> None:
+def test_node_size_must_divide():
     with pytest.raises(ValueError, match="node_size = 3; give a divisor of the number of ranks, 4"):
         build_cp_context(torch.tensor([0, 8]), rank=0, world_size=4, node_size=3)

@@ -19,7 +19,7 @@ from titan_linear.ops import build_cp_context
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("lengths", EDGES.values(), ids=EDGES)
-def test_fragments_positions_and_entries(lengths: list[int], world_size: int, layout: str) -> None:
+def test_fragments_positions_and_entries(lengths, world_size, layout):
     cu = boundaries(lengths)
     position = torch.cat([torch.arange(n) for n in lengths])
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -64,7 +64,7 @@ def test_fragments_positions_and_entries(lengths: list[int], world_size: int, la
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_each_stream_is_cut_by_itself(layout: str) -> None:
+def test_each_stream_is_cut_by_itself(layout):
     alone = [build_cp_context(torch.tensor([0, 10, 32]), rank=1, world_size=2, layout=layout)]
     alone.append(build_cp_context(torch.tensor([0, 32]), rank=1, world_size=2, layout=layout))
     both = build_cp_context(torch.tensor([0, 10, 32, 64]), rank=1, world_size=2, layout=layout, num_streams=2)
@@ -73,7 +73,7 @@ def test_each_stream_is_cut_by_itself(layout: str) -> None:
 
 
 @pytest.mark.parametrize("size", [64, 256])
-def test_chunk_tables(size: int) -> None:
+def test_chunk_tables(size):
     """Row by row: the entry and the chunk in it; an entry's first row in the offsets."""
     ctx = build_cp_context(boundaries([100, 156, 1, 255]), rank=1, world_size=2)
     index, offsets = ctx.tables.boundaries.chunks[size]
@@ -107,7 +107,7 @@ def cost_to_build(documents: int, world_size: int, layout: str) -> tuple[int, in
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_the_cost_is_linear(layout: str) -> None:
+def test_the_cost_is_linear(layout):
     """64 ranks, four streams, 10,000 documents each: calls grow with ranks, and hardly with documents, which NumPy
     counts; its arrays grow with documents, and not with documents times ranks."""
     (few, _), (many, elements) = (cost_to_build(n, 64, layout) for n in (1, 10_000))
@@ -134,12 +134,12 @@ def test_the_cost_is_linear(layout: str) -> None:
         ([0, 8], {"attention": ["ring", "gather"]}, r"attention has \['gather'\]; give methods of 'ring', 'allgather'"),
     ],
 )
-def test_what_does_not_fit_is_refused(cu: list[int], options: dict, message: str) -> None:
+def test_what_does_not_fit_is_refused(cu, options, message):
     with pytest.raises(ValueError, match=message):
         build_cp_context(torch.tensor(cu), **({"rank": 0, "world_size": 2} | options))
 
 
-def test_softmax_attention_is_planned_where_it_is_asked_for() -> None:
+def test_softmax_attention_is_planned_where_it_is_asked_for():
     cu, ranks = boundaries([40, 24]), {"rank": 1, "world_size": 2}
     whole = build_cp_context(cu, **ranks)
     for methods in ((), ("ulysses",), ("ring",), ("allgather",), ("ring", "allgather")):

@@ -32,7 +32,7 @@ def searched(fragments: Sequence[Fragment], rank: int, world_size: int, causal: 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("causal", [True, False])
-def test_the_tables_are_those_of_a_search_through_all_fragments(layout: str, causal: bool) -> None:
+def test_the_tables_are_those_of_a_search_through_all_fragments(layout, causal):
     for seed, (kind, world_size, streams) in enumerate([("web", 4, 3), ("mixed", 8, 2), ("one", 4, 2), ("web", 1, 2)]):
         fragments = cut_streams(packed(kind, 4096, seed, streams), streams, world_size, layout).fragments
         for rank in range(world_size):
@@ -40,7 +40,7 @@ def test_the_tables_are_those_of_a_search_through_all_fragments(layout: str, cau
             assert np.array_equal(found, searched(fragments, rank, world_size, causal))
 
 
-def test_the_work_is_linear_in_streams() -> None:
+def test_the_work_is_linear_in_streams():
     """Calls of Python's are counted: four times the streams are at most about four times the calls."""
 
     def calls(streams: int) -> int:

@@ -29,7 +29,7 @@ def moved(runs: Runs) -> float:
 
 
 @pytest.mark.parametrize("kind", ["one", "web", "mixed"])
-def test_work_is_balanced(kind: str) -> None:
+def test_work_is_balanced(kind):
     for T, W, streams, layout in product([32768, 131072], [4, 8, 16, 32, 64], [1, 4], ["contiguous", "zigzag"]):
         for seed in range(1 if kind == "one" else 2):
             documents = packed(kind, T, seed, streams)
@@ -43,7 +43,7 @@ def test_work_is_balanced(kind: str) -> None:
                 assert work(own, W) == pytest.approx(2 - 1 / W, rel=1e-3) and 0.13 < moved(runs) < 0.18
 
 
-def test_what_moves() -> None:
+def test_what_moves():
     """One document on four ranks: the end of the fragments of the last two, in tiles, to the first two."""
     documents = packed("one", 131072, 0)
     runs = balanced(
@@ -57,7 +57,7 @@ def test_what_moves() -> None:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_each_query_is_computed_once(causal: bool) -> None:
+def test_each_query_is_computed_once(causal):
     for seed, (W, layout) in enumerate(product([2, 8], ["contiguous", "zigzag"])):
         documents = packed("mixed", 16384, seed, 2)
         own = entries(cut_streams(documents, 2, W, layout).fragments, documents)
@@ -72,7 +72,7 @@ def test_each_query_is_computed_once(causal: bool) -> None:
     ("kind", "T", "degree"),
     [("one", 32768, 1.02), ("web", 32768, 1.38), ("web", 131072, 1.3), ("mixed", 32768, 1.26), ("mixed", 131072, 1.2)],
 )
-def test_no_more_moves_than_pays(kind: str, T: int, degree: float) -> None:
+def test_no_more_moves_than_pays(kind, T, degree):
     """On four GPUs (docs/experiments.md) these took least time: one document evened out, short ones left where they
     are, long ones among them in between."""
     documents = packed(kind, T, 0)
@@ -84,7 +84,7 @@ def test_no_more_moves_than_pays(kind: str, T: int, degree: float) -> None:
     assert computed.max() / own.mean() == pytest.approx(degree, abs=0.02)
 
 
-def test_how_keys_travel() -> None:
+def test_how_keys_travel():
     """Gathered where most of them are needed, else those that are; not at all where documents end at the cuts."""
 
     def travel(edges: list[int]) -> int:
@@ -99,7 +99,7 @@ def test_how_keys_travel() -> None:
     assert travel([0, 512, 1000, 1536, 2100, 2500, 3072, 3600, 4096]) == SOME
 
 
-def test_tables_of_many_ranks_stay_small() -> None:
+def test_tables_of_many_ranks_stay_small():
     """What grows with the square of the ranks would be 8 MiB, in one table."""
     fragments = cut_streams(np.array([0, 1 << 24]), 1, 1024, "zigzag").fragments
     tracemalloc.start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -12,7 +11,7 @@ from titan_linear.ops.layout import tables
 from titan_linear.ops.layout.tables import to_device
 
 
-def test_a_tree_moves_but_for_what_the_host_reads() -> None:
+def test_a_tree_moves_but_for_what_the_host_reads():
     """A context of all tables: the shapes and dtypes stay, fields of the host keep their values."""
     options = {"rank": 2, "world_size": 4, "layout": "zigzag", "conv1d_kernel_size": 4, "node_size": 2}
     here = build_cp_context(boundaries([100, 412]), **options)
@@ -31,7 +30,7 @@ def test_a_tree_moves_but_for_what_the_host_reads() -> None:
     assert there.gathered.spans.q.is_meta and torch.equal(here.gathered.keys.pieces, there.gathered.keys.pieces)
 
 
-def test_one_buffer_brings_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_buffer_brings_all(monkeypatch):
     """Values, dtypes and shapes of tensors of any size, contiguous or not, and aligned for vector loads; on a device
     that is the CPU under another name."""
 

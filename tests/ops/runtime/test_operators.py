@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.models.ours import use_methods
 from tests.ops.inputs import boundaries
-from tests.worlds import Worlds
 from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
@@ -121,13 +120,13 @@ def compare(block: nn.Module, dtype: torch.dtype, again: tuple[str, ...] = (), *
 
 
 @pytest.mark.parametrize("mixer", ["kda", "gdn", "attention", "mla"])
-def test_in_pytorch(mixer: str) -> None:
+def test_in_pytorch(mixer):
     block = block_of(mixer, torch.float64)
     compare(block, torch.float64)
 
 
 @pytest.mark.parametrize(("mixer", "segments"), [("kda", False), ("gdn", False), ("kda", True)])
-def test_kernels(mixer: str, segments: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels(mixer, segments, monkeypatch):
     if segments:
         monkeypatch.setattr(rules, "segment_length", lambda *_: 64)
     block = block_of(f"{mixer}, one head", torch.float32, impl="triton")
@@ -135,7 +134,7 @@ def test_kernels(mixer: str, segments: bool, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("mixer", ["kda", "attention"])
-def test_compiled(mixer: str) -> None:
+def test_compiled(mixer):
     """The rule's chunks alone are prepared again: compiled code does not see a call of it as a whole."""
     name, dtype = ("kda, one head", torch.float32) if mixer == "kda" else (mixer, torch.float64)
     block = block_of(name, dtype, impl="triton" if mixer == "kda" else "auto")
@@ -163,7 +162,7 @@ def on_rank(rank: int, world_size: int) -> None:
         compare(block, torch.float64, group=dist.group.WORLD, layout=layout, **methods)
 
 
-def test_exchanges_between_ranks(worlds: Worlds) -> None:
+def test_exchanges_between_ranks(worlds):
     worlds(2).run(on_rank)
 
 
@@ -189,7 +188,7 @@ def run_once(calls: list[int]) -> tuple[Run, Tensor]:
     return again, out
 
 
-def test_a_kept_result_comes_again_once() -> None:
+def test_a_kept_result_comes_again_once():
     calls: list[int] = []
     again, out = run_once(calls)
     assert len(calls) == 2 and again.region.nbytes == 8  # what a kept function calls is part of it
@@ -201,7 +200,7 @@ def test_a_kept_result_comes_again_once() -> None:
     assert doubled(torch.ones(1), calls)[0] == 6  # outside of a region
 
 
-def test_what_is_not_the_same_is_noticed() -> None:
+def test_what_is_not_the_same_is_noticed():
     again, out = run_once([])
     with again, pytest.raises(AssertionError, match="tripled is called where doubled was"):
         tripled(torch.zeros(2), [])
@@ -211,7 +210,7 @@ def test_what_is_not_the_same_is_noticed() -> None:
         doubled(torch.zeros(2), [])
 
 
-def test_nothing_is_kept_without_gradients() -> None:
+def test_nothing_is_kept_without_gradients():
     calls: list[int] = []
     regions = []
 

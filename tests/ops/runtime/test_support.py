@@ -54,7 +54,7 @@ def on_gpu_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[tuple[int, 
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_the_fastest_takes_its_best_case_and_the_last_takes_all(op: str) -> None:
+def test_the_fastest_takes_its_best_case_and_the_last_takes_all(op):
     fastest = {"attention": "cudnn", "grouped_linear": "grouped_mm"} | dict.fromkeys(WITHOUT_KERNELS, "torch")
     on_hopper = HOPPER._replace(dims=DIMS.get(op, {}))
     assert OPS[op].reason_against(fastest.get(op, "triton"), on_hopper) is None
@@ -112,14 +112,14 @@ TRITON_OPS = (*DELTA_RULES, "causal_conv1d", "swiglu", "cross_entropy")
         (("attention",), "flash", {"dims": {"D": 128, "Dv": 512}}, "Dv = 512 is too large"),
     ],
 )
-def test_the_reason_of_every_row(ops, name, change, reason) -> None:
+def test_the_reason_of_every_row(ops, name, change, reason):
     for op in ops:
         target = HOPPER._replace(dims=DIMS[op])._replace(**change)
         with pytest.raises(AssertionError, match=reason):
             raise AssertionError(OPS[op].reason_against(name, target))
 
 
-def test_triton_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_that_is_not_installed(monkeypatch):
     monkeypatch.setattr(configs, "find_spec", lambda name: None)
     assert (
         OPS["chunk_kda"].reason_against("triton", HOPPER._replace(dims=DIMS["chunk_kda"])) == "Triton is not installed"
@@ -127,7 +127,7 @@ def test_triton_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("own", [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)])
-def test_other_generations_run_the_kernels_and_say_that_nobody_has_measured_them(on_gpu_of, own) -> None:
+def test_other_generations_run_the_kernels_and_say_that_nobody_has_measured_them(on_gpu_of, own):
     on_gpu_of(own)
     choice = OPS["chunk_kda"].choose("auto", GPU, BF16, K=128, V=128)
     assert choice.implementation == "triton"
@@ -135,7 +135,7 @@ def test_other_generations_run_the_kernels_and_say_that_nobody_has_measured_them
 
 
 @pytest.mark.parametrize("own", [(8, 0), (9, 0), (12, 0)])
-def test_every_preset_runs_on_the_kernels(on_gpu_of, own) -> None:
+def test_every_preset_runs_on_the_kernels(on_gpu_of, own):
     on_gpu_of(own)
     for model in (model for sizes in MODELS.values() for model in sizes.values()):
         pairs = [(OPS[name], dims) for mixer in model.mixers for name, dims in mixer.ops.items()]
@@ -150,11 +150,11 @@ def test_every_preset_runs_on_the_kernels(on_gpu_of, own) -> None:
     ("K", "V", "computed"),
     [(8, 8, (32, 32)), (32, 64, (32, 64)), (40, 72, (64, 96)), (96, 192, (128, 192)), (129, 250, (256, 256))],
 )
-def test_the_head_dims_that_kernels_compute(K: int, V: int, computed: tuple[int, int]) -> None:
+def test_the_head_dims_that_kernels_compute(K, V, computed):
     assert kernel_dims(K, V) == computed
 
 
-def test_auto_is_never_refused_and_says_what_it_costs(on_gpu_of) -> None:
+def test_auto_is_never_refused_and_says_what_it_costs(on_gpu_of):
     on_gpu_of((9, 0))
     assert OPS["chunk_kda"].choose("auto", GPU, BF16, K=320, V=128) == (
         "torch",
@@ -168,7 +168,7 @@ def test_auto_is_never_refused_and_says_what_it_costs(on_gpu_of) -> None:
     assert OPS["chunk_kda"].choose("auto", CPU, BF16, K=320, V=128) == ("torch", "")
 
 
-def test_the_warning_is_of_the_line_that_calls_the_op(on_gpu_of, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_warning_is_of_the_line_that_calls_the_op(on_gpu_of, monkeypatch):
     monkeypatch.setattr(Op, "choose", lambda *_, **dims: Choice("torch", "on trial"))
     on_gpu_of((9, 0))
     q, g, beta = torch.ones(1, 2, 1, 4), -torch.ones(1, 2, 1, 4), torch.ones(1, 2, 1)
@@ -177,7 +177,7 @@ def test_the_warning_is_of_the_line_that_calls_the_op(on_gpu_of, monkeypatch: py
     assert caught[0].filename == __file__
 
 
-def test_a_call_that_falls_back_warns_once(on_gpu_of) -> None:
+def test_a_call_that_falls_back_warns_once(on_gpu_of):
     on_gpu_of((9, 0))
     with pytest.warns(UserWarning, match="chunk_kda: torch, because K = 320"):
         assert OPS["chunk_kda"].implementation("auto", GPU, BF16, K=320, V=96) == "torch"
@@ -187,7 +187,7 @@ def test_a_call_that_falls_back_warns_once(on_gpu_of) -> None:
         OPS["chunk_kda"].implementation("torch", GPU, BF16, K=288, V=96)
 
 
-def test_what_is_named_and_not_supported_is_refused(on_gpu_of) -> None:
+def test_what_is_named_and_not_supported_is_refused(on_gpu_of):
     on_gpu_of((9, 0))
     with pytest.raises(ValueError, match=r"impl = 'triton' cannot run chunk_kda: K = 320 .* use 'auto' or 'torch'"):
         OPS["chunk_kda"].choose("triton", GPU, BF16, K=320, V=128)
@@ -197,7 +197,7 @@ def test_what_is_named_and_not_supported_is_refused(on_gpu_of) -> None:
         choose_implementations({"causal_conv1d": {"W": 4}}, "triton", GPU, torch.float64)
 
 
-def test_the_lines_of_a_start(on_gpu_of) -> None:
+def test_the_lines_of_a_start(on_gpu_of):
     on_gpu_of((9, 0))
     requests = {"chunk_kda": {"K": 320, "V": 96}, "causal_conv1d": {"W": 4}, "attention": {"D": 128, "Dv": 128}}
     assert start_lines(choose_implementations(requests, "auto", GPU, BF16)) == [
@@ -232,7 +232,7 @@ def test_the_lines_of_a_start(on_gpu_of) -> None:
     ]
 
 
-def test_a_start_says_what_the_rest_of_the_layer_and_the_loss_run_on(on_gpu_of) -> None:
+def test_a_start_says_what_the_rest_of_the_layer_and_the_loss_run_on(on_gpu_of):
     on_gpu_of((9, 0))
     requests = {op: DIMS[op] for op in ("swiglu", "grouped_linear", "cross_entropy")}
     for impl, names in (("auto", ("triton", "grouped_mm", "triton")), ("torch", ("torch", "grouped_mm", "torch"))):
@@ -252,7 +252,7 @@ def test_a_start_says_what_the_rest_of_the_layer_and_the_loss_run_on(on_gpu_of) 
     ]
 
 
-def test_what_a_start_says_is_no_warning_in_the_first_step(on_gpu_of) -> None:
+def test_what_a_start_says_is_no_warning_in_the_first_step(on_gpu_of):
     on_gpu_of((9, 0))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -262,7 +262,7 @@ def test_what_a_start_says_is_no_warning_in_the_first_step(on_gpu_of) -> None:
         assert len(caught) == 1
 
 
-def test_flash_attention_4_is_taken_where_its_numbers_are_right(on_gpu_of, monkeypatch) -> None:
+def test_flash_attention_4_is_taken_where_its_numbers_are_right(on_gpu_of, monkeypatch):
     on_gpu_of((9, 0))
     monkeypatch.setattr(flash4, "installed", lambda: None)
     monkeypatch.setattr(flash4, "problem", lambda dtype, D, Dv: "wrong" if D == 192 else None)
@@ -274,14 +274,14 @@ def test_flash_attention_4_is_taken_where_its_numbers_are_right(on_gpu_of, monke
     )
 
 
-def test_a_look_at_the_table_costs_little() -> None:
+def test_a_look_at_the_table_costs_little():
     OPS["chunk_kda"].implementation("auto", CPU, BF16, K=128, V=128)
     times = 2000
     seconds = timeit(lambda: OPS["chunk_kda"].implementation("auto", CPU, BF16, K=128, V=128), number=times)
     assert seconds / times < 50e-6  # about 1 µs; a walk through the table takes 10
 
 
-def test_tensors_of_several_dtypes() -> None:
+def test_tensors_of_several_dtypes():
     q = torch.zeros(1, 2, 1, 32, device=device_of("triton"))
     v, g, beta = q.to(BF16), q, q[..., 0]
     assert chunk_kda(q, q, v, g, beta)[0].dtype == BF16

@@ -144,7 +144,7 @@ def compiled() -> dict[str, list[dict]]:
 
 
 @pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if shape.compiled])
-def test_compiles_within_the_chip(compiled: dict[str, list[dict]], name: str) -> None:
+def test_compiles_within_the_chip(compiled, name):
     assert compiled[name]
     for result in compiled[name]:
         assert result["shared"] <= SHARED_LIMIT and not result["wrong"], result

@@ -47,7 +47,7 @@ def exact(x: Tensor, slots: Tensor, weights: Tensor | None) -> list[Tensor]:
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("weighed", [True, False])
 @pytest.mark.parametrize("here", [1.0, 0.4, 0.0])
-def test_matches_float64(here: float, weighed: bool, impl: str) -> None:
+def test_matches_float64(here, weighed, impl):
     bounds = {torch.float32: 1e-6, torch.bfloat16: 2**-7}
     bounds |= {torch.float64: 1e-15} if impl == "torch" else {}
     for case in CASES:
@@ -63,7 +63,7 @@ def test_matches_float64(here: float, weighed: bool, impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_copies_that_are_not_there_are_not_read(impl: str) -> None:
+def test_copies_that_are_not_there_are_not_read(impl):
     """Nor are their weights, whatever these are."""
     copies = by_slot(torch.tensor([[1, -1], [-1, 0]], device=DEVICE), 2)
     weights = torch.tensor([[2.0, torch.nan], [torch.inf, 3.0]], device=DEVICE)
@@ -74,7 +74,7 @@ def test_copies_that_are_not_there_are_not_read(impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_compiled(impl: str) -> None:
+def test_compiled(impl):
     """The same gradients: torch 2.11 loses those of a tensor that a compiled function returns as it is."""
     x, copies, weights = given(9, 3, 64, 0.4, torch.float32)
     leaves = x.to(DEVICE).requires_grad_(), weights.to(DEVICE).requires_grad_()
@@ -90,14 +90,14 @@ def test_compiled(impl: str) -> None:
     assert all(map(torch.equal, compiled, gradients(collected)))
 
 
-def test_copies_are_sorted_by_expert() -> None:
+def test_copies_are_sorted_by_expert():
     copies = by_expert(torch.tensor([[2, 0], [0, -1], [1, 2]]), 3, 5)
     assert copies.slots.tolist() == [[3, 0], [1, -1], [2, 4]]
     assert copies.order.tolist() == by_slot(copies.slots, 5).order.tolist() == [1, 2, 4, 0, 5]
     assert copies.tokens.tolist() == [0, 1, 2, 0, 2]
 
 
-def test_operators_are_well_formed() -> None:
+def test_operators_are_well_formed():
     x, copies, weights = given(5, 3, 8, 0.5, torch.float32)
     x, weights, slots = (t.to(DEVICE) for t in (x, weights, copies.slots))
     y = torch.randn(len(copies.order), 8, device=DEVICE)

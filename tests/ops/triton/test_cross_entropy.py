@@ -17,7 +17,7 @@ def logits_of(rows: int, vocab: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("vocab", [11, 8192, 20000])
-def test_values(vocab: int) -> None:
+def test_values(vocab):
     x = logits_of(5, vocab)
     target = torch.tensor([0, vocab - 1, ELSEWHERE, IGNORE, vocab // 2])
     lse = x.double().logsumexp(-1)
@@ -33,14 +33,14 @@ def test_values(vocab: int) -> None:
         assert not d[3].any()
 
 
-def test_what_is_not_finite_shows() -> None:
+def test_what_is_not_finite_shows():
     x = logits_of(4, 100)
     x[0, 7], x[1, 99], x[2] = float("nan"), float("inf"), float("-inf")
     lse = row_logsumexp(x.to(DEVICE)).cpu()
     assert lse[0].isnan() and not lse[1:3].isfinite().any() and lse[3].isfinite()
 
 
-def test_operators_are_well_formed() -> None:
+def test_operators_are_well_formed():
     x, target = logits_of(3, 40).to(DEVICE), torch.tensor([1, IGNORE, 39], device=DEVICE)
     torch.library.opcheck(row_logsumexp.overload, (x,))
     torch.library.opcheck(softmax_gradient.overload, (x, row_logsumexp(x), target, torch.bfloat16))

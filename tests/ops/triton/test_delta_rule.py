@@ -32,7 +32,6 @@ from tests.ops.inputs import (
     tokens_of,
 )
 from tests.ops.triton.well_formed import check_stages
-from tests.worlds import Worlds
 from titan_linear.ops import build_cp_context, causal_conv1d
 from titan_linear.ops.layout import segments
 from titan_linear.ops.layout.boundaries import Boundaries
@@ -66,7 +65,7 @@ def check(op: str, x: dict[str, Tensor], cu: Tensor | None = None, **options) ->
         ("gdn", False, "usual", {"disable_recompute": True}),
     ],
 )
-def test_packed_documents(op: str, raw: bool, gate: str, options: dict) -> None:
+def test_packed_documents(op, raw, gate, options):
     lengths = [1, 70, 64]
     make = raw_gate_inputs if raw else make_inputs
     x = make(op, sum(lengths), H=1, HV=2, K=32, V=32, gate=gate)
@@ -75,7 +74,7 @@ def test_packed_documents(op: str, raw: bool, gate: str, options: dict) -> None:
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 @pytest.mark.parametrize("g", [-1e4, -torch.inf])
-def test_a_token_that_forgets_all(op: str, g: float) -> None:
+def test_a_token_that_forgets_all(op, g):
     """Gates of the tokens behind it keep their digits."""
     x = make_inputs(op, 66, H=1, HV=1, K=32, V=32, gate="slow")
     x["g"][:, 3] = g
@@ -83,7 +82,7 @@ def test_a_token_that_forgets_all(op: str, g: float) -> None:
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_documents_in_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_in_segments(op, monkeypatch):
     """Segments of one or two chunks: documents of none, a part, exactly one and two and a bit; states in and out."""
     monkeypatch.setattr(rules, "segment_length", lambda *_: 64)
     lengths = [0, 10, 64, 129]
@@ -92,7 +91,7 @@ def test_documents_in_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(("op", "layout"), [("kda", "contiguous"), ("gdn", "contiguous"), ("gdn", "zigzag")])
-def test_fragments_in_segments(op: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fragments_in_segments(op, layout, monkeypatch):
     """Of four ranks: one document goes through two, each of them three segments, and a rank has two entries; in zig-zag
     each has two fragments of two segments. Little of the state decays on the way."""
     monkeypatch.setattr(rules, "segment_length", lambda *_: 64)
@@ -101,14 +100,14 @@ def test_fragments_in_segments(op: str, layout: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("indexed", [False, True])
-def test_operators_of_gdn_are_well_formed(indexed: bool) -> None:
+def test_operators_of_gdn_are_well_formed(indexed):
     x = raw_gate_inputs("gdn", 70, H=1, HV=2, K=32, V=32, gate="usual")
     tokens = [x[n][0].float().to(DEVICE) for n in ("q", "k", "v", "g", "beta")]
     of_heads = [x[n].float().to(DEVICE) for n in ("A_log", "dt_bias")]
     check_stages(GDN, [*tokens, *of_heads], [0.2, 1.0], indexed)
 
 
-def test_operators_of_segments_are_well_formed() -> None:
+def test_operators_of_segments_are_well_formed():
     cu = torch.tensor([0, 0, 10, 200], dtype=torch.int32, device=DEVICE)
     ops = torch.ops.titan_linear
     torch.library.opcheck(ops.chunk_table.default, (cu, 64, 7))
@@ -130,7 +129,7 @@ def test_operators_of_segments_are_well_formed() -> None:
     torch.library.opcheck(ops.fold_entries_back.default, (x, M, offsets, entries))
 
 
-def test_when_documents_are_split() -> None:
+def test_when_documents_are_split():
     assert scan_programs(64, 128) == 128 and scan_programs(2, 32) == 2
     assert segment_length(32768, 1, 128) is None  # as many programs as multiprocessors
     assert segment_length(32768, 10, 32) is None
@@ -141,7 +140,7 @@ def test_when_documents_are_split() -> None:
     assert segment_length(32768, 1, 128, joined=True) is None and segment_length(2047, 2, 1, joined=True) is None
 
 
-def test_planned_segments_are_those_of_the_device() -> None:
+def test_planned_segments_are_those_of_the_device():
     """But for surplus ones, which are empty."""
     for lengths, length in ([1, 300, 64, 200], 64), ([1000], 128), ([64, 64], 512):
         cu = boundaries(lengths)
@@ -166,7 +165,7 @@ def in_a_context(run: Callable, x: dict[str, Tensor], lengths: list[int], *progr
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_planned_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planned_segments(op, monkeypatch):
     """A context that planned for the scan, and one that did not: the same bits."""
     monkeypatch.setattr(segments, "segment_length", lambda *_: 64)
     monkeypatch.setattr(rules, "segment_length", lambda *_: 64)
@@ -177,7 +176,7 @@ def test_planned_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_compiled_code_reads_planned_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_reads_planned_segments(op, monkeypatch):
     """One graph for all documents, in which no table is made."""
     monkeypatch.setattr(segments, "segment_length", lambda *_: 64)
     for module in (chunks, split_documents):
@@ -194,7 +193,7 @@ def test_compiled_code_reads_planned_segments(op: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 @pytest.mark.parametrize(("K", "V"), [(64, 32), (32, 64)])
-def test_batches_and_head_dims(op: str, K: int, V: int) -> None:
+def test_batches_and_head_dims(op, K, V):
     check(op, make_inputs(op, 33, B=2, H=1, HV=1, K=K, V=V))
 
 
@@ -202,7 +201,7 @@ def test_batches_and_head_dims(op: str, K: int, V: int) -> None:
 @pytest.mark.parametrize(
     ("K", "V", "HV"), [(96, 192, 1), (96, 96, 2), (40, 72, 2), (8, 8, 2), (136, 256, 2), (200, 200, 2), (33, 7, 1)]
 )
-def test_head_dims_that_are_filled_up(op: str, K: int, V: int, HV: int) -> None:
+def test_head_dims_that_are_filled_up(op, K, V, HV):
     """Gates and norms in the kernels, states in and out."""
     lengths, wide = [5, 37], op == "kda" and K > 128  # the bounded gate takes a third of the time of the other
     x = raw_gate_inputs(op, sum(lengths), H=1, HV=HV, K=K, V=V)
@@ -210,7 +209,7 @@ def test_head_dims_that_are_filled_up(op: str, K: int, V: int, HV: int) -> None:
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_filled_up_heads_in_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_filled_up_heads_in_segments(op, monkeypatch):
     monkeypatch.setattr(rules, "segment_length", lambda *_: 64)
     lengths = [10, 129]
     x = raw_gate_inputs(op, sum(lengths), H=1, HV=1, K=24, V=40)
@@ -218,7 +217,7 @@ def test_filled_up_heads_in_segments(op: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_strided_inputs_and_expanded_gradients(op: str) -> None:
+def test_strided_inputs_and_expanded_gradients(op):
     """q, k and v as slices of one projection, and the gradient of a sum, whose strides are 0."""
     x = {n: t.float().to(DEVICE) for n, t in make_inputs(op, 40, H=1, HV=1, K=32, V=32).items()}
     qkv = torch.cat([x["q"], x["k"], x["v"]], -1).requires_grad_()
@@ -232,7 +231,7 @@ def test_strided_inputs_and_expanded_gradients(op: str) -> None:
 
 
 @pytest.mark.parametrize(("op", "K", "V"), [("kda", 32, 32), ("gdn", 32, 32), ("kda", 24, 40)])
-def test_compiles_without_a_break(op: str, K: int, V: int) -> None:
+def test_compiles_without_a_break(op, K, V):
     torch._dynamo.reset()  # other dims of the same code would be symbols
     cu = torch.tensor([0, 20, 40], dtype=torch.int32, device=DEVICE)
     made = raw_gate_inputs(op, 40, H=1, HV=2, K=K, V=V, gate="usual") | {"initial_state": torch.randn(2, 2, K, V)}
@@ -266,7 +265,7 @@ class Calls(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_selective_checkpointing_names_the_operators(op: str) -> None:
+def test_selective_checkpointing_names_the_operators(op):
     """Forward's operators run again in backward unless they are saved by name; the gradients are the same."""
     x = leaves({n: t.float().to(DEVICE) for n, t in make_inputs(op, 70, H=1, HV=1, K=32, V=32).items()})
     names = [f"{op}_prepare", f"{op}_scan"]
@@ -311,14 +310,14 @@ def on_rank(rank: int, world_size: int, op: str, lengths: list[int], layout: str
         ("gdn", "zigzag", 96, 192, [14, 50]),
     ],
 )
-def test_context_parallel(worlds: Worlds, op: str, layout: str, K: int, V: int, lengths: list[int]) -> None:
+def test_context_parallel(worlds, op, layout, K, V, lengths):
     """Against the torch stages, which equal one process: S_ext, M and their adjoints through the same exchange."""
     for ours, theirs in worlds(4).run(on_rank, op, lengths, layout, K, V):
         for a, b in zip(ours, theirs, strict=True):
             assert relative_error(a, b) < TOLERANCE
 
 
-def test_what_is_not_supported_is_refused() -> None:
+def test_what_is_not_supported_is_refused():
     x = {n: t.float().to(DEVICE) for n, t in make_inputs("kda", 8, H=1, HV=1, K=264, V=32).items()}
     with pytest.raises(ValueError, match="K = 264"):
         call("kda", x, impl="triton")

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from tests.ops.inputs import boundaries, leaves, raw_gate_inputs, relative_error, tokens_of
 from tests.ops.triton.test_numbers import PROMISED, run, to_device
-from tests.worlds import Worlds
 from titan_linear.ops import build_cp_context, causal_conv1d
 from titan_linear.ops.exchange import kcp
 from titan_linear.ops.layout.context import CPContext
@@ -74,7 +73,7 @@ def found_on_rank(rank: int, op: str, lengths: list[int], layout: str) -> dict[s
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("lengths", [[4096], [1, 15, 63, 64, 65, 1000, 3, 837], [2, 2043, 3]])
 @pytest.mark.parametrize("op", ["kda", "gdn", "conv"])
-def test_two_devices(worlds: Worlds, op: str, lengths: list[int], layout: str) -> None:
+def test_two_devices(worlds, op, lengths, layout):
     bounds = PROMISED | {"dx": 5e-3, "dweight": 5e-3}
     for found in worlds(2, "nccl").run(on_rank, op, lengths, layout):
         assert not {n: e for n, e in found.items() if not e <= bounds[n]}
@@ -90,7 +89,7 @@ def test_two_devices(worlds: Worlds, op: str, lengths: list[int], layout: str) -
 )
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_states_level_by_level(worlds: Worlds, op: str, layout: str, levels: tuple[Level, ...]) -> None:
+def test_states_level_by_level(worlds, op, layout, levels):
     for lengths in ([4096], [2, 2043, 3]):
         for found in worlds(2 * len(levels), "nccl").run(on_rank, op, lengths, layout, levels):
             assert not {n: e for n, e in found.items() if not e <= PROMISED[n]}

@@ -35,7 +35,7 @@ def folded(S_ext: Tensor, M: Tensor, chains: list[list[tuple[int, int]]], revers
     ("K", "V", "of"),
     [(32, 64, "matrix"), (128, 32, "matrix"), (32, 96, "matrix"), (128, 80, "number"), (32, 16, "diagonal")],
 )
-def test_fold(K: int, V: int, of: str, reverse: bool) -> None:
+def test_fold(K, V, of, reverse):
     """Chains of none, one, two and four links, in any order of rows; one begins with an M, of a zero state."""
     generator = torch.Generator().manual_seed(0)
     S_ext = torch.randn(5, 2, K, V, generator=generator, dtype=torch.float64)
@@ -51,7 +51,7 @@ def test_fold(K: int, V: int, of: str, reverse: bool) -> None:
     assert max(relative_error(a, b) for a, b in zip(got[1:], want[1:], strict=True)) < 2e-6
 
 
-def test_fold_without_transitions() -> None:
+def test_fold_without_transitions():
     """Two ranks: no document passes through a fragment, so there is no M."""
     S_ext = torch.randn(2, 1, 32, 32, device=DEVICE)
     rows = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 1, 2], [1, 0], [-1, -1])]
@@ -61,7 +61,7 @@ def test_fold_without_transitions() -> None:
 @pytest.mark.parametrize(
     ("K", "V", "of"), [(32, 64, "matrix"), (128, 32, "matrix"), (128, 80, "number"), (32, 64, "diagonal")]
 )
-def test_segments(monkeypatch: pytest.MonkeyPatch, K: int, V: int, of: str) -> None:
+def test_segments(monkeypatch, K, V, of):
     """Entries of one, three and two segments, in both directions: what enters and leaves segments, from states by index
     and from none, zeros for two surplus ones; what an entry makes of no state, and its transition."""
     generator, offsets = torch.Generator().manual_seed(0), [0, 1, 4, 6]
@@ -99,7 +99,7 @@ def test_segments(monkeypatch: pytest.MonkeyPatch, K: int, V: int, of: str) -> N
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_segments_pass_on_what_is_wanted(reverse: bool) -> None:
+def test_segments_pass_on_what_is_wanted(reverse):
     """NaN in what a segment does not pass on, and in states that enter it, goes no further."""
     K, nan, generator = 32, torch.nan, torch.Generator().manual_seed(0)
     S_ext, M = (torch.randn(6, 1, K, 32, generator=generator).to(DEVICE) for _ in range(2))

@@ -28,17 +28,17 @@ BASE = ["UMOV UR5, 0x400", "ULEA UR5, UR7, UR5, 0x18"]
         (["@!UP0 UMOV UR5, 0x10", *WRONG], WRONG[1:]),
     ],
 )
-def test_upper_words_are_added_to_zero(lines: list[str], wrong: list[str]) -> None:
+def test_upper_words_are_added_to_zero(lines, wrong):
     assert upper_words(lines) == wrong
 
 
-def test_the_stack_pointer_is_no_number() -> None:
+def test_the_stack_pointer_is_no_number():
     frame = ["IMAD.MOV.U32 R1, RZ, RZ, c[0x0][0x28]", "VIADD R1, R1, 0xffffffe0", "STL [R1+0x8], R5"]
     assert stack_pointer_as_number([*frame, "R2UR UR4, R1"]) == ["R2UR UR4, R1"]
 
 
 @pytest.mark.parametrize("name", ["rwkv7_prepare", "rwkv7_recompute"])
-def test_values_that_are_as_narrow_as_a_tile(name: str, narrow: dict[str, list[dict]]) -> None:
+def test_values_that_are_as_narrow_as_a_tile(name, narrow):
     """Where a wrong word was seen: 16 bits, values 32 wide, which the op pads."""
     (kernel,) = narrow[name]
     assert not kernel["wrong"]

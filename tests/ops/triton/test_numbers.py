@@ -80,7 +80,7 @@ def errors(op: str, x: dict[str, Tensor], **options) -> dict[str, float]:
     ],
 )
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_promised_errors(op: str, K: int, V: int, H: int, gate: str) -> None:
+def test_promised_errors(op, K, V, H, gate):
     """Documents of 1 to 300 tokens and one of 4096, states in and out; every gate both ops have, at and beyond safe."""
     name, options = GATE[gate]
     if op == "gdn":
@@ -96,7 +96,7 @@ def test_promised_errors(op: str, K: int, V: int, H: int, gate: str) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_one_document(op: str, length: int) -> None:
+def test_one_document(op, length):
     """Each length alone, in 64 heads: no long document in whose norm its error could hide."""
     x = make_inputs(op, length, H=64, HV=64, K=128, V=128)
     x["initial_state"] = torch.randn(1, 64, 128, 128, dtype=torch.float64)
@@ -108,7 +108,7 @@ def test_one_document(op: str, length: int) -> None:
 @pytest.mark.parametrize(("K", "V"), [(64, 32), (128, 128), (256, 256), (96, 192), (128, 256)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_other_dtypes(op: str, dtype: torch.dtype, K: int, V: int) -> None:
+def test_other_dtypes(op, dtype, K, V):
     """float16 has bfloat16's bounds; float32's products are exact to about 2^-21, and a chunk sums a few hundred."""
     lengths = [*LENGTHS, 1000]
     x = make_inputs(op, sum(lengths), H=2, HV=4, K=K, V=V)
@@ -121,7 +121,7 @@ def test_other_dtypes(op: str, dtype: torch.dtype, K: int, V: int) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("gate", ["usual", "-5"])
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_long(op: str, gate: str) -> None:
+def test_long(op, gate):
     T = 131072
     name, options = GATE[gate]
     x = to_device(make_inputs(op, T, H=2, HV=2, K=128, V=128, gate=name))
@@ -154,7 +154,7 @@ def hard_inputs(op: str, kind: str, T: int, K: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 @pytest.mark.parametrize("kind", ["usual", "collinear"])
-def test_the_rounding_reference_without_rounding(op: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rounding_reference_without_rounding(op, kind, monkeypatch):
     """It is the delta rule, forward and backward: what it is off with rounding is rounding."""
     x, cu = hard_inputs(op, kind, 150, 16), boundaries([1, 63, 86])
     do = torch.randn(x["v"].shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
@@ -172,7 +172,7 @@ def test_the_rounding_reference_without_rounding(op: str, kind: str, monkeypatch
 @pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("kind", ["slow", "collinear", "repeated", "mean", "alike"])
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_hard_cases(op: str, kind: str, K: int) -> None:
+def test_hard_cases(op, kind, K):
     lengths = [1, 15, 63, 64, 65, 1000]
     x, cu = to_device(hard_inputs(op, kind, sum(lengths), K)), boundaries(lengths)
     do = torch.randn(x["v"].shape, device="cuda").bfloat16()
@@ -187,7 +187,7 @@ def test_hard_cases(op: str, kind: str, K: int) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_runs_are_bitwise_equal_and_write_everything(op: str) -> None:
+def test_runs_are_bitwise_equal_and_write_everything(op):
     lengths = [*LENGTHS, 1000]
     x = to_device(raw_gate_inputs(op, sum(lengths), H=2, HV=4, K=128, V=128))
     x["initial_state"] = torch.randn(len(lengths), 4, 128, 128, device="cuda")
@@ -205,7 +205,7 @@ def test_runs_are_bitwise_equal_and_write_everything(op: str) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_nothing_waits_for_the_device(op: str) -> None:
+def test_nothing_waits_for_the_device(op):
     x = leaves(to_device(raw_gate_inputs(op, 200, H=2, HV=4, K=64, V=64)))
     cu = boundaries([70, 130]).to("cuda", torch.int32)
     fn = chunk_kda if op == "kda" else chunk_gated_delta_rule
@@ -221,7 +221,7 @@ def test_nothing_waits_for_the_device(op: str) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_more_elements_than_32_bits_count(op: str) -> None:
+def test_more_elements_than_32_bits_count(op):
     """T·H·K > 2³¹: the last document's outputs and gradients are those it has alone, bit by bit."""
     H, K, short = 64, 128, 1000
     lengths = [2**31 // (H * K) - 300, short]

@@ -57,17 +57,17 @@ def compare(x: dict[str, Tensor], lengths: list[int], dtype: torch.dtype = torch
     ],
     ids=str,
 )
-def test_packed_documents(decay: float, dims: dict[str, int], options: dict[str, bool]) -> None:
+def test_packed_documents(decay, dims, options):
     """Of one token, shorter than a chunk, empty, exactly one; also heads that are filled up."""
     compare(rwkv7_inputs(sum(LENGTHS), decay=decay, **dims), LENGTHS, **options)
 
 
-def test_the_fastest_decay_at_every_token() -> None:
+def test_the_fastest_decay_at_every_token():
     x = rwkv7_inputs(130)
     compare(x | {"w": torch.full_like(x["w"], -2.0)}, [130])
 
 
-def test_reads_that_a_neumann_series_would_not_sum() -> None:
+def test_reads_that_a_neumann_series_would_not_sum():
     """Nearly the same vector is removed wholly at each token, with hardly any decay."""
     x = rwkv7_inputs(130, decay=1e-3)
     removed = l2norm(x["a"][:, :1] + 1e-3 * x["k"])
@@ -79,9 +79,7 @@ def test_reads_that_a_neumann_series_would_not_sum() -> None:
     [(torch.bfloat16, 0.6065, {}), (torch.float16, 0.6065, {}), (torch.bfloat16, 9.0, RAW)],
     ids=str,
 )
-def test_half_precision(
-    dtype: torch.dtype, decay: float, options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_precision(dtype, decay, options, monkeypatch):
     """RWKV-7's heads; documents of one token, shorter than a chunk and longer."""
     if DEVICE == "cpu":
         interpret_bfloat16(monkeypatch)
@@ -91,24 +89,24 @@ def test_half_precision(
 
 @pytest.mark.cuda
 @pytest.mark.parametrize(("decay", "options"), [(1e-3, {}), (0.6065, {}), (2.0, {}), (9.0, RAW)], ids=str)
-def test_long_documents(decay: float, options: dict[str, bool]) -> None:
+def test_long_documents(decay, options):
     lengths = [1, 63, 4096, 65]
     compare(rwkv7_inputs(sum(lengths), decay=decay, K=64, H=4), lengths, torch.bfloat16, **options)
 
 
-def test_documents_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_in_segments(monkeypatch):
     monkeypatch.setattr(rules, "segment_length", lambda *_: 64)
     lengths = [0, 10, 64, 129]
     compare(rwkv7_inputs(sum(lengths), decay=1e-3), lengths)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_ranks(layout: str) -> None:
+def test_ranks(layout):
     """Four of them: one document goes through two, and a rank has several; little of the state decays on the way."""
     compare_four_ranks("rwkv7", rwkv7_inputs(320, decay=1e-3), boundaries([10, 280, 30]), layout, TOLERANCE)
 
 
-def test_neighbours_of_what_is_not_finite() -> None:
+def test_neighbours_of_what_is_not_finite():
     """Whatever a document holds, the others' outputs and gradients are what they are without it; and a second run gives
     the same bits."""
     lengths = [5, 70, 1]
@@ -134,12 +132,12 @@ def test_neighbours_of_what_is_not_finite() -> None:
 
 
 @pytest.mark.parametrize("indexed", [False, True])
-def test_operators_are_well_formed(indexed: bool) -> None:
+def test_operators_are_well_formed(indexed):
     inputs = [t[0].float().to(DEVICE) for t in dplr_inputs(70, H=1, K=32, V=32).values()]
     check_stages(RWKV7, inputs, [1.0, 0.0], indexed)
 
 
-def test_dims_that_the_kernels_do_not_take() -> None:
+def test_dims_that_the_kernels_do_not_take():
     x = {name: t.float().to(DEVICE) for name, t in rwkv7_inputs(4, K=96).items()}
     with pytest.raises(ValueError, match="impl = 'triton' cannot run chunk_rwkv7: K = 96 is too large: K <= 64"):
         call("rwkv7", x, impl="triton")

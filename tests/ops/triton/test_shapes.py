@@ -8,7 +8,7 @@ what the rules accept is on that list, and what they refuse is said.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from itertools import chain, product
 from multiprocessing import get_context
@@ -101,7 +101,7 @@ def computed(family: str, dtype: torch.dtype, K: int, V: int) -> tuple[int, int,
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_the_rules_accept_is_on_the_list(family: str, dtype: torch.dtype) -> None:
+def test_what_the_rules_accept_is_on_the_list(family, dtype):
     """The tiles of all that they accept, and they accept all of the list. float16 has bfloat16's tables."""
     op = OPS[FAMILIES[family]]
     shapes = [shape for shape in SHAPES.values() if (shape.op, shape.dtype) == (family, dtype)]
@@ -129,12 +129,12 @@ def test_what_the_rules_accept_is_on_the_list(family: str, dtype: torch.dtype) -
         ("gdn", torch.float64, 64, 64, "the dtype float64 is not one of bfloat16, float16, float32"),
     ],
 )
-def test_what_lies_past_an_edge_is_refused(family: str, dtype: torch.dtype, K: int, V: int, reason: str) -> None:
+def test_what_lies_past_an_edge_is_refused(family, dtype, K, V, reason):
     found = OPS[FAMILIES[family]].reason_against("triton", Target("cuda", HOPPER, dtype, {"K": K, "V": V}))
     assert found is not None and found.endswith(reason)
 
 
-def test_convolutions_past_the_edge_are_refused() -> None:
+def test_convolutions_past_the_edge_are_refused():
     widths = {shape.dims["W"] for shape in SHAPES.values() if shape.op == "conv1d"}
     assert widths == set(range(1, MAX_WIDTH + 1))
     wide = Target("cuda", HOPPER, BF16, {"W": MAX_WIDTH + 1})
@@ -202,7 +202,7 @@ def cost(name: str) -> tuple[bool, int]:
 @pytest.mark.cuda
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SHAPES)
-def test_on_the_chip(name: str, swept: Swept, record_property: Callable[[str, object], None]) -> None:
+def test_on_the_chip(name, swept, record_property):
     shape, errors = SHAPES[name], swept.errors[name].result()
     assert isinstance(errors, dict), errors
     record_property("errors", errors)
@@ -210,7 +210,7 @@ def test_on_the_chip(name: str, swept: Swept, record_property: Callable[[str, ob
 
 
 @pytest.mark.cuda
-def test_machine_code_of_the_sweep(swept: Swept) -> None:
+def test_machine_code_of_the_sweep(swept):
     """ptxas got no instruction wrong in any kernel that the sweep compiled."""
     binaries = sorted(swept.cache.rglob("*.cubin"))
     batches = [binaries[i : i + 64] for i in range(0, len(binaries), 64)]

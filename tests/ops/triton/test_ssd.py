@@ -54,7 +54,7 @@ def compare(
 
 @OPS
 @pytest.mark.parametrize("programs", [1, ssd.PROGRAMS])
-def test_packed_documents(op: str, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_documents(op, programs, monkeypatch):
     """Of one token, shorter than a chunk, empty, exactly one; a group's heads in one program, and in one program
     each."""
     monkeypatch.setattr(ssd, "PROGRAMS", programs)
@@ -63,7 +63,7 @@ def test_packed_documents(op: str, programs: int, monkeypatch: pytest.MonkeyPatc
 
 
 @OPS
-def test_documents_in_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_in_segments(op, monkeypatch):
     """Of three, one, none and two segments; little of the state decays on the way."""
     monkeypatch.setattr(rules, "segment_length", lambda *_: 64)
     lengths = [150, 64, 0, 65]
@@ -73,7 +73,7 @@ def test_documents_in_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize(
     "dims", [dict(G=1, heads=4, N=128, P=64), dict(G=1, heads=2, N=16, P=128), dict(G=8, heads=8, N=64, P=16)], ids=str
 )
-def test_published_dims(dims: dict[str, int]) -> None:
+def test_published_dims(dims):
     """Also a V that comes in slices of 64 to the gradients, in float32."""
     compare("ssd", decaying_inputs("ssd", 70, **dims), boundaries([68, 2]))
 
@@ -89,22 +89,22 @@ def test_published_dims(dims: dict[str, int]) -> None:
     ],
     ids=str,
 )
-def test_time_steps(without: tuple[str, ...], options: dict) -> None:
+def test_time_steps(without, options):
     x = decaying_inputs("ssd", 70, **SMALL)
     compare("ssd", {n: t for n, t in x.items() if n not in without}, **options)
 
 
-def test_slow_time_steps_are_not_raised() -> None:
+def test_slow_time_steps_are_not_raised():
     compare("ssd", decaying_inputs("ssd", 130, bias=-12.0, **SMALL))
 
 
-def test_a_factor_for_each_channel() -> None:
+def test_a_factor_for_each_channel():
     x = decaying_inputs("ssd", 70, **SMALL | {"P": 80})
     compare("ssd", x | {"D": torch.randn(2, 80, dtype=torch.float64)}, boundaries([66, 4]))
 
 
 @pytest.mark.parametrize("jumps", JUMPS, ids=str)
-def test_slow_decay_after_fast(jumps: dict[int, float]) -> None:
+def test_slow_decay_after_fast(jumps):
     x = decaying_inputs("gla", 128, **SMALL)
     x["g"][:] = -1e-3
     for token, g in jumps.items():
@@ -114,7 +114,7 @@ def test_slow_decay_after_fast(jumps: dict[int, float]) -> None:
 
 @OPS
 @pytest.mark.parametrize("pieces", [2, 4, 8])
-def test_documents_in_pieces(op: str, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_in_pieces(op, pieces, monkeypatch):
     """Of many chunks, fewer than pieces, and none; little of the state decays on the way."""
     lengths = [300, 0, 70, 1, 64]
     monkeypatch.setattr(ssd, "SHORTEST", 1)
@@ -128,9 +128,7 @@ def test_documents_in_pieces(op: str, pieces: int, monkeypatch: pytest.MonkeyPat
 )
 @pytest.mark.parametrize("pieces", [1, 8])
 @OPS
-def test_half_precision(
-    op: str, pieces: int, dtype: torch.dtype, N: int, P: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_precision(op, pieces, dtype, N, P, monkeypatch):
     """Documents of one token, shorter than a chunk and longer; o within 1.5 units of 2^-8, dB and dC within 3, and what
     decays depend on within 6."""
     if DEVICE == "cpu":
@@ -143,7 +141,7 @@ def test_half_precision(
 
 
 @OPS
-def test_neighbours_of_what_is_not_finite(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbours_of_what_is_not_finite(op, monkeypatch):
     lengths = [5, 70, 1]
     monkeypatch.setattr(ssd, "SHORTEST", 1)  # in pieces
     base = {n: t.float() for n, t in decaying_inputs(op, sum(lengths), **SMALL).items()}
@@ -153,7 +151,7 @@ def test_neighbours_of_what_is_not_finite(op: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("segments", [False, True])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @OPS
-def test_ranks(op: str, layout: str, segments: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks(op, layout, segments, monkeypatch):
     """Four of them: one document goes through two, and a rank has several; little of the state decays on the way. Also
     cut into segments, with kernels that fold."""
     if segments:
@@ -163,7 +161,7 @@ def test_ranks(op: str, layout: str, segments: bool, monkeypatch: pytest.MonkeyP
     compare_four_ranks(op, x, boundaries([10, 280, 30]), layout, TOLERANCE)
 
 
-def test_views_of_one_projection_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_views_of_one_projection_are_not_copied(monkeypatch):
     """x, B and C as the mixer gives them: the same numbers, bit by bit."""
     x = {n: t.float().to(DEVICE) for n, t in decaying_inputs("ssd", 70, **SMALL).items()}
     parts = [x["x"].flatten(2), x["B"].flatten(2), x["C"].flatten(2)]
@@ -178,13 +176,13 @@ def test_views_of_one_projection_are_not_copied(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("indexed", [False, True])
-def test_operators_are_well_formed(indexed: bool) -> None:
+def test_operators_are_well_formed(indexed):
     x = {n: t.float().to(DEVICE) for n, t in decaying_inputs("ssd", 70, **SMALL).items()}
     tokens = [x[n][0] for n in ("C", "B", "x", "dt")]
     check_stages(SSD, [*tokens, x["A"], x["D"], x["dt_bias"]], [1.0, 1.0, 0.0, 1.0, 2.0], indexed)
 
 
-def test_dims_that_the_kernels_do_not_take() -> None:
+def test_dims_that_the_kernels_do_not_take():
     for dims in ({"N": 24}, {"P": 24}, {"N": 512}, {"P": 144}):
         x = {n: t.float().to(DEVICE) for n, t in decaying_inputs("ssd", 4, **SMALL | dims).items()}
         with pytest.raises(ValueError, match="impl = 'triton' cannot run chunk_ssd: "):

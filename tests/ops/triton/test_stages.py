@@ -65,7 +65,7 @@ class Copies(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_views_of_one_projection_are_not_copied(op: str) -> None:
+def test_views_of_one_projection_are_not_copied(op):
     """q, k, v of one tensor, as in the mixers, and so g, beta and do: the same numbers, bit by bit."""
     inputs = normed(flat_inputs(op, raw_gate_inputs, HV=2))
     do, options = randn(*inputs.v.shape), replace(OPTIONS, gate_in_kernel=True)
@@ -91,7 +91,7 @@ def test_views_of_one_projection_are_not_copied(op: str) -> None:
 
 @pytest.mark.parametrize("beta_range", [1.0, 2.0])
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_beta_from_logits(op: str, beta_range: float) -> None:
+def test_beta_from_logits(op, beta_range):
     inputs, options = flat_inputs(op, V=64), replace(OPTIONS, beta_range=beta_range)
     inputs = inputs._replace(beta=3 * randn(*inputs.beta.shape))
     do, d_final = randn(*inputs.v.shape), States(randn(len(LENGTHS), 1, 32, 64))
@@ -108,7 +108,7 @@ def test_beta_from_logits(op: str, beta_range: float) -> None:
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_states_by_index(op: str) -> None:
+def test_states_by_index(op):
     """As if they lay in tensors of all entries, bit by bit; of what is not asked for nothing is computed."""
     r = rule(op, flat_inputs(op))
     state_index, final_index = [1, -1, 0], [1, 0, -1]
@@ -130,7 +130,7 @@ def test_states_by_index(op: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_only_wanted_boundaries_are_computed(op: str) -> None:
+def test_only_wanted_boundaries_are_computed(op):
     r, do, entries = rule(op, flat_inputs(op, V=64)), randn(sum(LENGTHS), 1, 64), numbers([1, 2, 0])
     every, some = r.entry_transitions(entries), r.entry_transitions(entries, numbers([1, 0, 2]))
     assert torch.equal(some[0][[0, 2]], every[0][[0, 2]]) and torch.equal(some[1][2], every[1][2])
@@ -146,7 +146,7 @@ def test_only_wanted_boundaries_are_computed(op: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_what_is_not_finite_stays_in_its_document(op: str) -> None:
+def test_what_is_not_finite_stays_in_its_document(op):
     inputs = flat_inputs(op)
     do, first = randn(*inputs.v.shape), slice(0, LENGTHS[0])
     results = []
