@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,8 +12,7 @@ from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.mixers import Attention
 from titan_linear.models.presets import preset
-from titan_linear.ops.exchange import kcp
-from titan_linear.ops.layout.levels import FARTHER, Level, Sizes, messages, route
+from titan_linear.ops.layout.levels import FARTHER, Sizes, messages, route
 from titan_linear.planner.machine import Machine, read_rates, shipped
 from titan_linear.planner.memory import Batch, layers
 from titan_linear.planner.timing import Clock
@@ -22,18 +20,6 @@ from tools import bench_cp, bench_ops, one_rank, traces
 from tools.bench_ops import Case
 
 H200 = read_rates(shipped()["H200"])
-
-
-def test_the_share_of_an_all_to_all() -> None:
-    """q, k, v and o travel forward, their gradients backward, and nothing hides them."""
-    H, D, W, n = 32, 128, 4, 8192
-    batch = Batch(n * W, 1, None, W, "contiguous", "ulysses", "kcp", 1, 1, torch.bfloat16)
-    share = bench_cp.planned_share(
-        Machine(H200, 8, np.inf, "flash4"), Attention(heads=H, kv_heads=H, head_dim=D), batch
-    )
-    message = H200.node.latency + 2 * n * H * D * (W - 1) / W / H200.node.all_to_all
-    flops = 4 * D * H * (n * W) * (n * W + 1) / 2 / W
-    assert share == pytest.approx(8 * message / (3.5 * flops / H200.attention["flash4"]["128"][1] / 1e12), rel=1e-6)
 
 
 def test_the_time_of_two_dimensions() -> None:
@@ -50,25 +36,6 @@ def test_the_time_of_two_dimensions() -> None:
     head = H200.node.latency + 2 * n * H * D * 7 / 8 / H200.node.all_to_all
     keys = H200.node.latency + FARTHER + 2 * 2 * n * H * D / 50e9
     assert parts["communication"] == pytest.approx(4 * head + max(keys - parts["attention"], keys / 4), rel=1e-6)
-
-
-def test_estimate() -> None:
-    head, _, *rows = bench_cp.estimate("H200", (4,), [4096, 65536], 16, 4).splitlines()
-    assert head == "| 16 heads | ranks | 4096 | 65536 | below 5% from |"
-    cells = {row.split(" | ")[0].removeprefix("| "): row.strip("| ").split(" | ")[2:] for row in rows}
-    assert list(cells) == [
-        "KDA, kcp",
-        "KDA, ulysses",
-        "GDN, kcp",
-        "GDN, ulysses",
-        "attention, ring",
-        "attention, allgather",
-        "attention, ulysses",
-    ]
-    shares = {name: [float(share.rstrip("%")) for share in row[:2]] for name, row in cells.items()}
-    assert all(short > long for short, long in shares.values())
-    assert all(shares[f"{op}, kcp"] < shares[f"{op}, ulysses"] for op in ("KDA", "GDN"))
-    assert cells["KDA, kcp"][2] == "65536" and cells["KDA, ulysses"][2] == "–"
 
 
 def test_one_rank_of_many(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,21 +132,6 @@ def test_every_op_has_a_shape_unless_told() -> None:
     args, _ = bench_cp.parse([])
     dims = {op: shape for op, _, _, shape in bench_ops.shapes(args)}
     assert list(dims) == args.ops and dims["rwkv7"] == (64, 64) and dims["ring"] == dims["kda"] == (128, 128)
-
-
-def test_rows_by_levels() -> None:
-    rows = list(bench_cp.rows("kda", ["one"], ["contiguous", "zigzag", "heads"], fla=False, by_levels=True))
-    ways = [(layout, how) for how, _, layout in rows[1:]]
-    of_layouts = [(layout, how) for layout in bench_cp.LAYOUTS for how in ("", bench_cp.BY_LEVELS)]
-    assert ways == [*of_layouts, ("heads", "")]
-    assert list(bench_cp.rows("conv", ["one"], ["zigzag"], fla=False, by_levels=True)) == [
-        ("", "one", "alone"),
-        ("", "one", "zigzag"),
-    ]
-    two_nodes = 1, 2, 1, Sizes(heads=16, slots=1, state=2**16, transition=2**16)
-    with bench_cp.exchanging(bench_cp.BY_LEVELS):
-        assert kcp.route(*two_nodes) == (Level(1, 2),)
-    assert kcp.route is route and not route(*two_nodes)
 
 
 @pytest.mark.parametrize("op", [*bench_cp.OPS, *bench_cp.METHODS])

@@ -29,7 +29,6 @@ LAYERS = (
 FORBIDDEN = {"tools": ("train", "launch"), "commands": ("train", "launch"), "train": ("ops",)}
 EXCEPT = {
     ("tools.bench_train", "train"),  # measures the trainer itself
-    ("tools.house", "train"),  # counts what its steps enter
 }
 PACKAGE = "titan_linear"
 

@@ -60,29 +60,10 @@ def curve(folder: Path) -> list[float]:
 def test_another_model_has_the_curve_of_the_run(name, corpus, worlds, tmp_path):
     argv = arguments(corpus, KEYS, {"model.name": name, "job.dump_folder": tmp_path / "run"})
     ours = worlds(1).run(losses_on_rank, argv)[0]
-    given = load_config(argv), tmp_path / "peer", exported_model, document_by_document
-    assert not reference_run.train_peer(*given, seconds=0.0)
-    assert curve(tmp_path / "peer") == []
-    assert reference_run.train_peer(*given)
+    reference_run.train_peer(load_config(argv), tmp_path / "peer", exported_model, document_by_document)
     theirs = curve(tmp_path / "peer")
     assert len(theirs) == STEPS and theirs == pytest.approx(ours, rel=1e-5)
     assert ours[-1] < 0.8 * ours[0]  # it has learnt, so that the updates count
-
-
-@pytest.mark.usefixtures("remote_code")
-def test_a_peer_goes_on_where_it_was(corpus, tmp_path, monkeypatch):
-    config = load_config(arguments(corpus, KEYS, {"model.name": "gdn"}))
-    given = exported_model, document_by_document
-    assert reference_run.train_peer(config, tmp_path / "whole", *given)
-    clock = iter(range(10**6))
-    with monkeypatch.context() as patch:
-        patch.setattr(reference_run.time, "perf_counter", lambda: next(clock))
-        assert not reference_run.train_peer(config, tmp_path / "parts", *given, seconds=8)
-    assert 0 < len(curve(tmp_path / "parts")) < STEPS
-    with (tmp_path / "parts" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "loss": 0.0}\n')  # after the saved state: done again
-    assert reference_run.train_peer(config, tmp_path / "parts", *given)
-    assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("edges", [[0, 8, 16], [0, 3, 8, 16]])

@@ -8,9 +8,8 @@
     torchrun --nproc-per-node 4 -m tools.bench_cp --compiled                # as a run with compile.enable has them
     torchrun --nproc-per-node 4 -m tools.bench_cp --ops ulysses --heads 32 --key-heads 8 --documents web mixed
     torchrun --nproc-per-node 4 -m tools.bench_cp --peers                   # beside FLA; takes minutes
-    torchrun --nproc-per-node 2 -m tools.bench_cp --ops kda --heads 16 --node-size 1 --by-levels      # as two nodes
+    torchrun --nproc-per-node 2 -m tools.bench_cp --ops kda --heads 16 --node-size 1       # as two nodes
     python -m tools.bench_cp --as-rank 37 --of 64 256 --model kda/1.3B --tokens 16384 -- --compile.enable true
-    python -m tools.bench_cp --estimate H200 --heads 32                     # nothing is run
 
 Milliseconds of the slowest rank, forward and forward + backward, in bfloat16. "GPU": the median from the first kernel
 to the last, with the host ahead, as in a training step. "host": the time that the host takes to queue the work, the
@@ -26,16 +25,11 @@ that the mask leaves. Documents: "one", "packed" (ten), "web" (log-normal length
 an op with a new number of heads it autotunes for minutes, and keeps what it found in Triton's cache. Its GDN runs
 without its guard against wrong numbers on Hopper: times only.
 
---node-size: the ranks that count as a node, instead of all that are on one; --by-levels: below a row of a recurrence
-another in which KCP's states travel level by level, whatever the rule says.
+--node-size: the ranks that count as a node, instead of all that are on one.
 
 --as-rank: rank R (-1: the last) of each number of ranks, alone on one GPU or the CPU: forward and backward of a whole
 model on a stream of one document, with so many tokens for each rank (tools/one_rank.py); keys of the run after `--`.
 Messages are synthesised: what travels is counted, and its time is by the planner's rates.
-
---estimate: from rates measured on a GPU (rates/, tools/bench_rates.py) and the planner's account of each operator, the
-part of a layer's communication that is exposed, forward and backward, as a share of the op's own time on a rank, by
-T / W of one document, and the least T / W for which it is below 5%. All ranks are on one node.
 """
 
 from __future__ import annotations
@@ -44,7 +38,6 @@ import argparse
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -62,15 +55,8 @@ from titan_linear.distributed.groups import process_group
 from titan_linear.distributed.one_process import RankFailed
 from titan_linear.distributed.process import own_device, refusing, run_command
 from titan_linear.hooks.report import clock_and_power
-from titan_linear.models import mixers
-from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.ops import attention, build_cp_context
-from titan_linear.ops.exchange import kcp
 from titan_linear.ops.layout.context import SOFTMAX_METHODS
-from titan_linear.ops.layout.levels import fastest
-from titan_linear.planner.machine import Machine, read_rates, shipped
-from titan_linear.planner.memory import Batch, layers
-from titan_linear.planner.timing import Clock
 from tools import one_rank, traces
 from tools.bench_ops import OPS, PACKED, TAPS, Case, Inputs, head_counts, head_dims, randn, shapes, timed
 from tools.bench_train import header
@@ -78,14 +64,12 @@ from tools.peers import split_keys
 
 D = 128
 PROFILED = 5  # rounds
-BY_LEVELS = "by levels"
-Row = tuple[str, str, str]  # whose op, or how ours exchanges states ("": as the rule says), documents, layout
+Row = tuple[str, str, str]  # whose op ("": ours), documents, layout
 METHODS = SOFTMAX_METHODS
 RECURRENCES = [op for op in OPS if op != "conv"]
 OF_FLA = [op for op in OPS if op != "ssd"]  # what it has context parallelism for
 LAYOUTS = ("contiguous", "zigzag")
 LENGTHS = {"web": (1000, 1.0), "mixed": (4000, 1.5)}  # documents' lengths: median, and standard deviation of the log
-SMALL = 0.05  # share of the op's time
 
 
 def boundaries(documents: str, T: int) -> Tensor:
@@ -169,16 +153,12 @@ def tflops(H: int, bounds: Tensor, ranks: int, times: Sequence[float]) -> str:
 # --- What a row times ------------------------------------------------------------------------------------------------
 
 
-def rows(
-    op: str, documents: Sequence[str], layouts: Sequence[str], fla: bool, by_levels: bool = False
-) -> Iterator[Row]:
+def rows(op: str, documents: Sequence[str], layouts: Sequence[str], fla: bool) -> Iterator[Row]:
     """The rows of an op; FLA's comes below ours for the same work."""
     yield "", "one", "alone"
     recurrences = [layout for layout in layouts if layout != "heads" or op in RECURRENCES]
     for of, layout in product(documents, recurrences):
         yield "", of, layout
-        if by_levels and op in RECURRENCES and layout in LAYOUTS:
-            yield BY_LEVELS, of, layout
         if fla and op in OF_FLA and layout in LAYOUTS:
             yield "FLA", of, layout
 
@@ -197,16 +177,6 @@ def ours(
     if compiled:
         context.mark_dynamic()
     return partial(fn, cp_context=context)
-
-
-@contextmanager
-def exchanging(how: str) -> Iterator[None]:
-    """States travel as the rule says inside, or BY_LEVELS."""
-    rule = kcp.route
-    if how == BY_LEVELS:
-        kcp.route = lambda most, world_size, node_size, sizes: fastest(world_size, node_size, sizes)
-    yield
-    kcp.route = rule
 
 
 def fla(op: str, cu: Tensor, layout: str) -> Callable[..., Tensor]:
@@ -235,13 +205,11 @@ def print_rows(args: argparse.Namespace, flush: Tensor) -> None:
         if args.compiled:
             torch.compiler.reset()
             fn = torch.compile(fn, fullgraph=True)
-        for whose, documents, layout in rows(op, args.documents, args.layouts, args.peers, args.by_levels):
+        for whose, documents, layout in rows(op, args.documents, args.layouts, args.peers):
             cu = boundaries(documents, T // ranks if layout == "alone" else T)
             inputs = make_inputs(replace(case, T=T), args.key_heads or HV) if layout == "whole" else x
-            peer = whose == "FLA"
-            timed_op = fla(op, cu, layout) if peer else ours(fn, args.compiled, cu, layout, args.node_size)
-            with exchanging(whose):
-                times = measure(timed_op, inputs, flush)
+            timed_op = fla(op, cu, layout) if whose else ours(fn, args.compiled, cu, layout, args.node_size)
+            times = measure(timed_op, inputs, flush)
             if first:
                 rates = tflops(HV, cu, ranks if layout in LAYOUTS else 1, times) if op in METHODS else ""
                 name = f"{op}, {whose}" if whose else op
@@ -250,41 +218,7 @@ def print_rows(args: argparse.Namespace, flush: Tensor) -> None:
                 print(line([name, T, case.heads, documents, layout, *cells, rates]))
 
 
-# --- Without GPUs ----------------------------------------------------------------------------------------------------
-
-
-def estimate(gpu: str, ranks: Sequence[int], tokens: Sequence[int], H: int, Hkv: int) -> str:
-    """The table of --estimate; tokens: per rank, ascending."""
-    machine = Machine(read_rates(shipped()[gpu]), max(ranks), np.inf, "flash4")
-    rows = []
-    for name, mixer, methods in planned(H, Hkv):
-        for W in ranks:
-            batches = [Batch(n * W, 1, None, W, *methods, 1, 1, torch.bfloat16) for n in tokens]
-            shares = [planned_share(machine, mixer, batch) for batch in batches]
-            least = next((str(n) for n, share in zip(tokens, shares) if share < SMALL), "–")
-            rows.append((name, W, *(f"{share:.1%}" for share in shares), least))
-    return table((f"{H} heads", "ranks", *tokens, f"below {SMALL:.0%} from"), rows)
-
-
-def planned(H: int, Hkv: int) -> Iterator[tuple[str, MixerOptions, tuple[str, str, str]]]:
-    """(name, mixer, (layout, softmax method, linear method)). The ring's work is even in zig-zag only."""
-    for of in (mixers.KDA, mixers.GDN):
-        for method in ("kcp", "ulysses"):
-            mixer = of(heads=H, v_heads=H, head_dim=D, v_head_dim=D)
-            yield f"{of.__name__}, {method}", mixer, ("contiguous", "auto", method)
-    for method in METHODS[:-1]:  # the last is another's where all ranks are on one node
-        layout = "zigzag" if method == "ring" else "contiguous"
-        yield f"attention, {method}", mixers.Attention(heads=H, kv_heads=Hkv, head_dim=D), (layout, method, "kcp")
-
-
-def planned_share(machine: Machine, mixer: MixerOptions, batch: Batch) -> float:
-    """Seconds of a layer's exposed communication, divided by those of its attention or delta rule."""
-    model = ModelConfig(vocab_size=1024, dim=2048, pattern=(mixer,), num_layers=1, hidden_dim=2048)
-    (layer,) = layers(model, batch)
-    clock = Clock(machine, batch, compiled=True)
-    passes = [clock.of(work, work.calls) for work in (layer.forward, layer.backward)]
-    own = sum(p.parts[part] for p in passes for part in ("attention", "recurrence"))
-    return sum(p.parts["communication"] for p in passes) / own
+# --- The command -----------------------------------------------------------------------------------------------------
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -300,11 +234,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--layouts", nargs="+", default=LAYOUTS, choices=[*LAYOUTS, "heads", "whole"])
     parser.add_argument("--compiled", action="store_true", help="compile the ops with torch.compile")
     parser.add_argument("--peers", action="store_true", help="also time FLA's KCP")
-    parser.add_argument(
-        "--estimate", choices=sorted(shipped()), metavar="GPU", help="plan instead of running, for %(choices)s"
-    )
     parser.add_argument("--node-size", type=int, help="ranks per node (default: as torchrun has them; --as-rank: 8)")
-    parser.add_argument("--by-levels", action="store_true", help="also exchange states level by level")
     parser.add_argument("--as-rank", type=int, metavar="R", help="run this rank of --of alone")
     parser.add_argument("--of", type=int, nargs="+", default=[8, 64, 256, 1024], metavar="W", help="numbers of ranks")
     parser.add_argument("--model", default="kda/1.3B", help="NAME/FLAVOR for --as-rank (default: kda/1.3B)")
@@ -326,11 +256,6 @@ def print_rank(args: argparse.Namespace, keys: list[str]) -> None:
         raise failed.__cause__ from None
 
 
-def print_estimate(args: argparse.Namespace) -> None:
-    tokens = [2**n for n in range(11, 18)]
-    print("\n\n".join(estimate(args.estimate, (4, 8), tokens, H, args.key_heads or H) for _, H in args.heads))
-
-
 def time_ops(args: argparse.Namespace) -> None:
     if args.peers and not find_spec("fla"):
         raise ValueError("--peers needs flash-linear-attention, which is not installed here")
@@ -347,8 +272,6 @@ def main(argv: list[str]) -> int:
     args, keys = parse(argv)
     if args.as_rank is not None:
         print_rank(args, keys)
-    elif args.estimate:
-        print_estimate(args)
     else:
         time_ops(args)
     return 0

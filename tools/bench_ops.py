@@ -8,6 +8,7 @@
     python -m tools.bench_ops --ops gdn --tokens 32768 --heads 30 --dims 96x192 128x256
     python -m tools.bench_ops --ops rwkv7 --tokens 32768 --heads 64 --dims 64x64 --peers
     python -m tools.bench_ops --ops ssd --tokens 32768 --heads 1/128 8/64 --dims 128x64 --peers
+    python -m tools.bench_ops --ops gdn --tokens 32768 --candidates "gdn scan" BV=32,64 STAGES=2,3 num_warps=4,8
 
 Milliseconds on the GPU, forward and forward + backward, with a cold L2 cache and the host ahead, as in a training step
 (`timed`); q and k are normalised beforehand; all in bfloat16. --gates log: float32 log decays, computed beforehand;
@@ -19,6 +20,10 @@ count the chunked algorithm's products (`Op.flops`). "kept": bytes per token and
 backward, apart from inputs and output. "peak": GiB above the inputs. "host": the milliseconds that the host takes to
 queue forward + backward; if they exceed the GPU's time, the GPU waits. FLA's GDN and simple_gla run without their guard
 against wrong numbers on Hopper: times only.
+
+--candidates: also rows of the op with one of its kernels launched by each combination of these values, in place of the
+configuration for these dims (ops/triton/configs.py); one that does not fit gives its reason. The numbers of one that
+you put there are checked by `./tests/run.sh -m cuda tests/ops/triton`.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import product
+from itertools import chain, product
 from statistics import median
 from typing import Any
 
@@ -44,6 +49,7 @@ from triton.testing import do_bench
 from titan_linear.commands import command_parser, line, table
 from titan_linear.distributed.process import refusing, run_command
 from titan_linear.ops import causal_conv1d, chunk_gated_delta_rule, chunk_kda, chunk_rwkv7, chunk_ssd
+from titan_linear.ops.triton.configs import CONFIGS, architecture, row
 
 PACKED = (0, 2960, 5212, 9513, 13567, 17443, 20634, 23521, 26281, 31785, 32768)
 C = 64  # tokens per chunk
@@ -282,6 +288,19 @@ def can_run(peer: str, case: Case) -> bool:
     return peer != "cuDNN" or case.H == case.HV
 
 
+def candidates(case: Case, kernel: str, *texts: str) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The op by each combination of values such as BV=32,64, which the kernel has until the next one is taken."""
+    gpu = architecture(torch.device(DEVICE))
+    shipped = CONFIGS[gpu][kernel]
+    key = row(gpu, kernel, torch.bfloat16.itemsize, max(case.K, case.V))
+    names, choices = zip(*(text.split("=") for text in texts))
+    for values in product(*(choice.split(",") for choice in choices)):
+        chosen = dict(zip(names, map(int, values)))
+        CONFIGS[gpu][kernel] = shipped | {key: shipped[key] | chosen}  # not in place: kernels may share a table
+        yield str(chosen), OPS[case.op].fn
+    CONFIGS[gpu][kernel] = shipped
+
+
 # --- Measuring -------------------------------------------------------------------------------------------------------
 
 
@@ -364,21 +383,21 @@ def figures(case: Case, x: Inputs, bandwidth: float, measured: tuple[float, ...]
     return [*cells, f"{kept / places:.0f}", f"{peak:.2f}", f"{host:.2f}"]
 
 
-def print_rows(
-    case: Case, documents: str, others: dict[str, Callable[..., Any]], bandwidth: float, flush: Tensor
-) -> None:
+def print_rows(case: Case, documents: str, args: argparse.Namespace, bandwidth: float, flush: Tensor) -> None:
     """A row of ours and of each of the others that can run the case."""
     torch.manual_seed(0)
     x = case.inputs()
     cu = torch.tensor(PACKED if documents == "packed" else (0, case.T), dtype=torch.int32, device=DEVICE)
     op = OPS[case.op]
     gates = "" if op.raw is None else ", raw gates" if case.raw else ", log gates"
-    for name, fn in {"": op.fn, **others}.items():
+    others = peers(case.op) if args.peers else {}
+    tried = candidates(case, *args.candidates) if args.candidates else ()
+    for name, fn in chain([("", op.fn)], others.items(), tried):
         if not can_run(name, case):
             continue
         try:
             measured = measure(fn, x, case.options | {"cu_seqlens": cu}, flush)
-        except Exception as error:  # of another library: its reason instead of a row
+        except Exception as error:  # of another library or a candidate: its reason instead of a row
             if not name:
                 raise
             print(f"{case.op} {name}{gates}: {str(error).partition(chr(10))[0]}")
@@ -420,6 +439,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--gates", nargs="+", default=["log"], choices=["log", "raw"], help="(default: log)")
     parser.add_argument("--dims", type=head_dims, nargs="+", help="K and V (default: 128x128; rwkv7: 64x64)")
     parser.add_argument("--peers", action="store_true", help="also time FLA, FlashQLA and cuDNN, where installed")
+    parser.add_argument("--candidates", nargs="+", metavar="KERNEL, NAME=VALUES", help="(above)")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         raise ValueError("tools.bench_ops times the kernels of a GPU, and there is none here")
@@ -431,9 +451,8 @@ def main(argv: list[str]) -> int:
     for (op, T, heads, dims), gate in product(shapes(args), args.gates):
         if OPS[op].raw is None and gate != args.gates[0]:
             continue
-        others = peers(op) if args.peers else {}
         for documents in ["one"] + ["packed"] * (PACKED[-1] == T):
-            print_rows(Case(op, T, *heads, *dims, raw=gate == "raw"), documents, others, bandwidth, flush)
+            print_rows(Case(op, T, *heads, *dims, raw=gate == "raw"), documents, args, bandwidth, flush)
     return 0
 
 

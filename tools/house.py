@@ -1,9 +1,6 @@
-"""How large this code is, and how much of it a step passes through.
+"""How large this code is.
 
     python -m tools.house                      sizes by folder, rooms and imports
-    python -m tools.house trace [KEYS …]       files, functions and lines entered by building a trainer and by a steady
-                                               step; KEYS are the run's (`--parallelism.context_parallel_degree 2` under
-                                               torchrun --nproc-per-node 2)
 
 tokens      Python's NAME, OP, NUMBER and STRING (tokenize): independent of how code is laid out
 statements  nodes of the syntax tree, docstrings left out
@@ -13,17 +10,9 @@ from __future__ import annotations
 
 import ast
 import io
-import os
-import sys
-import tempfile
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "titan_linear"
@@ -89,68 +78,7 @@ def names_imported(file: Path) -> int:
     return sum(len(n.names) for n in nodes if isinstance(n, (ast.Import, ast.ImportFrom)))
 
 
-# --- What a step enters ----------------------------------------------------------------------------------------------
-
-
-class Entered:
-    """The functions of the package that this thread enters inside of `with`, and the lines that it runs there."""
-
-    def __init__(self) -> None:
-        self.functions: set[tuple[str, str]] = set()
-        self.lines: set[tuple[str, int]] = set()
-
-    def _trace(self, frame: FrameType, event: str, _: Any) -> Callable | None:
-        name = frame.f_code.co_filename
-        if not name.startswith(str(PACKAGE)):
-            return None
-        self.functions.add((name, frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name))
-        self.lines.add((name, frame.f_lineno))
-        return self._trace
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        sys.settrace(self._trace)
-        try:
-            yield
-        finally:
-            sys.settrace(None)
-
-    def __str__(self) -> str:
-        files = {name for name, _ in self.functions}
-        return f"{len(files)} files, {len(self.functions)} functions, {len(self.lines)} lines"
-
-    def by_file(self) -> list[str]:
-        counted = Counter(name for name, _ in self.lines)
-        return [f"  {Path(name).relative_to(ROOT)}: {n}" for name, n in sorted(counted.items())]
-
-
-def trace(keys: list[str]) -> None:
-    """Print what this rank enters when a trainer of the debug configuration is built, and in its third step."""
-    from titan_linear.config import load_config
-    from titan_linear.distributed.groups import process_group
-    from titan_linear.train import Trainer
-    from tools.peers import be_alone
-
-    be_alone()
-    with tempfile.TemporaryDirectory() as folder, process_group(timedelta(minutes=5)):
-        file = str(ROOT / "train_configs" / "debug.toml")
-        degree = "--parallelism.context_parallel_degree=" + os.environ["WORLD_SIZE"]
-        config = load_config(["--job.config_file", file, "--job.dump_folder", folder, degree, *keys])
-        building = Entered()
-        stepping = Entered()
-        with building():
-            trainer = Trainer(config)
-        for _ in range(2):
-            trainer.train_step()
-        with stepping():
-            trainer.train_step()
-        if os.environ["RANK"] == "0":
-            print(f"Trainer.__init__: {building}", f"a step: {stepping}", *stepping.by_file(), sep="\n")
-
-
-def main(argv: list[str]) -> None:
-    if argv[:1] == ["trace"]:
-        return trace(argv[1:])
+def main() -> None:
     line = "{:40} {:>6} {:>7} {:>8} {:>10}"
     print(line.format("", *SIZES))
     for folder in FOLDERS:
@@ -167,4 +95,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

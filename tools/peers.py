@@ -11,7 +11,6 @@ import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -120,9 +119,9 @@ class Peer:
         step: number of steps done.
     """
 
-    def __init__(self, config: Config, model: nn.Module, loss: Loss, device: torch.device, step: int = 0):
+    def __init__(self, config: Config, model: nn.Module, loss: Loss, device: torch.device):
         t = config.training
-        self.config, self.model, self.loss, self.device, self.step = config, model, loss, device, step
+        self.config, self.model, self.loss, self.device, self.step = config, model, loss, device, 0
         streams, _ = build_streams(config, build_tokenizer(tokenizer_path(config)), None)
         loader = StreamLoader(
             streams,
@@ -130,7 +129,6 @@ class Peer:
             local_batch_size=t.local_batch_size,
             dp_rank=0,
             dp_degree=1,
-            next_stream=step * t.global_batch_size,
             num_workers=t.num_workers,
         )
         self.batches = iter(loader)
@@ -157,6 +155,3 @@ class Peer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return HostCopy(StepNumbers(total, norm.double(), signal=torch.zeros_like(total)))
-
-    def state(self) -> dict[str, Any]:
-        return {"step": self.step, "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}

@@ -2,7 +2,7 @@
 
     export CONFIG_FILE=train_configs/reference_340m.toml
     ./run_train.sh --model.name kda --job.dump_folder outputs/kda                               # ours
-    python -m tools.reference_run fla outputs/kda_fla --minutes 8 -- --job.config_file $CONFIG_FILE --model.name kda
+    python -m tools.reference_run fla outputs/kda_fla -- --job.config_file $CONFIG_FILE --model.name kda
     ./run_train.sh --model.name hybrid --job.dump_folder outputs/hybrid
     ./run_train.sh --model.name hybrid --job.dump_folder outputs/hybrid_float32 --compile.enable false \\
         --training.mixed_precision_param float32 --activation_checkpoint.mode selective
@@ -10,7 +10,7 @@
     python -m tools.reference_run draw docs/results --add hybrid outputs/hybrid outputs/hybrid_float32
 
 `fla` trains FLA's own model (kda, gdn) from our initial weights as its users do (tools/peers.py), on one GPU, and
-writes metrics.jsonl as a run does. After --minutes it saves its state and ends; the same command goes on from there.
+writes metrics.jsonl as a run does.
 
 `draw` copies the numbers of two runs, step by step, to FOLDER/NAME.csv, draws every such file's losses into
 FOLDER/loss.svg (matplotlib: pip install "titan_linear[bench]"), and prints a table of the runs (the mean loss of their
@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -43,11 +42,10 @@ from titan_linear.run.export import export
 from titan_linear.step.flops import peak_tflops, training_flops
 from titan_linear.step.update import rate_at
 from titan_linear.storage.hf_writing import gather
-from titan_linear.storage.rundir import METRICS, cut_metrics
+from titan_linear.storage.rundir import METRICS
 from tools.peers import Loss, Peer, fla_has, fla_loss, fla_model, split_keys
 
 LAST = 50  # steps at a curve's end of which the mean is compared
-STATE = "state.pt"
 NUMBERS = {  # of a step → their heading and format in the table
     "loss": ("loss", ".4f"),
     "validation_loss": ("validation", ".4f"),
@@ -76,35 +74,22 @@ def train_peer(
     folder: Path,
     build: Callable[[Path, torch.device], nn.Module],
     loss: Loss,
-    seconds: float = float("inf"),
-) -> bool:
-    """Train another model on a run's streams, from the run's initial weights or from where `folder` got to.
+) -> None:
+    """Train another model on a run's streams, from the run's initial weights.
 
     Args:
         build: Hugging Face folder and device → the model, float32.
         loss: the sum of a batch's cross-entropies.
-        seconds: after this time, end with the step under way.
-
-    Returns: whether all steps are done.
     """
     device = own_device()
-    begin = time.perf_counter()
     t = config.training
     initial_weights(config, folder / "initial-hf")
-    saved = torch.load(folder / STATE, map_location=device) if (folder / STATE).exists() else None
-    peer = Peer(config, build(folder / "initial-hf", device), loss, device, saved["step"] if saved else 0)
-    if saved:
-        peer.model.load_state_dict(saved["model"])
-        peer.optimizer.load_state_dict(saved["optimizer"])
-    cut_metrics(folder, peer.step)
-    with (folder / METRICS).open("a", encoding="utf-8") as file:
-        while peer.step < t.steps and time.perf_counter() - begin < seconds:
+    peer = Peer(config, build(folder / "initial-hf", device), loss, device)
+    with (folder / METRICS).open("w", encoding="utf-8") as file:
+        while peer.step < t.steps:
             line = timed_step(peer)
             print(json.dumps(line), file=file, flush=True)
             print(f"step {peer.step}/{t.steps}  loss {line['loss']:.4f}  grad {line['grad_norm']:.3g}")
-    torch.save(peer.state(), folder / f"{STATE}.new")
-    os.replace(folder / f"{STATE}.new", folder / STATE)
-    return peer.step == t.steps
 
 
 def timed_step(peer: Peer) -> dict[str, float]:
@@ -148,8 +133,7 @@ def train_fla(args: argparse.Namespace, keys: list[str]) -> None:
             checkpointing=config.activation_checkpoint.mode == "full",
         )
 
-    done = train_peer(config, args.folder, build, fla_loss, 60 * args.minutes)
-    print("all steps are done" if done else "not all steps are done; the same command goes on")
+    train_peer(config, args.folder, build, fla_loss)
 
 
 # --- Curves ----------------------------------------------------------------------------------------------------------
@@ -252,8 +236,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = command_parser("python -m tools.reference_run", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     fla = commands.add_parser("fla", help="train FLA's model; the run's keys follow after --")
-    fla.add_argument("folder", type=Path, help="where metrics and state go")
-    fla.add_argument("--minutes", type=float, default=float("inf"), help="save and end after this time")
+    fla.add_argument("folder", type=Path, help="where metrics go")
     fla.add_argument("--compiled", action="store_true", help="compile each layer")
     drawing = commands.add_parser("draw", help="draw and compare pairs of curves")
     drawing.add_argument("folder", type=Path, help="folder of the pairs' data")

@@ -1,8 +1,7 @@
 """Block sizes, warps and pipeline stages of the recurrences' kernels, by architecture and shape; where kernels run.
 
-Those for compute capability 9.0 were chosen by measurement; `python -m tools.tune_ops` times candidates and checks the
-numbers of each. Those for other generations fit the shared memory there and spill little, but have never been run.
-Nothing is tuned at run time.
+Those for compute capability 9.0 were chosen by measurement; `tools.bench_ops --candidates` times others. Those for
+other generations fit the shared memory there and spill little, but have never been run. Nothing is tuned at run time.
 """
 
 from __future__ import annotations
