@@ -21,7 +21,7 @@ from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.float8 import use_float8
 from titan_linear.models.init import initialise
-from titan_linear.models.layers import project
+from titan_linear.models.layers import Projection, project, projection
 from titan_linear.models.mixers import Attention
 from titan_linear.models.mlps.dense import ReLU2, SwiGLU
 from titan_linear.models.plan import BatchPlan
@@ -100,7 +100,7 @@ class Two(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = nn.Linear(32, 16, bias=False), nn.Linear(32, 48, bias=False)
+        self.one, self.two = projection(32, 16), projection(32, 48)
 
     def forward(self, x: Tensor) -> Tensor:
         return project(x, self.one, self.two)
@@ -197,7 +197,7 @@ def test_projections_in_float8(name):
     products = use_float8(model, [])
     assert {" + ".join(n.split(".", 2)[2] for n in names) for names in products} == IN_FLOAT8[name]
     assert {n for names in products for n in names} == {
-        n for n, m in model.named_modules() if isinstance(m, float8.Float8Linear)
+        n for n, m in model.named_modules() if isinstance(m, Projection) and m.product is not F.linear
     }
 
 

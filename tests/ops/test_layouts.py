@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.ops.inputs import device_of, gradients, leaves, make_inputs, raw_gate_inputs, relative_error
 from titan_linear.distributed.experts import _Exchange
 from titan_linear.distributed.one_process import LocalGroup, run_ranks
-from titan_linear.models.layers import project
+from titan_linear.models.layers import project, projection
 from titan_linear.ops import attention, build_cp_context, causal_conv1d, chunk_gated_delta_rule, chunk_kda
 from titan_linear.ops.cross_entropy import chunked_cross_entropy
 from titan_linear.ops.exchange.halo import with_halo
@@ -170,7 +170,7 @@ def test_attention_in_tiles_under_autocast(monkeypatch):
 def test_only_forward_under_autocast():
     """SwiGLU and projections give what autocast's products do, and gradients in the types of the inputs."""
     x, dy = leaves({"gate_up": torch.randn(T, 16), "weight": torch.randn(4, 8)}), torch.randn(T, 4)
-    layers = [nn.Linear(16, 8, bias=False) for _ in range(2)]
+    layers = [projection(16, 8) for _ in range(2)]
     for run, given in ((swiglu, x), (lambda gate_up: project(gate_up, *layers)[:, :4], {"gate_up": x["gate_up"]})):
         want = torch.autograd.grad(run(**given), list(given.values()), dy)
         with torch.autocast("cpu", torch.bfloat16):

@@ -17,6 +17,7 @@ from titan_linear.config.derived import (
 )
 from titan_linear.config.reading import flat_keys, toml_value
 from titan_linear.config.schema import (
+    KEYS,
     OTHER,
     SMALLEST_EPS,
     SMALLEST_SHARE,
@@ -33,6 +34,7 @@ from titan_linear.config.schema import (
 # Keys that have an effect only with this value of another.
 EFFECTIVE_WITH = {
     ("activation_checkpoint.mode", "selective"): ("activation_checkpoint.selective_ac_option",),
+    ("adapter.enable", True): tuple(key for key in KEYS if key.startswith("adapter.")),
     ("checkpoint.enable", True): (
         "checkpoint.load_step",
         "checkpoint.initial_load_path",

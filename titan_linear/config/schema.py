@@ -239,6 +239,26 @@ class Parallelism(Section):
     experts among themselves instead: tokens travel to the experts."""
 
 
+class Adapter(Section):
+    """Low-rank adapters (LoRA) of a frozen model, instead of training all weights."""
+
+    enable: bool = False
+    """Freeze the weights that the run begins from, and train adapters of them."""
+    rank: int = Field(16, ge=1)
+    """Rank of each."""
+    alpha: float = Field(32, gt=0)
+    """What an adapter adds is multiplied with alpha / rank."""
+    rslora: bool = False
+    """With alpha / √rank (arXiv 2312.03732)."""
+    targets: list[str] = []
+    """Weights that get one, by patterns of parts of their names: ["mixer", "layers.3", "o_proj", "experts.*"]; []:
+    every projection of mixers, MLPs and experts."""
+    train_extra: list[str] = []
+    """Other parameters to train, as a whole, likewise: ["*norm", "embedding", "router", "A_log"]."""
+    initial_load_path: Annotated[str, Rule.MAY_CHANGE, Rule.OF_A_NODE, Rule.PATH, Rule.HOME] = ""
+    """PEFT folder whose adapters the run begins from; empty: A is drawn, and B is 0."""
+
+
 class Checkpoint(Section):
     """Saving and resuming."""
 
@@ -454,6 +474,7 @@ class Config(Section):
     training: Training = Training()
     optimizer: Optimizer = Optimizer()
     lr_scheduler: LRScheduler = LRScheduler()
+    adapter: Adapter = Adapter()
     parallelism: Parallelism = Parallelism()
     checkpoint: Checkpoint = Checkpoint()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()

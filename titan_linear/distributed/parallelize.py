@@ -120,11 +120,14 @@ def replicated_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [p for module, name in own if (p := getattr(module, name)) is not None]
 
 
-def set_dtype(model: Decoder, dtype: torch.dtype) -> None:
-    """Convert parameters to `dtype`, and those that are kept whole to float32 or wider."""
-    model.to(dtype)
-    for p in replicated_parameters(model):
-        p.data = p.data.to(torch.promote_types(dtype, torch.float32))
+def set_dtype(model: Decoder, dtype: torch.dtype, frozen: torch.dtype | None = None) -> None:
+    """Convert parameters to `dtype`, those that adapters leave frozen to `frozen`, and those that are kept whole to
+    float32 or wider."""
+    frozen = frozen or dtype
+    whole = set(replicated_parameters(model))
+    for p in model.parameters():
+        own = frozen if model.config.adapter and not p.requires_grad else dtype
+        p.data = p.data.to(torch.promote_types(own, torch.float32) if p in whole else own)
 
 
 def materialise(model: Decoder, device: torch.device, cpu_offload: bool = False) -> None:

@@ -30,21 +30,24 @@ from torch import Tensor, nn
 
 from titan_linear.distributed.parts import shard_parameter
 from titan_linear.models.decoder import Decoder, Head
-from titan_linear.models.layers import Output, RMSNorm, widen
+from titan_linear.models.layers import Output, RMSNorm, lora_name, widen
 from titan_linear.models.mlps.moe import MoE
 from titan_linear.ops.cross_entropy import chunked_cross_entropy
 from titan_linear.ops.exchange.collectives import Ranks, gather_along, gather_tokens, scatter_tokens, sum_over_ranks
 
 
 def tensor_splits(model: nn.Module) -> dict[str, int]:
-    """Parameter → the dimension that is split, as the modules state it; a tied one by its first name."""
-    own = {name for name, _ in model.named_parameters()}
+    """Parameter → the dimension that is split, as the modules state it; a tied one by its first name. Of an adapter
+    that is of B, or, where the weight is split by columns, of A."""
+    own = dict(model.named_parameters())
     stated = {
         f"{prefix}.{name}".removeprefix("."): dim
         for prefix, module in model.named_modules()
         for name, dim in getattr(module, "split", {}).items()
     }
-    return {name: dim for name, dim in stated.items() if name in own}
+    splits = {name: dim for name, dim in stated.items() if name in own}
+    of_adapters = ((lora_name(name, "A" if dim == own[name].dim() - 1 else "B"), dim) for name, dim in splits.items())
+    return splits | {name: dim for name, dim in of_adapters if name in own}
 
 
 def apply_tp(model: Decoder, ranks: Ranks) -> dict[str, int]:

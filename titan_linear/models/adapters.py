@@ -85,8 +85,7 @@ def placements(config: ModelConfig, family: str, on_disk: Shapes | None = None) 
         ValueError: parameters of ours without a tensor, tensors of another shape, tensors that nothing uses; the
             message lists them all.
     """
-    with torch.device("meta"):
-        ours = {name: tuple(p.shape) for name, p in Decoder(config).named_parameters()}
+    ours = _shapes(config)
     done, problems, used = {}, [], set()
     for spellings in _layouts(config, family, ours, on_disk):
         layout = _spelling(spellings, on_disk)
@@ -101,6 +100,17 @@ def placements(config: ModelConfig, family: str, on_disk: Shapes | None = None) 
     if problems:
         raise ValueError(f"the tensors are not those of this {family}:\n  " + "\n  ".join(problems))
     return [done[name] for name in ours]
+
+
+def joined(config: ModelConfig, family: str) -> tuple[tuple[str, ...], ...]:
+    """Our parameters that are one tensor together as `transformers` writes it."""
+    parts = _layouts(config, family, _shapes(config), None)
+    return tuple(spellings[0].ours for spellings in parts if len(spellings[0].ours) > 1)
+
+
+def _shapes(config: ModelConfig) -> Shapes:
+    with torch.device("meta"):
+        return {name: tuple(p.shape) for name, p in Decoder(config.base).named_parameters()}
 
 
 def ignored(config: ModelConfig, family: str, on_disk: Shapes) -> set[str]:

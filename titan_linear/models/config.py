@@ -148,6 +148,17 @@ class Factors:
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """Low-rank adapters of a frozen model (models/lora.py)."""
+
+    rank: int
+    factor: float  # on what they add
+    targets: tuple[str, ...] = ()  # patterns of names of the weights; (): all
+    extra: tuple[str, ...] = ()  # patterns of names of other parameters, which are trained too
+    shared: tuple[tuple[str, ...], ...] = ()  # weights that share A, being one matrix in a Hugging Face folder
+
+
+@dataclass(frozen=True)
 class ModelConfig(Factors):
     vocab_size: Size
     dim: Size
@@ -165,6 +176,12 @@ class ModelConfig(Factors):
     one_branch: bool = False  # a layer is what the pattern names; else mixers and the MLP or experts that follow them
     activation: DenseActivation = "swiglu"  # of MLPs
     normed_residual: bool = False  # branches add to the norm of the layer's input, which they have too
+    adapter: Adapter | None = None
+
+    @property
+    def base(self) -> ModelConfig:
+        """Without adapters."""
+        return replace(self, adapter=None)
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -290,4 +307,4 @@ def _chosen(options: object, values: Mapping[str, object]) -> dict[str, object]:
 
 def _without_mixers(model: ModelConfig) -> dict[str, object]:
     moe = model.moe and replace(model.moe, balance_coefficient=0.0, bias_update_rate=0.0)
-    return vars(replace(model, pattern=(), init_std=0.0, moe=moe))
+    return vars(replace(model, pattern=(), init_std=0.0, moe=moe, adapter=None))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from titan_linear.models.config import Factors, ModelConfig
 from titan_linear.models.layers import LayerNorm, Output, RMSNorm, as_output, scaled
+from titan_linear.models.lora import add_adapters
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.cross_entropy import chunked_cross_entropy
 from titan_linear.ops.registry import choose_implementations
@@ -136,6 +137,8 @@ class Decoder(nn.Module):
         self.implementations: dict[str, Choice] = {}
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
+        if config.adapter:
+            add_adapters(self, config.adapter)
 
     def use(self, impl: str, device: torch.device, dtype: torch.dtype, tp: int = 1) -> Decoder:
         """Decide once which implementation each op runs ("auto" | "triton" | "torch"), for tensors of `dtype` on

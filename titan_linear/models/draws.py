@@ -101,6 +101,10 @@ def normal(std: float) -> Draw:
     return lambda elements: elements.normal().mul_(std)
 
 
+def uniform(bound: float) -> Draw:
+    return lambda elements: bound * (2 * elements.uniform() - 1)
+
+
 def uniform_decay(low: float) -> Draw:
     """Draw A_log such that exp(A_log) is uniform on (low, 16)."""
     return lambda elements: torch.log(16 - (16 - low) * elements.uniform())

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
+import torch.nn.functional as F
 
 from titan_linear.models.decoder import Decoder
-from titan_linear.models.layers import Float8Linear
+from titan_linear.models.layers import Projection
 from titan_linear.ops.float8 import MULTIPLE, emulated_linear, float8_linear
 
 SMALLEST = 2048  # K and N: rounding to float8 takes longer than smaller products save
@@ -26,11 +26,11 @@ def use_float8(model: Decoder, filter_fqns: Sequence[str], emulate: bool = False
                 if _pays(projections) and not any(part in name for part in filter_fqns for name in names):
                     found.append(names)
                     for projection in projections:
-                        projection.__class__, projection.product = Float8Linear, product
+                        projection.product = product
     return found
 
 
-def _pays(projections: list[nn.Linear]) -> bool:
+def _pays(projections: list[Projection]) -> bool:
     K = projections[0].in_features
     N = sum(projection.out_features for projection in projections)
     return min(K, N) >= SMALLEST and K % MULTIPLE == N % MULTIPLE == 0
@@ -38,5 +38,6 @@ def _pays(projections: list[nn.Linear]) -> bool:
 
 def float8_line(model: Decoder) -> str:
     """A console line: the projections in float8; "" if there are none."""
-    names = [name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, Float8Linear)]
+    modules = model.named_modules()
+    names = [name.rpartition(".")[2] for name, m in modules if isinstance(m, Projection) and m.product is not F.linear]
     return f"float8: {len(names)} projections, {', '.join(dict.fromkeys(names))}" if names else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Annotated, Any, NamedTuple
 
@@ -53,9 +53,63 @@ def scaled(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1 else x * factor
 
 
-def projection(inputs: int, outputs: int) -> nn.Linear:
-    """A projection, which has no bias."""
-    return nn.Linear(inputs, outputs, bias=False)
+class Adapted(NamedTuple):
+    """The low-rank adapter of a projection, which adds s (x Aᵀ) Bᵀ to its output; B [outputs, r] is the projection's
+    `lora_B`. Those that are one matrix in a Hugging Face folder share A (models/lora.py)."""
+
+    factor: float  # s
+    down: tuple[Projection]  # whose `lora_A` [r, inputs] A is; in a tuple, for it is not a part of this one
+
+
+class Projection(nn.Linear):
+    """A linear layer. `product` multiplies with its weight, in float8 if it has no bias (models/float8.py)."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = False):
+        super().__init__(inputs, outputs, bias)
+        self.product: Product = F.linear
+        self.lora: Adapted | None = None
+        self.register_parameter("lora_A", None)
+        self.register_parameter("lora_B", None)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """bias: one that another module has."""
+        if self.product is F.linear:
+            y = F.linear(x, self.weight, self.bias if bias is None else bias)
+        else:
+            y = _joined(x, self)
+        return adapted(y, x, self)
+
+
+projection = Projection  # without a bias
+
+
+def lora_name(name: str, part: str) -> str:
+    """The name of A or B of a weight."""
+    return f"{name.removesuffix('weight')}lora_{part}" if name.endswith("weight") else f"{name}_lora_{part}"
+
+
+def adapted(y: Tensor, x: Tensor, *projections: Projection) -> Tensor:
+    """y [.., Σ outputs], what these projections give for x, with what their adapters add."""
+    downs = _downs(projections)
+    return add_low_rank(y, F.linear(x, torch.cat([p.lora_A for p in downs])), *projections) if downs else y
+
+
+def add_low_rank(y: Tensor, low: Tensor, *projections: Projection) -> Tensor:
+    """low [.., Σ r]: x Aᵀ of each A of the projections."""
+    downs = _downs(projections)
+    rank = low.shape[-1] // len(downs)
+    rows = []
+    for p in projections:
+        i = 0 if p.lora is None else downs.index(*p.lora.down)
+        B = low.new_zeros(len(p.weight), rank) if p.lora is None else p.lora_B
+        rows.append(F.pad(B, (i * rank, (len(downs) - 1 - i) * rank)))  # [outputs, Σ r]
+    factor = next(p.lora.factor for p in projections if p.lora)
+    flat = (x.reshape(-1, x.shape[-1]) for x in (y, low))
+    return torch.addmm(*flat, torch.cat(rows).T, alpha=factor).view_as(y)
+
+
+def _downs(projections: Sequence[Projection]) -> list[Projection]:
+    return list(dict.fromkeys(down for p in projections if p.lora for down in p.lora.down))
 
 
 class RMSNorm(nn.Module):
@@ -98,10 +152,14 @@ class GatedRMSNorm(RMSNorm):
         return (normed * self.activation(widen(z))).to(x.dtype)
 
 
-def project(x: Tensor, *projections: nn.Linear) -> Tensor:
+def project(x: Tensor, *projections: Projection) -> Tensor:
     """Apply several projections without biases to x [.., dim] as one product; their outputs are concatenated."""
+    return adapted(_joined(x, *projections), x, *projections)
+
+
+def _joined(x: Tensor, *projections: Projection) -> Tensor:
     weights = [projection.weight for projection in projections]
-    product = product_of(projections[0])
+    product = projections[0].product
     # Without gradients, compiled code takes a call with as many arguments as `forward` has for one without ctx.
     if not torch.is_grad_enabled():
         return product(x, torch.cat(weights))
@@ -120,23 +178,13 @@ class _Project(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
+        of_x, _, *of_weights = ctx.needs_input_grad
         dy = dy.to(x.dtype)  # dy has autocast's dtype if only forward ran under it
+        dx = ctx.product(dy, torch.cat(weights).T) if of_x else None
+        if not any(of_weights):  # they are frozen
+            return dx, None, *(None for _ in weights)
         dweight = dy.reshape(-1, dy.shape[-1]).T @ x.reshape(-1, x.shape[-1])
-        return ctx.product(dy, torch.cat(weights).T), None, *dweight.split([len(weight) for weight in weights])
-
-
-class Float8Linear(nn.Linear):
-    """A projection without a bias whose products with x and with the gradient of y are in float8 (ops/float8.py)."""
-
-    product: Product
-
-    def forward(self, x: Tensor) -> Tensor:
-        return project(x, self)
-
-
-def product_of(projection: nn.Linear) -> Product:
-    """What multiplies with its weight."""
-    return projection.product if isinstance(projection, Float8Linear) else F.linear
+        return dx, None, *dweight.split([len(weight) for weight in weights])
 
 
 def cut(x: Tensor, *widths: int) -> tuple[Tensor, ...]:
@@ -144,7 +192,7 @@ def cut(x: Tensor, *widths: int) -> tuple[Tensor, ...]:
     return _Cut.apply(x, widths)
 
 
-def project_each(x: Tensor, *projections: nn.Linear) -> tuple[Tensor, ...]:
+def project_each(x: Tensor, *projections: Projection) -> tuple[Tensor, ...]:
     """The output of each, by one product."""
     return cut(project(x, *projections), *(len(p.weight) for p in projections))
 

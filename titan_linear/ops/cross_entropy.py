@@ -112,7 +112,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         total = x.new_zeros((), dtype=wide)
         wants_grad = grad_enabled and any(ctx.needs_input_grad[:2])  # needs_input_grad ignores no_grad
         dx = torch.empty_like(x) if wants_grad else None
-        dweight = torch.zeros_like(weight, dtype=wide) if wants_grad else None
+        of_weight = wants_grad and ctx.needs_input_grad[1]
+        dweight = torch.zeros_like(weight, dtype=wide) if of_weight else None
         for start in range(0, len(x), chunk):
             rows = slice(start, start + chunk)
             logits = _logits(x[rows], weight, wide)
@@ -126,6 +127,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if wants_grad:
                 d = softmax_gradient(logits, lse, target, x.dtype)  # [chunk, vocab]
                 torch.mm(d, weight, out=dx[rows])
+            if of_weight:
                 _add_product(dweight, d.T, x[rows])
         ctx.save_for_backward(dx, dweight)
         ctx.weight_dtype = weight.dtype
@@ -136,6 +138,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         check_first_derivative()
         dx, dweight = ctx.saved_tensors
-        # Rounded while it is written: the product on its own would be another [vocab, D] in float32.
-        scaled = torch.mul(dweight, scale, out=torch.empty_like(dweight, dtype=ctx.weight_dtype))
-        return (dx * scale).to(dx.dtype), scaled, None, None, None, None, None, None
+        if dweight is not None:
+            # Rounded while it is written: the product on its own would be another [vocab, D] in float32.
+            dweight = torch.mul(dweight, scale, out=torch.empty_like(dweight, dtype=ctx.weight_dtype))
+        return (dx * scale).to(dx.dtype), dweight, None, None, None, None, None, None

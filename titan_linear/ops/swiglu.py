@@ -28,8 +28,10 @@ def swiglu(
     impl: str | Choice = "auto",
     product: Product = F.linear,
     gate_factor: float = 1.0,
-) -> Tensor:
-    """gate_up [.., 2 H], gate before up, weight [D, H] -> [.., D]. Elementwise work is done in float32 or wider.
+    lora_A: Tensor | None = None,
+) -> Tensor | Pair:
+    """gate_up [.., 2 H], gate before up, weight [D, H] -> [.., D], with lora_A [r, H] also the [.., r] that it gives.
+    Elementwise work is done in float32 or wider.
 
     impl: "torch", "triton", or "auto" (ops/runtime/support.py). product: of x [.., K] and weight [N, K], x weightᵀ.
     Raises ValueError for shapes that do not fit, or integers.
@@ -40,7 +42,7 @@ def swiglu(
         )
     check_floats(gate_up=gate_up, weight=weight)
     name = SWIGLU.implementation(impl, gate_up.device, gate_up.dtype)
-    return _SwiGLU.apply(gate_up, weight, name, product, float(gate_factor))
+    return _SwiGLU.apply(gate_up, weight, lora_A, name, product, float(gate_factor))
 
 
 def _forward(gate_up: Tensor, factor: float) -> Tensor:
@@ -69,17 +71,26 @@ SWIGLU = Op("swiglu", with_kernels(_triton, lambda: (_forward, _backward), slowe
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, name: str, product: Product, factor: float) -> Tensor:
-        ctx.save_for_backward(gate_up, weight)
+    def forward(
+        ctx: Any, gate_up: Tensor, weight: Tensor, lora_A: Tensor | None, name: str, product: Product, factor: float
+    ) -> Tensor | Pair:
+        ctx.save_for_backward(gate_up, weight, lora_A)
         ctx.name, ctx.product, ctx.factor = name, product, factor
-        return product(SWIGLU.load(name)[0](gate_up.contiguous(), factor), weight)
+        activated = SWIGLU.load(name)[0](gate_up.contiguous(), factor)
+        y = product(activated, weight)
+        return y if lora_A is None else (y, F.linear(activated, lora_A))
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor, dlow: Tensor | None = None) -> tuple[Tensor | None, ...]:
         check_first_derivative()
-        gate_up, weight = ctx.saved_tensors
+        gate_up, weight, lora_A = ctx.saved_tensors
         dy = dy.to(weight.dtype)  # dy has autocast's dtype if only forward ran in autocast
-        dactivated = ctx.product(dy, weight.T).contiguous()
-        d, activated = SWIGLU.load(ctx.name)[1](gate_up.contiguous(), dactivated, ctx.factor)
-        dweight = dy.reshape(-1, dy.shape[-1]).T @ activated.reshape(-1, activated.shape[-1])
-        return d, dweight, None, None, None
+        dactivated = ctx.product(dy, weight.T)
+        if lora_A is not None:
+            dactivated = dactivated + dlow @ lora_A
+        d, activated = SWIGLU.load(ctx.name)[1](gate_up.contiguous(), dactivated.contiguous(), ctx.factor)
+        _, of_weight, of_A, *_ = ctx.needs_input_grad
+        x = activated.reshape(-1, activated.shape[-1])
+        dweight = dy.reshape(-1, dy.shape[-1]).T @ x if of_weight else None
+        dA = dlow.reshape(-1, dlow.shape[-1]).T @ x if of_A else None
+        return d, dweight, dA, None, None, None

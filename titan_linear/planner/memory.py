@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -287,17 +287,16 @@ def _last_layer(model: ModelConfig, batch: Batch, shift: int) -> Layer:
         use_float8(decoder, batch.float8, first=shift)
     *_, block = decoder.layers
     if isinstance(block.mlp, MoE):
-        block.mlp.experts.forward = partial(_one_expert, block.mlp.experts)
+        block.mlp.experts.linear = _one_expert
     cp = context(batch)
     width = sum(options.takes for options in block.options.mixers) // batch.tp
     values = x.new_empty(1, len(cp.position_ids), width, requires_grad=True) if width else None
     return count(block, x, BatchPlan(cp.position_ids, cp_context=cp, num_streams=batch.streams), values)
 
 
-def _one_expert(experts: Experts, x: Tensor, counts: Tensor) -> Tensor:
-    """`Experts.forward` with all rows for one expert: on the meta device, `counts` has no values."""
-    up = nn.functional.linear(x, experts.up_weight[0])
-    return nn.functional.linear(experts.activated(up), experts.down_proj[0])
+def _one_expert(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """`Experts.linear` with all rows for one expert: on the meta device, `counts` has no values."""
+    return nn.functional.linear(x, weight[0].flatten(0, -2))
 
 
 # --- Memory ----------------------------------------------------------------------------------------------------------

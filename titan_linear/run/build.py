@@ -26,7 +26,8 @@ from titan_linear.config import (
 from titan_linear.data import Batch, Tokenizer, build_tokenizer
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
-from titan_linear.models.config import ModelConfig
+from titan_linear.models.adapters import joined
+from titan_linear.models.config import Adapter, ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.float8 import SMALLEST, use_float8
 from titan_linear.models.presets import preset, resized
@@ -37,9 +38,11 @@ from titan_linear.ops.runtime.support import Choice, capability, dotted
 from titan_linear.step.feed import BatchSharding, Feed, MicroBatch
 from titan_linear.step.passes import ComputeCopies, Passes
 from titan_linear.storage.hf_io import download, read_model
+from titan_linear.storage.hf_writing import find_family
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 VOCAB_MULTIPLE = 64  # rounds up a vocabulary that follows the tokenizer: whole tiles of a product, and even shards
+FAMILY_OF = {"qwen3-next": "Qwen3NextForCausalLM"}  # by model.name, if several architectures can hold the model
 T = TypeVar("T")
 
 
@@ -96,7 +99,40 @@ def model_without_tokenizer(config: Config) -> ModelConfig:
         _, model = under_key("model.flavor = 'hf'", read_model, Path(hf_assets(config)))
     else:
         model = preset(config.model.name, config.model.flavor)
-    return balance_experts(resized(model, config.model.model_dump()), config)
+    return with_adapter(balance_experts(resized(model, config.model.model_dump()), config), config)
+
+
+def with_adapter(model: ModelConfig, config: Config) -> ModelConfig:
+    """Add the adapters that the configuration asks for. ValueError: it trains what they leave frozen."""
+    a = config.adapter
+    if not a.enable:
+        return model
+    if config.training.expert_bias_update_rate > 0:
+        raise ValueError(
+            "training.expert_bias_update_rate moves a bias of the base, which adapter.enable = true leaves frozen; "
+            "leave it at -1"
+        )
+    family = family_of(model, config)
+    adapter = Adapter(
+        rank=a.rank,
+        factor=a.alpha / (math.sqrt(a.rank) if a.rslora else a.rank),
+        targets=tuple(a.targets),
+        extra=tuple(a.train_extra),
+        shared=joined(model, family) if family else (),
+    )
+    moe = model.moe and replace(model.moe, bias_update_rate=0.0)
+    return replace(model, adapter=adapter, moe=moe)
+
+
+def family_of(model: ModelConfig, config: Config) -> str | None:
+    """The architecture under which the model is saved: its folder's, or the first that holds it."""
+    if hf_assets(config):
+        family, _ = read_model(Path(hf_assets(config)))
+        return family
+    try:
+        return FAMILY_OF.get(config.model.name) or find_family(model)
+    except ValueError:  # none does
+        return None
 
 
 def follows_tokenizer(config: Config) -> bool:
@@ -121,11 +157,12 @@ def balance_experts(model: ModelConfig, config: Config) -> ModelConfig:
     return replace(model, moe=replace(model.moe, **asked))
 
 
-def unallocated(model: ModelConfig, dtype: torch.dtype) -> Decoder:
-    """The decoder on the meta device, its parameters in `dtype` (gate parameters in float32 or wider)."""
+def unallocated(model: ModelConfig, dtype: torch.dtype, frozen: torch.dtype | None = None) -> Decoder:
+    """The decoder on the meta device, its parameters in `dtype` (gate parameters in float32 or wider). frozen: the
+    dtype of those that adapters leave so; by default the same."""
     with torch.device("meta"):
         decoder = Decoder(model)
-    set_dtype(decoder, dtype)
+    set_dtype(decoder, dtype, frozen)
     return decoder
 
 
@@ -176,7 +213,8 @@ def implementations(config: Config, model: ModelConfig, device: torch.device) ->
 
 def build_model(config: Config, model: ModelConfig, dims: ParallelDims, device: torch.device) -> Decoder:
     """The decoder as the ranks train it: unallocated → parallelize → allocate. Its weights are still to be set."""
-    decoder = unallocated(model, DTYPES[config.training.dtype])
+    t = config.training
+    decoder = unallocated(model, DTYPES[t.dtype], DTYPES[t.mixed_precision_param])
     parallelize(decoder, dims, config, device)
     materialise(decoder, device, dims.cpu_offload)
     return decoder

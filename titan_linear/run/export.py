@@ -20,7 +20,7 @@ from titan_linear.distributed.process import ignore_warnings_of_torch, refusing
 from titan_linear.models.adapters import config_to_hf
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
-from titan_linear.run.build import DTYPES, model_config, open_tokenizer, tokenizer_path, unallocated
+from titan_linear.run.build import DTYPES, FAMILY_OF, model_config, open_tokenizer, tokenizer_path, unallocated
 from titan_linear.storage.hf_io import CONFIG, read_config, read_model
 from titan_linear.storage.hf_writing import check_tokenizer, find_family, gather, write_folder
 from titan_linear.storage.rundir import checkpoint_folder, config_of
@@ -28,7 +28,6 @@ from titan_linear.storage.step_folders import verify, weights_path
 from titan_linear.storage.tensors import check_weights, stored_weights
 
 EXPORT_DTYPES = {**DTYPES, "float16": torch.float16, "source": None}
-FAMILY_OF = {"qwen3-next": "Qwen3NextForCausalLM"}  # by model.name, if several architectures can hold the model
 
 # The program of an export's process; its arguments are the parent's process id and those of `main`. It attends to the
 # parent first, because this module takes seconds to import, in which the parent may die.

@@ -183,7 +183,7 @@ class KDAMixer(DeltaMixer):
         value_dim = options.v_heads * self.v_head_dim
         self.low_rank_gates = options.low_rank_gates
         rank = self.v_head_dim if self.low_rank_gates else config.dim
-        f_proj, g_proj = projection(rank, gate_dim), nn.Linear(rank, value_dim, bias=options.gate_bias)
+        f_proj, g_proj = projection(rank, gate_dim), projection(rank, value_dim, options.gate_bias)
         if self.low_rank_gates:
             f_proj, g_proj = (nn.Sequential(projection(config.dim, rank), second) for second in (f_proj, g_proj))
         self.f_proj, self.g_proj = f_proj, g_proj

@@ -81,7 +81,7 @@ class LowRank(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.down(x)
-        return F.linear(x if self.activation is None else self.activation(x), self.up.weight, self.bias)
+        return self.up(x if self.activation is None else self.activation(x), self.bias)
 
 
 class HeadNorm(LayerNorm):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_linear.models.draws import token_mix
-from titan_linear.models.layers import SHIFT_OPS, Cache, OpDims, product_of, project, projection, token_shift
+from titan_linear.models.layers import SHIFT_OPS, Cache, OpDims, add_low_rank, project, projection, token_shift
 from titan_linear.models.mlps.options import MLPOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.runtime.support import Choice
@@ -68,7 +68,11 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor, plan: BatchPlan | None = None, cache: Cache = None) -> Tensor:
         impl = self.implementations.get("swiglu", "auto")
         gate_up = project(x, self.gate_proj, self.up_proj)
-        return swiglu(gate_up, self.down_proj.weight, impl, product_of(self.down_proj), self.gate_factor)
+        down = self.down_proj
+        options = impl, down.product, self.gate_factor
+        if down.lora is None:
+            return swiglu(gate_up, down.weight, *options)
+        return add_low_rank(*swiglu(gate_up, down.weight, *options, down.lora_A), down)
 
 
 class ReLU2(nn.Module):

@@ -16,7 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_linear.models.draws import zeros
-from titan_linear.models.layers import Above0, AtLeast0, Cache, OpDims, Output, Size, SizeOr0, projection, widen
+from titan_linear.models.layers import (
+    Above0,
+    AtLeast0,
+    Cache,
+    OpDims,
+    Output,
+    Size,
+    SizeOr0,
+    lora_name,
+    projection,
+    widen,
+)
 from titan_linear.models.mlps.dense import Activation, Dense, matrices
 from titan_linear.models.mlps.options import MLPOptions
 from titan_linear.models.plan import BatchPlan
@@ -135,38 +146,39 @@ class Experts(nn.Module):
 
     split: ClassVar[dict[str, int]] = {"gate_up_proj": 2, "up_proj": 1, "down_proj": 2}  # by hidden channels
 
-    @property
-    def hidden_matrices(self) -> tuple[str, ...]:
-        return ("gate_up_proj" if self.gated else "up_proj", "down_proj")
-
     def __init__(self, dim: int, config: MoEConfig):
         super().__init__()
         E, hidden = config.num_experts, config.hidden_dim
         self.gated = config.activation == "swiglu"
-        if self.gated:
-            self.gate_up_proj = nn.Parameter(torch.empty(E, 2, hidden, dim))
-        else:
-            self.up_proj = nn.Parameter(torch.empty(E, hidden, dim))
-        self.down_proj = nn.Parameter(torch.empty(E, dim, hidden))
+        self.hidden_matrices = up, down = ("gate_up_proj" if self.gated else "up_proj", "down_proj")
+        setattr(self, up, nn.Parameter(torch.empty(E, *[2] * self.gated, hidden, dim)))  # gates before the rest
+        setattr(self, down, nn.Parameter(torch.empty(E, dim, hidden)))
+        self.adapters: dict[str, float] = {}  # adapted weight → factor; A and B of each expert (models/lora.py)
         self.implementations: dict[str, Choice] = {}
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x [M, dim], rows sorted by expert; counts [E] int64, the number of rows of each -> [M, dim]."""
+        up, down = self.hidden_matrices
+        hidden = self._projected(x, up, counts)
+        if self.gated:
+            gate, hidden = hidden.chunk(2, -1)
+            hidden = F.silu(gate) * hidden
+        else:
+            hidden = F.relu(hidden).square()
+        return self._projected(hidden, down, counts)
+
+    def _projected(self, x: Tensor, name: str, counts: Tensor) -> Tensor:
+        """The product with a weight, and what its adapters add."""
+        y = self.linear(x, getattr(self, name), counts)
+        if name not in self.adapters:
+            return y
+        A, B = (getattr(self, lora_name(name, part)) for part in "AB")
+        return torch.add(y, self.linear(self.linear(x, A, counts), B, counts), alpha=self.adapters[name])
+
+    def linear(self, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        """weight [E, .., inputs]"""
         impl = self.implementations.get("grouped_linear", "auto")
-        up = grouped_linear(x, self.up_weight, counts, impl)
-        return grouped_linear(self.activated(up), self.down_proj, counts, impl)
-
-    @property
-    def up_weight(self) -> Tensor:
-        """[E, hidden channels, dim], twice as many if experts have gates: gates before the rest."""
-        return self.gate_up_proj.flatten(1, 2) if self.gated else self.up_proj
-
-    def activated(self, up: Tensor) -> Tensor:
-        """What `up_weight` gives -> [M, hidden channels]."""
-        if not self.gated:
-            return F.relu(up).square()
-        gate, up = up.chunk(2, -1)
-        return F.silu(gate) * up
+        return grouped_linear(x, weight.flatten(1, -2), counts, impl)
 
 
 class LocalDispatch:

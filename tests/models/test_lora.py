@@ -1,0 +1,148 @@
+"""Adapters, on one process: outputs and gradients of merged weights, and what backward no longer computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titan_linear.config import load_config
+from titan_linear.models.config import ModelConfig
+from titan_linear.models.decoder import Decoder
+from titan_linear.models.init import initialise
+from titan_linear.models.plan import BatchPlan
+from titan_linear.models.presets import MODELS
+from titan_linear.ops import build_cp_context
+from titan_linear.run.build import model_without_tokenizer
+
+RANK = 3  # of which no size of these models is a multiple
+PRESETS = [name for name, flavors in MODELS.items() if "debug" in flavors]
+TOKENS = torch.randint(256, (1, 70), generator=torch.Generator().manual_seed(0))
+
+
+def adapted(name: str, *keys: str) -> ModelConfig:
+    argv = ["--model.name", name, "--adapter.enable", "true", "--adapter.rank", str(RANK), *keys]
+    return model_without_tokenizer(load_config(argv))
+
+
+def build(config: ModelConfig) -> Decoder:
+    model = Decoder(config).double()
+    initialise(model, 0)
+    return model
+
+
+def loss_of(model: Decoder, weights: dict[str, Tensor] | None = None) -> Tensor:
+    context = build_cp_context(torch.tensor([0, 30, 70]), rank=0, world_size=1)
+    plan = BatchPlan(context.position_ids, cp_context=context)
+    return functional_call(model, weights or {}, (TOKENS, plan, TOKENS), {"balance_weight": 0.5})
+
+
+def merged(model: Decoder) -> dict[str, Tensor]:
+    """W + s B A of each weight, by hand; the adapters' own are left out."""
+    adapter = model.config.adapter
+    lead = {name: names[0] for names in adapter.shared for name in names}
+    weights = {}
+    for name, p in model.named_parameters():
+        stem = name.removesuffix("weight") if name.endswith("weight") else f"{name}_"
+        of_lead = lead.get(name, name).removesuffix("weight") if name.endswith("weight") else stem
+        if f"{stem}lora_B" in dict(model.named_parameters()):
+            A, B = (model.get_parameter(f"{of_lead}lora_A"), model.get_parameter(f"{stem}lora_B"))
+            if A.dim() == 3:  # of experts
+                p = p + adapter.factor * torch.einsum("e...r,eri->e...i", B, A)
+            else:
+                p = p + adapter.factor * B @ A
+        weights[name] = p
+    return {name: p for name, p in weights.items() if "lora_" not in name}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_gradients_are_those_of_merged_weights(name):
+    """Of A and B of every kind of projection, and of experts; the base gets none."""
+    model = build(adapted(name))
+    base = Decoder(model.config.base).double()
+    of_B = [p for n, p in model.named_parameters() if n.endswith("lora_B")]
+    with torch.no_grad():
+        for i, p in enumerate(of_B):
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)) / 8)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    want_loss = loss_of(base, merged(model))
+    want = torch.autograd.grad(want_loss, list(trained.values()))
+    loss = loss_of(model)
+    loss.backward()
+    assert abs(loss - want_loss) < 1e-12 * want_loss.detach()
+    assert trained.keys() == {n for n, p in model.named_parameters() if "lora_" in n and p.grad is not None}
+    assert all(p.grad is None for n, p in model.named_parameters() if n not in trained)
+    errors = {n: float((p.grad - g).norm() / g.norm()) for (n, p), g in zip(trained.items(), want, strict=True)}
+    assert max(errors.values()) < 1e-11, errors
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_adapters_of_zeros_change_no_bit(name):
+    model = build(adapted(name))
+    base = build(model.config.base)
+    assert torch.equal(loss_of(model), loss_of(base))
+
+
+class Products(TorchDispatchMode):
+    """FLOPs of matrix products, by whether one of their sizes is a multiple of the rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = {True: 0, False: 0}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            a, b = args[-2:]
+            sizes = (*a.shape, b.shape[1])
+            self.flops[any(n % RANK == 0 for n in sizes)] += 2 * a.shape[0] * a.shape[1] * b.shape[1]
+        return function(*args, **(kwargs or {}))
+
+
+def backward_flops(model: Decoder) -> dict[bool, int]:
+    loss = loss_of(model)
+    with Products() as counted:
+        loss.backward()
+    return counted.flops
+
+
+def test_backward_computes_no_gradient_of_the_base():
+    """Per token and weight 2 FLOPs less than where it is trained, and 2 more of those that read the first layer's
+    input, which is frozen too. The head's gradient is computed in forward."""
+    model = build(adapted("gdn"))
+    full = build(model.config.base)
+    weights = {n: p.numel() for n, p in full.named_parameters() if n.endswith("proj.weight")}
+    readers = sum(weights[f"layers.0.mixer.{name}_proj.weight"] for name in "qkvgab")
+    want = backward_flops(full)[False] - 2 * TOKENS.numel() * (sum(weights.values()) + readers)
+    assert backward_flops(model)[False] == want
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (("--adapter.targets", '["qkv_proj"]'), r"adapter.targets: 'qkv_proj' fits no projection; there are .*q_proj"),
+        (("--adapter.targets", '["*norm"]'), r"adapter.targets: '\*norm' fits no projection"),
+        (("--adapter.train_extra", '["gamma"]'), r"adapter.train_extra: 'gamma' fits no other parameter"),
+        (("--adapter.rank", "129"), r"adapter.rank = 129 is above the \d+ channels that layers\S+ reads; use at most"),
+        (("--training.expert_bias_update_rate", "0.1"), r"expert_bias_update_rate moves a bias of the base"),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused(keys, message):
+    with pytest.raises(ValueError, match=message):
+        Decoder(adapted("kimi-linear", *keys))
+
+
+def test_rank_0_is_refused():
+    with pytest.raises(ValueError, match=r"adapter.rank = 0"):
+        load_config(["--adapter.enable", "true", "--adapter.rank", "0"])
+
+
+def test_patterns_select():
+    keys = "--adapter.targets", '["layers.0.mixer", "o_proj"]', "--adapter.train_extra", '["*norm", "A_log"]'
+    names = {n for n, p in Decoder(adapted("hybrid", *keys)).named_parameters() if p.requires_grad}
+    assert {n.rpartition(".lora")[0] for n in names if "layers.1" in n and "lora" in n} == {"layers.1.mixer.o_proj"}
+    assert not any(n.startswith("layers.0.mlp.") for n in names)
+    assert {"head.norm.weight", "layers.1.mlp_norm.weight", "layers.0.mixer.A_log"} <= names
