@@ -1,12 +1,17 @@
-"""What commands say."""
+"""What users are told."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import pytest
+
+
+def refused(message: str) -> AbstractContextManager[pytest.ExceptionInfo]:
+    """For what a user asks wrongly: a ValueError in whose text this pattern is found."""
+    return pytest.raises(ValueError, match=message)
 
 
 def is_refused(main: Callable[[list[str]], int], argv: list[str], capsys: pytest.CaptureFixture) -> str:

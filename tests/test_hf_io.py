@@ -43,7 +43,7 @@ from tests.keys import argv_of
 from tests.models import hf_models
 from tests.models.hf_states import state_from_hf
 from tests.processes import until
-from tests.refusals import is_refused
+from tests.refusals import is_refused, refused
 from tests.worlds import Worlds
 from titan_linear.commands import convert, generate
 from titan_linear.config import check_config, load_config
@@ -259,7 +259,7 @@ def test_a_head_that_is_not_the_embedding_is_not_dropped(folders, tmp_path):
     other = {hf_io.HEAD: tensors["model.embed_tokens.weight"] + 1}
     save_file(tensors | other, source / "model.safetensors", {"format": "pt"})
     _, config = read_model(source)
-    with pytest.raises(ValueError, match=r"though config\.json has tie_word_embeddings = true; set it"):
+    with refused(r"though config\.json has tie_word_embeddings = true; set it"):
         hf_io.check_folder(source, config)
 
 
@@ -273,12 +273,12 @@ def test_weights_beside_other_weights_are_refused(folders, tmp_path):
     (source / hf_io.INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "shard.safetensors")}))
     hf_io.check_folder(source, config)
     shutil.copy(source / "shard.safetensors", source / "model.safetensors")
-    with pytest.raises(ValueError, match=r"holds model\.safetensors beside the files of"):
+    with refused(r"holds model\.safetensors beside the files of"):
         open_folder(source)
     (source / "model.safetensors").unlink()
     more = load_file(source / "shard.safetensors") | {"model.layers.0.linear_attn.q_proj.bias": torch.zeros(3)}
     save_file(more, source / "shard.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"q_proj.bias \[3\]: not used"):
+    with refused(r"q_proj.bias \[3\]: not used"):
         hf_io.check_folder(source, config)
 
 
@@ -292,7 +292,7 @@ def test_a_folder_of_another_model_is_no_pattern_for_an_export(folders, tmp_path
         shutil.copytree(folders(like), other)
         written = json.loads((other / "config.json").read_bytes()) | {"norm_eps": 0.5}
         (other / "config.json").write_text(json.dumps(written))
-        with pytest.raises(ValueError, match=rf"is another model: .*{words}.*; use model.flavor"):
+        with refused(rf"is another model: .*{words}.*; use model.flavor"):
             write_folder(tmp_path / "out", config, family, gather(model), dtype=torch.float32, like=other)
     assert not (tmp_path / "out").exists()
 
@@ -399,7 +399,7 @@ def test_keys_extend_the_context_of_a_folder(corpus, tmp_path):
     argv = arguments(corpus, tmp_path / "run", **run, model__attention__rope_scaling=yarn)
     preflight(load_config(argv), world_size=2)
     assert "rope_scaling" in model_name(load_config(argv))
-    with pytest.raises(ValueError, match=r"another model: attention.scale = None \(this run: 0.5\)"):
+    with refused(r"another model: attention.scale = None \(this run: 0.5\)"):
         preflight(load_config([*argv, "--model.attention.scale", "0.5"]), world_size=2)
 
 
@@ -425,9 +425,7 @@ def test_weights_whose_tokenizer_is_of_another_kind(others, kimi, corpus, tmp_pa
         (folder / name).write_text("")
     argv = arguments(corpus, tmp_path / "run", checkpoint__initial_load_path=folder)
     how = "docs/huggi" if others == ["tiktoken.model"] else "python -c 'f"
-    with pytest.raises(
-        ValueError, match=rf"tokenizer\.json does not exist; convert {', '.join(others)} to one \({how}"
-    ):
+    with refused(rf"tokenizer\.json does not exist; convert {', '.join(others)} to one \({how}"):
         preflight(load_config(argv), world_size=2)
     preflight(load_config([*argv, "--model.tokenizer_path", "bytes"]), world_size=2)
     assert "tokenizer: none, bytes are tokens" in capsys.readouterr().out
@@ -450,7 +448,7 @@ def test_the_command_of_the_message_converts_a_tokenizer(tmp_path):
     (folder / "tokenizer.json").unlink()
     settings = {"eos_token": "<|endoftext|>", "tokenizer_class": "GPT2Tokenizer"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ValueError, match="to one") as refusal:
+    with refused("to one") as refusal:
         build_tokenizer(str(folder))
     command = re.search(r"to one \((python .*)\), or give", str(refusal.value))[1]
     subprocess.run([sys.executable, *shlex.split(command)[1:]], check=True, capture_output=True)
@@ -621,7 +619,7 @@ def test_a_bad_folder_is_refused_before_training(damage, corpus, tmp_path):
     argv = arguments(corpus, tmp_path / "run", checkpoint__initial_load_path=folder)
     preflight(load_config(argv), world_size=2)
     message = damage(folder)
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         preflight(load_config(argv), world_size=2)
     assert not (tmp_path / "run").exists()
 
@@ -668,9 +666,7 @@ def test_generation_names_the_tokenizer_that_it_was_given(tmp_path):
     write_folder(folder, KDA, "KDAForCausalLM", gather(model), dtype=torch.float32)
     other.mkdir()
     large_tokenizer(other)
-    with pytest.raises(
-        ValueError, match=r"that of the tokenizer '.*other', 401; set .* \(titan-linear generate: --tokenizer\)"
-    ):
+    with refused(r"that of the tokenizer '.*other', 401; set .* \(titan-linear generate: --tokenizer\)"):
         generate.load(folder, str(other), torch.float32, torch.device("cpu"))
 
 
@@ -702,7 +698,7 @@ def test_a_malformed_header_is_refused(placement, tmp_path):
     write_file(file, {"__metadata__": {"format": "pt"}, "bad": {**GOOD, "data_offsets": [24, 48]}, "good": GOOD}, 48)
     assert [tensor.shape for tensor in hf_io.read_header(file).values()] == [(2, 3), (2, 3)]
     write_file(file, {"good": GOOD, "bad": placement}, 32)
-    with pytest.raises(ValueError, match=f"'{file}' {REFUSED}"):
+    with refused(f"'{file}' {REFUSED}"):
         open_folder(tmp_path)
 
 
@@ -713,7 +709,7 @@ def test_a_header_is_what_safetensors_takes(tmp_path):
         assert list(open_folder(tmp_path).tensors) == ["good"]
     for header in ({"__metadata__": {"a": 1}, "good": GOOD}, json.dumps({"good": GOOD}).encode("utf-16")):
         write_file(file, header, 24)
-        with pytest.raises(ValueError, match=f"'{file}' {REFUSED}"):
+        with refused(f"'{file}' {REFUSED}"):
             open_folder(tmp_path)
 
 
@@ -721,10 +717,10 @@ def test_files_that_are_no_safetensors_are_refused(tmp_path):
     file = tmp_path / "model.safetensors"
     for header in (b"", b"[]", b"{", b"\xff", b"[" * 100_000):
         write_file(file, header, 0)
-        with pytest.raises(ValueError, match=f"'{file}' {REFUSED}"):
+        with refused(f"'{file}' {REFUSED}"):
             open_folder(tmp_path)
     write_file(file, {"good": GOOD}, 25)
-    with pytest.raises(ValueError, match=f"'{file}' {REFUSED}"):
+    with refused(f"'{file}' {REFUSED}"):
         open_folder(tmp_path)
 
 
@@ -737,15 +733,15 @@ def test_an_index_stays_in_its_folder(tmp_path):
     assert open_folder(folder).shapes == {"w": (2, 3)}
     for file in ("../x.safetensors", "sub/../../x.safetensors", str(tmp_path / "x.safetensors")):
         (folder / hf_io.INDEX).write_text(json.dumps({"weight_map": {"w": file}}))
-        with pytest.raises(ValueError, match=rf"index.json' names a file outside its folder, '{file}', for tensor 'w'"):
+        with refused(rf"index.json' names a file outside its folder, '{file}', for tensor 'w'"):
             open_folder(folder)
     (folder / hf_io.INDEX).unlink()
     (folder / "sub" / "x.safetensors").rename(folder / "model-00001-of-00002.safetensors")
-    with pytest.raises(ValueError, match=r"fetch .*index.json too, which says what model-00001-of-00002"):
+    with refused(r"fetch .*index.json too, which says what model-00001-of-00002"):
         open_folder(folder)
     for damaged in ("[]", "{", "{}", '{"weight_map": [["w", "x"]]}', '{"weight_map": {"w": 3}}', "[" * 100_000):
         (folder / hf_io.INDEX).write_text(damaged)
-        with pytest.raises(ValueError, match=r"index.json' cannot be read \(.*\); fetch it again"):
+        with refused(r"index.json' cannot be read \(.*\); fetch it again"):
             open_folder(folder)
 
 
@@ -775,7 +771,7 @@ EXPORT, BYTES = {"checkpoint__last_save_in_hf": "true"}, {"model__tokenizer_path
 )
 def test_keys_that_do_not_fit_are_refused(keys, message, folders, corpus, tmp_path):
     keys = {key: folders(value) if value in CASES else value for key, value in keys.items()}
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         preflight(load_config(arguments(corpus, tmp_path / "run", **keys)), world_size=2)
 
 
@@ -789,7 +785,7 @@ def test_what_no_architecture_holds_is_refused(corpus, tmp_path, monkeypatch):
     )
     monkeypatch.setitem(MODELS["hybrid"], "debug", latent)
     argv = arguments(corpus, tmp_path / "run", **OURS, **NOT_HF, **EXPORT)
-    with pytest.raises(ValueError, match=r"checkpoint.last_save_in_hf = true: no Hugging Face architecture"):
+    with refused(r"checkpoint.last_save_in_hf = true: no Hugging Face architecture"):
         preflight(load_config(argv), world_size=2)
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.processes import elsewhere, gone, handles, until
-from tests.refusals import is_refused, own_handlers
+from tests.refusals import is_refused, own_handlers, refused
 from tests.worlds import free_port  # and what the server imports
 from titan_linear import launch
 from titan_linear.config import Config, load_config
@@ -394,7 +394,7 @@ def test_a_port_in_use_is_a_mistake(monkeypatch):
         monkeypatch.setenv(name, "")  # restored afterwards: they are set for the workers
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        with own_handlers(), pytest.raises(ValueError, match=f"nodes cannot meet at 127.0.0.1:{port} "):
+        with own_handlers(), refused(f"nodes cannot meet at 127.0.0.1:{port} "):
             launch.run_workers(Config(), Node(1, 0, 2, "127.0.0.1", port), "worker")
 
 
@@ -481,7 +481,7 @@ def test_a_folder_in_use_is_refused(calls, capsys):
         assert launch.main([]) == 2
         shown = capsys.readouterr().err
         assert f"job.dump_folder = 'outputs' is in use by another run (process {other} on " in shown
-        with pytest.raises(ValueError, match="in use"), lock_folder("outputs"):
+        with refused("in use"), lock_folder("outputs"):
             pass
     assert launch.main([]) == 0  # the lock went with its process
     assert Path("outputs/.lock").read_text().startswith(f"process {os.getpid()} on ")
@@ -514,7 +514,7 @@ def test_ngpu(monkeypatch, asked, gpus, count):
 def test_a_wrong_ngpu_is_refused(monkeypatch, asked, gpus):
     monkeypatch.setenv("NGPU", asked)
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-    with pytest.raises(ValueError, match="NGPU = "):
+    with refused("NGPU = "):
         launch.process_count()
 
 

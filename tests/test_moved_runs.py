@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.keys import argv_of
-from tests.refusals import exit_of, own_handlers
+from tests.refusals import exit_of, own_handlers, refused
 from tests.worlds import Worlds
 from titan_linear import launch
 from titan_linear.config import Config, changed, check_config, load_config
@@ -86,18 +86,16 @@ def test_content_may_move_and_nothing_else(tmp_path):
         "model.tokenizer_path: '/a/t' → '/b/t'",
         "training.dataset_path: '/a/x' → '/b/x'",
     ]
-    with pytest.raises(ValueError, match=r"optimizer.lr: .* 1.0\n.* or begin again here: job.start_anew = true"):
+    with refused(r"optimizer.lr: .* 1.0\n.* or begin again here: job.start_anew = true"):
         check_resume(run(tmp_path / "run", *moved, "--optimizer.lr=1"))
     (tmp_path / "run/checkpoint/step-3").mkdir(parents=True)
     (tmp_path / "run/checkpoint/step-3/manifest.json").touch()
-    with pytest.raises(
-        ValueError, match=r"optimizer.lr: .* 1.0\n.* whose checkpoint.initial_load_path may be this one"
-    ):
+    with refused(r"optimizer.lr: .* 1.0\n.* whose checkpoint.initial_load_path may be this one"):
         check_resume(run(tmp_path / "run", *moved, "--optimizer.lr=1"))
     for key in ("model.tokenizer_path", "training.dataset_path"):
-        with pytest.raises(ValueError, match=rf"{key}: '/a/.' → ''"):
+        with refused(rf"{key}: '/a/.' → ''"):
             check_resume(run(tmp_path / "run", *moved, f"--{key}="))
-    with pytest.raises(ValueError, match=r"validation.dataset_path: '' → '/v'"):  # it would change the training split
+    with refused(r"validation.dataset_path: '' → '/v'"):  # it would change the training split
         check_resume(run(tmp_path / "run", *moved, "--validation.dataset_path=/v"))
 
 
@@ -128,7 +126,7 @@ def test_a_run_without_checkpoints_can_be_begun_anew(tmp_path):
     config = trained(folder)
     assert finished_without_checkpoint(config) and not finished_without_checkpoint(run(folder, "--training.steps=4"))
     other = ["--training.steps=3", "--model.name=kda"]
-    with pytest.raises(ValueError, match=r"begin again here: job.start_anew = true \(it deletes nothing\)"):
+    with refused(r"begin again here: job.start_anew = true \(it deletes nothing\)"):
         check_resume(run(folder, *other))
     anew = run(folder, *other, "--job.start_anew=true")
     files = "profile_traces/rank0_step2.json", "flight_recorder/rank_0", "memory_snapshots/a/b", "tb/run/events"
@@ -163,7 +161,7 @@ def test_traces_anywhere_in_the_folder_are_set_aside(traces, tmp_path):
 @pytest.mark.parametrize("key", ["save_traces_folder", "save_memory_snapshot_folder"])
 @pytest.mark.parametrize("name", [".", "..", "../shared", "a/../.."])
 def test_traces_belong_to_the_run(key, name, tmp_path):
-    with pytest.raises(ValueError, match=rf"profiling\.{key} = .* must be a folder inside job\.dump_folder; give"):
+    with refused(rf"profiling\.{key} = .* must be a folder inside job\.dump_folder; give"):
         check_config(run(tmp_path, f"--profiling.{key}={name}"), 1)
 
 
@@ -172,9 +170,9 @@ def test_a_run_with_a_checkpoint_is_not_begun_anew(tmp_path):
     config = trained(folder)
     save(folder, 2)
     assert not finished_without_checkpoint(config) and not starts_anew(run(folder, "--job.start_anew=true"))
-    with pytest.raises(ValueError, match=r"another job.dump_folder, whose checkpoint"):
+    with refused(r"another job.dump_folder, whose checkpoint"):
         check_resume(run(folder, "--training.steps=3", "--model.name=kda", "--job.start_anew=true"))
-    with pytest.raises(ValueError, match=r"checkpoint.folder = 'other' would begin again in job.dump_folder"):
+    with refused(r"checkpoint.folder = 'other' would begin again in job.dump_folder"):
         check_resume(run(folder, "--training.steps=3", "--checkpoint.folder=other", "--job.start_anew=true"))
 
 
@@ -240,7 +238,7 @@ def test_a_run_goes_back_and_its_corpus_moves(tmp_path, launched):
     assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
     said = launched(moved, folder, checkpoint__load_step=2)
     assert "went back to checkpoint.load_step = 2 before" in said and "is finished: 4 of" in said
-    with pytest.raises(ValueError, match=r"training.steps = 3 is less than the 4 steps that the run in '.*' has done"):
+    with refused(r"training.steps = 3 is less than the 4 steps that the run in '.*' has done"):
         preflight(load_config(arguments(moved, folder, training__steps=3)), 1)
     assert "resuming from step 4" in launched(
         moved, folder, checkpoint__load_step=2, training__steps=5, lr_scheduler__total_steps=5

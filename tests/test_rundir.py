@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import elsewhere
+from tests.refusals import refused
 from titan_linear.config import Config, load_config
 from titan_linear.storage import files, run_manifest
 from titan_linear.storage.run_lock import claimed, lock_folder
@@ -43,7 +44,7 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
 
         monkeypatch.setattr(files.fcntl, "lockf", no_locks)
         message = f"job.dump_folder = '{tmp_path}' cannot be locked: {os.strerror(number)}; use a folder on another"
-        with pytest.raises(ValueError, match=re.escape(message)), lock_folder(str(tmp_path)):
+        with refused(re.escape(message)), lock_folder(str(tmp_path)):
             pass
     assert not any(tmp_path.iterdir())
 
@@ -79,7 +80,7 @@ def test_a_start_beside_another_run_leaves_its_lock(tmp_path):
     checkpoints = f"--checkpoint.folder={tmp_path / 'disk'}"
     with elsewhere(lambda: claimed(run(tmp_path / "outputs", checkpoints))):
         for own in ("outputs", "others"):
-            with pytest.raises(ValueError, match="in use by another run"), claimed(run(tmp_path / own, checkpoints)):
+            with refused("in use by another run"), claimed(run(tmp_path / own, checkpoints)):
                 pass
         names = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
     assert names == {"outputs", "outputs/.lock", "disk", "disk/.lock"}
@@ -144,7 +145,7 @@ def test_checkpoints_are_not_passed_over(folder, key):
     (folder / "checkpoint" / "step-1").mkdir(parents=True)
     (folder / "checkpoint" / "step-1" / "manifest.json").write_text("{}")
     assert check_resume(run(folder)) == []
-    with pytest.raises(ValueError, match=r"would begin again in .* restore the key, or start a new run"):
+    with refused(r"would begin again in .* restore the key, or start a new run"):
         check_resume(run(folder, f"--{key}"))
 
 
@@ -153,7 +154,7 @@ def test_checkpoints_of_another_run_are_named(tmp_path):
     theirs, folder = tmp_path / "theirs", tmp_path / "mine"
     (theirs / "step-1").mkdir(parents=True)
     (theirs / "step-1/manifest.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"checkpoint\.folder = '.*theirs' holds checkpoints of another run"):
+    with refused(r"checkpoint\.folder = '.*theirs' holds checkpoints of another run"):
         check_resume(run(folder, f"--checkpoint.folder={theirs}"))
     alone = run(folder, f"--checkpoint.folder={theirs}", "--checkpoint.enable=false", "--training.steps=3")
     assert check_resume(alone) == [] and not finished_without_checkpoint(alone)
@@ -178,13 +179,13 @@ def test_a_folder_without_a_trained_step_holds_no_run(folder):
     (folder / "metrics.jsonl").unlink()
     assert check_resume(run(folder, "--model.name=kda")) == []
     (folder / "checkpoint/step-1").mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"model.name: 'hybrid' → 'kda'"):
+    with refused(r"model.name: 'hybrid' → 'kda'"):
         check_resume(run(folder, "--model.name=kda"))
 
 
 def test_a_run_without_its_configuration_is_refused(folder):
     (folder / "config.toml").unlink()
-    with pytest.raises(ValueError, match=r"holds a run without its config.toml"):
+    with refused(r"holds a run without its config.toml"):
         check_resume(run(folder))
 
 
@@ -202,7 +203,7 @@ def test_folders_that_cannot_be_made_are_refused_before_the_run(folder, key, use
     (folder / "nowhere").symlink_to(folder / "a disk that is not mounted")
     there = folder / where.partition("/")[0]
     message = f"{key} = '{where}' cannot be written: '{there}' is not a folder; use another"
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with refused(re.escape(message)):
         check_folders(run(folder, f"--{used}=true", f"--{key}={where}"))
     check_folders(run(folder, f"--{used}=false", f"--{key}={where}"))
     check_folders(run(folder, f"--{used}=true", f"--{key}=new/below"))
@@ -211,7 +212,7 @@ def test_folders_that_cannot_be_made_are_refused_before_the_run(folder, key, use
 
 def test_a_folder_that_may_not_be_written_is_refused(folder, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
-    with pytest.raises(ValueError, match=re.escape(f"checkpoint.folder = 'checkpoint' cannot be written: '{folder}'")):
+    with refused(re.escape(f"checkpoint.folder = 'checkpoint' cannot be written: '{folder}'")):
         check_folders(run(folder))
 
 
@@ -220,7 +221,7 @@ def test_a_run_below_the_folder_is_another(folder):
     assert check_resume(run(folder.parent)) == []
     (folder / "config.toml").unlink()
     (folder / "metrics.jsonl").unlink()
-    with pytest.raises(ValueError, match=r"holds a run without its config.toml"):
+    with refused(r"holds a run without its config.toml"):
         check_resume(run(folder))
 
 
@@ -290,6 +291,6 @@ def test_a_torn_line_alone_is_dropped_whatever_its_step(folder):
 def test_a_broken_line_of_metrics_is_named(folder, line):
     text = f'{{"step": 1}}\n{line}\n{{"step": 3}}\n'
     (folder / "metrics.jsonl").write_text(text)
-    with pytest.raises(ValueError, match=rf"metrics.jsonl, line 2, is not a line of metrics: '{re.escape(line[:80])}'"):
+    with refused(rf"metrics.jsonl, line 2, is not a line of metrics: '{re.escape(line[:80])}'"):
         cut_metrics(str(folder), 1)
     assert (folder / "metrics.jsonl").read_text() == text

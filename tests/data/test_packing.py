@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.data.conftest import documents_of, packed, random_documents
+from tests.refusals import refused
 from titan_linear.data import IGNORE
 from titan_linear.data.streams.split import _threshold
 
@@ -129,9 +130,9 @@ def test_the_hashes_below_the_share_are_held_out(holdout):
 
 def test_split_empty_sides(make_corpus):
     corpus = make_corpus(random_documents([20] * 3))
-    with pytest.raises(ValueError, match=r"validation\.holdout = 0 leaves no document for validation"):
+    with refused(r"validation\.holdout = 0 leaves no document for validation"):
         documents_of(corpus, 0, "validation")
-    with pytest.raises(ValueError, match=r"validation\.holdout = 0\.999999 leaves no document for train"):
+    with refused(r"validation\.holdout = 0\.999999 leaves no document for train"):
         documents_of(corpus, 0.999999, "train")
 
 
@@ -151,12 +152,12 @@ def test_documents_never_mix(make_corpus):
 @pytest.mark.parametrize(("holdout", "split"), [(1e-12, "validation"), (1 - 1e-12, "train")])
 def test_a_split_without_documents_says_which_share_leaves_some(make_corpus, count, holdout, split):
     corpus = make_corpus([np.array([n, 256]) for n in range(count)])
-    with pytest.raises(ValueError, match=rf"leaves no document for {split}, of {count}; .* it, to ") as error:
+    with refused(rf"leaves no document for {split}, of {count}; .* it, to ") as error:
         documents_of(corpus, holdout, split)
     better = float(re.search(r"to (\S+) for example", str(error.value))[1])
     assert len(documents_of(corpus, better, "train")) + len(documents_of(corpus, better, "validation")) == count
 
 
 def test_equal_documents_cannot_be_split(make_corpus):
-    with pytest.raises(ValueError, match=r"all are the same: give validation.dataset_path"):
+    with refused(r"all are the same: give validation.dataset_path"):
         documents_of(make_corpus([np.array([1, 256])] * 3), 0.01, "validation")

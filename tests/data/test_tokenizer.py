@@ -9,6 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from tests.bpe import byte_bpe
+from tests.refusals import refused
 from titan_linear.data import ByteTokenizer, Texts, build_tokenizer, open_corpus
 
 TEXT = "def f(x):\n    return 'naïve café', x  # 日本語 <|endoftext|>"
@@ -100,7 +101,7 @@ def test_a_text_that_the_library_refuses(tmp_path, kind):
     tokenizers.Tokenizer(WITHOUT_UNKNOWN[kind]).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "日本"}\n{"text": "b"}\n')
     tokenizer, cache = build_tokenizer(str(tmp_path)), tmp_path / "cache"
-    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: the tokenizer refuses it: (?i:.*unk)"):
+    with refused(r"a\.jsonl, line 2: the tokenizer refuses it: (?i:.*unk)"):
         open_corpus(Texts("jsonl", str(tmp_path), tokenizer), cache_dir=cache)
     texts = Texts("jsonl", str(tmp_path), tokenizer, on_bad_document="skip")
     assert open_corpus(texts, cache_dir=cache).num_documents == 2
@@ -113,7 +114,7 @@ def test_a_tokenizer_that_drops_what_it_does_not_know(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": " "}\n{"text": "日本"}\n')
     tokenizer, cache = build_tokenizer(str(tmp_path)), tmp_path / "cache"
     assert tokenizer.summary.endswith("\nwarning: it drops characters that it does not know: no token stands for them")
-    with pytest.raises(ValueError, match=r"a\.jsonl, line 3: the tokenizer has no token for any of it"):
+    with refused(r"a\.jsonl, line 3: the tokenizer has no token for any of it"):
         open_corpus(Texts("jsonl", str(tmp_path), tokenizer), cache_dir=cache)
     corpus = open_corpus(Texts("jsonl", str(tmp_path), tokenizer, on_bad_document="skip"), cache_dir=cache)
     assert "1 documents (1 empty texts skipped)" in corpus.summary and "1 bad documents" in corpus.summary
@@ -123,13 +124,13 @@ def test_a_pattern_that_backtracks(tmp_path):
     tokenizer = tokenizers.Tokenizer(models.BPE(LETTERS, []))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(a|aa|a?)+$"), "isolated")
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ValueError, match=r"the tokenizer refuses it: .*retry-limit"):
+    with refused(r"the tokenizer refuses it: .*retry-limit"):
         build_tokenizer(str(tmp_path)).encode("a" * 100 + "b")
     tokenizer.pre_tokenizer, pattern = None, tokenizers.Regex("(a|aa|a?)+$")
     tokenizer.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace(pattern, "c")])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     decoder = build_tokenizer(str(tmp_path))
-    with pytest.raises(ValueError, match=r"the tokenizer refuses it: .*retry-limit"):
+    with refused(r"the tokenizer refuses it: .*retry-limit"):
         decoder.decode(decoder.encode("a" * 100 + "b"))
 
 
@@ -144,9 +145,7 @@ def test_parts_that_blow_letters_up(file, part):
     """A letter would become up to 10^10, and take all memory; what real tokenizers do is taken."""
     content = json.loads(file.read_text())
     file.write_text(json.dumps(content | {"normalizer": {"type": "Sequence", "normalizers": part}}))
-    with pytest.raises(
-        ValueError, match=r"model\.tokenizer_path: .*tokenizer\.json may make .* characters of one, which"
-    ):
+    with refused(r"model\.tokenizer_path: .*tokenizer\.json may make .* characters of one, which"):
         build_tokenizer(str(file))
     spaces = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "▁"}
     quotes = {"type": "Replace", "pattern": {"String": "``"}, "content": '"'}
@@ -180,15 +179,15 @@ def test_eos_unknown(file):
 
 
 def test_unusable(file, tmp_path):
-    with pytest.raises(ValueError, match=r"model\.tokenizer_path = .*nowhere.* does not exist"):
+    with refused(r"model\.tokenizer_path = .*nowhere.* does not exist"):
         build_tokenizer(str(tmp_path / "nowhere"))
     file.with_name("tokenizer_config.json").write_text('{"eos_token": "<gone>"}')
-    with pytest.raises(ValueError, match=r"model\.tokenizer_path: eos_token '<gone>'"):
+    with refused(r"model\.tokenizer_path: eos_token '<gone>'"):
         build_tokenizer(str(file))
     file.with_name("tokenizer_config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json' cannot be read \(.*\); correct it there"):
+    with refused(r"tokenizer_config\.json' cannot be read \(.*\); correct it there"):
         build_tokenizer(str(file))
     for content in (b"", b"{", b"[]", b'{"model": 3}', b"\xff"):
         file.write_bytes(content)
-        with pytest.raises(ValueError, match=r"model\.tokenizer_path: .* is no Hugging Face tokenizer"):
+        with refused(r"model\.tokenizer_path: .* is no Hugging Face tokenizer"):
             build_tokenizer(str(file))

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.refusals import refused
 from titan_linear.ops.attention import attention
 from titan_linear.ops.reference.attention import attention as reference
 from titan_linear.ops.runtime import support
@@ -66,7 +67,7 @@ def test_against_the_oracle(name, kernel, monkeypatch):
     assert max(against_reference(CASES[name])) <= 1e-12
     assert max(against_reference(CASES[name], scale=0.7)) <= 1e-12
     for scale in (0, -1.0, torch.nan):
-        with pytest.raises(ValueError, match="must be above 0"):
+        with refused("must be above 0"):
             against_reference(CASES[name], scale=scale)
 
 
@@ -177,7 +178,7 @@ def test_the_choice_of_the_kernel(monkeypatch):
 )
 def test_errors_name_the_argument(argument, change):
     arguments = {"q": torch.zeros(1, 8, 4, 8), "k": torch.zeros(1, 8, 2, 8), "v": torch.zeros(1, 8, 2, 8), **change}
-    with pytest.raises(ValueError, match=argument):
+    with refused(argument):
         attention(**arguments)
 
 

@@ -32,6 +32,7 @@ from tests.ops.inputs import (
     tokens_of,
 )
 from tests.ops.triton.well_formed import check_stages
+from tests.refusals import refused
 from titan_linear.ops import build_cp_context, causal_conv1d
 from titan_linear.ops.layout import segments
 from titan_linear.ops.layout.boundaries import Boundaries
@@ -319,7 +320,7 @@ def test_context_parallel(worlds, op, layout, K, V, lengths):
 
 def test_what_is_not_supported_is_refused():
     x = {n: t.float().to(DEVICE) for n, t in make_inputs("kda", 8, H=1, HV=1, K=264, V=32).items()}
-    with pytest.raises(ValueError, match="K = 264"):
+    with refused("K = 264"):
         call("kda", x, impl="triton")
-    with pytest.raises(ValueError, match="float64"):
+    with refused("float64"):
         call("kda", {n: t.to(DEVICE) for n, t in make_inputs("kda", 8, H=1, HV=1, K=32, V=32).items()}, impl="triton")

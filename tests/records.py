@@ -1,0 +1,40 @@
+"""Files of tests: records as lines of JSON or as tables, and changes of a JSON file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+
+def write_lines(file: Path, records: Iterable[dict]) -> Path:
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def write_texts(file: Path, texts: Iterable[str]) -> Path:
+    """Lines like {"text": "…"}."""
+    return write_lines(file, ({"text": text} for text in texts))
+
+
+def write_table(file: Path, table: pa.Table | dict, **options: object) -> Path:
+    """A table, or its columns, as the file's name says: .parquet, with the options of its writer, or .arrow."""
+    table = pa.table(table) if isinstance(table, dict) else table
+    if file.suffix == ".parquet":
+        pq.write_table(table, file, **options)
+    else:
+        with pa.ipc.new_stream(str(file), table.schema) as stream:
+            stream.write_table(table)
+    return file
+
+
+def write_json(file: Path, content: object) -> None:
+    file.write_text(json.dumps(content))
+
+
+def change_json(file: Path, fields: dict) -> None:
+    """Fields of an object, added or in place of those that it has."""
+    write_json(file, json.loads(file.read_text()) | fields)
