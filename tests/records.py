@@ -27,7 +27,7 @@ def write_table(file: Path, table: pa.Table | dict, **options: object) -> Path:
         pq.write_table(table, file, **options)
     else:
         with pa.ipc.new_stream(str(file), table.schema) as stream:
-            stream.write_table(table)
+            stream.write_table(table, max_chunksize=1000)  # several batches
     return file
 
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from tests.keys import argv_of
 from tests.processes import gone, until
+from tests.records import write_json
 from tests.test_train import arguments
 from titan_linear.commands import convert
 from titan_linear.config import Config, check_config, load_config
@@ -237,7 +238,7 @@ def begin_export(folder: Path) -> None:
     os.chdir(folder)
     os.environ["PYTHONPATH"] = str(ROOT)
     command = exports.command(folder / "step-2", folder / "step-2-hf", "float32")
-    (folder / "command").write_text(json.dumps(command))
+    write_json(folder / "command", command)
     subprocess.Popen(command)
     signal.pause()
 

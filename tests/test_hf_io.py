@@ -43,6 +43,7 @@ from tests.keys import argv_of
 from tests.models import hf_models
 from tests.models.hf_states import state_from_hf
 from tests.processes import until
+from tests.records import write_json
 from tests.refusals import is_refused, refused
 from tests.worlds import Worlds
 from titan_linear.commands import convert, generate
@@ -149,7 +150,7 @@ def with_even_vocabulary(source: Path, folder: Path) -> Path:
     cut = {name: t[: hf_models.VOCAB - 1] if len(t) == hf_models.VOCAB else t for name, t in tensors.items()}
     save_file(cut, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((source / "config.json").read_text()) | {"vocab_size": hf_models.VOCAB - 1}
-    (folder / "config.json").write_text(json.dumps(config))
+    write_json(folder / "config.json", config)
     return folder
 
 
@@ -200,7 +201,7 @@ def test_an_export_opens_in_its_own_dtype(tmp_path):
     config = json.loads((source / "config.json").read_text())
     assert config["text_config"]["dtype"] == "bfloat16"
     for older in ({}, {"torch_dtype": "bfloat16"}):
-        (source / "config.json").write_text(json.dumps(config | {"text_config": config["text_config"] | older}))
+        write_json(source / "config.json", config | {"text_config": config["text_config"] | older})
         family, model = read_model(source)
         decoder = Decoder(model)
         load_weights(source, decoder)
@@ -270,7 +271,7 @@ def test_weights_beside_other_weights_are_refused(folders, tmp_path):
     _, config = read_model(source)
     names = open_folder(source).shapes
     (source / "model.safetensors").rename(source / "shard.safetensors")
-    (source / hf_io.INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "shard.safetensors")}))
+    write_json(source / hf_io.INDEX, {"weight_map": dict.fromkeys(names, "shard.safetensors")})
     hf_io.check_folder(source, config)
     shutil.copy(source / "shard.safetensors", source / "model.safetensors")
     with refused(r"holds model\.safetensors beside the files of"):
@@ -291,7 +292,7 @@ def test_a_folder_of_another_model_is_no_pattern_for_an_export(folders, tmp_path
         other = tmp_path / like
         shutil.copytree(folders(like), other)
         written = json.loads((other / "config.json").read_bytes()) | {"norm_eps": 0.5}
-        (other / "config.json").write_text(json.dumps(written))
+        write_json(other / "config.json", written)
         with refused(rf"is another model: .*{words}.*; use model.flavor"):
             write_folder(tmp_path / "out", config, family, gather(model), dtype=torch.float32, like=other)
     assert not (tmp_path / "out").exists()
@@ -304,7 +305,7 @@ def make_tokenizer(folder: Path) -> None:
     """A byte-level tokenizer of 300 tokens."""
     tokenizer = byte_bpe(["def import class self return " * 9], 300, ["<|endoftext|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    write_json(folder / "tokenizer_config.json", {"eos_token": "<|endoftext|>"})
 
 
 @pytest.fixture(scope="module")
@@ -447,7 +448,7 @@ def test_the_command_of_the_message_converts_a_tokenizer(tmp_path):
     Tokenizer.from_file(str(folder / "tokenizer.json")).model.save(str(folder))  # vocab.json and merges.txt
     (folder / "tokenizer.json").unlink()
     settings = {"eos_token": "<|endoftext|>", "tokenizer_class": "GPT2Tokenizer"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    write_json(folder / "tokenizer_config.json", settings)
     with refused("to one") as refusal:
         build_tokenizer(str(folder))
     command = re.search(r"to one \((python .*)\), or give", str(refusal.value))[1]
@@ -490,7 +491,7 @@ def test_a_folder_keeps_its_length_or_gets_a_longer_one(name, tmp_path):
         del written["rope_parameters"]["original_max_position_embeddings"]
     (key,) = written.keys() & set(hf_writing.LENGTHS)
     for length in (128, None):
-        (source / "config.json").write_text(json.dumps(written | {key: length} if length else written))
+        write_json(source / "config.json", written | {key: length} if length else written)
         family, model = read_model(source)
         decoder = Decoder(model)
         load_weights(source, decoder)
@@ -512,8 +513,8 @@ def test_an_export_ends_where_its_tokenizer_does(corpus, tmp_path):
     run = load_config(arguments(corpus, tmp_path / "run", checkpoint__initial_load_path=source))
     written = json.loads((source / "config.json").read_text()) | {"bos_token_id": 5}
     for known, said in ((7, 0), ([7, 9], 0), ([7, 0], [7, 0]), (None, 0)):
-        (source / "config.json").write_text(json.dumps(written | {"eos_token_id": known}))
-        (source / "generation_config.json").write_text(json.dumps({"eos_token_id": known, "top_k": 20}))
+        write_json(source / "config.json", written | {"eos_token_id": known})
+        write_json(source / "generation_config.json", {"eos_token_id": known, "top_k": 20})
         _, model = read_model(source)
         decoder = Decoder(model)
         load_weights(source, decoder)
@@ -569,7 +570,7 @@ def lose_tensor(folder: Path) -> str:
 
 
 def unknown_architecture(folder: Path) -> str:
-    (folder / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
+    write_json(folder / "config.json", {"architectures": ["GPT2LMHeadModel"]})
     return r"config.json': architectures = \['GPT2LMHeadModel'\]"
 
 
@@ -589,7 +590,7 @@ def large_tokenizer(folder: Path) -> str:
     make_tokenizer(folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["zz"] = 400
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    write_json(folder / "tokenizer.json", tokenizer)
     return r"vocabulary of .*config.json', 320, is smaller than that of the tokenizer '.*tokenizer.json', 401"
 
 
@@ -729,10 +730,10 @@ def test_an_index_stays_in_its_folder(tmp_path):
     (folder / "sub").mkdir(parents=True)
     for place in (tmp_path, folder / "sub"):
         write_file(place / "x.safetensors", {"w": GOOD}, 24)
-    (folder / hf_io.INDEX).write_text(json.dumps({"weight_map": {"w": "sub/x.safetensors"}}))
+    write_json(folder / hf_io.INDEX, {"weight_map": {"w": "sub/x.safetensors"}})
     assert open_folder(folder).shapes == {"w": (2, 3)}
     for file in ("../x.safetensors", "sub/../../x.safetensors", str(tmp_path / "x.safetensors")):
-        (folder / hf_io.INDEX).write_text(json.dumps({"weight_map": {"w": file}}))
+        write_json(folder / hf_io.INDEX, {"weight_map": {"w": file}})
         with refused(rf"index.json' names a file outside its folder, '{file}', for tensor 'w'"):
             open_folder(folder)
     (folder / hf_io.INDEX).unlink()
@@ -925,7 +926,7 @@ def make_large_folder(folder: Path) -> int:
             for row in range(0, tensor.shape[0], EVERY):
                 file.seek(tensor.begin + row * (tensor.end - tensor.begin) // tensor.shape[0])
                 file.write(struct.pack("<f", mark(tensor.name, row)))
-    (folder / "config.json").write_text(json.dumps(config_to_hf("KDAForCausalLM", LARGE)))
+    write_json(folder / "config.json", config_to_hf("KDAForCausalLM", LARGE))
     return sum(tensor.end - tensor.begin for tensor in writer.tensors.values())
 
 

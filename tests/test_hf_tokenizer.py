@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from transformers import AutoTokenizer
 
 from tests.bpe import byte_bpe
+from tests.records import write_json
 from titan_linear.commands import convert
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, build_tokenizer
@@ -152,7 +153,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         if make:
             make().save(paths[name])
         for file, content in beside.items():
-            (folder / file).write_text(json.dumps(content))
+            write_json(folder / file, content)
     return paths
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.keys import argv_of
+from tests.records import write_texts
 from tests.refusals import exit_of, own_handlers, refused
 from tests.worlds import Worlds
 from titan_linear import launch
@@ -223,7 +224,7 @@ def arguments(corpus: Path, folder: Path, **keys: object) -> list[str]:
 
 def test_a_run_goes_back_and_its_corpus_moves(tmp_path, launched):
     corpus, folder = tmp_path / "corpus.jsonl", tmp_path / "run"
-    corpus.write_text("".join(json.dumps({"text": f"document {n} " * (n % 9 + 1)}) + "\n" for n in range(100)))
+    write_texts(corpus, (f"document {n} " * (n % 9 + 1) for n in range(100)))
     steps = folder / "checkpoint"
     launched(corpus, folder)
     moved = corpus.rename(tmp_path / "moved.jsonl")
@@ -251,7 +252,7 @@ def test_a_run_goes_back_and_its_corpus_moves(tmp_path, launched):
 
 def test_a_finished_run_without_checkpoints_says_how_to_begin_anew(tmp_path, launched):
     corpus, folder = tmp_path / "corpus.jsonl", tmp_path / "run"
-    corpus.write_text("".join(json.dumps({"text": f"document {n} " * (n % 9 + 1)}) + "\n" for n in range(100)))
+    write_texts(corpus, (f"document {n} " * (n % 9 + 1) for n in range(100)))
     keys = {"checkpoint__enable": "false", "training__steps": 1}
     launched(corpus, folder, **keys)
     before = (folder / "metrics.jsonl").read_bytes()
@@ -264,7 +265,7 @@ def test_a_finished_run_without_checkpoints_says_how_to_begin_anew(tmp_path, lau
 def test_a_restart_after_the_last_save_does_what_is_left(tmp_path, launched, worlds):
     """Also where that holds weights only. A new start says that the run is finished."""
     corpus, folder = tmp_path / "corpus.jsonl", tmp_path / "run"
-    corpus.write_text("".join(json.dumps({"text": f"document {n} " * (n % 9 + 1)}) + "\n" for n in range(100)))
+    write_texts(corpus, (f"document {n} " * (n % 9 + 1) for n in range(100)))
     keys = {"checkpoint__last_save_model_only": "true", "sample__max_new_tokens": 2}
     sample = re.compile("--- sample\n.*?\n---", re.DOTALL)
     ended = sample.search(launched(corpus, folder, **keys))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.records import write_json
 from tests.refusals import is_refused, refused
 from titan_linear.commands import plan
 from titan_linear.config import load_config
@@ -279,7 +280,7 @@ def test_offload_shows_where_it_should(tmp_path, capsys):
     assert accumulated["optimizer"] == pytest.approx(1.3 * one["optimizer"])
     assert accumulated["communication"] > 2 * one["communication"]
     rates = {name: x for name, x in json.loads(shipped()["H200"].read_text()).items() if name != "offload"}
-    (tmp_path / "r.json").write_text(json.dumps(rates))
+    write_json(tmp_path / "r.json", rates)
     argv = ["--gpus", "2", "--rates", str(tmp_path / "r.json"), *RUN, key, "--training.global_batch_size", "2"]
     said = is_refused(plan.main, argv, capsys)
     assert said.startswith("the rates of NVIDIA H200 do not say how fast its host is, so that no time is planned with")
@@ -303,7 +304,7 @@ def test_offload_shows_where_it_should(tmp_path, capsys):
 )
 def test_damaged_rates_are_refused(change, why, tmp_path):
     rates = json.loads(shipped()["H200"].read_text()) | change
-    (tmp_path / "r.json").write_text(json.dumps(rates))
+    write_json(tmp_path / "r.json", rates)
     with refused(rf"cannot be read \({re.escape(why)}.*\); python -m tools.bench_rates"):
         read_rates(tmp_path / "r.json")
 

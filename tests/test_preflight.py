@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import textwrap
 from dataclasses import replace
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.keys import argv_of
+from tests.records import write_json, write_texts
 from tests.refusals import refused
 from titan_linear.config import Config, load_config, schedule_steps
 from titan_linear.data import build_tokenizer
@@ -171,9 +171,7 @@ SHIPPED = [
 @pytest.mark.parametrize("file", sorted(SHIPPED), ids=lambda path: path.stem)
 def test_a_shipped_configuration_starts_with_one_line_changed(file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.jsonl").write_text(
-        "".join(json.dumps({"text": f"document {n}\n" * 30}) + "\n" for n in range(500))
-    )
+    write_texts(tmp_path / "own.jsonl", (f"document {n}\n" * 30 for n in range(500)))
     (line,) = [line for line in file.read_text().splitlines() if line.startswith("dataset_path")]
     own = tmp_path / "own.toml"
     own.write_text(file.read_text().replace(line, 'dataset_path = "own.jsonl"'))
@@ -247,7 +245,7 @@ def test_a_prompt_without_tokens_is_refused_before_the_run(prompt, tokens, tmp_p
         "normalizer": {"type": "Strip", "strip_left": True, "strip_right": True},
         "pre_tokenizer": {"type": "Whitespace"},
     }
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], **blanks_left_out}))
+    write_json(tmp_path / "tokenizer.json", {"version": "1.0", "added_tokens": [], **blanks_left_out})
     keys = {"model.tokenizer_path": tmp_path, "validation.enable": "true", "training.steps": 1, tokens: 3}
     with refused(rf"{prompt} = '  ' has no tokens; give some text to continue"):
         preflight(run(tmp_path, **keys, **{prompt: "  "}), 1)

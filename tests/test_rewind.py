@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
+from tests.records import write_json
 from titan_linear.storage import step_folders
 from titan_linear.storage.step_folders import find_step, rewind, whole_steps
 
@@ -93,5 +93,5 @@ def test_a_note_that_is_none_is_named(folder):
     (folder / "rewound.json").write_text("{")
     with pytest.raises(ValueError, match=r"rewound.json' cannot be read .*move it away"):
         start(folder, 6)
-    (folder / "rewound.json").write_text(json.dumps({"load_step": 3}))
+    write_json(folder / "rewound.json", {"load_step": 3})
     assert start(folder, 6) == 6

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from tests.keys import argv_of
+from tests.records import write_texts
 from titan_linear.config import load_config
 from titan_linear.train import Trainer
 
@@ -16,7 +16,7 @@ from titan_linear.train import Trainer
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
     texts = [" ".join(["def", "return", "self", "import"][i % (n % 4 + 1)] for i in range(n % 37)) for n in range(100)]
-    file.write_text("".join(json.dumps({"text": f"{n} {text}"}) + "\n" for n, text in enumerate(texts)))
+    write_texts(file, (f"{n} {text}" for n, text in enumerate(texts)))
     return file
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.data.conftest import random_documents
+from tests.records import write_json, write_texts
 from tests.refusals import refused
 from titan_linear.data import (
     ByteTokenizer,
@@ -33,7 +34,7 @@ FORK = multiprocessing.get_context("fork")
 def lines(tmp_path: Path) -> Path:
     """3000 documents: three batches of the tokenizer."""
     file = tmp_path / "lines.jsonl"
-    file.write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(3000)))
+    write_texts(file, (f"line {i}" for i in range(3000)))
     return file
 
 
@@ -184,7 +185,7 @@ def few_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("titan_linear.data.corpus.tokenise.BLOCK_DOCUMENTS", 10)
     monkeypatch.setattr("titan_linear.data.corpus.writing.JOURNAL_SECONDS", 0)
     file = tmp_path / "few.jsonl"
-    file.write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(30)))
+    write_texts(file, (f"line {i}" for i in range(30)))
     return file
 
 
@@ -283,7 +284,7 @@ def test_what_cannot_go_on_starts_anew(few_lines, tmp_path, damage):
     elif damage == "arrays":
         os.truncate(temporary / "tokens.bin", 100)
     elif damage == "key":
-        (temporary / "journal.json").write_text(json.dumps(journal | {"key": "another"}))
+        write_json(temporary / "journal.json", journal | {"key": "another"})
     elif damage == "stop":
         with refused(r"line 1: not a JSON object with a field 'text'"):
             open_corpus(Texts("jsonl", str(lines), SlowTokenizer(log)), cache_dir=cache)
@@ -365,7 +366,7 @@ def test_tokens_of_another_type(make_corpus, dtype):
     """With its checksum; "O" would have numpy take what is in the file for addresses."""
     file = make_corpus(random_documents([3])).folder / "corpus.json"
     info = json.loads(file.read_text()) | {"dtype": dtype}
-    file.write_text(json.dumps(info | {"checksum": corpus_module.info_checksum(info)}))
+    write_json(file, info | {"checksum": corpus_module.info_checksum(info)})
     with refused(rf"corpus\.json: dtype = {dtype!r} must be '<u2' or '<u4'"):
         load_corpus(file.parent)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from tests.data.conftest import packed, random_documents
+from tests.records import write_texts
 from tests.refusals import refused
 from titan_linear.data import ByteTokenizer, FileGroups, MixedStreams, PackedStreams, Phase, Texts, open_corpus
 from titan_linear.data.streams.file_groups import _fits
@@ -55,7 +55,7 @@ def texts(tmp_path: Path) -> Path:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         lengths = [7 * n + 5 * k + 1 for k in range(len(documents))]
         text = [letter.strip("-") * length for letter, length in zip(documents, lengths, strict=True)]  # "-": empty
-        (tmp_path / name).write_text("".join(json.dumps({"text": document}) + "\n" for document in text))
+        write_texts(tmp_path / name, text)
     return tmp_path
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from tqdm import TqdmWarning
 
+from tests.records import write_json, write_lines, write_table, write_texts
 from tests.refusals import refused
 from titan_linear.data import ByteTokenizer, Corpus, Texts, load_corpus, open_corpus, tokenise_corpus, write_corpus
 from titan_linear.data.corpus.sources import read_documents, source_files
@@ -260,9 +260,9 @@ def test_lines_of_json_are_no_text(texts, tmp_path, name):
 def test_conversations_read_as_texts_name_the_key(texts, tmp_path, record, kind):
     file = tmp_path / f"a.{kind}"
     if kind == "jsonl":
-        file.write_text(json.dumps(record) + "\n")
+        write_lines(file, [record])
     else:
-        pq.write_table(pa.Table.from_pylist([record]), file)
+        write_table(file, pa.Table.from_pylist([record]))
     fits = "completion" if "prompt" in record else "messages"
     remedy = rf'for conversations set training\.dataset_format = "{fits}" \(titan-linear corpus: --format {fits}\), '
     with refused(r"no (field|column) 'text' \(it has: .*\); " + remedy):
@@ -277,7 +277,7 @@ def test_folders_of_tables_that_hold_no_rows(texts, tmp_path, pattern):
     """Spark's, Delta's and Hive's, found in a folder, by a glob, or in a folder that a glob finds."""
     for name in ("day=1", "_delta_log", "_change_data/day=1", "day=1/_temporary/0", ".hive-staging", "day=1/z/y"):
         (tmp_path / "t" / name).mkdir(parents=True)
-        pq.write_table(pa.table({"text": [name]}), tmp_path / "t" / name / "_0.parquet")
+        write_table(tmp_path / "t" / name / "_0.parquet", {"text": [name]})
     one, two = {"*/*.parquet": (1, 0), "*/*/*/*.parquet": (0, 1)}.get(pattern, (1, 1))
     assert texts("parquet", tmp_path / "t" / pattern) == [b"day=1"] * one + [b"day=1/z/y"] * two
 
@@ -373,7 +373,7 @@ def test_bad_documents_are_skipped_if_asked(texts, tmp_path):
     file.write_bytes(b"{\n{\n")
     with refused(r"^--path has no text in \S+a\.jsonl: bad documents: 2, the first .*a\.jsonl, line 1"):
         texts("jsonl", file, on_bad_document="skip", path_key="--path")
-    pq.write_table(pa.table({"text": ["x", None, "", "y"]}), tmp_path / "a.parquet")
+    write_table(tmp_path / "a.parquet", {"text": ["x", None, "", "y"]})
     assert texts("parquet", tmp_path / "a.parquet", on_bad_document="skip") == [b"x", b"y"]
 
 
@@ -381,9 +381,9 @@ def test_several_files_and_globs(texts, tmp_path):
     """Of each kind alike."""
     for place in ("a/1", "a/2", "b"):
         (tmp_path / place).mkdir(parents=True)
-        (tmp_path / place / "x.jsonl").write_text(json.dumps({"text": place}))
-        pq.write_table(pa.table({"text": [place]}), tmp_path / place / "x.parquet")
-        save_arrow(tmp_path / place / "x.arrow", [place])
+        write_texts(tmp_path / place / "x.jsonl", [place])
+        write_table(tmp_path / place / "x.parquet", {"text": [place]})
+        write_table(tmp_path / place / "x.arrow", {"text": [place]})
     for kind in ("jsonl", "parquet", "arrow"):
         assert texts(kind, tmp_path) == [b"a/1", b"a/2", b"b"]
         assert texts(kind, f"{tmp_path}/b/x.{kind}, {tmp_path}/a/*/x.{kind}") == [b"a/1", b"a/2", b"b"]
@@ -394,22 +394,15 @@ def test_several_files_and_globs(texts, tmp_path):
 # --- folders of Hugging Face's `datasets` ----------------------------------------------------------------------------
 
 
-def save_arrow(file: Path, rows: list[str | None], writer: Callable = pa.ipc.new_stream) -> None:
-    table = pa.table({"id": range(len(rows)), "text": pa.array(rows, pa.string())})
-    with pa.OSFile(str(file), "wb") as sink, writer(sink, table.schema) as stream:
-        for batch in table.to_batches(max_chunksize=1000):
-            stream.write_batch(batch)
-
-
 def save_dataset(folder: Path, shards: list[list[str]], **state: object) -> None:
     """What `Dataset.save_to_disk` leaves, and a cache of its `map`."""
     folder.mkdir(parents=True)
     names = [f"data-{i:05}-of-{len(shards):05}.arrow" for i in range(len(shards))]
     for name, rows in zip(names, shards):
-        save_arrow(folder / name, rows)
-    save_arrow(folder / "cache-1.arrow", ["of a map"])
+        write_table(folder / name, {"text": rows})
+    write_table(folder / "cache-1.arrow", {"text": ["of a map"]})
     state = {"_data_files": [{"filename": name} for name in names], "_format_type": None, "_split": None} | state
-    (folder / "state.json").write_text(json.dumps(state))
+    write_json(folder / "state.json", state)
     (folder / "dataset_info.json").write_text("{}")
 
 
@@ -418,11 +411,13 @@ def test_arrow(texts, tmp_path):
     save_dataset(tmp_path / "saved", [rows[:2000], rows[2000:]])
     assert texts("arrow", tmp_path / "saved") == [row.encode() for row in rows]
     assert texts("arrow", tmp_path / "saved" / "data-00001-of-00002.arrow") == [row.encode() for row in rows[2000:]]
-    save_arrow(tmp_path / "file.arrow", ["a", "b"], pa.ipc.new_file)
+    table = pa.table({"text": ["a", "b"]})
+    with pa.ipc.new_file(str(tmp_path / "file.arrow"), table.schema) as stream:
+        stream.write_table(table)
     assert texts("arrow", tmp_path / "file.arrow") == [b"a", b"b"]
     state = tmp_path / "saved" / "state.json"
     names = [{"filename": f"data-0000{i}-of-00002.arrow"} for i in (1, 0)]
-    state.write_text(json.dumps({"_data_files": names}))
+    write_json(state, {"_data_files": names})
     assert texts("arrow", tmp_path / "saved") == [row.encode() for row in rows[2000:] + rows[:2000]]
 
 
@@ -443,16 +438,6 @@ def test_arrow_bad(texts, tmp_path):
     (tmp_path / "missing" / "state.json").write_text("[]")
     with refused(r"state\.json' cannot be read \(Input should be an object\); save the dataset"):
         texts("arrow", tmp_path / "missing")
-    file = tmp_path / "bad.arrow"
-    save_arrow(file, ["good"] * 300 + [None])
-    with refused(r"bad\.arrow, row 301: 'text' is NoneType"):
-        texts("arrow", file)
-    with refused(r"bad\.arrow: no column 'body' \(it has: 'id', 'text'\)"):
-        texts("arrow", file, text_field="body")
-    for content in (b"", b"ARROW1", b"no arrow", file.read_bytes()[:900]):
-        file.write_bytes(content)
-        with refused(r"bad\.arrow: not a whole arrow file|bad\.arrow cannot be read"):
-            texts("arrow", file)
 
 
 def hostile_arrow(file: Path, offsets: list[int], kind: str) -> None:
@@ -461,9 +446,7 @@ def hostile_arrow(file: Path, offsets: list[int], kind: str) -> None:
     if kind == "messages":
         messages = pa.StructArray.from_arrays([pa.array(["user"] * 2), column], names=["role", "content"])
         column = pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), messages)
-    batch = pa.record_batch({kind: column})
-    with pa.ipc.new_stream(str(file), batch.schema) as stream:
-        stream.write_batch(batch)
+    write_table(file, {kind: column})
     sound, hostile = (np.array(numbers, dtype=np.int32).tobytes() for numbers in ([0, 2, 4], offsets))
     assert file.read_bytes().count(sound) == 1
     file.write_bytes(file.read_bytes().replace(sound, hostile))
@@ -489,8 +472,8 @@ def test_a_message_that_is_not_utf8_spoils_its_row_alone(tmp_path):
 
 def test_parquet(texts, tmp_path):
     rows = [f"row {i}" for i in range(600)]
-    pq.write_table(pa.table({"text": rows, "n": range(600)}), tmp_path / "a.parquet", row_group_size=100)
-    pq.write_table(pa.table({"text": pa.array(["x"], pa.large_string())}), tmp_path / "b.parquet")
+    write_table(tmp_path / "a.parquet", {"text": rows, "n": range(600)}, row_group_size=100)
+    write_table(tmp_path / "b.parquet", {"text": pa.array(["x"], pa.large_string())})
     assert texts("parquet", tmp_path) == [row.encode() for row in [*rows, "x"]]
 
 
@@ -501,45 +484,39 @@ def test_the_bar_of_rows_ends_at_their_files(texts, tmp_path, monkeypatch):
         warnings.simplefilter("error", TqdmWarning)
         for rows in range(290, 310):
             file = tmp_path / f"{rows}.parquet"
-            pq.write_table(pa.table({"text": ["row"] * rows}), file)
+            write_table(file, {"text": ["row"] * rows})
             assert len(texts("parquet", file)) == rows
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_a_row_that_is_not_utf8(texts, tmp_path, kind):
     buffers = [None, pa.py_buffer(np.array([0, 1, 3, 4], dtype=np.int32)), pa.py_buffer(b"x\xff\xfey")]
-    table, file = pa.table({"text": pa.Array.from_buffers(pa.string(), 3, buffers)}), tmp_path / f"a.{kind}"
-    if kind == "parquet":
-        pq.write_table(table, file)
-    else:
-        with pa.ipc.new_stream(str(file), table.schema) as stream:
-            stream.write_table(table)
+    file = write_table(tmp_path / f"a.{kind}", {"text": pa.Array.from_buffers(pa.string(), 3, buffers)})
     with refused(rf"a\.{kind}, row 2: not UTF-8 \(.*0xff"):
         texts(kind, file)
     assert texts(kind, file, on_bad_document="skip") == [b"x", b"y"]
 
 
-def test_parquet_bad(texts, tmp_path):
-    file = tmp_path / "bad.parquet"
-    pq.write_table(pa.table({"text": ["good"] * 300 + [None]}), file)
-    with refused(r"bad\.parquet, row 301: 'text' is NoneType, not text; training\.on_bad_doc"):
-        texts("parquet", file)
-    with refused(r"bad\.parquet: no column 'body' \(it has: 'text'\)"):
-        texts("parquet", file, text_field="body")
-    pq.write_table(pa.table({"text": [1, 2]}), file)
-    with refused(r"bad\.parquet, row 1: 'text' is int"):
-        texts("parquet", file)
-    file.write_bytes(b"PAR1 nothing")
-    with refused(r"bad\.parquet: not a whole parquet file"):
-        texts("parquet", file)
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_bad_tables(texts, tmp_path, kind):
+    file = write_table(tmp_path / f"bad.{kind}", {"id": range(301), "text": ["good"] * 300 + [None]})
+    with refused(rf"bad\.{kind}, row 301: 'text' is NoneType, not text; training\.on_bad_doc"):
+        texts(kind, file)
+    with refused(rf"bad\.{kind}: no column 'body' \(it has: 'id', 'text'\)"):
+        texts(kind, file, text_field="body")
+    for content in (b"", b"ARROW1", b"PAR1 nothing", b"no arrow", file.read_bytes()[:900]):
+        file.write_bytes(content)
+        with refused(rf"bad\.{kind}: not a whole {kind} file|bad\.arrow cannot be read"):
+            texts(kind, file)
+    write_table(file, {"text": [1, 2]})
+    with refused(rf"bad\.{kind}, row 1: 'text' is int"):
+        texts(kind, file)
 
 
 def test_columns_of_one_name(texts, tmp_path):
     table = pa.Table.from_arrays([pa.array(["x"]), pa.array(["y"])], names=["text", "text"])
-    pq.write_table(table, tmp_path / "a.parquet")
-    with pa.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as stream:
-        stream.write_table(table)
     for kind in ("parquet", "arrow"):
+        write_table(tmp_path / f"a.{kind}", table)
         with refused(rf"a\.{kind} has several columns 'text'; write it with one"):
             texts(kind, tmp_path)
 

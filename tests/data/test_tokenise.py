@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.processes import children, gone, stay, until
+from tests.records import write_texts
 from titan_linear.data import ByteTokenizer, Texts, open_corpus
 from titan_linear.data.corpus import tokenise as module
 from titan_linear.data.corpus.sources import Document
@@ -139,7 +140,7 @@ open_corpus(Texts("jsonl", sys.argv[1], Uneven()), cache_dir=Path(sys.argv[2]))
 def test_workers_end_at_once(number, tmp_path):
     """Ctrl-C comes to the whole group, while a worker is busy; nothing that could be opened is left."""
     file = tmp_path / "slow.jsonl"
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in ["a"] * 2000 + ["slow"] * 2))
+    write_texts(file, ["a"] * 2000 + ["slow"] * 2)
     with open(tmp_path / "errors", "w") as errors:
         process = subprocess.Popen(
             [sys.executable, "-c", SCRIPT, str(file), str(tmp_path / "cache")],

@@ -9,6 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from tests.bpe import byte_bpe
+from tests.records import write_json
 from tests.refusals import refused
 from titan_linear.data import ByteTokenizer, Texts, build_tokenizer, open_corpus
 
@@ -144,20 +145,20 @@ NESTED = {"type": "Sequence", "normalizers": [TENFOLD] * 5}
 def test_parts_that_blow_letters_up(file, part):
     """A letter would become up to 10^10, and take all memory; what real tokenizers do is taken."""
     content = json.loads(file.read_text())
-    file.write_text(json.dumps(content | {"normalizer": {"type": "Sequence", "normalizers": part}}))
+    write_json(file, content | {"normalizer": {"type": "Sequence", "normalizers": part}})
     with refused(r"model\.tokenizer_path: .*tokenizer\.json may make .* characters of one, which"):
         build_tokenizer(str(file))
     spaces = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "▁"}
     quotes = {"type": "Replace", "pattern": {"String": "``"}, "content": '"'}
     real = [quotes, quotes, {"type": "NFKC"}, spaces, {"type": "Prepend", "prepend": "▁"}]
-    file.write_text(json.dumps(content | {"normalizer": {"type": "Sequence", "normalizers": real}}))
+    write_json(file, content | {"normalizer": {"type": "Sequence", "normalizers": real}})
     assert build_tokenizer(str(file)).vocab_size == 300
 
 
 def test_vocabulary_with_holes(file):
     content = json.loads(file.read_text())
     content["model"]["vocab"]["far"] = 1000
-    file.write_text(json.dumps(content))
+    write_json(file, content)
     assert build_tokenizer(str(file)).vocab_size == 1001
 
 
@@ -165,7 +166,7 @@ def test_vocabulary_with_holes(file):
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
 def test_eos_beside_the_file(file, name, eos):
     before = build_tokenizer(str(file)).fingerprint
-    file.with_name(name).write_text(json.dumps({"eos_token": eos}))
+    write_json(file.with_name(name), {"eos_token": eos})
     tokenizer = build_tokenizer(str(file))
     assert tokenizer.eos_id == tokenizer.encode("x")[0]
     assert tokenizer.fingerprint != before  # documents end in another token
@@ -174,7 +175,7 @@ def test_eos_beside_the_file(file, name, eos):
 def test_eos_unknown(file):
     content = json.loads(file.read_text())
     content["added_tokens"] = []
-    file.write_text(json.dumps(content))
+    write_json(file, content)
     assert build_tokenizer(str(file)).eos_id is None
 
 

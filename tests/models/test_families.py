@@ -29,6 +29,7 @@ from transformers import (
 from tests.models import hf_models
 from tests.models.hf_states import state_from_hf, state_to_hf
 from tests.models.ours import State, labels_of, positions, relative, run, run_on_rank
+from tests.records import write_json
 from tests.refusals import refused
 from tests.worlds import Worlds
 from titan_linear.models.adapters import config_from_hf, config_to_hf, ignored, placements
@@ -168,7 +169,7 @@ def test_transformers_reads_what_we_write(name, case, tmp_path):
 
     c = case(name)
     save_file(state_to_hf(c.state, c.config, c.family), tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(c.family, c.config)))
+    write_json(tmp_path / "config.json", config_to_hf(c.family, c.config))
     model, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert type(model).__name__ == c.family
     assert not report["unexpected_keys"] and not report["mismatched_keys"]

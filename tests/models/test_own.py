@@ -12,6 +12,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from tests.records import write_json
 from tests.refusals import refused
 from titan_linear.models.adapters import config_from_hf, config_to_hf
 from titan_linear.models.config import ModelConfig
@@ -227,14 +228,14 @@ def test_a_pattern_of_another_time(folders, tmp_path):
     written = json.loads((folder / "config.json").read_bytes())
     for change in ({"kind": "mamba"}, {"window": 3}):
         pattern = [{**written["pattern"][0], **change}, *written["pattern"][1:]]
-        (tmp_path / "config.json").write_text(json.dumps({**written, "pattern": pattern}))
+        write_json(tmp_path / "config.json", {**written, "pattern": pattern})
         with refused(r"config.json: pattern has .*(mamba|window)"):
             read_model(tmp_path)
     pattern = [{n: x for n, x in mixer.items() if n != "rope_scaling"} for mixer in written["pattern"]]
-    (tmp_path / "config.json").write_text(json.dumps({**written, "pattern": pattern}))
+    write_json(tmp_path / "config.json", {**written, "pattern": pattern})
     assert read_model(tmp_path)[1] == HYBRID  # of a version before that option
     for pattern in ([], "kda", ["kda"]):
-        (tmp_path / "config.json").write_text(json.dumps({**written, "pattern": pattern}))
+        write_json(tmp_path / "config.json", {**written, "pattern": pattern})
         with refused(r"config.json: pattern = .* give a list"):
             read_model(tmp_path)
 

@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, Qwen3_5Config, Qwen3_5ForConditionalGeneration, modeling_rope_utils
 
 from tests.models import hf_models
+from tests.records import write_json
 from tests.refusals import refused
 from titan_linear.models.adapters import config_from_hf, config_to_hf
 from titan_linear.models.config import fingerprint
@@ -100,7 +101,7 @@ def test_an_extended_model_leaves_a_folder_that_says_so(older, tmp_path):
     named = {"rope_scaling" if older else "rope_parameters": {"rope_type": "linear", "factor": 2.0, **section}}
     named |= {"rope_theta": 10000.0, "partial_rotary_factor": 0.25} if older else {}
     written["text_config"] = {k: v for k, v in written["text_config"].items() if k != "rope_parameters"} | named
-    (source / "config.json").write_text(json.dumps(written))
+    write_json(source / "config.json", written)
     family, model = read_model(source)
     decoder = Decoder(model)
     load_weights(source, decoder)
