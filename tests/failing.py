@@ -66,7 +66,7 @@ def _forward(fault: Callable[[], None], training: bool = True) -> None:
     """In a forward with gradients, of step STEP; or in the first one without."""
     forward, passes = Decoder.forward, []
 
-    def failing(self: Decoder, *args: object, **options: object) -> object:
+    def failing(self, *args, **options):
         if torch.is_grad_enabled() == training:
             passes.append(1)
             if len(passes) == (STEP if training else 1):
@@ -79,7 +79,7 @@ def _forward(fault: Callable[[], None], training: bool = True) -> None:
 def _backward() -> None:
     forward = Decoder.forward
 
-    def failing(self: Decoder, *args: object, **options: object) -> torch.Tensor:
+    def failing(self, *args, **options):
         loss = forward(self, *args, **options)
         if torch.is_grad_enabled():
             loss.register_hook(fail)
@@ -98,7 +98,7 @@ def _while_saving() -> None:
     """In the step after an async save has begun, which takes DELAY seconds."""
     write = checkpoint._Writer.write_data
 
-    def slowly(*given: object) -> object:
+    def slowly(*given):
         time.sleep(DELAY)
         return write(*given)
 
@@ -160,7 +160,7 @@ def wait_as_nccl_does() -> None:
 
     train = Trainer.train
 
-    def waiting(self: object) -> None:
+    def waiting(self):
         try:
             train(self)
         except RuntimeError as error:

@@ -14,7 +14,6 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from titan_linear.config import load_config
 from titan_linear.distributed.mesh import build_mesh
@@ -77,15 +76,7 @@ def sharded(
     return model
 
 
-def in_and_out(
-    rank: int,
-    world_size: int,
-    paths: list[tuple[Path, Path]],
-    replicas: int = 1,
-    tp: int = 1,
-    ep: int = 1,
-    fsdp_shard: int = -1,
-) -> list[dict[str, Tensor]]:
+def in_and_out(rank, world_size, paths, replicas=1, tp=1, ep=1, fsdp_shard=-1):
     """Load each folder, write it again; the loaded parameters."""
     states = []
     for source, target in paths:
@@ -98,17 +89,17 @@ def in_and_out(
     return states
 
 
-def train_on_rank(rank: int, world_size: int, argv: list[str]) -> None:
+def train_on_rank(rank, world_size, argv):
     Trainer(load_config(argv)).train()
 
 
-def go_on(rank: int, world_size: int, argv: list[str]) -> tuple[int, Tensor]:
+def go_on(rank, world_size, argv):
     """The step that a run comes back to, and its embedding there."""
     trainer = Trainer(load_config(argv))
     return trainer.step, gather(trainer.model)("embedding.weight")
 
 
-def gathered_after_a_forward(rank: int, world_size: int, folder: Path) -> list[str]:
+def gathered_after_a_forward(rank, world_size, folder):
     """Parameters whose gathered values are not those that were loaded, once a forward in bfloat16 has run."""
     _, config = read_model(folder)
     model = sharded(config, world_size, dtype=torch.bfloat16)
@@ -122,13 +113,13 @@ def gathered_after_a_forward(rank: int, world_size: int, folder: Path) -> list[s
     ]
 
 
-def export_fails(rank: int, world_size: int, folder: Path, target: Path, failure: Exception) -> str:
+def export_fails(rank, world_size, folder, target, failure):
     family, config = read_model(folder)
     model = sharded(config, world_size)
     load_weights(folder, model)
     whole, written = hf_writing._Writer.write, []
 
-    def write(self: object, *arguments: object) -> None:
+    def write(self, *arguments):
         written.append(1)
         if len(written) == 3:
             raise failure
@@ -148,13 +139,13 @@ def export_until_killed(folder: Path, moment: int) -> None:
     """Write biases of 2 over the folder; killed at the `moment`-th change of names after the tensors are written."""
     changes = itertools.count()
 
-    def count(event: str, _: tuple) -> None:  # audit events come before what they tell of
+    def count(event, _):  # audit events come before what they tell of
         if event in ("os.rename", "os.remove", "os.rmdir") and next(changes) == moment:
             os.kill(os.getpid(), signal.SIGKILL)
 
     finish = hf_writing._Writer.finish
 
-    def then_count(self: object, *arguments: object) -> None:
+    def then_count(self, *arguments):
         finish(self, *arguments)
         sys.addaudithook(count)
 
@@ -171,7 +162,7 @@ def export_and_wait(folder: Path) -> None:
     """Write biases of 2; before its last tensor it waits until somebody removes the file "waits" beside the folder."""
     *_, last = shapes()
 
-    def get(name: str) -> Tensor:
+    def get(name):
         if name == last:
             folder.with_name("waits").touch()
             while folder.with_name("waits").exists():
@@ -186,11 +177,11 @@ def anonymous_memory() -> int:
     return int(status.partition("RssAnon:")[2].split()[0]) * 1024
 
 
-def load_large(rank: int, world_size: int, folder: Path) -> tuple[int, int, int]:
+def load_large(rank, world_size, folder):
     """(bytes that this rank owns, the most anonymous memory it had while loading, marks that it found in place)."""
     peak, loading = [0], True
 
-    def watch() -> None:
+    def watch():
         while loading:
             peak[0] = max(peak[0], anonymous_memory())
             time.sleep(0.002)

@@ -33,7 +33,7 @@ def call_quickly(tl: Any, semantic: Any, interpreter: Any) -> None:
     own = semantic.TritonSemantic(interpreter.interpreter_builder)
     as_they_are = {tl.core.tensor, tl.core.dtype, tl.core.block_type, int, float, bool, type(None)}
 
-    def patch_once(fn: Any) -> Any:
+    def patch_once(fn):
         names = fn.__globals__
         if id(names) not in modules_of:  # with `names`, whose id no other shall have
             modules_of[id(names)] = [m for m in names.values() if m is tl or m is tl.core], names
@@ -41,16 +41,16 @@ def call_quickly(tl: Any, semantic: Any, interpreter: Any) -> None:
         todo = any(tl.core.is_builtin(module.load) for module in modules)
         return patch_lang(fn) if todo or not modules else interpreter._LangPatchScope()
 
-    def patch_attribute(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    def patch_attribute(obj, name, member, builder, scope):
         fn = getattr(member, "__wrapped__", member)  # without the question whether it has a `_semantic`
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args, **kwargs):
             kwargs["_semantic"] = own
             return fn(*args, **kwargs)
 
         scope.set_attr(obj, name, call)
 
-    def unwrap_quickly(x: Any) -> Any:
+    def unwrap_quickly(x):
         return x if type(x) in as_they_are else unwrap(x)
 
     interpreter._patch_lang, interpreter._patch_attr = patch_once, patch_attribute
@@ -67,15 +67,7 @@ def pass_over_checks(tl: Any, semantic: Any, interpreter: Any) -> None:
     )
     tensor, half = tl.core.tensor, (tl.float16, tl.bfloat16)
 
-    def alike(
-        self: Any,
-        lhs: Any,
-        rhs: Any,
-        allow_lhs_ptr: bool = False,
-        allow_rhs_ptr: bool = False,
-        arithmetic_check: bool = True,
-        div_or_mod: bool = False,
-    ) -> tuple[Any, Any]:
+    def alike(self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False):
         if type(lhs) is tensor and type(rhs) is tensor:
             a, b = lhs.dtype, rhs.dtype
             if a.is_ptr():
@@ -86,7 +78,7 @@ def pass_over_checks(tl: Any, semantic: Any, interpreter: Any) -> None:
                 return self.broadcast_impl_value(lhs, rhs)
         return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
-    def constant(self: Any, value: Any, dtype: Any) -> Any:
+    def constant(self, value, dtype):
         key = type(value), value, dtype and dtype.name
         if key not in constants:
             handle = make_constant(self, value, dtype).handle
@@ -104,7 +96,7 @@ def remember_types(tl: Any, semantic: Any, interpreter: Any) -> None:
     core, np_dtype, of_shape, of_element = tl.core, interpreter._get_np_dtype, {}, {}
     scalar = core.constexpr(1), core.tuple([])
 
-    def block(self: Any, element_ty: Any, shape: Any) -> None:
+    def block(self, element_ty, shape):
         sizes = tuple(map(core._unwrap_if_constexpr, shape))
         if sizes not in of_shape:
             make_block(self, element_ty, shape)
@@ -113,18 +105,18 @@ def remember_types(tl: Any, semantic: Any, interpreter: Any) -> None:
         self.element_ty = element_ty
         self.shape, self.numel, self.of_tensor = of_shape[sizes]
 
-    def tensor(self: Any, handle: Any, type: Any) -> None:
+    def tensor(self, handle, type):
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.numel, self.shape = type.of_tensor if type.is_block() else scalar
 
-    def numpy_dtype(type: Any) -> Any:
+    def numpy_dtype(type):
         type = type.scalar
         key = "pointer" if type.is_ptr() else type.name
         if key not in of_element:
             of_element[key] = np_dtype(type)
         return of_element[key]
 
-    def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
+    def broadcast(self, lhs, rhs):
         same = lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape.values == rhs.type.shape.values
         return (lhs, rhs) if same else make_alike(self, lhs, rhs)
 

@@ -8,7 +8,6 @@ import torch
 
 from titan_linear.hooks import Hook, StepResult
 from titan_linear.step.feed import FeedStats
-from titan_linear.step.passes import Forward
 from titan_linear.train import Trainer
 
 
@@ -26,7 +25,7 @@ def after_backward(trainer: Trainer, change: Callable[[torch.Tensor], torch.Tens
     """From here on the loss of a micro-batch is what `change`, called after its backward, makes of it."""
     forward = trainer.passes.forward
 
-    def changed(begun: Forward) -> Forward:
+    def changed(begun):
         backward = begun.backward
         begun.backward = lambda: change(backward())
         return begun

@@ -15,7 +15,7 @@ from titan_linear.run.preflight import preflight
 from titan_linear.train import Trainer
 
 
-def trained(rank: int, world_size: int, argv: list[str]) -> tuple[int, list[float]]:
+def trained(rank, world_size, argv):
     trainer = Trainer(load_config(argv))
     begins_from, losses = trainer.step, []
     while trainer.step < trainer.config.training.steps:
@@ -54,7 +54,7 @@ def test_losses(tmp_path, worlds):
         "validation.holdout": 0.2,
     }
 
-    def run(processes: int, name: str, **more: object) -> list[tuple[int, list[float]]]:
+    def run(processes, name, **more):
         return worlds(processes).run(trained, argv_of(keys, job__dump_folder=tmp_path / name, **more))
 
     ((_, alone),) = run(1, "alone")
@@ -82,7 +82,7 @@ def long_prompts(folder: Path, **more: object) -> list[str]:
     return argv_of(keys, **more)
 
 
-def steps_without_labels(rank: int, world_size: int, argv: list[str]) -> None:
+def steps_without_labels(rank, world_size, argv):
     trainer = Trainer(load_config(argv))
     weights = list(map(local_tensor, trainer.model.parameters()))  # now: a forward that has begun shows others
     numbers, moved = [], []

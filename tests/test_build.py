@@ -29,7 +29,7 @@ def test_a_preset_follows_a_larger_tokenizer(size, rows):
     assert line == ("" if rows == 320 else said)
 
 
-def unlike(rank: int, world_size: int, keys: list[str], corpus: str) -> str:
+def unlike(rank, world_size, keys, corpus):
     content = Content(tokenizer="t", model="m", corpora={"": corpus if rank else "a"}, mixture=[])
     try:
         check_alike(load_config(keys if rank else []), content, dist.group.WORLD)

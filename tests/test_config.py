@@ -32,7 +32,7 @@ def cpu(monkeypatch):
 def toml(tmp_path):
     """toml(text): arguments that read a file with this text."""
 
-    def write(text: str) -> list[str]:
+    def write(text):
         path = tmp_path / "run.toml"
         path.write_text(text)
         return ["--job.config_file", str(path)]

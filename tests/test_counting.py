@@ -84,7 +84,7 @@ def test_what_layers_keep(layer):
     block, kept = model.layers[layer], {}
     parameters = {p.untyped_storage().data_ptr() for p in block.parameters()}
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
             kept[storage.data_ptr()] = storage  # held: its address is not used again

@@ -74,7 +74,7 @@ def test_a_mixture_goes_on_in_each_source(corpus):
         assert len(found) > 100 and (found == tokens(short[name], range(len(found) // 8))).all()
 
 
-def train_on_rank(rank: int, world_size: int, argv: list[str]) -> None:
+def train_on_rank(rank, world_size, argv):
     Trainer(load_config(argv)).train()
     torch.compiler.reset()
 

@@ -48,7 +48,7 @@ def program(page: str) -> dict[str, Any]:
     return vars(module)
 
 
-def _two_ranks(rank: int, world_size: int) -> dict[str, float]:
+def _two_ranks(rank, world_size):
     return program("ops.md")["main"]()
 
 
@@ -212,7 +212,7 @@ def mixer_of_the_page(patch: pytest.MonkeyPatch) -> dict[str, Any]:
     return names
 
 
-def _train(rank: int, world_size: int, argv: list[str]) -> tuple[list[float], list[float]]:
+def _train(rank, world_size, argv):
     with pytest.MonkeyPatch.context() as patch:
         mixer_of_the_page(patch)
         losses, norms, _ = train_on_rank(rank, world_size, argv)

@@ -40,7 +40,7 @@ def find(checkout: Path, tmp_path: Path) -> Callable[..., tuple[subprocess.Compl
     (folder := tmp_path / "bin").mkdir()
     executable(folder / "python", FAKE)
 
-    def find(*extras: str, **environment: str) -> tuple[subprocess.CompletedProcess, list[str]]:
+    def find(*extras, **environment):
         (log := tmp_path / "log").write_text("")
         done = find_python(checkout, folder, *extras, LOG=str(log), **environment)
         return done, log.read_text().splitlines()

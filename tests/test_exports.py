@@ -44,7 +44,7 @@ KEYS = {
 }
 
 
-def train_on_rank(rank: int, world_size: int, argv: list[str]) -> None:
+def train_on_rank(rank, world_size, argv):
     Trainer(load_config(argv)).train()
 
 
@@ -70,7 +70,7 @@ class SignalAtStep2(Hook):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def stop_rank_1(rank: int, world_size: int, argv: list[str]) -> None:
+def stop_rank_1(rank, world_size, argv):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exports, "command", lambda *_: [sys.executable, "-c", "import signal; signal.pause()"])
         trainer = Trainer(load_config(argv))

@@ -215,7 +215,7 @@ def test_filters():
     }
 
 
-def train_small(rank: int, world_size: int, argv: list[str]) -> tuple:
+def train_small(rank, world_size, argv):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(float8, "SMALLEST", 32)
         return train_on_rank(rank, world_size, argv)

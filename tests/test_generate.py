@@ -140,7 +140,7 @@ def test_text():
         generate(model, ByteTokenizer(), [""], **options)
 
 
-def sharded(rank: int, world_size: int, name: str, tp: int, ep: int) -> list[list[int]]:
+def sharded(rank, world_size, name, tp, ep):
     with torch.device("meta"):
         model = Decoder(MODELS[name])
     set_dtype(model, torch.float64)

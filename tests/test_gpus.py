@@ -89,7 +89,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield tmp_path_factory.mktemp("gpus")
 
 
-def train_on_rank(rank: int, world_size: int, argv: list[str]) -> list[float]:
+def train_on_rank(rank, world_size, argv):
     for name, flavor in FLAVORS.items():
         MODELS[name]["gpus"] = flavor
     MODELS["hybrid"]["unequal"] = UNEQUAL
@@ -103,7 +103,7 @@ def run(folder: Path, worlds: Worlds) -> Callable[..., list[float]]:
     """Losses of a model, on so many GPUs, with keys; of each only once."""
     done: dict[str, list[float]] = {}
 
-    def losses(model: str, processes: int, keys: dict[str, object]) -> list[float]:
+    def losses(model, processes, keys):
         keys = BASE | SLOWLY.get(model, {}) | {"model.name": model} | keys
         argv = [f"--{key}={value}" for key, value in keys.items()]
         argv.append(f"--job.dump_folder={folder / 'run'}")
@@ -128,7 +128,7 @@ def test_losses_are_those_of_one_gpu(model, processes, keys, run):
     assert worst(losses, alone) < 1e-3 and alone[-1] < alone[0] - 1
 
 
-def compiled_on_rank(rank: int, world_size: int, argv: list[str]) -> tuple[list[int], int, list[float]]:
+def compiled_on_rank(rank, world_size, argv):
     """The number of graphs after the first step, the first validation and the last of both; breaks; losses."""
     MODELS["hybrid"]["unequal"] = UNEQUAL
     trainer, graphs, losses = Trainer(load_config(argv)), [], []

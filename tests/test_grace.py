@@ -8,13 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.steps import after_backward
 from tests.test_train import arguments
 from titan_linear.config import load_config
-from titan_linear.data import Batch
 from titan_linear.distributed.process import StopSignal
 from titan_linear.hooks.grace import Grace, StepAbandoned
 from titan_linear.step.feed import BatchSharding
@@ -33,12 +31,12 @@ KEYS = {
 }
 
 
-def train_on_rank(rank: int, world_size: int, argv: list[str], step_seconds: float) -> int:
+def train_on_rank(rank, world_size, argv, step_seconds):
     """A run in which rank 1 gets SIGTERM in the first micro-step of step 2, if steps take any time; the signal that all
     ranks heed."""
     trainer = Trainer(load_config(argv))
 
-    def signalled(loss: torch.Tensor) -> torch.Tensor:
+    def signalled(loss):
         if step_seconds and trainer.step == 1 and rank == 1:
             trainer.stop.received = signal.SIGTERM
         trainer.grace.step_seconds = step_seconds
@@ -68,12 +66,12 @@ def test_a_step_is_completed_if_there_is_time(corpus, worlds, tmp_path):
     assert reported(tmp_path / "does not") == reported(tmp_path / "alone")
 
 
-def validate_on_rank(rank: int, world_size: int, argv: list[str]) -> tuple[int, int]:
+def validate_on_rank(rank, world_size, argv):
     """Rank 1 gets SIGTERM in a validation; the signal that all ranks heed, and the step they reach."""
     trainer = Trainer(load_config(argv))
 
     class Signalled(BatchSharding):
-        def __call__(self, batch: Batch) -> tuple:
+        def __call__(self, batch):
             trainer.stop.received = signal.SIGTERM * rank
             return super().__call__(batch)
 
@@ -104,7 +102,7 @@ def test_after_a_signal_no_validation_begins(corpus, worlds, tmp_path):
     assert "validation_loss" not in (tmp_path / "metrics.jsonl").read_text()
 
 
-def decide(rank: int, world_size: int) -> list[str]:
+def decide(rank, world_size):
     """What is decided of a signal on rank 1 before micro-step `done` of a step of 40 s, a save taking 15."""
     said = []
     patch = pytest.MonkeyPatch()

@@ -77,7 +77,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A folder of each family, in bfloat16 but for the gates' parameters, as published models are."""
     root, done = tmp_path_factory.mktemp("folders"), {}
 
-    def get(name: str) -> Path:
+    def get(name):
         if name not in done:
             done[name] = root / str(len(done))
             if name in FLA:
@@ -635,7 +635,7 @@ def test_generation_warns_of_a_tokenizer_that_the_weights_do_not_know(tmp_path, 
     large_tokenizer(other)
     bytes_again, their_own = build_tokenizer(None), build_tokenizer(str(other))
 
-    def warned(path: Path, asked: str, tokenizer: object) -> str:
+    def warned(path, asked, tokenizer):
         return generate.tokenizer_warning(path, path == folder, asked, tokenizer)
 
     assert generate.main([str(folder), "--prompt", "x", "--max-new-tokens", "1"]) == 2
@@ -873,7 +873,7 @@ def test_a_replacement_that_fails_gives_the_old_folder_back(tmp_path, monkeypatc
     folder, rename = tmp_path / "out", Path.rename
     workers.export(folder, 1.0)
 
-    def fail(self: Path, target: Path) -> Path:
+    def fail(self, target):
         if self.name == ".out.tmp":
             raise OSError(errno.EIO, "Input/output error")
         return rename(self, target)

@@ -168,7 +168,7 @@ def alive(events: list[str]) -> bool:
 def start(tmp_path) -> Iterator[Callable[..., Run]]:
     runs = []
 
-    def start(mode: str, repeat: float = 0.3, node: Node = ALONE, max_restarts: int = 0, saves: bool = True) -> Run:
+    def start(mode, repeat=0.3, node=ALONE, max_restarts=0, saves=True):
         config = Config(
             job={"description": "as checked"}, checkpoint={"enable": saves}, comm={"max_restarts": max_restarts}
         )
@@ -286,7 +286,7 @@ def test_a_failed_worker_ends_the_run(start, mode, code, how):
 def test_the_cause_of_a_failure():
     """It counts before what others do for want of it, though torchrun sees those first."""
 
-    def failure(code: int, timestamp: int) -> SimpleNamespace:
+    def failure(code, timestamp):
         return SimpleNamespace(exitcode=code, timestamp=timestamp, signal_name=lambda: signal.Signals(-code).name)
 
     failures = {0: failure(LOST, 1), 1: failure(-signal.SIGTERM, 1), 2: failure(-signal.SIGKILL, 3), 3: failure(3, 2)}

@@ -23,7 +23,7 @@ LATENT = MLA(heads=4, kv_rank=16, nope_dim=16, shared_k_dim=8, v_dim=16)
 MIXED = replace(preset("hybrid", "debug"), pattern=(*preset("hybrid", "debug").pattern, LATENT), num_layers=4)
 
 
-def owned_bytes(rank: int, world_size: int, tp: int) -> tuple[int, int]:
+def owned_bytes(rank, world_size, tp):
     """Of all parameters, and of the matrices that Muon would update."""
     with torch.device("meta"):
         model = Decoder(MIXED)
@@ -88,7 +88,7 @@ def test_layers_that_are_not_recomputed_keep_what_they_keep(compiled):
     """Every third of seven layers is recomputed: the third and the sixth."""
     model = replace(preset("hybrid", "debug"), num_layers=7)
 
-    def of(mode: str, option: str = "op") -> tuple[list[int], float]:
+    def of(mode, option="op"):
         """What each layer keeps, and the most that is alive in backward."""
         keys = {"activation_checkpoint.mode": mode, "activation_checkpoint.selective_ac_option": option}
         config = changed(load_config([f"--compile.enable={compiled}"], cuda=True), keys)

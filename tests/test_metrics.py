@@ -94,7 +94,7 @@ def test_graphs_are_counted_and_new_ones_warned_of():
     torch._dynamo.utils.counters.clear()
     graphs, fn = Graphs(), torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
 
-    def after(kind: str, n: int) -> str:
+    def after(kind, n):
         fn(torch.zeros(n))
         return graphs.after(kind)
 
@@ -303,7 +303,7 @@ def test_memory_is_what_this_process_has_had():
 def test_a_full_disk_is_one_line(monkeypatch, capsys, tmp_path):
     """Also where it is the metrics that find it full."""
 
-    def run(config: Config) -> None:
+    def run(config):
         logger = MetricsLogger(config)
         logger.file = open("/dev/full", "w")  # noqa: SIM115
         logger.log_validation(1, 2.0)

@@ -48,7 +48,7 @@ def keys(folder: Path, **more: object) -> list[str]:
     return argv_of(given, **more)
 
 
-def trained(rank: int, world_size: int, argv: list[str]) -> tuple[list[float], Content]:
+def trained(rank, world_size, argv):
     config = load_config(argv)
     if rank == 0:
         preflight(config, world_size)
@@ -62,7 +62,7 @@ def trained(rank: int, world_size: int, argv: list[str]) -> tuple[list[float], C
 def test_runs(folder, worlds):
     """The losses do not depend on the processes; a run resumes, changes by name, and its checkpoint knows all of it."""
 
-    def run(processes: int, step: int, **more: object) -> tuple[list[float], Content]:
+    def run(processes, step, **more):
         return worlds(processes).run(trained, keys(folder, training__steps=step, **more))[0]
 
     two, three = mixture(folder, a=3, b=1.5), mixture(folder, c=1, b=2)

@@ -106,7 +106,7 @@ def test_a_copied_configuration_says_where_it_writes(tmp_path, monkeypatch):
     elsewhere = shutil.copytree(folder, tmp_path / "moved")
     copy = shutil.copyfile(folder / "config.toml", tmp_path / "mine.toml")
 
-    def said(file: Path, *overrides: str) -> str:
+    def said(file, *overrides):
         return copied_configuration(load_config(["--job.config_file", str(file), *overrides]))
 
     assert said(folder / "config.toml") == ""
@@ -177,7 +177,7 @@ def test_a_run_with_a_checkpoint_is_not_begun_anew(tmp_path):
         check_resume(run(folder, "--training.steps=3", "--checkpoint.folder=other", "--job.start_anew=true"))
 
 
-def train_on_rank(rank: int, world_size: int, config: Config) -> str:
+def train_on_rank(rank, world_size, config):
     """What a worker prints."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         Trainer(config).train()
@@ -192,13 +192,13 @@ def launched(
     The launcher is this process, its worker one that other tests use too."""
     monkeypatch.setenv("NGPU", "1")
 
-    def run_workers(config: Config, *_: object) -> int:
+    def run_workers(config, *_):
         print(*worlds(1).run(train_on_rank, config))
         return 0
 
     monkeypatch.setattr(launch, "run_workers", run_workers)
 
-    def launched(corpus: Path, folder: Path, code: int = 0, **keys: object) -> str:
+    def launched(corpus, folder, code=0, **keys):
         found, said = exit_of(launch.main, arguments(corpus, folder, **keys), capfd)
         assert (found or 0) == code, said
         return said

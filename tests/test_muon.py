@@ -110,11 +110,11 @@ def tensors(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) ->
     return [local_tensor(x).detach().clone() for x in (*parameters, *momenta)]
 
 
-def on_ranks(rank: int, world_size: int, name: str, split: dict[str, int]) -> tuple[dict, list[tuple[int, ...]]]:
+def on_ranks(rank, world_size, name, split):
     """Whole weights, and the shapes of what was made orthogonal here."""
     seen, original = [], optim.orthogonalised
 
-    def looking(matrices: list[Tensor]) -> list[Tensor]:
+    def looking(matrices):
         seen.append([tuple(x.shape) for x in matrices])
         return original(matrices)
 
@@ -202,7 +202,7 @@ def test_on_gpus(split, worlds):
         assert max(((got[n] - w).norm() / w.norm()).item() for n, w in want.items()) < 1e-9
 
 
-def refused(rank: int, world_size: int) -> str:
+def refused(rank, world_size):
     stack = distribute_tensor(torch.ones(2, 4, 3, 5), init_device_mesh("cpu", (world_size,)), [Shard(1)])
     with pytest.raises(ValueError, match="muon") as refusal:
         WholeMatrices({"layers.0.x": stack}, torch.device("cpu"))
@@ -220,7 +220,7 @@ def test_a_cut_that_no_rank_can_undo_is_refused(worlds):
 MUON = SMALL_HYBRID | FLOAT64 | {"optimizer.name": "muon", "training.steps": 6, "lr_scheduler.total_steps": 6}
 
 
-def run_on_rank(rank: int, world_size: int, argv: list[str]) -> dict[str, Tensor]:
+def run_on_rank(rank, world_size, argv):
     """A run with its checkpoints; the whole weights after it."""
     OWN["hybrid"] |= OWN_FLAVORS
     trainer = Trainer(load_config(argv))

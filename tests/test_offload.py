@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
@@ -73,7 +73,7 @@ def test_a_step_that_is_not_finite_and_a_stop(corpus, worlds):
         assert all(torch.equal(weights[name], w) for name, w in want_weights.items())
 
 
-def train_on(rank: int, world_size: int, argv: list[str]) -> tuple[bool, dict[str, Tensor]]:
+def train_on(rank, world_size, argv):
     """A whole run, which saves; whether FSDP2 had the model, and the weights after it."""
     OWN["hybrid"] |= OWN_FLAVORS
     trainer = Trainer(load_config(argv))
@@ -91,7 +91,7 @@ def test_a_run_resumes_with_and_without(corpus, worlds, tmp_path):
         "training.local_batch_size": 2,
     }
 
-    def train(processes: int, steps: int, folder: str, more: dict) -> tuple[bool, dict[str, Tensor]]:
+    def train(processes, steps, folder, more):
         argv = arguments(corpus, FLOAT64, keys, more, {"training.steps": steps, "job.dump_folder": tmp_path / folder})
         (tmp_path / folder).mkdir(exist_ok=True)
         check_resume(load_config(argv))
@@ -107,7 +107,7 @@ def test_a_run_resumes_with_and_without(corpus, worlds, tmp_path):
     assert max(((got[name] - w).norm() / w.norm()).item() for name, w in want.items()) < 1e-9
 
 
-def host_tensors(rank: int, world_size: int) -> tuple[bool, bool, list[float], list[float]]:
+def host_tensors(rank, world_size):
     """Shards in the host's memory of a parameter [4, 2] on a mesh of GPUs: whether what is filled, and what is
     gathered, is the parameter's own; the parameter after an update, and after one that is not finite."""
     group = dist.group.WORLD
@@ -144,7 +144,7 @@ LARGE = replace(OWN["hybrid"]["debug"], dim=1024, hidden_dim=4096, num_layers=12
 ON_GPUS = {"dp 2": {"training.local_batch_size": 2}, "tp 2": {"parallelism.tensor_parallel_degree": 2}}
 
 
-def train_on_gpus(rank: int, world_size: int, argv: list[str]) -> tuple[list[float], float, float, float]:
+def train_on_gpus(rank, world_size, argv):
     """Ten steps: losses, a weight's norm after them, the peak of what is allocated on the GPU, the moments' bytes."""
     OWN["hybrid"]["large"] = LARGE
     be_deterministic()

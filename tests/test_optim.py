@@ -71,7 +71,7 @@ class Kinds(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def kinds_in_an_update(rank: int, world_size: int) -> tuple[bool, bool]:
+def kinds_in_an_update(rank, world_size):
     """Whether kernels are given DTensors for a sharded and a whole parameter, and moments are sharded like these."""
     mesh = init_device_mesh("cpu", (world_size,))
     model = nn.ParameterDict(
@@ -115,7 +115,7 @@ def test_what_a_step_added(at_once, monkeypatch):
     )
 
 
-def numbers(rank: int, world_size: int) -> tuple[list[float], float]:
+def numbers(rank, world_size):
     """Loss, norm and signal of two copies of the parameters, with a sharded and a replicated gradient; what is left of
     the norm after scaling to 1."""
     mesh = init_device_mesh("cpu", (2, world_size // 2))

@@ -177,7 +177,7 @@ def test_pairs_that_a_rank_attends(layout, mean):
 def test_both_layouts_are_tried_where_there_is_softmax_attention():
     """Which is faster is for the plan to say."""
 
-    def layouts(name: str) -> set[tuple[int, str]]:
+    def layouts(name):
         keys = [*RUN, "--model.name", name, "--training.global_batch_size", "2"]
         setting = splits.Setting(preset(name, "debug"), 2, machine(), None, 0.0)
         tried = splits.candidates(load_config(keys, cuda=True), setting, 1)
@@ -192,7 +192,7 @@ def test_time_of_parts():
     """Recomputation, accumulation, a slow network and the host show where they should."""
     run, model = [*RUN, "--training.global_batch_size", "16"], preset("kda", "340M")
 
-    def parts(*keys: str, gpus: int = 16, on: Machine | None = None) -> dict[str, float]:
+    def parts(*keys, gpus=16, on=None):
         config = load_config([*run, "--model.name=kda", "--model.flavor=340M", *keys], cuda=True)
         return step(config, model, gpus, on or machine()).parts
 
@@ -232,7 +232,7 @@ def test_the_number_of_layers_recomputed_follows_from_the_room():
     model = preset("kda", "340M")
     config = load_config([*RUN, "--training.seq_len=32768", "--model.name=kda", "--model.flavor=340M"], cuda=True)
 
-    def chosen(room: float) -> splits.Split | None:
+    def chosen(room):
         return splits.with_checkpointing(config, splits.Setting(model, 1, machine(), None, room))
 
     (none, *nth, full), _ = checkpointings(model)
@@ -251,7 +251,7 @@ def test_replicas_add_up_once_a_step_where_they_wait():
     run.append("--parallelism.data_parallel_replicate_degree=2")
     network = machine(network=1e7, node_size=1)  # which backward hides nothing of
 
-    def communication(local: int, *keys: str) -> float:
+    def communication(local, *keys):
         config = load_config([*run, f"--training.local_batch_size={local}", *keys], cuda=True)
         return step(config, preset("kda", "340M"), 2, network).parts["communication"]
 
@@ -266,7 +266,7 @@ def test_offload_shows_where_it_should(tmp_path, capsys):
     offload = Machine(replace(machine().rates, offload=Offload(link, link, 100e9)), 8, 50e9, "cudnn")
     own = 354e6 * 4  # bytes
 
-    def parts(*keys: str, gpus: int = 1) -> dict[str, float]:
+    def parts(*keys, gpus=1):
         run = [*RUN, "--model.name=kda", "--model.flavor=340M", "--training.global_batch_size=8", *keys]
         return step(load_config(run, cuda=True), model, gpus, offload).parts
 

@@ -14,7 +14,7 @@ from tests.records import write_json, write_texts
 from tests.refusals import refused
 from titan_linear.config import Config, load_config, schedule_steps
 from titan_linear.data import build_tokenizer
-from titan_linear.models.config import ModelConfig, fingerprint
+from titan_linear.models.config import fingerprint
 from titan_linear.models.presets import preset
 from titan_linear.run import preflight as preflight_module
 from titan_linear.run.build import (
@@ -71,7 +71,7 @@ def test_another_model_is_refused(tmp_path):
     """By what it computes: of a folder's config.json that was changed, say."""
     model, config = preset("hybrid", "debug"), run(tmp_path)
 
-    def content(model: ModelConfig) -> Content:
+    def content(model):
         return Content(tokenizer="t", model=fingerprint(model), corpora={"": "c"}, mixture=[])
 
     known = content(model)

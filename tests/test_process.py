@@ -40,7 +40,7 @@ def test_a_signal_is_seen_while_the_main_thread_waits_in_c():
     """Where another rank has died, this one waits for a device for ever, and its handlers in Python do not run."""
     seen = []
 
-    def other_thread() -> None:
+    def other_thread():
         main = Path(f"/proc/self/task/{os.getpid()}/syscall")
         until(lambda: main.read_text().split()[1:2] == [hex(reader)])  # its first argument, or "running" alone
         os.kill(os.getpid(), signal.SIGTERM)
@@ -122,7 +122,7 @@ def test_progress_bars_and_colours_reach_the_terminal():
 
 def test_what_cannot_be_encoded_is_no_mistake_of_the_users():
     @refusing
-    def main(argv: list[str]) -> int:
+    def main(argv):
         "é".encode("ascii")
 
     with pytest.raises(UnicodeEncodeError) as error:

@@ -102,12 +102,12 @@ def test_a_snapshot_when_memory_runs_out(full, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **keys: None)
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
 
-    def dump(path: str) -> None:
+    def dump(path):
         if full:
             raise OSError("disk full")
         Path(path).write_text(f"{len(held)} held")
 
-    def allocate() -> None:
+    def allocate():
         held.append("an activation")
         try:
             observers[0](0, 2**31, 2**36, 2**20)  # as the allocator does before it raises

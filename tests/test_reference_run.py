@@ -30,7 +30,7 @@ KEYS = {
 }
 
 
-def losses_on_rank(rank: int, world_size: int, argv: list[str]) -> list[float]:
+def losses_on_rank(rank, world_size, argv):
     trainer = Trainer(load_config(argv))
     return [trainer.train_step()["loss"] for _ in range(STEPS)]
 
@@ -78,7 +78,7 @@ def test_documents_as_fla_takes_them(edges, monkeypatch):
     class Model:
         lm_head = nn.Linear(4, 16)
 
-        def model(self, **given: Tensor) -> list[Tensor]:
+        def model(self, **given):
             seen.update(given)
             return [given["input_ids"]]
 

@@ -115,7 +115,7 @@ def wait_for_step(process: Launch, folder: Path, step: int) -> None:
     raise AssertionError(process.communicate()[0])
 
 
-def train_on_rank(rank: int, world_size: int, argv: list[str]) -> int:
+def train_on_rank(rank, world_size, argv):
     trainer = Trainer(load_config(argv))
     begins_from = trainer.step
     trainer.train()
@@ -147,7 +147,7 @@ def answer(corpus: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.Monke
     monkeypatch.setattr(launch, "run_workers", lambda *_: STARTS)
     monkeypatch.setenv("NGPU", "2")
 
-    def answer(code: int | str, folder: Path, **overrides: object) -> str:
+    def answer(code, folder, **overrides):
         found, said = exit_of(launch.main, arguments(corpus, folder, **overrides), capfd)
         assert found == code, said
         return said

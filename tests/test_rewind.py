@@ -70,7 +70,7 @@ def test_killed_at_any_moment(folder, moment, monkeypatch):
     """Before the first rename, between renames, before the note, before the note has its name."""
     whole, left = Path.rename, moment
 
-    def rename(self: Path, target: Path) -> Path:
+    def rename(self, target):
         nonlocal left
         if left == 0:
             raise Killed

@@ -251,7 +251,7 @@ def test_manifest(folder):
 
 
 def test_git_commit_of_the_sources_only(tmp_path, monkeypatch):
-    def git(*arguments: str) -> str:
+    def git(*arguments):
         identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
         command = ["git", "-C", str(tmp_path), *identity, *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()

@@ -30,7 +30,7 @@ def test_the_rule():
     assert off.judge(float("nan"), 1.0) is not None
 
 
-def spiking(rank: int, world_size: int, argv: list[str]) -> None:
+def spiking(rank, world_size, argv):
     """Step 2's second micro-batch is an outlier, step 3 is not finite."""
     trainer = Trainer(load_config(argv))
     trainer.spikes.outliers.last.extend([2.0, 2.1] * 16)

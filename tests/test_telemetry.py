@@ -91,7 +91,7 @@ def arguments(folder: Path, *overrides: dict) -> list[str]:
     return argv_of(keys)
 
 
-def two_steps(rank: int, world_size: int, argv: list[str]) -> tuple[list[float], Observed, dict, float]:
+def two_steps(rank, world_size, argv):
     """Losses, what was seen in the second step, and norms of what it added to whole weights and of these, by layer; how
     evenly attention's work was shared."""
     OWN["hybrid"]["small"] = SMALL
@@ -281,7 +281,7 @@ def turned_by(turns: Tensor, x: Tensor) -> Tensor:
     return torch.view_as_real(pairs * torch.polar(torch.ones_like(turns), turns)).flatten(-2)
 
 
-def second_step(rank: int, world_size: int, argv: list[str]) -> tuple[dict, Observed, float]:
+def second_step(rank, world_size, argv):
     """What should be seen of mixers and positions in the second step, what was, and the norm in its line."""
     OWN["hybrid"]["small"] = SMALL
     trainer = Trainer(load_config(argv))
@@ -290,7 +290,7 @@ def second_step(rank: int, world_size: int, argv: list[str]) -> tuple[dict, Obse
     want: dict = {}
     edges = batch.plan.cp_context.cu_seqlens_cpu.long()
 
-    def note(i: int, layer: nn.Module, inputs: tuple) -> None:
+    def note(i, layer, inputs):
         if not layer.mixers:
             return
         x = layer.mixer_input(inputs[0])
@@ -343,7 +343,7 @@ def test_of_several(name, folder, alone, worlds):
                 assert close(seen[quantity], alone[1][quantity]), quantity
 
 
-def shares_of_fragments(rank: int, world_size: int, argv: list[str], layout: str) -> dict[str, list[float]]:
+def shares_of_fragments(rank, world_size, argv, layout):
     """By layer and head, of the second step cut in two: token by token, what fragments give beyond what they give if
     no state enters them."""
     OWN["hybrid"]["small"] = SMALL
@@ -352,7 +352,7 @@ def shares_of_fragments(rank: int, world_size: int, argv: list[str], layout: str
     _, (batch,) = trainer.feed.next_step()
     edges, shares = batch.plan.cp_context.cu_seqlens_cpu.long(), {}
 
-    def note(i: int, layer: nn.Module, inputs: tuple) -> None:
+    def note(i, layer, inputs):
         x = layer.mixer_input(inputs[0])
         rule, tokens, _ = definition(len(trainer.model.layers), i, layer.mixer, x, inputs[3], edges)
         o, _ = rule(**tokens, cu_seqlens=edges)
@@ -385,7 +385,7 @@ def test_share_of_other_fragments(name, layout, folder, worlds):
     assert all(0 < share < 1 for by_head in want.values() for share in by_head)
 
 
-def layers_in_turn(rank: int, world_size: int, argv: list[str]) -> list[list[str]]:
+def layers_in_turn(rank, world_size, argv):
     """Of which layers each step shows what crosses, if it may be of two."""
     OWN["hybrid"]["small"] = SMALL
     with patch("titan_linear.hooks.telemetry.ACROSS", 2):
@@ -420,7 +420,7 @@ def test_loads_of_experts(folder, worlds):
         assert all(sum(loads) == pytest.approx(len(loads)) for loads in alone[1]["router_load"].values())
 
 
-def by_letters(rank: int, world_size: int, argv: list[str]) -> dict[str, list[float]]:
+def by_letters(rank, world_size, argv):
     """Nats and tokens of the second step by the letters of the documents, from logits of the model before it."""
     OWN["hybrid"]["small"] = SMALL
     trainer = Trainer(load_config(argv))
@@ -505,6 +505,6 @@ def test_lines_of_a_run(folder, worlds, tmp_path):
     assert text.step == 2 and text.tensor_proto.string_val[0].decode().startswith("    def ")
 
 
-def whole_run(rank: int, world_size: int, argv: list[str]) -> None:
+def whole_run(rank, world_size, argv):
     OWN["hybrid"]["small"] = SMALL
     Trainer(load_config(argv)).train()

@@ -28,7 +28,7 @@ from titan_linear.config import Training, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.distributed.process import be_deterministic
 from titan_linear.hooks.spikes import NonFinite
-from titan_linear.models.config import Entry, ModelConfig, MoEConfig
+from titan_linear.models.config import ModelConfig, MoEConfig
 from titan_linear.models.mixers import RWKV7, Attention, Mamba2, ShortConv
 from titan_linear.models.presets import OWN, PUBLISHED
 from titan_linear.models.rope import RopeScaling
@@ -91,7 +91,7 @@ def cut(model: ModelConfig) -> ModelConfig:
     """Four of its layers, softmax among them if it has some, a 16th as wide: a quarter of the experts, and of Mamba-2's
     heads and groups; as many heads of other mixers."""
 
-    def thin(part: Entry | MoEConfig) -> Entry | MoEConfig:
+    def thin(part):
         match part:
             case tuple():
                 return tuple(map(thin, part))
@@ -268,7 +268,7 @@ def arguments(corpus: Path, *overrides: dict) -> list[str]:
     return argv_of(keys)
 
 
-def train_on_rank(rank: int, world_size: int, argv: list[str]) -> tuple[list[float], list[float], dict[str, Tensor]]:
+def train_on_rank(rank, world_size, argv):
     """Losses and gradient norms of all steps, and the whole weights after them."""
     OWN["hybrid"] |= OWN_FLAVORS
     warnings.filterwarnings("error", message="FSDP2-wrapped")
@@ -287,7 +287,7 @@ def one_process(corpus: Path, worlds: Worlds) -> Callable[[dict], tuple]:
     """The reference for some keys, computed once."""
     done: dict[str, tuple] = {}
 
-    def get(keys: dict) -> tuple:
+    def get(keys):
         if str(keys) not in done:
             argv = arguments(corpus, keys)
             preflight(load_config(argv), world_size=1)
@@ -327,13 +327,13 @@ def test_float32_runs_are_equal(name, corpus, worlds, one_process):
         assert worst(rank[0], losses) < 1e-5 and worst(rank[1], norms) < 1e-3
 
 
-def sums_over_replicas(rank: int, world_size: int, argv: list[str]) -> tuple[int, int]:
+def sums_over_replicas(rank, world_size, argv):
     """Those of a step, and FSDP's units with parameters of their own."""
     OWN["hybrid"] |= OWN_FLAVORS
     trainer = Trainer(load_config(argv))
     (replicas, _), sums, add_up = trainer.dims.fsdp_mesh.get_all_groups(), [], dist.all_reduce
 
-    def count(x: Tensor, *args: object, **options: object) -> object:
+    def count(x, *args, **options):
         sums.append(options.get("group") is replicas)
         return add_up(x, *args, **options)
 
@@ -434,7 +434,7 @@ def test_mixtures_of_experts(name, corpus, worlds, one_process):
 def test_how_experts_are_balanced(corpus):
     """The configuration's word comes before the model's, and is refused where it means nothing."""
 
-    def moe(name: str, **keys: float) -> MoEConfig | None:
+    def moe(name, **keys):
         argv = arguments(corpus, {"model.name": name} | {f"training.expert_{k}": v for k, v in keys.items()})
         return model_config(load_config(argv), build_tokenizer(None)).moe
 
@@ -455,7 +455,7 @@ def test_how_experts_are_balanced(corpus):
         moe("qwen3.5", bias_update_rate=0.1)
 
 
-def poisoned(rank: int, world_size: int, argv: list[str]) -> tuple[str, bool, int]:
+def poisoned(rank, world_size, argv):
     """A NaN in what rank 1 computes at step 2: the message, whether weights stayed as they were, skipped steps."""
     trainer = Trainer(load_config(argv))
     trainer._next_follows = lambda: False  # a forward that has begun holds gathered parameters
@@ -483,14 +483,14 @@ def test_a_non_finite_loss_never_reaches_the_weights(corpus, worlds):
         assert message == "" and same and skipped == 1
 
 
-def ended(rank: int, world_size: int, argv: list[str], full: bool) -> list[int]:
+def ended(rank, world_size, argv, full):
     """A run that saves each step, slowly or to a full disk, and meets a NaN in its second: the steps of whole
     checkpoints afterwards."""
     trainer = Trainer(load_config(argv))
     after_backward(trainer, lambda loss: loss * (float("nan") if trainer.step == 1 else 1.0))
     write = checkpoint._Writer.write_data
 
-    def slowly(*given: object) -> object:
+    def slowly(*given):
         time.sleep(0.5)
         if full:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -517,7 +517,7 @@ def test_the_last_good_state_reaches_the_disk(corpus, worlds, tmp_path):
         assert worlds(2).run(ended, argv, full) == [steps, steps]
 
 
-def early(rank: int, world_size: int, argv: list[str], goes_on: bool) -> tuple[list[float], dict, list]:
+def early(rank, world_size, argv, goes_on):
     """Four steps, of which the second is poisoned and skipped, then one that a signal ends. Losses, the weights, and
     which forwards had begun before the numbers of the step before were read."""
     OWN["hybrid"] |= OWN_FLAVORS
@@ -589,7 +589,7 @@ class Reads(TorchDispatchMode):
         return counted
 
 
-def reads_of_a_step(rank: int, world_size: int, argv: list[str]) -> tuple[int, int]:
+def reads_of_a_step(rank, world_size, argv):
     """Reads by the trainer in a step, its forward and backward and what is known on the host left out; a control."""
     trainer = Trainer(load_config(argv))
     trainer.train_step()
@@ -611,7 +611,7 @@ def test_the_host_waits_once_in_a_step(name, corpus, worlds):
         assert reads == 1 and control == 4
 
 
-def slow_disk(rank: int, world_size: int, argv: list[str], seconds: float) -> None:
+def slow_disk(rank, world_size, argv, seconds):
     """A run whose rank 0 takes `seconds` to finish a save, and again to finish an export."""
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in ((Checkpointer, "_commit"), (hf_writing._Writer, "finish")):
@@ -647,7 +647,7 @@ def test_ranks_wait_for_a_slow_disk(corpus, worlds, tmp_path):
 # --- On GPUs ---------------------------------------------------------------------------------------------------------
 
 
-def train_on_gpus(rank: int, world_size: int, argv: list[str]) -> dict[str, Tensor]:
+def train_on_gpus(rank, world_size, argv):
     """A whole run with deterministic algorithms; the whole weights after it."""
     be_deterministic()
     try:
@@ -679,7 +679,7 @@ def test_resumed_on_two_gpus(split, async_mode, corpus, worlds, tmp_path, one_pr
         "checkpoint.async_mode": async_mode,
     }
 
-    def train(folder: str, steps: int) -> list[dict[str, Tensor]]:
+    def train(folder, steps):
         argv = arguments(corpus, keys, {"training.steps": steps, "job.dump_folder": tmp_path / folder})
         (tmp_path / folder).mkdir(exist_ok=True)  # which a run that holds its folder has made
         preflight(load_config(argv), world_size=2)

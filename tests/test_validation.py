@@ -20,7 +20,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def validated(rank: int, world_size: int, argv: list[str]) -> float:
+def validated(rank, world_size, argv):
     return Trainer(load_config(argv)).validate()
 
 
@@ -38,7 +38,7 @@ def test_the_loss_does_not_depend_on_the_processes(steps, corpus, worlds):
         "validation.steps": steps,
     }
 
-    def losses(processes: int, **more: object) -> list[float]:
+    def losses(processes, **more):
         return worlds(processes).run(validated, argv_of(keys, **more))
 
     (alone,) = losses(1)
@@ -55,11 +55,11 @@ class Broken(RuntimeError):
     pass
 
 
-def breaking_on_rank(rank: int, world_size: int, argv: list[str], method: str) -> list[str]:
+def breaking_on_rank(rank, world_size, argv, method):
     """A run that fails in this method at its first validation, after step 2; the checkpoints that are whole then."""
     trainer = Trainer(load_config(argv))
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise Broken
 
     setattr(trainer.evaluation, method, fail)

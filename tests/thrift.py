@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-from datetime import timedelta
 
-import torch.distributed as dist
 from torch.distributed import ProcessGroupGloo
 
 
@@ -27,7 +25,7 @@ def share_gloo_device() -> None:
     """One for all groups, instead of one each: a device has a thread, which wakes up a hundred times a second."""
     device, make = ProcessGroupGloo.create_default_device(), ProcessGroupGloo.__init__
 
-    def on_device(self: ProcessGroupGloo, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    def on_device(self, store, rank, size, timeout):
         options = ProcessGroupGloo._Options()
         options._devices, options._threads, options._timeout = [device], 2, timeout
         make(self, store, rank, size, options)

@@ -43,7 +43,7 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def _serve(rank: int, world_size: int, backend: str, port: int, tasks: mp.Queue, results: mp.Queue) -> None:
+def _serve(rank, world_size, backend, port, tasks, results):
     torch.set_num_threads(1)
     gc.freeze()  # what is imported stays, and need not be searched
     os.environ.update(
@@ -69,7 +69,7 @@ def _serve(rank: int, world_size: int, backend: str, port: int, tasks: mp.Queue,
     dist.destroy_process_group()
 
 
-def take_gpu(rank: int, world_size: int) -> None:
+def take_gpu(rank, world_size):
     """One each, or where there are fewer, in turn (--share-gpus)."""
     devices = torch.cuda.device_count()
     if world_size > devices:

@@ -14,7 +14,7 @@ def make_corpus(tmp_path: Path) -> Callable[[list], Corpus]:
     """make_corpus(documents): a corpus on disk of these lists of byte tokens."""
     folders: Iterator[Path] = (tmp_path / f"corpus{i}" for i in range(100))
 
-    def make(documents: list) -> Corpus:
+    def make(documents):
         folder = next(folders)
         write_corpus(folder, [np.asarray(document) for document in documents], ByteTokenizer())
         return load_corpus(folder)

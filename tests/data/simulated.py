@@ -36,10 +36,10 @@ def simulated_corpus(num_documents: int) -> Corpus:
     inside = np.concatenate([[0], np.cumsum(np.concatenate([half, 2 * MEAN - half]))])[:-1]  # [PERIOD]
     hashes = rng.integers(2**64, size=PERIOD, dtype=np.uint64)
 
-    def offset(index: np.ndarray) -> np.ndarray:
+    def offset(index):
         return (index >> 16) * (PERIOD * MEAN) + inside[index & PERIOD - 1]
 
-    def token(index: np.ndarray) -> np.ndarray:
+    def token(index):
         return (index % 257).astype(np.uint16)
 
     return Corpus(

@@ -91,7 +91,7 @@ def test_killed_while_writing(lines, tmp_path):
 def test_reused_until_something_changes(lines, tmp_path):
     log = tmp_path / "log"
 
-    def batches(path: Path = lines, fingerprint: str = "slow") -> int:
+    def batches(path=lines, fingerprint="slow"):
         tokenizer = SlowTokenizer(log)
         tokenizer.fingerprint = fingerprint
         open_corpus(Texts("jsonl", str(path), tokenizer), cache_dir=tmp_path / "cache")
@@ -109,7 +109,7 @@ def test_the_same_texts_elsewhere(lines, tmp_path, monkeypatch):
     """Moved, copied or touched they are not tokenised again, and not even read again once that is known."""
     log, cache = tmp_path / "log", tmp_path / "cache"
 
-    def batches(path: Path, **options: object) -> int:
+    def batches(path, **options):
         tokenizer = SlowTokenizer(log)
         verify_corpus(open_corpus(Texts("jsonl", str(path), tokenizer, **options), cache_dir=cache))
         return tokenizer.batches
@@ -137,7 +137,7 @@ def test_the_same_texts_elsewhere(lines, tmp_path, monkeypatch):
 
 
 def test_content_identifies_a_corpus(lines, tmp_path):
-    def fingerprint(path: Path) -> str:
+    def fingerprint(path):
         return open_corpus(Texts("jsonl", str(path), ByteTokenizer()), cache_dir=tmp_path / "cache").fingerprint
 
     before = fingerprint(lines)
@@ -150,7 +150,7 @@ def test_content_identifies_a_corpus(lines, tmp_path):
 
 def test_changed_while_read(lines, tmp_path):
     class Meddler(ByteTokenizer):
-        def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        def encode_batch(self, texts):
             os.utime(lines, ns=(0, 0))
             return super().encode_batch(texts)
 

@@ -106,7 +106,7 @@ def make_tokenizer(path: Path, template: str | list | None, beside: bool = False
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """folder(template): that of a tokenizer."""
 
-    def make(template: str | list | None = MARKED, beside: bool = False) -> Path:
+    def make(template=MARKED, beside=False):
         make_tokenizer(path := tmp_path_factory.mktemp("tokenizer"), template, beside)
         return path
 
@@ -297,7 +297,7 @@ def test_answers_of_weight_zero(folder, template, name):
     path, words = folder(template), ("Me.", "so", "13")
     encoder = conversations(path)
 
-    def record(*weights: object) -> dict:
+    def record(*weights):
         said = [{"role": "assistant", "content": word, name: weight} for word, weight in zip(words, weights)]
         return {"messages": [message for each in said for message in (USER | {name: 0}, each)]}
 
@@ -677,7 +677,7 @@ def as_table(records: list[dict], kind: pa.DataType | None = None) -> pa.Table:
     if kind is None:
         return table
 
-    def texts(calls: list[list[dict]]) -> pa.Array:
+    def texts(calls):
         written = pa.ExtensionArray.from_storage(kind, pa.array([json.dumps(call) for each in calls for call in each]))
         return pa.ListArray.from_arrays(pa.array(np.cumsum([0, *map(len, calls)]), pa.int32()), written)
 
@@ -712,7 +712,7 @@ def test_maps_are_objects_and_bytes_are_texts(tokenizer, tmp_path, kind):
     messages = [USER, {"role": "assistant", "content": "né", "tool_calls": [call]}]
     want = opened(write_lines(tmp_path / "a.jsonl", [{"messages": messages, "tools": [tools]}]), tokenizer)
 
-    def pairs(value: object) -> object:
+    def pairs(value):
         return [(key, pairs(x)) for key, x in value.items()] if isinstance(value, dict) else value
 
     call = {"function": {"name": b"f", "arguments": pairs(call["function"]["arguments"])}}
@@ -778,7 +778,7 @@ def test_stopped_and_by_several_processes(tmp_path, monkeypatch):
     class Interrupted(ByteTokenizer):
         left = 30  # texts of 15 records
 
-        def encode(self, text: str) -> np.ndarray:
+        def encode(self, text):
             self.left -= 1
             if not self.left:
                 raise KeyboardInterrupt

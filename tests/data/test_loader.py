@@ -113,7 +113,7 @@ def test_threads_may_share_streams(make_corpus, monkeypatch):
     monkeypatch.setattr(packing, "POOLS_KEPT", 1)
     line = packed(make_corpus(random_documents([9] * 80)), seq_len=12, seed=1).line
 
-    def documents(start: int) -> list[list[int]]:
+    def documents(start):
         return [line.around(0, 9 * (n % 80), 9 * (n % 80) + 1)[0].tolist() for n in range(start, start + 2000)]
 
     expected = documents(0)[:80] * 27

@@ -6,7 +6,7 @@ import json
 import lzma
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from titan_linear.data.corpus.sources import read_documents, source_files
 def texts(tmp_path: Path) -> Callable[..., list[bytes]]:
     """texts(dataset, path, …): the documents of the corpus that open_corpus makes of them, eos checked and cut off."""
 
-    def read(dataset: str, path: Path | str | None, tokenizer: object = None, **kwargs: object) -> list[bytes]:
+    def read(dataset, path, tokenizer=None, **kwargs):
         given = Texts(dataset, path and str(path), tokenizer or ByteTokenizer(), **kwargs)
         corpus = open_corpus(given, cache_dir=tmp_path / "cache")
         return documents(corpus)
@@ -89,7 +89,7 @@ def test_linked_folders_are_followed_once(texts, tmp_path, monkeypatch):
     (here / "another").symlink_to(there)
     walk = os.walk
 
-    def backwards(*arguments: object, **options: object) -> Iterator[tuple]:  # as another file system lists folders
+    def backwards(*arguments, **options):  # as another file system lists folders
         for root, folders, names in walk(*arguments, **options):
             folders.sort(reverse=True)
             yield root, folders, names
@@ -97,7 +97,7 @@ def test_linked_folders_are_followed_once(texts, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "walk", backwards)
     assert source_files("text", str(here)) == [here / "another" / "y.txt", here / "x.txt"]
 
-    def refuse(folder: str) -> None:
+    def refuse(folder):
         raise PermissionError(13, "Permission denied", folder)
 
     monkeypatch.setattr(os, "scandir", refuse)

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from itertools import count
 
 import numpy as np
@@ -92,7 +91,7 @@ def test_a_killed_worker_is_an_error():
 def test_sources_are_read_a_little_ahead():
     taken = []
 
-    def endless() -> Iterator[Document]:
+    def endless():
         for i in count():
             taken.append(i)
             yield Document(str(i), "", 1)

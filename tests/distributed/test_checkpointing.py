@@ -23,7 +23,7 @@ def gradients(ac: ActivationCheckpoint) -> tuple[list[torch.Tensor], list[int]]:
     initialise(model, seed=0)
     ran = [0] * LAYERS
 
-    def count(i: int) -> None:
+    def count(i):
         ran[i] += 1
 
     for i, layer in enumerate(model.layers):

@@ -48,13 +48,7 @@ def compiled_and_sharded(pattern: tuple[MixerOptions, ...]) -> Decoder:
     return model
 
 
-def graphs_of(
-    rank: int,
-    world_size: int,
-    batches: list[tuple[list[int], bool]],
-    shortest: int,
-    pattern: tuple[MixerOptions, ...] = UNEQUAL,
-) -> tuple[list[int], dict[str, int]]:
+def graphs_of(rank, world_size, batches, shortest, pattern=UNEQUAL):
     """The number of graphs after each batch of (lengths of documents, with gradients), and breaks in them.
 
     shortest: tokens of the shortest segment into which documents are cut.
@@ -91,7 +85,7 @@ def test_batches_of_any_number_of_documents(worlds):
 
 
 def test_a_layer_that_cannot_be_compiled_is_named():
-    def backend(graph: object, inputs: object) -> None:
+    def backend(graph, inputs):
         raise RuntimeError("no room\nand more")
 
     model = Decoder(ModelConfig(vocab_size=8, dim=32, num_layers=2, hidden_dim=32, pattern=UNEQUAL))
@@ -101,7 +95,7 @@ def test_a_layer_that_cannot_be_compiled_is_named():
         model(torch.zeros(1, 8, dtype=torch.int64), BatchPlan(torch.arange(8)))
 
 
-def gradient_of_other_code(rank: int, world_size: int) -> list[float]:
+def gradient_of_other_code(rank, world_size):
     """Twice through one graph of a function of somebody else's, after layers of ours were compiled."""
     graphs_of(rank, world_size, [([20, 12], True)], shortest=64)
     x = torch.ones(4, 4, requires_grad=True)
@@ -118,7 +112,7 @@ def test_other_code_is_compiled_as_its_owner_wants(worlds):
 def ahead(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
     """A backend that compiles the kernels of a layer's joint graph, and nothing else."""
 
-    def partition(joint: fx.GraphModule, *args: object, **kwargs: object) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def partition(joint, *args, **kwargs):
         compile_kernels(joint.graph)
         return default_partition(joint, *args, **kwargs)
 
@@ -128,7 +122,7 @@ def ahead(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
 def partitioned() -> Callable[..., object]:
     """A backend that divides a layer's joint graph as for a GPU, and generates no code."""
 
-    def partition(joint: fx.GraphModule, *args: object, **kwargs: object) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def partition(joint, *args, **kwargs):
         compute_again(joint.graph)
         return min_cut_rematerialization_partition(joint, *args, **kwargs)
 
@@ -152,12 +146,12 @@ def planned(lengths: list[int], W: int = 4) -> BatchPlan:
     return BatchPlan(cp.position_ids, cp_context=cp)
 
 
-def launches_and_gradients(rank: int, world_size: int, kind: type[DeltaOptions]) -> tuple[Counter[str], list[Tensor]]:
+def launches_and_gradients(rank, world_size, kind):
     """Of three compiled layers of one kind: kernels launched in forward and backward, and graphs; gradients."""
     seen: Counter[str] = Counter()
     run = launch.Kernel._launch
 
-    def note(self: launch.Kernel, grid: tuple[int, ...], *args: object, **kwargs: object) -> None:
+    def note(self, grid, *args, **kwargs):
         seen[self.__name__] += 1
         run(self, grid, *args, **kwargs)
 
@@ -178,11 +172,11 @@ def test_chunks_are_prepared_once_in_each_pass(kind, passes, worlds):
     assert seen["prepare_kernel"] == passes * 3 and seen["solve_kernel"] == 3 and seen["graphs"] == 1
 
 
-def kept_by_rwkv7(rank: int, world_size: int) -> list[str]:
+def kept_by_rwkv7(rank, world_size):
     """Names of the results as large as x that a compiled layer keeps for backward, parameters and inputs left out."""
     kept = []
 
-    def partition(joint: fx.GraphModule, *args: object, **kwargs: object) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def partition(joint, *args, **kwargs):
         compute_again(joint.graph)
         forward, backward = min_cut_rematerialization_partition(joint, *args, **kwargs)
         saved = forward.graph.output_node().args[0][kwargs["num_fwd_outputs"] :]
@@ -218,12 +212,12 @@ def specialisation(x: object) -> object:
     return (x == 1, x % 16 == 0) if type(x) is int else type(x)
 
 
-def compiled_and_launched(rank: int, world_size: int, kind: type[DeltaOptions], segment: int) -> list[set[object]]:
+def compiled_and_launched(rank, world_size, kind, segment):
     """Kernels with what they are specialised for: those compiled ahead, and those that the layer then launches."""
     seen: list[set[object]] = [set(), set()]
     run = launch.Kernel._launch
 
-    def note(self: launch.Kernel, grid: tuple[int, ...], *args: object, **kwargs: object) -> None:
+    def note(self, grid, *args, **kwargs):
         on_meta = any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves((args, kwargs)))
         constants = {n: specialisation(x) if isinstance(x, Tensor | TensorDescriptor) else x for n, x in kwargs.items()}
         seen[0 if on_meta else 1].add((self.__name__, *map(specialisation, args), *constants.items()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -33,7 +32,7 @@ def layer(bias: list[float]) -> Decoder:
     return model
 
 
-def errors(rank: int, world_size: int, bias: list[float]) -> list[float]:
+def errors(rank, world_size, bias):
     """Of the output, of x's gradient and of this rank's experts', against a rank that has them all."""
     alone, spread = layer(bias), layer(bias)
     apply_ep(spread, Ranks(dist.group.WORLD.group_name, world_size, rank))
@@ -58,7 +57,7 @@ def test_no_row_is_dropped(bias, worlds):
         assert max(found) < 1e-14
 
 
-def reads(rank: int, world_size: int, mode: str, compiled: bool) -> tuple[int, int, torch.Tensor]:
+def reads(rank, world_size, mode, compiled):
     """How often the host asked how many rows travel, forward and backward, and the gradient of the layer's input."""
     model, asked = layer([0, 0, 9, 9]), 0
     apply_ep(model, Ranks(dist.group.WORLD.group_name, world_size, rank))
@@ -68,7 +67,7 @@ def reads(rank: int, world_size: int, mode: str, compiled: bool) -> tuple[int, i
     x = torch.randn(1, 8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)).requires_grad_()
     exchange = dist.all_to_all_single
 
-    def counted(out: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def counted(out, *args, **kwargs):
         nonlocal asked
         asked += not out.is_floating_point()
         return exchange(out, *args, **kwargs)
@@ -89,7 +88,7 @@ def test_the_host_reads_nothing_in_backward(worlds):
         assert all((grad - of_rank[0][2]).abs().max() < 1e-14 for *_, grad in of_rank)
 
 
-def graphs_of_batches(rank: int, world_size: int) -> list[int]:
+def graphs_of_batches(rank, world_size):
     """Compiled graphs after each pass of a layer, in training and in validation, over other tokens each time."""
     model = layer([0, 0, 0, 0]).bfloat16()
     apply_ep(model, Ranks(dist.group.WORLD.group_name, world_size, rank))

@@ -25,11 +25,11 @@ def batches(data_rank: int, log: list[str]) -> Iterator[Batch]:
         yield Batch(labels, labels, torch.tensor([0, T], dtype=torch.int32), labels, 1, (10 * data_rank + n,))
 
 
-def two_steps(rank: int, world_size: int, cp: int) -> tuple[list[str], list[tuple[int, list]], FeedStats]:
+def two_steps(rank, world_size, cp):
     """What happened in order, each step's count and streams, and what the feed says of both."""
     log: list[str] = []
 
-    def cut(batch: Batch) -> tuple:
+    def cut(batch):
         log.append(f"cut {batch.streams[0] % 10}")
         return batch.tokens, batch.labels, SimpleNamespace(pairs=1.0 + 10 * rank)
 

@@ -8,14 +8,13 @@ import torch.distributed as dist
 from tests.hf_workers import sharded
 from tests.ops.inputs import boundaries
 from titan_linear.models.config import ModelConfig
-from titan_linear.models.decoder import Block
 from titan_linear.models.init import initialise
 from titan_linear.models.mixers import Attention
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import build_cp_context
 
 
-def given_to_layers(rank: int, world_size: int) -> tuple[list[bool], list[torch.dtype], list[torch.dtype]]:
+def given_to_layers(rank, world_size):
     """Of each layer: whether its plan is the batch's own; the dtypes of its input, and of the angles it reads."""
     config = ModelConfig(
         vocab_size=8, dim=32, pattern=(Attention(heads=2, kv_heads=2, head_dim=16),), num_layers=2, hidden_dim=32
@@ -28,7 +27,7 @@ def given_to_layers(rank: int, world_size: int) -> tuple[list[bool], list[torch.
     plan.prepare([rotary], torch.float32)
     same, inputs, angles = [], [], []
 
-    def look(layer: Block, given: tuple[torch.Tensor, BatchPlan]) -> None:
+    def look(layer, given):
         inputs.append(given[0].dtype)
         same.append(given[1] is plan)
         angles.append(given[1].angles(rotary, torch.float32)[0].dtype)

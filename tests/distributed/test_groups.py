@@ -13,13 +13,13 @@ from titan_linear.distributed.groups import host_group, on_rank_0, without_timeo
 SHORT, SLOW = timedelta(seconds=1), 2.0  # seconds
 
 
-def alone(rank: int, world_size: int) -> tuple[int, str, object]:
+def alone(rank, world_size):
     """What `on_rank_0` gives, raises for a mistake, and for an exit."""
 
-    def refuse() -> None:
+    def refuse():
         raise ValueError("a mistake")
 
-    def end() -> None:
+    def end():
         raise SystemExit(7)
 
     raised = []
@@ -39,7 +39,7 @@ def test_what_rank_0_does_holds_for_all(worlds):
     ]
 
 
-def waits(rank: int, world_size: int) -> tuple[bool, bool]:
+def waits(rank, world_size):
     """A slow rank 0, inside `without_timeout` and after it: whether it had done its work when another one left, and
     whether that one then waits."""
     host, group = host_group(), dist.new_group(timeout=SHORT)

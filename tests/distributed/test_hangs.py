@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
@@ -18,7 +17,6 @@ from tests.processes import until
 from tests.test_train import arguments
 from tests.worlds import World
 from titan_linear.config import load_config
-from titan_linear.data import Batch
 from titan_linear.distributed.ending import peer_is_lost
 from titan_linear.distributed.groups import set_timeout
 from titan_linear.distributed.hangs import late_collective, recorded, watched
@@ -27,7 +25,7 @@ from titan_linear.train import Trainer
 LATER = int(1e18)  # nanoseconds: past every time-out
 
 
-def hang(rank: int, world_size: int, folder: str) -> tuple[str, bool]:
+def hang(rank, world_size, folder):
     """One of each collective, after which nothing is late; what is said when rank 1 stays away; whether it failed."""
     group = dist.new_group()
     x, came = torch.ones(2), torch.ones(2)
@@ -63,13 +61,13 @@ def test_a_hang_is_said_in_one_line(worlds, tmp_path):
     assert sorted(path.name for path in (tmp_path / "recorder").iterdir()) == ["rank-0", "rank-1"]
 
 
-def stall(rank: int, world_size: int, argv: list[str]) -> tuple[list[str], str]:
+def stall(rank, world_size, argv):
     """A run in which rank 1 reads no more after step 2: what is said, and what a rank that waits for it raises."""
     config = load_config(argv)
     trainer, said = Trainer(config), io.StringIO()
     recorder, store = Path(config.job.dump_folder) / "recorder", dist.distributed_c10d._get_default_store()
 
-    def batches(whole: Iterator[Batch]) -> Iterator[Batch]:
+    def batches(whole):
         yield from islice(whole, 2)
         if rank == 1:
             until(lambda: (recorder / "rank-1").exists())
@@ -116,7 +114,7 @@ def test_what_a_later_collective_of_its_group_has_passed_is_not_late():
     assert late_collective([[part], [batch]], int(96e9)) is part  # gloo's end says nothing of NCCL's
 
 
-def hang_on_gpus(rank: int, world_size: int, folder: str) -> str:
+def hang_on_gpus(rank, world_size, folder):
     """What is said when rank 1 comes only after that: NCCL ends the process whose collective times out."""
     group, x = dist.new_group(timeout=timedelta(seconds=20)), torch.ones(2, device="cuda")
     dist.all_reduce(x, group=group)

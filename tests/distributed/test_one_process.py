@@ -81,7 +81,7 @@ def test_over_heads_with_rows_of_dt_bias_apart():
     bias = x["dt_bias"].view(-1, 4)
     apart = x | {"dt_bias": torch.cat([bias, bias], -1)[:, :4]}
 
-    def on_rank(group: LocalGroup) -> list[Tensor]:
+    def on_rank(group):
         context = build_cp_context(cu, group)
         mine = tokens_of(context)
         of_rank = ({name: t if name in PARAMETERS else t[:, mine] for name, t in given.items()} for given in (x, apart))
@@ -94,7 +94,7 @@ def test_over_heads_with_rows_of_dt_bias_apart():
 def check(world_size: int, heads: int, ops: tuple[str, ...], layout: str, node_size: int | None = None) -> None:
     cu = boundaries(LENGTHS)
 
-    def on_rank(group: LocalGroup) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
+    def on_rank(group):
         context = build_cp_context(cu, group, layout=layout, node_size=node_size)
         mine = tokens_of(context)
         return mine, {op: results(op, inputs_of(op, heads), mine, cp_context=context) for op in ops}
@@ -135,7 +135,7 @@ def every_collective(group: LocalGroup) -> list[Tensor]:
     return [summed, most, gathered, part, came, arrived]
 
 
-def same_with_gloo(rank: int, world_size: int) -> list[Tensor]:
+def same_with_gloo(rank, world_size):
     return every_collective(dist.group.WORLD)
 
 
@@ -196,7 +196,7 @@ def of_one_document(op: str, x: dict[str, Tensor], dy: Tensor, size: int, layout
     """The output and every gradient, of so many ranks together."""
     T, device = dy.shape[1], dy.device
 
-    def on_rank(group: LocalGroup) -> tuple[Tensor, dict[str, Tensor]]:
+    def on_rank(group):
         context = build_cp_context(boundaries([T]), group, layout=layout, device=device)
         mine = tokens_of(context).to(device)
         own = leaves({name: t if name in PARAMETERS else t[:, mine] for name, t in x.items()})
@@ -225,7 +225,7 @@ def check_rounding(
     dy = torch.randn(x["v"].shape, generator=torch.Generator().manual_seed(2)).to(device, dtype)
     exact = of_one_document(op, {n: t.double() for n, t in x.items()}, dy.double(), 1, "contiguous", "torch")
 
-    def errors(size: int) -> dict[str, float]:
+    def errors(size):
         found = of_one_document(op, x, dy, size, layout, impl)
         return {n: relative_error(found[n], want) for n, want in exact.items()}
 
@@ -241,7 +241,7 @@ def test_the_last_rank_is_the_thread_that_calls():
     *others, last = run_ranks(lambda group: threading.current_thread(), 3)
     assert last is threading.current_thread() and last not in others
 
-    def interrupted(group: LocalGroup) -> None:
+    def interrupted(group):
         if group.rank() == 2:
             raise KeyboardInterrupt  # as Ctrl-C in the main thread
         dist.barrier(group)

@@ -65,16 +65,7 @@ def relative(a: Tensor, b: Tensor) -> float:
     return ((a - b).norm() / b.norm().clamp(min=1e-30)).item() if b.any() else float(a.abs().max())
 
 
-def run_on_rank(
-    rank: int,
-    world_size: int,
-    config: ModelConfig,
-    state: State,
-    tokens: Tensor,
-    bounds: list[int],
-    layout: str,
-    softmax_method: str = "auto",
-) -> tuple:
+def run_on_rank(rank, world_size, config, state, tokens, bounds, layout, softmax_method="auto"):
     """This rank's tokens (global indices), its logits and loss, and gradients summed over the ranks."""
     import torch.distributed as dist
 

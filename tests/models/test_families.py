@@ -66,7 +66,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
     """A family's model and what transformers computes with it, once."""
     done: dict[str, Case] = {}
 
-    def get(name: str) -> Case:
+    def get(name):
         if name not in done:
             done[name] = _case(hf_models.build(name), tmp_path_factory.mktemp("model"))
         return done[name]

@@ -66,7 +66,7 @@ def listen(mixer: nn.Module) -> list[Tensor]:
     """What the mixer will make its decays of, [1, T, HV], once it runs."""
     gates, compute = [], mixer._gates
 
-    def heard(x: Tensor) -> tuple[Tensor, ...]:
+    def heard(x):
         gate, *others = compute(x)
         gates.append(gate)
         return gate, *others

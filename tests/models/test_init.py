@@ -132,7 +132,7 @@ def whole_parameters() -> dict[str, Tensor]:
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def shard_on_rank(rank: int, world_size: int) -> list[str]:
+def shard_on_rank(rank, world_size):
     """Parameters that are not those of one process, by placements."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -149,7 +149,7 @@ def shard_on_rank(rank: int, world_size: int) -> list[str]:
     ]
     for mesh, placements in cases:
 
-        def split(tensor: Tensor, mesh=mesh, placements=placements) -> Tensor:
+        def split(tensor, mesh=mesh, placements=placements):
             own = [p if p.is_replicate() or p.dim < tensor.dim() else Replicate() for p in placements]
             return distribute_tensor(tensor, mesh, own)
 
@@ -161,13 +161,13 @@ def shard_on_rank(rank: int, world_size: int) -> list[str]:
     return wrong
 
 
-def fsdp_on_rank(rank: int, world_size: int, tensor_parallel: int) -> list[str]:
+def fsdp_on_rank(rank, world_size, tensor_parallel):
     """Parameters of sharded models that are not those of one process."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    def mlp() -> nn.Module:
+    def mlp():
         model = nn.Sequential(nn.Linear(10, 24, bias=False), nn.Linear(24, 13, bias=False))
         model.config = SimpleNamespace(init_std=0.02)
         return model

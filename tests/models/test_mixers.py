@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -60,10 +59,10 @@ def test_there_is_a_case_of_each():
 def test_ops_are_those_that_it_calls(name, monkeypatch):
     called: dict[str, dict[str, int]] = {}
 
-    def record(module: Any, op: str, sizes: Any) -> None:
+    def record(module, op, sizes):
         original = getattr(module, op)
 
-        def recorded(*inputs: torch.Tensor, **options: Any) -> Any:
+        def recorded(*inputs, **options):
             called[op] = sizes(*inputs)
             return original(*inputs, **options)
 

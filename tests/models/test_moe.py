@@ -106,7 +106,7 @@ def test_load_balance_loss_is_that_of_transformers():
     assert (grads[0] - grads[1]).norm() < 1e-5 * grads[1].norm()
 
 
-def balance_on_rank(rank: int, world_size: int, layout: str) -> tuple[Tensor, Tensor]:
+def balance_on_rank(rank, world_size, layout):
     """The load-balance loss of two streams over the ranks, and its gradient."""
     import torch.distributed as dist
 
@@ -133,7 +133,7 @@ def test_load_balance_loss_of_each_stream_under_cp(layout, worlds):
         assert abs(loss - alone) < 1e-12 and (split_grad - grad).abs().max() < 1e-12
 
 
-def loads_on_rank(rank: int, world_size: int) -> Tensor:
+def loads_on_rank(rank, world_size):
     from titan_linear.step.optimizer import StepNumbers
     from titan_linear.step.update import move_selection_biases
 
@@ -225,7 +225,7 @@ def test_the_load_balance_loss_is_a_mean_over_all_tokens(labelled):
     labels = tokens.clone()
     labels[1], labels[0, :, labelled:] = IGNORE, IGNORE
 
-    def gradients(model: Decoder) -> list[Tensor]:
+    def gradients(model):
         model.zero_grad()
         for x, y in zip(tokens, labels, strict=True):
             batch = MicroBatch(x, y, plan, (0,))

@@ -94,7 +94,7 @@ def randomise(model: Decoder) -> None:
 def folders(tmp_path_factory: pytest.TempPathFactory, remote_code: None) -> Callable[[str], tuple[Path, Decoder]]:
     root, done = tmp_path_factory.mktemp("own"), {}
 
-    def get(name: str) -> tuple[Path, Decoder]:
+    def get(name):
         if name not in done:
             config, folder = MODELS[name], root / str(len(done))
             model = Decoder(config)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from tests.models.hf_states import state_from_hf, state_to_hf
 from tests.models.ours import State, labels_of, positions, relative
 from tests.ops.inputs import tokens_of
 from titan_linear.__main__ import main
-from titan_linear.distributed.one_process import LocalGroup, run_ranks
+from titan_linear.distributed.one_process import run_ranks
 from titan_linear.models.adapters import config_from_hf, config_to_hf
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
@@ -48,14 +47,14 @@ def layer_norm(x: Tensor, tensors: State, name: str) -> Tensor:
 def time_mixing(p: State, x: Tensor, before: Tensor, S: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """x and that of the token before [dim], the state [heads, V, K], the first layer's v -> y, v, the next state."""
 
-    def mixed(name: str) -> Tensor:
+    def mixed(name):
         return x + p[f"x_{name}"].flatten() * (before - x)
 
-    def low_rank(name: str, act: Callable[[Tensor], Tensor]) -> Tensor:
+    def low_rank(name, act):
         hidden = act(p[f"{name}_lora.lora.0.weight"] @ mixed(name))
         return p[f"{name}_lora.lora.2.weight"] @ hidden + p.get(f"{name}_lora.lora.2.bias", 0)
 
-    def same(hidden: Tensor) -> Tensor:
+    def same(hidden):
         return hidden
 
     r, k, v = (p[f"{name}_proj.weight"] @ mixed(name) for name in "rkv")
@@ -155,7 +154,7 @@ def test_context_parallelism(ranks, layout, theirs, tokens, wanted):
     """The token before and the state come from other ranks; each rank has the first layer's values of its tokens."""
     labels, bounds = labels_of(tokens, BOUNDS), torch.tensor(BOUNDS, dtype=torch.int32)
 
-    def on_rank(group: LocalGroup) -> tuple[Tensor, Tensor, State]:
+    def on_rank(group):
         context = build_cp_context(bounds, group, layout=layout)
         mine = tokens_of(context)
         return mine, *computed(theirs, tokens[mine], labels[mine], BatchPlan(context.position_ids, cp_context=context))

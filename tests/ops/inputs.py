@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from titan_linear.distributed.one_process import LocalGroup, run_ranks
+from titan_linear.distributed.one_process import run_ranks
 from titan_linear.ops import (
     CPContext,
     build_cp_context,
@@ -74,7 +74,7 @@ def make_inputs(
     """Float64 inputs of chunk_kda ("kda") or chunk_gated_delta_rule ("gdn") with q, k normalised and log gates."""
     rng = torch.Generator().manual_seed(seed)
 
-    def randn(*shape: int) -> Tensor:
+    def randn(*shape):
         return torch.randn(*shape, generator=rng, dtype=torch.float64)
 
     g_shape = (B, T, HV, K) if op == "kda" else (B, T, HV)
@@ -112,7 +112,7 @@ def decaying_inputs(
     with the decays of such time steps; they differ from head to head."""
     rng = torch.Generator().manual_seed(seed)
 
-    def randn(*shape: int) -> Tensor:
+    def randn(*shape):
         return torch.randn(*shape, generator=rng, dtype=torch.float64)
 
     C, B_, x = randn(B, T, G, N), randn(B, T, G, N), randn(B, T, heads, P)
@@ -130,7 +130,7 @@ def dplr_inputs(
     own from each channel."""
     rng = torch.Generator().manual_seed(seed)
 
-    def randn(*shape: int) -> Tensor:
+    def randn(*shape):
         return torch.randn(*shape, generator=rng, dtype=torch.float64)
 
     x = {"q": randn(B, T, H, K), "k": randn(B, T, H, K), "v": randn(B, T, H, V)}
@@ -224,7 +224,7 @@ def compare_four_ranks(op: str, x: dict[str, Tensor], cu: Tensor, layout: str, t
     want = gradients([oracle(op, exact, cu_seqlens=cu)[0]], exact)
     do = torch.randn(want[0].shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
-    def on_rank(group: LocalGroup) -> list[Tensor]:
+    def on_rank(group):
         ctx = build_cp_context(cu, group, device=DEVICE, layout=layout)
         mine = tokens_of(ctx)
         own = leaves({name: (t[:, mine] if t.dim() > 2 else t).to(DEVICE) for name, t in x.items()})
@@ -244,7 +244,7 @@ def check_neighbours(op: str, base: dict[str, Tensor], lengths: list[int], docum
     device, cu = device_of(options.get("impl", "torch")), boundaries(lengths)
     tokens = [name for name, t in base.items() if t.dim() > 2]
 
-    def results(given: dict[str, Tensor]) -> list[Tensor]:
+    def results(given):
         x = leaves({name: t.to(device) for name, t in given.items()})
         return gradients([call(op, x, cu_seqlens=cu.to(device), **options)[0]], x)
 

@@ -52,7 +52,7 @@ def test_delta_rules(op, impl, dtype, raw, packed):
     x = {name: t.to(device, dtype if name in TOKENS else torch.float32) for name, t in x.items()}
     do = torch.randn(x["v"].shape, generator=torch.Generator().manual_seed(4)).to(x["v"])
 
-    def results(value: float | None, *names: str) -> list[Tensor]:
+    def results(value, *names):
         """The own document's last state, outputs and gradients of tokens; those of A_log and dt_bias are of all."""
         given = {name: spoilt(t, own, value) if name in names else t for name, t in (x | {"do": do}).items()}
         d_out, given = given.pop("do"), leaves(given)
@@ -75,7 +75,7 @@ def test_convolution(impl, norm_dim, dtype, packed):
     own = own_tokens(packed, device)
     x, weight, dy = torch.randn(3, *own.shape, 8, generator=torch.Generator().manual_seed(0)).to(device, dtype)
 
-    def results(value: float | None) -> list[Tensor]:
+    def results(value):
         given, d_out = (x, dy) if value is None else (spoilt(t, own, value) for t in (x, dy))
         given = given.clone().requires_grad_()
         cu = documents(packed, device)

@@ -21,7 +21,7 @@ UNIT = torch.finfo(torch.bfloat16).eps / 2
 BOUNDS = {torch.float64: (1e-12, 1e-12), torch.bfloat16: (3 * UNIT, 6 * UNIT)}
 
 
-def on_rank(rank: int, world_size: int, method: str, layout: str) -> dict[str, tuple[float, float]]:
+def on_rank(rank, world_size, method, layout):
     """The errors of this rank's tokens that are out of bounds, o's and the worst gradient's."""
     wrong = {}
     for lengths in LENGTHS:

@@ -63,9 +63,7 @@ def output_gradient(op: str, like: Tensor) -> Tensor:
     return torch.randn(like.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 
 
-def on_rank(
-    rank: int, world_size: int, cases: list[tuple[str, list[int], str, int]], levels: tuple[Level, ...] = ()
-) -> list[list[Tensor]]:
+def on_rank(rank, world_size, cases, levels=()):
     """For each (op, lengths, layout, streams): this rank's output and gradients of its tokens and of the parameters.
     levels: by which states travel; (): directly."""
     with pytest.MonkeyPatch.context() as patch, AsPromised():
@@ -168,11 +166,11 @@ def test_gradients_of_a_token_in_several_halos_are_added_in_order(monkeypatch, s
     cu, shared = boundaries([fragments * size]), size < 3
     index_add, calls = Tensor.index_add_, []
 
-    def recorded(x: Tensor, dim: int, rows: Tensor, source: Tensor) -> Tensor:
+    def recorded(x, dim, rows, source):
         calls.append(rows.tolist())
         return index_add(x, dim, rows, source)
 
-    def added(group: LocalGroup) -> tuple[Tensor, Tensor]:
+    def added(group):
         ctx = build_cp_context(cu, group, layout=layout, device=DEVICE)
         routes, draw = ctx.halo_of(3), torch.Generator().manual_seed(ctx.ranks.rank)
         shapes = (ctx.cut.tokens, 8), (ctx.cut.slots, 3, 8)
@@ -188,7 +186,7 @@ def test_gradients_of_a_token_in_several_halos_are_added_in_order(monkeypatch, s
     assert all(len(set(rows)) == len(rows) for rows in calls) and (len(calls) == 4) != shared
 
 
-def perturbed(rank: int, world_size: int, op: str, lengths: list[int], layout: str) -> list[list[Tensor]]:
+def perturbed(rank, world_size, op, lengths, layout):
     """Output and gradients on this rank, as is, then with each document in turn replaced."""
     cu = boundaries(lengths)
     ctx = build_cp_context(cu, dist.group.WORLD, layout=layout)
@@ -253,7 +251,7 @@ def test_nan_stays_in_its_document(monkeypatch, op, levels, layout):
             assert all(map(torch.equal, clean, beside)), (i, layout)
 
 
-def counted(rank: int, world_size: int, lengths: list[int], layout: str, op: str = "kda") -> tuple[int, list[int]]:
+def counted(rank, world_size, lengths, layout, op="kda"):
     """How many M this rank computes, and how many elements it sends forward and backward."""
     computed, sent = [], []
     transition, all_to_all = chunked.transition, kcp.all_to_all
@@ -305,7 +303,7 @@ def test_the_state_kept_for_backward_is_one_per_fragment(worlds):
     assert worlds(2).run(kept_states, [1] * 256 + [256]) == [1, 1]
 
 
-def kept_states(rank: int, world_size: int, lengths: list[int]) -> int:
+def kept_states(rank, world_size, lengths):
     ctx = build_cp_context(boundaries(lengths), dist.group.WORLD)
     saved: list[Tensor] = []
     x = leaves({n: t[:, tokens_of(ctx)] for n, t in inputs_of("kda", lengths).items()})

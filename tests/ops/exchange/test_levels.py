@@ -92,17 +92,17 @@ def test_ranks_have_equal_shares(monkeypatch, world_size, heads, layout):
     found: dict[str, Counter[int]] = defaultdict(Counter)  # what → rank, or its thread → sum
     all_to_all, act = levels.all_to_all, folds.act
 
-    def exchanged(x: Tensor, sent: list[int], received: list[int], name: str) -> Tensor:
+    def exchanged(x, sent, received, name):
         rank = group_named(name).rank()
         for what, sizes in (("sent", sent), ("received", received)):
             found[what][rank] += x.itemsize * (sum(sizes) - sizes[rank])
         return all_to_all(x, sent, received, name)
 
-    def acted(M: Tensor, S: Tensor, reverse: bool) -> Tensor:
+    def acted(M, S, reverse):
         found["multiplied"][threading.get_ident()] += S.numel() * M.shape[-1]
         return act(M, S, reverse)
 
-    def on_rank(group: LocalGroup) -> None:
+    def on_rank(group):
         where = {"layout": layout, "node_size": 8, "attention": ()}
         context = build_cp_context(torch.tensor([0, 4 * world_size]), group, **where)
         states = torch.zeros(context.cut.slots, heads, 2, 2)

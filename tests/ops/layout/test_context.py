@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from itertools import pairwise
-from types import FrameType
 
 import numpy as np
 import pytest
@@ -92,7 +91,7 @@ def cost_to_build(documents: int, world_size: int, layout: str) -> tuple[int, in
     cu = torch.cat([edges[:-1] + i * T for i in range(4)] + [torch.tensor([4 * T])])
     calls = elements = 0
 
-    def seen(frame: FrameType, event: str, argument: object) -> None:
+    def seen(frame, event, argument):
         nonlocal calls, elements
         calls += event in ("call", "c_call")
         if event == "return":

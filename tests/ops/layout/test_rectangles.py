@@ -43,10 +43,10 @@ def test_the_tables_are_those_of_a_search_through_all_fragments(layout, causal):
 def test_the_work_is_linear_in_streams():
     """Calls of Python's are counted: four times the streams are at most about four times the calls."""
 
-    def calls(streams: int) -> int:
+    def calls(streams):
         count = 0
 
-        def profile(_: object, event: str, __: object) -> None:
+        def profile(_, event, __):
             nonlocal count
             count += event in ("call", "c_call")
 

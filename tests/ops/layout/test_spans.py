@@ -87,7 +87,7 @@ def test_no_more_moves_than_pays(kind, T, degree):
 def test_how_keys_travel():
     """Gathered where most of them are needed, else those that are; not at all where documents end at the cuts."""
 
-    def travel(edges: list[int]) -> int:
+    def travel(edges):
         documents = np.array(edges)
         fragments = cut_streams(documents, 1, 4, "contiguous").fragments
         found = {int(gathered_spans(fragments, documents, rank, 4, 0, causal=True).keys.travel) for rank in range(4)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -62,10 +61,10 @@ def counting(patch: pytest.MonkeyPatch) -> Counter[str]:
     """Of kernels and exchanges, from here on."""
     counts: Counter[str] = Counter()
 
-    def count(owner: Any, name: str, label: Callable[..., str]) -> None:
+    def count(owner, name, label):
         original = getattr(owner, name)
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
+        def counted(*args, **kwargs):
             counts[label(*args)] += 1
             return original(*args, **kwargs)
 
@@ -155,7 +154,7 @@ CASES = [
 ]
 
 
-def on_rank(rank: int, world_size: int) -> None:
+def on_rank(rank, world_size):
     for mixer, layout, methods in CASES:
         moe = MOE if mixer == "gdn" else None
         block = block_of(mixer, torch.float64, moe)
@@ -214,7 +213,7 @@ def test_nothing_is_kept_without_gradients():
     calls: list[int] = []
     regions = []
 
-    def noted() -> tuple[Run, Run]:
+    def noted():
         regions.append(contexts())
         return regions[-1]
 

@@ -43,7 +43,7 @@ HOPPER = Target("cuda", (9, 0), BF16, {})
 def on_gpu_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[tuple[int, int]], None]]:
     """on_gpu_of(capability): device "cuda" is such a GPU."""
 
-    def set_capability(own: tuple[int, int]) -> None:
+    def set_capability(own):
         monkeypatch.setattr(support, "capability", lambda device: own if device.type == "cuda" else None)
         monkeypatch.setattr(flash4, "installed", lambda: "flash-attn-4 is not installed")
         for cached in (support._choose, support._warn):

@@ -180,7 +180,7 @@ def over_ranks(shape: Shape, x: dict[str, Tensor], cu: Tensor, impl: str, option
     device = next(iter(x.values())).device
     do = gradients_of_outputs(x, shape)
 
-    def on_rank(group: Any) -> list[Tensor]:
+    def on_rank(group):
         ctx = build_cp_context(cu, group, device=device, layout=layout)
         mine = tokens_of(ctx)
         own = leaves({n: t[:, mine] if t.dim() > 2 else t for n, t in x.items()})

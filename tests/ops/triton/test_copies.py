@@ -80,10 +80,10 @@ def test_compiled(impl):
     leaves = x.to(DEVICE).requires_grad_(), weights.to(DEVICE).requires_grad_()
     copies = Copies(*(t.to(DEVICE) for t in copies))
 
-    def gradients(collected) -> tuple[Tensor, ...]:
+    def gradients(collected):
         return torch.autograd.grad(collected(*leaves).square().sum(), leaves)
 
-    def collected(x: Tensor, weights: Tensor) -> Tensor:
+    def collected(x, weights):
         return collect(spread(x, copies, impl).sin(), copies, weights, impl)
 
     compiled = gradients(torch.compile(collected, backend="eager"))

@@ -238,7 +238,7 @@ def test_compiles_without_a_break(op, K, V):
     made = raw_gate_inputs(op, 40, H=1, HV=2, K=K, V=V, gate="usual") | {"initial_state": torch.randn(2, 2, K, V)}
     x = leaves({n: t.float().to(DEVICE) for n, t in made.items()})
 
-    def forward(x: dict[str, Tensor], cu: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(x, cu):
         return call(op, x, cu_seqlens=cu, impl="triton", output_final_state=True)
 
     want, got = forward(x, cu), torch.compile(forward, backend="aot_eager", fullgraph=True)(x, cu)
@@ -281,7 +281,7 @@ def test_selective_checkpointing_names_the_operators(op):
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def on_rank(rank: int, world_size: int, op: str, lengths: list[int], layout: str, K: int, V: int) -> list[list[Tensor]]:
+def on_rank(rank, world_size, op, lengths, layout, K, V):
     """This rank's outputs and gradients from both implementations."""
     ctx = build_cp_context(boundaries(lengths), dist.group.WORLD, layout=layout)
     mine = tokens_of(ctx)

@@ -54,15 +54,13 @@ def convolution(ctx: CPContext, mine: Tensor, rank: int, cu: Tensor) -> dict[str
     return errors(*results, mine, rank)
 
 
-def on_rank(
-    rank: int, world_size: int, op: str, lengths: list[int], layout: str, levels: tuple[Level, ...] = ()
-) -> dict[str, float]:
+def on_rank(rank, world_size, op, lengths, layout, levels=()):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kcp, "route", lambda *_: levels)
         return found_on_rank(rank, op, lengths, layout)
 
 
-def found_on_rank(rank: int, op: str, lengths: list[int], layout: str) -> dict[str, float]:
+def found_on_rank(rank, op, lengths, layout):
     cu = boundaries(lengths)
     ctx = build_cp_context(cu.cuda(), dist.group.WORLD, layout=layout, cu_seqlens_cpu=cu)
     mine = tokens_of(ctx).cuda()

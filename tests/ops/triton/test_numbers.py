@@ -234,7 +234,7 @@ def test_more_elements_than_32_bits_count(op):
     do = torch.randn(1, T, H, K, device="cuda", dtype=torch.bfloat16)
     flags = {"safe_gate": True} if op == "kda" else {}
 
-    def results(x: dict[str, Tensor], do: Tensor, lengths: list[int]) -> list[Tensor]:
+    def results(x, do, lengths):
         x = leaves(x)
         o = call(op, x, cu_seqlens=boundaries(lengths).cuda(), impl="triton", **flags)[0]
         return [t[:, -short:].clone() for t in (o.detach(), *torch.autograd.grad(o, list(x.values()), do))]

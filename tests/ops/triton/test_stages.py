@@ -70,14 +70,14 @@ def test_views_of_one_projection_are_not_copied(op):
     inputs = normed(flat_inputs(op, raw_gate_inputs, HV=2))
     do, options = randn(*inputs.v.shape), replace(OPTIONS, gate_in_kernel=True)
 
-    def strided(*tensors: Tensor) -> list[Tensor]:
+    def strided(*tensors):
         together = torch.cat([x.flatten(1) for x in tensors], 1).split([x[0].numel() for x in tensors], 1)
         return [part.unflatten(1, x.shape[1:]) for part, x in zip(together, tensors, strict=True)]
 
     q, k, v, g, beta, *parameters = inputs
     views = Inputs(*strided(q, k, v), *strided(g, beta), *parameters)
 
-    def results(tensors: Inputs, do: Tensor) -> list[Tensor]:
+    def results(tensors, do):
         r = rule(op, tensors, options)
         r = RULES[op](tensors, options, r.chunks, r.kept[2:])
         boundary = *r.entry_transitions(numbers([0])), r.entry_gradients(do, numbers([0]))
@@ -114,7 +114,7 @@ def test_states_by_index(op):
     state_index, final_index = [1, -1, 0], [1, 0, -1]
     initial, d_final, do = randn(2, 1, 32, 32), randn(2, 1, 32, 32), randn(sum(LENGTHS), 1, 32)
 
-    def of_all(states: Tensor, index: list[int]) -> States:
+    def of_all(states, index):
         return States(torch.stack([torch.zeros_like(states[0]) if i < 0 else states[i] for i in index]))
 
     o, final = r.forward(of_all(initial, state_index), True)
