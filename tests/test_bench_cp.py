@@ -137,7 +137,6 @@ def test_every_op_has_a_shape_unless_told() -> None:
 @pytest.mark.parametrize("op", [*bench_cp.OPS, *bench_cp.METHODS])
 def test_what_a_row_times(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each op takes its inputs, with the context of a rank alone, and gives one output with a gradient of all."""
-    monkeypatch.setattr(bench_ops, "DEVICE", "cpu")
     monkeypatch.setattr(Tensor, "cuda", lambda tensor: tensor)
     x = {name: t.requires_grad_() for name, t in bench_cp.make_inputs(Case(op, 64, 2, 2, 128, 128), 2).items()}
     cu = torch.tensor([0, 10, 64], dtype=torch.int32)
@@ -150,7 +149,7 @@ def test_what_a_row_times(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def heads_beside_states(rank: int, world_size: int) -> list[Tensor]:
     """What a row of each layout gives for this rank's tokens; weights are the same on all."""
     torch.manual_seed(0)
-    bench_ops.DEVICE, cuda = "cpu", Tensor.cuda
+    cuda = Tensor.cuda
     Tensor.cuda = lambda tensor: tensor
     try:
         x = bench_cp.make_inputs(Case("ssd", 32, 2, 4, 16, 8), 2)

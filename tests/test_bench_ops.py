@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from titan_linear.ops.triton.configs import config
-from tools import bench_ops
 from tools.bench_ops import OPS, Case, can_run, candidates, head_counts
 
 
@@ -16,7 +15,6 @@ from tools.bench_ops import OPS, Case, can_run, candidates, head_counts
 @pytest.mark.parametrize("raw", [False, True])
 def test_the_ops_take_their_cases(op: str, raw: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every input has a gradient, with grouped heads too."""
-    monkeypatch.setattr(bench_ops, "DEVICE", "cpu")
     case = Case(op, 40, 2, 4, 16, 32, raw)
     x = {name: t.requires_grad_() for name, t in case.inputs().items()}
     y = OPS[op].fn(**x, **case.options, cu_seqlens=torch.tensor([0, 13, 40], dtype=torch.int32))[0]
@@ -35,9 +33,8 @@ def test_which_peers_can_run_a_case() -> None:
         assert can_run("FLA", case) and not can_run("FlashQLA", case) and not can_run("cuDNN", case)
 
 
-def test_candidates_have_the_place_of_the_shipped_one(monkeypatch):
+def test_candidates_have_the_place_of_the_shipped_one():
     """Only while they are timed, only for these dims, and only for this kernel."""
-    monkeypatch.setattr(bench_ops, "DEVICE", "cpu")
     x = torch.empty(1, dtype=torch.bfloat16)
     before = {dim: (config("gdn scan", x, dim), config("gdn reverse", x, dim)) for dim in (128, 256)}
     tried = candidates(Case("gdn", 64, 1, 1, 64, 128), "gdn scan", "BV=16,8", "num_warps=2,1")

@@ -58,7 +58,7 @@ from titan_linear.hooks.report import clock_and_power
 from titan_linear.ops import attention, build_cp_context
 from titan_linear.ops.layout.context import SOFTMAX_METHODS
 from tools import one_rank, traces
-from tools.bench_ops import OPS, PACKED, TAPS, Case, Inputs, head_counts, head_dims, randn, shapes, timed
+from tools.bench_ops import OPS, PACKED, TAPS, Case, Inputs, head_counts, head_dims, shapes, timed
 from tools.bench_train import header
 from tools.peers import split_keys
 
@@ -92,7 +92,7 @@ def random_documents(kind: str, T: int, seed: int) -> np.ndarray:
 def make_inputs(case: Case, Hkv: int) -> Inputs:
     """Hkv: key heads of attention. The convolution has the channels of q, k and v."""
     if case.op in METHODS:
-        return {name: randn(1, case.T, heads, D).bfloat16() for name, heads in zip("qkv", (case.HV, Hkv, Hkv))}
+        return {name: torch.randn(1, case.T, heads, D).bfloat16() for name, heads in zip("qkv", (case.HV, Hkv, Hkv))}
     return (replace(case, HV=3 * case.HV) if case.op == "conv" else case).inputs()
 
 
@@ -200,14 +200,16 @@ def print_rows(args: argparse.Namespace, flush: Tensor) -> None:
         print(table(("op", "T", "heads", "documents", "layout", *times, ""), []))
     for op, T, (H, HV), dims in shapes(args):
         case = Case(op, T // ranks, H, HV, *dims)
-        x = make_inputs(case, args.key_heads or HV)
+        with torch.device("cuda"):
+            x = make_inputs(case, args.key_heads or HV)
         fn = function(op)
         if args.compiled:
             torch.compiler.reset()
             fn = torch.compile(fn, fullgraph=True)
         for whose, documents, layout in rows(op, args.documents, args.layouts, args.peers):
             cu = boundaries(documents, T // ranks if layout == "alone" else T)
-            inputs = make_inputs(replace(case, T=T), args.key_heads or HV) if layout == "whole" else x
+            with torch.device("cuda"):
+                inputs = make_inputs(replace(case, T=T), args.key_heads or HV) if layout == "whole" else x
             timed_op = fla(op, cu, layout) if whose else ours(fn, args.compiled, cu, layout, args.node_size)
             times = measure(timed_op, inputs, flush)
             if first:

@@ -42,7 +42,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, randn
 from torch.nn.functional import normalize, softplus
 from triton.testing import do_bench
 
@@ -55,12 +55,7 @@ PACKED = (0, 2960, 5212, 9513, 13567, 17443, 20634, 23521, 26281, 31785, 32768)
 C = 64  # tokens per chunk
 TAPS = 4  # of the convolution
 ROUNDS = 40
-DEVICE = "cuda"
 Inputs = dict[str, Tensor]
-
-
-def randn(*shape: int) -> Tensor:
-    return torch.randn(*shape, device=DEVICE)
 
 
 @dataclass(frozen=True)
@@ -112,7 +107,7 @@ def conv_inputs(case: Case) -> Inputs:
 def ssd_inputs(case: Case) -> Inputs:
     T, H, HV, K, V = case.T, case.H, case.HV, case.K, case.V
     tokens = {"x": randn(1, T, HV, V), "dt": randn(1, T, HV), "B": randn(1, T, H, K), "C": randn(1, T, H, K)}
-    of_heads = {"A": -torch.rand(HV, device=DEVICE), "D": randn(HV), "dt_bias": randn(HV) - 4}
+    of_heads = {"A": -torch.rand(HV), "D": randn(HV), "dt_bias": randn(HV) - 4}
     return {name: x.bfloat16() for name, x in tokens.items()} | of_heads
 
 
@@ -131,11 +126,11 @@ def delta_inputs(case: Case, gates: tuple[int, ...], least: float) -> Inputs:
     """gates: the dims of a token's gates; least: the lowest log gate."""
     T, HV = case.T, case.HV
     q, k = (normalize(randn(1, T, case.H, case.K), dim=-1).bfloat16() for _ in range(2))
-    beta = torch.rand(1, T, HV, device=DEVICE).bfloat16()
+    beta = torch.rand(1, T, HV).bfloat16()
     x = {"q": q, "k": k, "v": randn(1, T, HV, case.V).bfloat16(), "beta": beta}
     if case.raw:
         return {**x, "g": randn(1, T, *gates).bfloat16(), "A_log": randn(HV), "dt_bias": randn(math.prod(gates))}
-    return {**x, "g": least * torch.rand(1, T, *gates, device=DEVICE)}
+    return {**x, "g": least * torch.rand(1, T, *gates)}
 
 
 def conv_flops(K: int, V: int) -> tuple[int, int]:
@@ -210,7 +205,7 @@ def mamba_ssd(*, cu_seqlens: Tensor, **x: Any) -> tuple[Tensor, None]:
 
     index = None
     if len(cu_seqlens) > 2:
-        documents = torch.arange(len(cu_seqlens) - 1, dtype=torch.int32, device=DEVICE)
+        documents = torch.arange(len(cu_seqlens) - 1, dtype=torch.int32, device=cu_seqlens.device)
         index = documents.repeat_interleave(cu_seqlens.diff(), output_size=x["x"].shape[1])[None]
     return mamba_chunk_scan_combined(**x, chunk_size=256, seq_idx=index), None
 
@@ -290,7 +285,7 @@ def can_run(peer: str, case: Case) -> bool:
 
 def candidates(case: Case, kernel: str, *texts: str) -> Iterator[tuple[str, Callable[..., Any]]]:
     """The op by each combination of values such as BV=32,64, which the kernel has until the next one is taken."""
-    gpu = architecture(torch.device(DEVICE))
+    gpu = architecture(torch.device("cuda"))
     shipped = CONFIGS[gpu][kernel]
     key = row(gpu, kernel, torch.bfloat16.itemsize, max(case.K, case.V))
     names, choices = zip(*(text.split("=") for text in texts))
@@ -352,7 +347,7 @@ def measure(
 
 def copy_bandwidth() -> float:
     """Bytes read and written per millisecond."""
-    a = torch.empty(1 << 30, dtype=torch.bfloat16, device=DEVICE)
+    a = torch.empty(1 << 30, dtype=torch.bfloat16, device="cuda")
     b = torch.empty_like(a)
     return 2 * a.nbytes / do_bench(lambda: b.copy_(a), return_mode="median")
 
@@ -386,8 +381,9 @@ def figures(case: Case, x: Inputs, bandwidth: float, measured: tuple[float, ...]
 def print_rows(case: Case, documents: str, args: argparse.Namespace, bandwidth: float, flush: Tensor) -> None:
     """A row of ours and of each of the others that can run the case."""
     torch.manual_seed(0)
-    x = case.inputs()
-    cu = torch.tensor(PACKED if documents == "packed" else (0, case.T), dtype=torch.int32, device=DEVICE)
+    with torch.device("cuda"):
+        x = case.inputs()
+    cu = torch.tensor(PACKED if documents == "packed" else (0, case.T), dtype=torch.int32, device="cuda")
     op = OPS[case.op]
     gates = "" if op.raw is None else ", raw gates" if case.raw else ", log gates"
     others = peers(case.op) if args.peers else {}
@@ -444,7 +440,7 @@ def main(argv: list[str]) -> int:
     if not torch.cuda.is_available():
         raise ValueError("tools.bench_ops times the kernels of a GPU, and there is none here")
     bandwidth = copy_bandwidth()
-    flush = torch.empty(12 << 30, dtype=torch.uint8, device=DEVICE)
+    flush = torch.empty(12 << 30, dtype=torch.uint8, device="cuda")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth / 1e9:.2f} TB/s")
     times = [(f"{name} ms", "TFLOP/s", "GB/s", "of floor") for name in ("forward", "forward + backward")]
     print(table(("op", "T", "heads", "dims", "documents", *times[0], *times[1], "kept", "peak", "host"), []))

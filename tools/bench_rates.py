@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import platform
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -40,31 +39,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titan_linear.commands import command_parser
 from titan_linear.distributed.groups import process_group
 from titan_linear.distributed.process import ignore_warnings_of_torch, own_device, refusing, run_command
-from titan_linear.ops import (
-    CPContext,
-    attention,
-    build_cp_context,
-    causal_conv1d,
-    chunk_gated_delta_rule,
-    chunk_kda,
-    chunk_rwkv7,
-    chunk_ssd,
-)
+from titan_linear.ops import CPContext, attention, build_cp_context, causal_conv1d
 from titan_linear.ops.float8 import CAPABILITY, scaled_product, scaled_rows
 from titan_linear.ops.layout.segments import PROGRAMS
 from titan_linear.ops.torch.attention_kernels import attention_kernel
 from titan_linear.planner.timing import DIM, share_of
 from titan_linear.step.flops import known_peak
+from tools.bench_ops import OPS, Case
 
 GIB = 2**30
 ROUNDS = 5
-RULES: dict[str, tuple[Callable[..., Any], int]] = {  # and K = V
-    "kda": (chunk_kda, DIM),
-    "gdn": (chunk_gated_delta_rule, DIM),
-    "ssd": (chunk_ssd, DIM),
-    "rwkv7": (chunk_rwkv7, 64),
-}
-IN_KERNEL = dict.fromkeys(("use_gate_in_kernel", "use_beta_sigmoid_in_kernel"), True)
+GATES = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
+RULES = (  # with the options of mixers
+    ("kda", {**GATES, "lower_bound": -5.0}),
+    ("kda", GATES),
+    ("gdn", GATES),
+    ("ssd", {"dt_softplus": True}),
+    ("rwkv7", {"use_gate_in_kernel": True}),
+)
 
 
 class Bench:
@@ -259,11 +251,11 @@ def by_operator(
 def operators(bench: Bench) -> dict[str, tuple[float, float]]:
     """(ns per token and head, ns per token of an entry if few heads scan); the convolution's per token and channel."""
     found: dict[str, tuple[float, float]] = {}
-    for rule, gates in (("kda", {"lower_bound": -5.0}), *((rule, {}) for rule in RULES)):
-        any_gate = " any" if rule == "kda" and not gates else ""
-        dim = RULES[rule][1]
+    for rule, options in RULES:
+        any_gate = " any" if rule == "kda" and options == GATES else ""
+        dim = OPS[rule].dims[0]
         share = share_of(dim, dim)
-        many, few = (delta_rule(bench, rule, gates, heads, may_split=False) for heads in (bench.heads, bench.few))
+        many, few = (recurrence(bench, rule, options, heads, may_split=False) for heads in (bench.heads, bench.few))
         for name in (name for name in many if name.startswith(rule)):
             each = many[name] / bench.tokens / bench.heads / share
             # What a token takes beyond its heads' share, where a scan waits for its own steps on an idle GPU.
@@ -272,7 +264,7 @@ def operators(bench: Bench) -> dict[str, tuple[float, float]]:
             found[name + any_gate] = (each * 1e9, beyond * 1e9)
         if any_gate:
             continue
-        segments = delta_rule(bench, rule, gates, bench.few, may_split=True)
+        segments = recurrence(bench, rule, options, bench.few, may_split=True)
         for name in (f"{rule}_boundary", f"{rule}_boundary_bwd"):  # only with segments or context parallelism
             if name in segments:
                 found[name] = (segments[name] / bench.tokens / bench.few / share * 1e9, found[f"{rule}_scan"][1])
@@ -288,32 +280,19 @@ def operators(bench: Bench) -> dict[str, tuple[float, float]]:
     return found | {name: (seconds[name] / x.numel() * 1e9, 0.0) for name in names}
 
 
-def delta_rule(bench: Bench, rule: str, options: dict[str, float], heads: int, *, may_split: bool) -> dict[str, float]:
+def recurrence(bench: Bench, rule: str, options: Mapping[str, Any], heads: int, *, may_split: bool) -> dict[str, float]:
     """Seconds by operator for one document, with the rule called as mixers call it."""
     context = one_document(bench, may_split)
-    op, dim = RULES[rule]
-    gates = (heads, dim) if rule == "kda" else (heads,)
-    weights = {"A_log": heads, "dt_bias": math.prod(gates)}
-    in_kernel = IN_KERNEL
-    if rule == "ssd":
-        shapes = {"x": (heads, dim), "dt": gates, "B": (1, dim), "C": (1, dim)}
-        weights = {"A": heads}
-        in_kernel = {"dt_softplus": True}
-    elif rule == "rwkv7":
-        shapes = dict.fromkeys("rwkvab", (heads, dim))
-        weights = {}
-        in_kernel = {"use_gate_in_kernel": True}
-    else:
-        shapes = dict.fromkeys("qkv", (heads, dim)) | {"g": gates, "beta": (heads,)}
-    x = {name: bench.randn(1, bench.tokens, *shape) for name, shape in shapes.items()}
-    x |= {name: F.normalize(x[name], dim=-1) for name in "qkab" if name in x}
-    x |= {name: torch.zeros(n, device=bench.device) for name, n in weights.items()}
-    inputs = [tensor.requires_grad_() for tensor in x.values()]
+    dim = OPS[rule].dims[0]
+    H = 1 if rule == "ssd" else heads
+    with bench.device:
+        x = Case(rule, bench.tokens, H, heads, dim, dim, raw=True).inputs()
+    x = {name: t.to(bench.dtype if t.dtype == torch.bfloat16 else t.dtype).requires_grad_() for name, t in x.items()}
 
     def forward() -> Tensor:
-        return op(**x, **in_kernel, cp_context=context, **options)[0]
+        return OPS[rule].fn(**x, cp_context=context, **options)[0]
 
-    return by_operator(bench, (f"{rule}_scan", f"{rule}_backward"), forward, inputs)
+    return by_operator(bench, (f"{rule}_scan", f"{rule}_backward"), forward, list(x.values()))
 
 
 def one_document(bench: Bench, may_split: bool) -> CPContext:
