@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -22,7 +21,7 @@ from torch import Tensor
 from titan_linear.commands import line, table
 from titan_linear.config import Config, load_config
 from titan_linear.data import Batch
-from titan_linear.distributed.one_process import LocalGroup, Shared, Work, registered, take_turns
+from titan_linear.distributed.one_process import LocalDims, LocalGroup, Shared, Work, registered, take_turns
 from titan_linear.distributed.process import ignore_warnings_of_torch, own_device
 from titan_linear.hooks.report import clock_and_power
 from titan_linear.models.config import ModelConfig
@@ -68,18 +67,6 @@ Medians = dict[str, float]
 Exchange = tuple[str, dict[int, float]]  # its kind, and the bytes that come from each rank
 
 
-@dataclass(frozen=True)
-class OneRank:
-    """The counterpart of `ParallelDims` for a rank that is alone, and whose parameters nobody shares."""
-
-    cp: int
-    cp_group: Alone
-    tp: int = 1
-    ep: int = 1
-    sharded: bool = False
-    cpu_offload: bool = False
-
-
 def noise(message: Tensor) -> None:
     """Fill a message, of which any matrix up to 256 × 256 is a contraction: a product of many does not overflow. Bytes
     are rows of bfloat16 and float32 side by side: two of the former make one of the latter."""
@@ -119,7 +106,7 @@ class Rank:
     def __init__(self, config: Config, device: torch.device, group: Alone):
         self.config, self.device, self.group = config, device, group
         model = model_without_tokenizer(config)
-        dims = OneRank(group.size(), group)
+        dims = LocalDims(cp=group.size(), groups={"cp": group})
         tokens = config.training.seq_len
         self.decoder = build_model(config, model, dims, device)
         initialise(self.decoder, 0)

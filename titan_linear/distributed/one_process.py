@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
@@ -31,6 +31,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from titan_linear.ops.exchange.collectives import Ranks
 
 T = TypeVar("T")
 _turns: ContextVar[tuple[Turns, int]] = ContextVar("turns of the ranks, and which one this thread is")
@@ -169,6 +171,65 @@ def registered(groups: list[LocalGroup]) -> Iterator[list[LocalGroup]]:
         for group in groups:
             registry._unregister_process_group(group.group_name)
             del registry._world.pg_group_ranks[group]
+
+
+@dataclass(frozen=True)
+class Degrees:
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.cp * self.tp
+
+    def __str__(self) -> str:
+        return f"dp {self.dp} × cp {self.cp} × tp {self.tp}" + (f", ep {self.ep}" if self.ep > 1 else "")
+
+
+@dataclass(frozen=True)
+class LocalDims(Degrees):
+    """The counterpart of `ParallelDims` for a rank that shares one process with all others, or runs or is planned
+    without them. Then there are no groups but those that it needs."""
+
+    rank: int = 0
+    groups: Mapping[str, LocalGroup] = field(default_factory=dict)  # by dimension
+    sharded = cpu_offload = False
+    replicas = 1
+    parameter_mesh = expert_parameter_mesh = None  # for tensors that lie on several processes
+
+    @property
+    def copies(self) -> int:
+        return self.cp * self.tp
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.copies
+
+    @property
+    def cp_group(self) -> LocalGroup:
+        return self.groups["cp"]
+
+    @property
+    def tp_group(self) -> LocalGroup:
+        return self.groups["tp"]
+
+    @property
+    def data_group(self) -> LocalGroup:  # dp × cp
+        return self.groups["data"]
+
+    @property
+    def tp_ranks(self) -> Ranks:
+        return self._ranks("tp", self.tp)
+
+    @property
+    def ep_ranks(self) -> Ranks:
+        return self._ranks("ep", self.ep)
+
+    def _ranks(self, name: str, size: int) -> Ranks:
+        group = self.groups.get(name)
+        return Ranks("", size, 0) if group is None else Ranks(group.group_name, size, group.rank())
 
 
 @dataclass

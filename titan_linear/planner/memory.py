@@ -43,6 +43,7 @@ from titan_linear.config import (
     layer_checkpointing,
     micro_steps,
 )
+from titan_linear.distributed.one_process import LocalDims
 from titan_linear.distributed.parallelize import parallelize, replicated_parameters
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
@@ -51,7 +52,6 @@ from titan_linear.models.layers import widened
 from titan_linear.models.mlps.moe import Experts, LocalDispatch, MoE
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import CPContext, build_cp_context
-from titan_linear.ops.exchange.collectives import Ranks
 from titan_linear.ops.registry import OPS
 from titan_linear.ops.runtime.support import Target, short
 from titan_linear.planner.counting import Layer, Memory, count
@@ -139,31 +139,13 @@ def parameters(model: ModelConfig) -> int:
     return sum(p.numel() for p in _parts(model, 1, 1)[0].parameters())
 
 
-@dataclass(frozen=True)
-class PlannedDims:
-    """The counterpart of `ParallelDims` on the meta device, which needs no groups, before FSDP."""
-
-    tp: int
-    ep: int
-    sharded = False
-    parameter_mesh = expert_parameter_mesh = None
-
-    @property
-    def tp_ranks(self) -> Ranks:
-        return Ranks("", self.tp, 0)
-
-    @property
-    def ep_ranks(self) -> Ranks:
-        return Ranks("", self.ep, 0)
-
-
 def _on_a_rank(model: ModelConfig, dtype: torch.dtype, tp: int, ep: int, **parallelism: str) -> Decoder:
     """A rank's part of the model under tp and ep, on the meta device. Rows for experts stay on this rank: with equal
     loads it receives the number of rows that it sends."""
     decoder = unallocated(model, dtype)
     training = Training(mixed_precision_param=short(dtype), mixed_precision_reduce="float32")
     config = Config(training=training, parallelism=Parallelism(**parallelism))
-    parallelize(decoder, PlannedDims(tp, ep), config, META)
+    parallelize(decoder, LocalDims(tp=tp, ep=ep), config, META)
     for moe in (m for m in decoder.modules() if isinstance(m, MoE)):
         moe.dispatch = LocalDispatch
     return decoder

@@ -14,12 +14,13 @@ from torch import Tensor
 from titan_linear.config import changed
 from titan_linear.distributed.groups import host_group, of_all_ranks
 from titan_linear.distributed.mesh import ParallelDims
+from titan_linear.distributed.one_process import LocalDims
 from titan_linear.distributed.parts import local_tensor
 from titan_linear.hooks.compilation import Graphs
 from titan_linear.ops.runtime.support import short
 from titan_linear.proof.findings import Finding, Findings, Note, bound_of_model
 from titan_linear.proof.processes import passes_of_process
-from titan_linear.proof.ranks import LocalDims, model_of, on_ranks, passes_of
+from titan_linear.proof.ranks import model_of, on_ranks, passes_of
 from titan_linear.proof.subject import Subject
 from titan_linear.run.build import DTYPES, build_dims
 from titan_linear.step.passes import Passes
@@ -71,7 +72,7 @@ def _steps(subject: Subject, dims: ParallelDims | None, enable: bool) -> list[Me
 
     def on_rank(own: LocalDims) -> Measured:
         model = model_of(subject, whole, own, compiled=enable and own.rank == subject.degrees.ranks - 1)
-        return _measured(passes_of(subject, model, own, own.world, micro_steps=1), IN_ONE_PROCESS)
+        return _measured(passes_of(subject, model, own, own.groups["world"], micro_steps=1), IN_ONE_PROCESS)
 
     return on_ranks(subject.degrees, on_rank)
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from titan_linear.data import IGNORE, Batch, StreamLoader
+from titan_linear.distributed.one_process import LocalDims
 from titan_linear.proof.findings import Finding, Findings
-from titan_linear.proof.ranks import LocalDims, on_ranks, sharding_of
+from titan_linear.proof.ranks import on_ranks, sharding_of
 from titan_linear.proof.subject import STREAMS, Subject
 
 STEPS = 2  # number of steps whose streams are compared
@@ -56,7 +57,7 @@ def cut(subject: Subject) -> Findings:
     """The ranks' cuts of a batch, put together, are the batch: tokens, labels, positions, documents."""
 
     def on_rank(dims: LocalDims) -> tuple[int, int, dict[str, Tensor], list[int]]:
-        batch = next(iter(subject.loader(dims.dp_rank, dims.degrees.dp)))
+        batch = next(iter(subject.loader(dims.dp_rank, dims.dp)))
         tokens, own_labels, plan = sharding_of(subject, dims, subject.dtype)(batch)
         context = plan.cp_context
         found = {"tokens": tokens[0], "labels": own_labels[0], "position_ids": plan.position_ids}

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from titan_linear.data import IGNORE
 from titan_linear.distributed.mesh import ParallelDims
+from titan_linear.distributed.one_process import LocalDims
 from titan_linear.models.decoder import Decoder
 from titan_linear.ops.runtime.support import short
 from titan_linear.proof.cases import DELTA, Tensors
 from titan_linear.proof.data import tokens_in
 from titan_linear.proof.findings import UNIT, Finding, Findings, bound_of_model, off, worst
 from titan_linear.proof.ops import ALONE, SMALL, begins, may_differ, plan_of, repeatable
-from titan_linear.proof.ranks import LocalDims, model_of, on_ranks, passes_of, sum_as_fsdp, whole_gradients
+from titan_linear.proof.ranks import model_of, on_ranks, passes_of, sum_as_fsdp, whole_gradients
 from titan_linear.proof.subject import STREAMS, Subject
 from titan_linear.run.build import DTYPES
 from titan_linear.step.passes import ComputeCopies
@@ -100,7 +101,7 @@ def on_all_ranks(subject: Subject, whole: Decoder) -> Split:
     def on_rank(dims: LocalDims) -> tuple[Tensor, LocalDims, Decoder, Trace]:
         model = model_of(subject, whole, dims)
         with Trace(model) as trace:
-            losses, _ = passes_of(subject, model, dims, dims.world, STREAMS).run()
+            losses, _ = passes_of(subject, model, dims, dims.groups["world"], STREAMS).run()
         sum_as_fsdp(model, dims)
         sum_gradients(gradient_sums(model, dims))
         return losses.sum(), dims, model, trace

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from titan_linear.distributed.one_process import Degrees, LocalDims
 from titan_linear.distributed.parallelize import cp_method
 from titan_linear.models.config import MixerOptions
 from titan_linear.models.plan import BatchPlan
@@ -20,8 +21,8 @@ from titan_linear.proof.cases import Case, Draws, Tensors
 from titan_linear.proof.cases import cases as of_ops
 from titan_linear.proof.data import tokens_of
 from titan_linear.proof.findings import UNIT, Finding, Findings, off, worst
-from titan_linear.proof.ranks import LocalDims, on_ranks, sharding_of
-from titan_linear.proof.subject import STREAMS, Degrees, Subject
+from titan_linear.proof.ranks import on_ranks, sharding_of
+from titan_linear.proof.subject import STREAMS, Subject
 
 ORACLE_TOKENS = 192  # for oracles, which run token by token
 ALONE = 6  # number of documents that are computed alone
@@ -114,7 +115,7 @@ def on_one(subject: Subject, case: Case, dtype: torch.dtype, impl: str = "torch"
 
 def split_among_ranks(subject: Subject, case: Case, dtype: torch.dtype, impl: str) -> Results:
     """Compute the case on the ranks that share a stream, and join their results. Raises `RankFailed`."""
-    degrees = Degrees(1, subject.degrees.cp, 1, 1)
+    degrees = Degrees(cp=subject.degrees.cp)
 
     def on_rank(dims: LocalDims) -> Results:
         batch = next(iter(subject.loader(0, subject.degrees.dp)))

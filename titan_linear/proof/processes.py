@@ -10,6 +10,7 @@ from torch import Tensor
 
 from titan_linear.distributed.groups import host_group, of_all_ranks
 from titan_linear.distributed.mesh import ParallelDims
+from titan_linear.distributed.one_process import Degrees
 from titan_linear.distributed.parts import whole
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import owned
@@ -28,7 +29,7 @@ from titan_linear.proof.model import (
     traced_tokens,
 )
 from titan_linear.proof.ranks import passes_of
-from titan_linear.proof.subject import STREAMS, Degrees, Subject
+from titan_linear.proof.subject import STREAMS, Subject
 from titan_linear.run.build import DTYPES, build_dims, build_model
 from titan_linear.step.passes import Passes
 from titan_linear.step.update import gradient_sums, sum_gradients

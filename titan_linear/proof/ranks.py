@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import astuple, replace
 from functools import partial
 from typing import TypeVar
 
@@ -14,71 +14,17 @@ from torch import Tensor, nn
 
 from titan_linear.config import changed
 from titan_linear.distributed.mesh import ParallelDims
-from titan_linear.distributed.one_process import LocalGroup, local_groups, take_turns
+from titan_linear.distributed.one_process import Degrees, LocalDims, local_groups, take_turns
 from titan_linear.distributed.parallelize import parallelize, replicated_parameters
 from titan_linear.distributed.parts import Parts
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.mlps.moe import MoE
-from titan_linear.ops.exchange.collectives import Ranks
-from titan_linear.proof.subject import Degrees, Subject
+from titan_linear.proof.subject import Subject
 from titan_linear.run.build import build_passes, build_sharding
 from titan_linear.step.feed import BatchSharding
 from titan_linear.step.passes import Passes
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class LocalDims:
-    """The counterpart of `ParallelDims` for a rank that shares one process with all others."""
-
-    degrees: Degrees
-    rank: int
-    world: LocalGroup
-    cp_group: LocalGroup
-    tp_group: LocalGroup
-    ep_group: LocalGroup
-    data_group: LocalGroup  # dp × cp
-    expert_group: LocalGroup  # ranks of data_group that have the same experts
-    sharded = False
-    replicas = 1
-    parameter_mesh = expert_parameter_mesh = None  # for tensors that lie on several processes
-
-    @property
-    def dp(self) -> int:
-        return self.degrees.dp
-
-    @property
-    def cp(self) -> int:
-        return self.degrees.cp
-
-    @property
-    def tp(self) -> int:
-        return self.degrees.tp
-
-    @property
-    def ep(self) -> int:
-        return self.degrees.ep
-
-    @property
-    def copies(self) -> int:
-        return self.cp * self.tp
-
-    @property
-    def dp_rank(self) -> int:
-        return self.rank // self.copies
-
-    @property
-    def tp_ranks(self) -> Ranks:
-        return _as_ranks(self.tp_group)
-
-    @property
-    def ep_ranks(self) -> Ranks:
-        return _as_ranks(self.ep_group)
-
-
-def _as_ranks(group: LocalGroup) -> Ranks:
-    return Ranks(group.group_name, group.size(), group.rank())
 
 
 def on_ranks(degrees: Degrees, on_rank: Callable[[LocalDims], T]) -> list[T]:
@@ -88,19 +34,19 @@ def on_ranks(degrees: Degrees, on_rank: Callable[[LocalDims], T]) -> list[T]:
     experts = data.unflatten(0, (-1, degrees.ep))  # [., ep, tp]
     members = {
         "world": grid.view(1, -1),
-        "cp_group": grid.transpose(1, 2).flatten(0, 1),
-        "tp_group": grid.flatten(0, 1),
-        "data_group": data.T,
-        "ep_group": experts.transpose(1, 2).flatten(0, 1),
-        "expert_group": experts.movedim(0, -1).flatten(0, 1),
+        "cp": grid.transpose(1, 2).flatten(0, 1),
+        "tp": grid.flatten(0, 1),
+        "data": data.T,
+        "ep": experts.transpose(1, 2).flatten(0, 1),
+        "experts": experts.movedim(0, -1).flatten(0, 1),  # ranks of a data group that have the same experts
     }
     with ExitStack() as stack:
-        own: list[dict[str, LocalGroup]] = [{} for _ in range(degrees.ranks)]
+        dims = [LocalDims(*astuple(degrees), rank, {}) for rank in range(degrees.ranks)]
         for name, rows in members.items():
             for row in rows.tolist():
                 for rank, group in zip(row, stack.enter_context(local_groups(len(row))), strict=True):
-                    own[rank][name] = group
-        return take_turns([partial(on_rank, LocalDims(degrees, rank, **groups)) for rank, groups in enumerate(own)])
+                    dims[rank].groups[name] = group
+        return take_turns([partial(on_rank, each) for each in dims])
 
 
 def sharding_of(subject: Subject, dims: LocalDims, dtype: torch.dtype) -> BatchSharding:
@@ -139,15 +85,15 @@ def sum_as_fsdp(model: Decoder, dims: LocalDims) -> None:
     for name, p in model.named_parameters():
         if p.requires_grad and id(p) not in whole:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            dist.all_reduce(p.grad, group=dims.expert_group if name in model.parts.experts else dims.data_group)
+            dist.all_reduce(p.grad, group=dims.groups["experts" if name in model.parts.experts else "data"])
 
 
 def whole_gradients(parts: Sequence[tuple[LocalDims, Decoder]]) -> list[tuple[int, dict[str, Tensor]]]:
     """Join every parameter's gradient from the ranks that hold its parts: (first rank, gradients) for each set of ranks
     that together hold all of them."""
-    degrees, sets = parts[0][0].degrees, {}
+    sets = {}
     for dims, model in parts:  # a set: the ranks of one ep group, with all their tp ranks
-        sets.setdefault(dims.rank // (degrees.ep * degrees.tp), []).append((dims, model))
+        sets.setdefault(dims.rank // (dims.ep * dims.tp), []).append((dims, model))
     return [(ranks[0][0].rank, _joined(ranks)) for ranks in sets.values()]
 
 

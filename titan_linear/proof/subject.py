@@ -15,6 +15,7 @@ from torch import Tensor
 
 from titan_linear.config import Config, changed, check_config
 from titan_linear.data import IGNORE, Batch, Stream, StreamLoader, Streams, Tokenizer
+from titan_linear.distributed.one_process import Degrees
 from titan_linear.distributed.parallelize import cp_method
 from titan_linear.distributed.process import own_device
 from titan_linear.models.config import Entry, MixerOptions, ModelConfig, MoEConfig, mixers_of
@@ -39,21 +40,6 @@ CPU_PARAMETERS = 4_000_000  # with this many, a few float64 passes take two core
 STREAMS = 2  # per data-parallel rank; every second one of all is cut into more documents than the corpus has
 MOST_RANKS = 64  # in one process
 ROOM = 0.6  # share of the free memory that proofs may use
-
-
-@dataclass(frozen=True)
-class Degrees:
-    dp: int
-    cp: int
-    tp: int
-    ep: int
-
-    @property
-    def ranks(self) -> int:
-        return self.dp * self.cp * self.tp
-
-    def __str__(self) -> str:
-        return f"dp {self.dp} × cp {self.cp} × tp {self.tp}" + (f", ep {self.ep}" if self.ep > 1 else "")
 
 
 @dataclass(frozen=True)
