@@ -20,6 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.ops.inputs import boundaries
 from titan_linear.distributed.compiling import apply_compile, compile_kernels, compute_again
+from titan_linear.distributed.tensor_parallel import apply_tp
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
@@ -27,6 +28,7 @@ from titan_linear.models.mixers import GDN, KDA, RWKV7, Attention, Lightning
 from titan_linear.models.mixers.delta import DeltaOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import build_cp_context
+from titan_linear.ops.exchange.collectives import Ranks
 from titan_linear.ops.layout import segments
 from titan_linear.ops.triton import launch
 
@@ -36,13 +38,15 @@ UNEQUAL = (
 )  # of head dims that differ
 
 
-def compiled_and_sharded(pattern: tuple[MixerOptions, ...]) -> Decoder:
+def compiled_and_sharded(pattern: tuple[MixerOptions, ...], tp: Ranks) -> Decoder:
     model = Decoder(ModelConfig(vocab_size=64, dim=32, num_layers=3, hidden_dim=32, pattern=pattern))
     initialise(model.use("triton", torch.device("cpu"), torch.float32), seed=0)
     torch.compiler.reset()
     counters.clear()
+    if tp.size > 1:
+        apply_tp(model, tp)
     apply_compile(model, "aot_eager")
-    mesh = init_device_mesh("cpu", (1,))
+    mesh = init_device_mesh("cpu", (tp.size,))
     for unit in (*model.layers, model):
         fully_shard(unit, mesh=mesh)
     return model
@@ -53,11 +57,12 @@ def graphs_of(rank, world_size, batches, shortest, pattern=UNEQUAL):
 
     shortest: tokens of the shortest segment into which documents are cut.
     """
-    model, graphs = compiled_and_sharded(pattern), []
+    tp = Ranks(dist.group.WORLD.group_name, world_size, rank)
+    model, graphs = compiled_and_sharded(pattern, tp), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segments, "SHORTEST", shortest)
         for lengths, grad in batches:
-            cp = build_cp_context(boundaries(lengths), dist.group.WORLD, conv1d_kernel_size=4, programs=(1,))
+            cp = build_cp_context(boundaries(lengths), rank=0, world_size=1, conv1d_kernel_size=4, programs=(1,))
             cp.mark_dynamic()
             tokens = torch.arange(sum(lengths))[None] % 64
             with torch.set_grad_enabled(grad):
@@ -71,6 +76,12 @@ def graphs_of(rank, world_size, batches, shortest, pattern=UNEQUAL):
 def test_kinds_of_layers_with_other_head_dims(worlds):
     batches = [([100, 28], True), ([30, 40, 58], True), ([64, 64], False)]
     assert worlds(1).run(graphs_of, batches, 512) == [([2, 2, 4], {})]
+
+
+def test_layers_split_over_ranks(worlds):
+    batches = [([100, 28], True), ([64, 64], False)]
+    pattern = (Attention(heads=2, kv_heads=2, head_dim=16, rope_theta=None, qk_norm="width"),)
+    assert worlds(2).run(graphs_of, batches, 512, pattern) == [([1, 2], {})] * 2
 
 
 def test_layers_with_constants_of_their_own(worlds):
@@ -141,7 +152,7 @@ def small(kind: type[DeltaOptions], num_layers: int, backend: Callable[..., obje
 
 
 def planned(lengths: list[int], W: int = 4) -> BatchPlan:
-    cp = build_cp_context(boundaries(lengths), dist.group.WORLD, conv1d_kernel_size=W, programs=(2,))
+    cp = build_cp_context(boundaries(lengths), rank=0, world_size=1, conv1d_kernel_size=W, programs=(2,))
     cp.mark_dynamic()
     return BatchPlan(cp.position_ids, cp_context=cp)
 

@@ -21,7 +21,7 @@ divide the number of tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from types import MethodType
 from typing import Any
 
 import torch
@@ -73,16 +73,10 @@ def apply_tp(model: Decoder, ranks: Ranks) -> dict[str, int]:
 
 
 def _share(module: nn.Module, ranks: Ranks, forward: Callable[..., Any]) -> None:
-    """Give another forward to a module of which each of `ranks` has a part."""
-    module.__class__ = _shared(type(module), forward)
+    """Give another forward, which may call that of the module's class, to a module of which each of `ranks` has a part.
+    torch.compile goes by a method's function: layers of one kind share their graphs (`apply_compile`)."""
+    module.forward = MethodType(forward, module)
     module.ranks = ranks
-
-
-@cache
-def _shared(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
-    """`kind` with `forward(module, …)`, which may call the original as `module.alone(…)`. This is a class, and not a
-    function set on each module, because torch.compile shares its code between the layers of one class."""
-    return type(f"{kind.__name__}OverRanks", (kind,), {"forward": forward, "alone": kind.forward})
 
 
 # --- Forwards of modules of which a rank has a part ------------------------------------------------------------------
@@ -100,7 +94,7 @@ def _summed(x: Tensor, ranks: Ranks) -> Tensor:
 
 def _on_all_tokens(module: nn.Module, x: Tensor, *arguments: object) -> Tensor | Output:
     """A mixer or an MLP. The values that a mixer hands to later layers are of this rank's heads, and of all tokens."""
-    out = module.alone(_gathered(x, module.ranks), *arguments)
+    out = type(module).forward(module, _gathered(x, module.ranks), *arguments)
     if isinstance(out, Tensor):
         return _summed(out, module.ranks)
     return out._replace(y=_summed(out.y, module.ranks))
