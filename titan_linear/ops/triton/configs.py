@@ -6,9 +6,11 @@ other generations fit the shared memory there and spill little, but have never b
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,136 +31,31 @@ from titan_linear.ops.runtime.support import (
 
 Config = dict[str, int]
 
-# For 16-bit operands on generations that were not measured: they fit the 99 KB of shared memory that a program has on
-# 8.6, 8.9 and 12.0.
-KDA_SCAN = {(2, 128): {"BV": 32, "STAGES": 2, "num_warps": 4}, (2, 256): {"BV": 32, "STAGES": 1, "num_warps": 8}}
-GDN_LOOPS = ("gdn scan", "gdn boundary", "gdn states", "gdn reverse", "gdn gradients")
-GENERAL: dict[str, dict[tuple[int, int], Config]] = {
-    "kda prepare safe": {(2, 256): {"BK": 128, "num_warps": 8, "num_stages": 1}},
-    "kda prepare": {(2, 256): {"BK": 128, "num_warps": 8, "num_stages": 1}},
-    "solve": {(2, 256): {"num_warps": 2, "num_stages": 1}},
-    "kda recompute safe": {(2, 256): {"BK": 64, "num_warps": 4, "num_stages": 1}},
-    "kda recompute": {(2, 256): {"BK": 64, "num_warps": 4, "num_stages": 1}},
-    "kda scan": KDA_SCAN,
-    "kda reverse": KDA_SCAN,
-    "kda matrix": {(2, 256): {"BV": 64, "num_warps": 4, "num_stages": 1}},
-    "kda gradient safe": {(2, 256): {"BK": 32, "BV": 64, "STAGES": 2, "num_warps": 8}},
-    "kda gradient": {(2, 256): {"BK": 32, "BV": 64, "STAGES": 2, "num_warps": 8}},
-    "gdn prepare": {(2, 256): {"num_warps": 8}},
-    **{kernel: {(2, 128): {"BV": 32, "STAGES": 2, "num_warps": 8}} for kernel in GDN_LOOPS},
-}
+
+def _read(file: Path) -> dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]]:
+    """Of configs.json: compute capability -> kernel -> (bytes of an operand, largest K (KDA) or largest K and V (GDN))
+    -> launch arguments."""
+    return {
+        tuple(map(int, own.split("."))): {
+            kernel: {(row.pop("bytes"), row.pop("dim")): row for row in rows} for kernel, rows in kernels.items()
+        }
+        for own, kernels in json.loads(file.read_text()).items()
+    }
 
 
-WIDE_GDN: dict[tuple[int, int], Config] = {(2, 256): {"BV": 32, "STAGES": 1, "num_warps": 8}}
-
-
-# On 9.0, for the kernels that loop over chunks.
-HOPPER_KDA_SCAN: dict[tuple[int, int], Config] = {
-    (2, 128): {"BV": 64, "STAGES": 3, "num_warps": 4},
-    (2, 256): {"BV": 32, "STAGES": 2, "num_warps": 4},
-    (4, 128): {"BV": 16, "STAGES": 1, "num_warps": 8},
-    (4, 256): {"BV": 16, "STAGES": 1, "num_warps": 4},
-}
-HOPPER_LOOP: dict[tuple[int, int], Config] = {
-    (2, 128): {"BV": 64, "STAGES": 3, "num_warps": 4},
-    (2, 256): {"BV": 32, "STAGES": 2, "num_warps": 4},
-    (4, 64): {"BV": 32, "STAGES": 2, "num_warps": 4},
-    (4, 256): {"BV": 16, "STAGES": 2, "num_warps": 4},
-}
-HOPPER_DECAY_GRADIENTS: dict[tuple[int, int], Config] = {
-    (2, 128): {"BV": 64, "STAGES": 3, "num_warps": 4},
-    (2, 256): {"BV": 64, "STAGES": 2, "num_warps": 8},
-    (4, 128): {"BV": 64, "STAGES": 1, "num_warps": 8},
-}
-
-# Compute capability -> kernel -> (bytes of an operand, largest K (KDA) or largest K and V (GDN)) -> launch arguments.
-# KDA's "safe" kernels: with safe_gate, 128 registers let two programs share a multiprocessor; other gates would spill.
-# Copy-engine loads in a loop (GDN's kernels, KDA's gradient) need it pipelined, STAGES >= 2: otherwise they faulted
-# with Triton 3.6.
-# float32: twice the bytes for each tile, and dots in IEEE fp32 (KDA, solve) or three tf32 passes (GDN): not tuned.
-# Up to 128, KDA's were chosen by their spills; larger tiles have five times as many.
 # A capability that is not listed takes the newest older one of its generation (`shipped_for`).
-CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
-    # No copy engine: Triton turns such loads into ordinary ones, and one stage is as good as two.
-    (8, 0): GENERAL | {kernel: GENERAL[kernel] | WIDE_GDN for kernel in GDN_LOOPS},
-    # KDA only: Triton 3.7 fails to compile GDN's gradients, in a pass on tensor memory, with every configuration tried.
-    (10, 0): {kernel: table for kernel, table in GENERAL.items() if not kernel.startswith("gdn")},
-    (12, 0): GENERAL,
-    (9, 0): {
-        "ssd scan": HOPPER_LOOP | {(2, 128): {"BV": 64, "STAGES": 2, "num_warps": 4}},
-        "ssd pass": HOPPER_LOOP,
-        "ssd groups": {(2, 256): {"num_warps": 8, "num_stages": 1}, (4, 256): {"num_warps": 8, "num_stages": 1}},
-        "ssd carried": HOPPER_DECAY_GRADIENTS | {(2, 128): {"BV": 32, "STAGES": 3, "num_warps": 4}},
-        "ssd pairs": HOPPER_DECAY_GRADIENTS,
-        "rwkv7 prepare": {(2, 64): {"num_warps": 4, "num_stages": 1}, (4, 32): {"num_warps": 4, "num_stages": 1}},
-        "rwkv7 scan": {
-            (2, 64): {"BV": 32, "STAGES": 4, "num_warps": 4},
-            (4, 32): {"BV": 32, "STAGES": 1, "num_warps": 4},
-        },
-        "rwkv7 loop": {
-            (2, 64): {"BV": 32, "STAGES": 3, "num_warps": 4},
-            (4, 32): {"BV": 32, "STAGES": 1, "num_warps": 4},
-        },
-        "rwkv7 gradient": {
-            (2, 64): {"num_warps": 4, "num_stages": 1},
-            (4, 32): {"num_warps": 4, "num_stages": 1},
-        },
-        "kda prepare safe": {
-            (2, 256): {"BK": 128, "num_warps": 8, "num_stages": 1, "maxnreg": 128},
-            (4, 128): {"BK": 16, "num_warps": 8, "num_stages": 1},
-            (4, 256): {"BK": 32, "num_warps": 4, "num_stages": 1},
-        },
-        "kda prepare": {
-            (2, 256): {"BK": 128, "num_warps": 8, "num_stages": 1},
-            (4, 256): {"BK": 32, "num_warps": 4, "num_stages": 1},
-        },
-        "solve": {
-            (2, 256): {"num_warps": 2, "num_stages": 1, "maxnreg": 128},
-            (4, 256): {"num_warps": 2, "num_stages": 1},
-        },
-        "kda recompute safe": {
-            (2, 256): {"BK": 64, "num_warps": 4, "num_stages": 1, "maxnreg": 128},
-            (4, 256): {"BK": 32, "num_warps": 4, "num_stages": 1},
-        },
-        "kda recompute": {
-            (2, 256): {"BK": 64, "num_warps": 4, "num_stages": 1},
-            (4, 256): {"BK": 32, "num_warps": 4, "num_stages": 1},
-        },
-        "kda scan": HOPPER_KDA_SCAN,
-        "kda reverse": HOPPER_KDA_SCAN,
-        "kda matrix": {
-            (2, 256): {"BV": 128, "num_warps": 4, "num_stages": 1},
-            (4, 256): {"BV": 32, "num_warps": 4, "num_stages": 1},
-        },
-        "kda gradient safe": {
-            (2, 256): {"BK": 64, "BV": 128, "STAGES": 2, "num_warps": 4},
-            (4, 128): {"BK": 16, "BV": 16, "STAGES": 2, "num_warps": 8},
-            (4, 256): {"BK": 32, "BV": 32, "STAGES": 2, "num_warps": 4},
-        },
-        "kda gradient": {
-            (2, 256): {"BK": 32, "BV": 128, "STAGES": 2, "num_warps": 4},
-            (4, 128): {"BK": 16, "BV": 16, "STAGES": 2, "num_warps": 8},
-            (4, 256): {"BK": 32, "BV": 32, "STAGES": 2, "num_warps": 4},
-        },
-        "gdn prepare": {
-            (2, 128): {"num_warps": 4, "maxnreg": 96},
-            (2, 256): {"num_warps": 4},
-            (4, 256): {"num_warps": 8},
-        },
-        "gdn scan": HOPPER_LOOP,
-        "gdn boundary": HOPPER_LOOP,
-        "gdn states": HOPPER_LOOP | {(2, 128): {"BV": 64, "STAGES": 4, "num_warps": 4}},
-        "gdn reverse": HOPPER_LOOP,
-        "gdn gradients": {
-            (2, 128): {"BV": 64, "STAGES": 2, "num_warps": 4},
-            (2, 256): {"BV": 32, "STAGES": 2, "num_warps": 8},
-            (4, 128): {"BV": 32, "STAGES": 2, "num_warps": 8},  # with 16 columns ptxas loses a descriptor
-            (4, 256): {"BV": 16, "STAGES": 2, "num_warps": 8},
-        },
-    },
-}
-
-
+# On 9.0:
+#   KDA's "safe" kernels: with safe_gate, 128 registers let two programs share a multiprocessor; other gates spill.
+#   Copy-engine loads in a loop (GDN's kernels, KDA's gradient) need it pipelined, STAGES >= 2: otherwise they faulted
+#   with Triton 3.6.
+#   float32: twice the bytes for each tile, and dots in IEEE fp32 (KDA, solve) or three tf32 passes (GDN): not tuned.
+#   Up to 128, KDA's were chosen by their spills; larger tiles have five times as many. In "gdn gradients" ptxas loses a
+#   descriptor with 16 columns up to 128.
+# Elsewhere, for 16-bit operands: they fit the 99 KB of shared memory that a program has on 8.6, 8.9 and 12.0.
+#   8.0 has no copy engine: Triton turns such loads into ordinary ones, and one stage is as good as two.
+#   10.0 has KDA only: Triton 3.7 fails to compile GDN's gradients, in a pass on tensor memory, with every configuration
+#   tried.
+CONFIGS = _read(Path(__file__).with_name("configs.json"))
 MEASURED = ((9, 0),)  # compute capabilities on which these were run
 MAX_HEAD_DIM = 256  # K and V of the delta rules' kernels, K of those of states that only decay
 MAX_DECAY_V = 128  # V of these
