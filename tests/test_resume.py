@@ -215,6 +215,7 @@ PARTS = {
 OVER_TWO = {"parallelism__context_parallel_degree": 4, "parallelism__fsdp_shard_degree": 2}
 MOVES = {
     "from dp 2 and cp 2 to tp 2 and ep 2 and back": ("qwen3.5", [{}, PARTS, {}]),
+    "of adapters": ("kimi-linear", [PARTS, {}, PARTS]),
     "from shards over two ranks to all and to none": ("hybrid", [OVER_TWO, {}, {"parallelism__fsdp_shard_degree": 1}]),
 }
 
@@ -224,6 +225,7 @@ def test_a_run_moves_twice(name, corpus, worlds, tmp_path):
     """What a rank has of a tensor, and of its moments, is another part each time."""
     model, splits = MOVES[name]
     keys = {"model__name": model, "lr_scheduler__total_steps": 6, "lr_scheduler__warmup_steps": 2}
+    keys |= {"adapter__enable": "true"} if name == "of adapters" else {}
     alone, run = (tmp_path / "alone", tmp_path / "run")
     alone.mkdir()
     run.mkdir()

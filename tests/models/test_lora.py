@@ -14,6 +14,7 @@ from titan_linear.config import load_config
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
+from titan_linear.models.lora import check_adapters
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import MODELS
 from titan_linear.ops import build_cp_context
@@ -123,16 +124,20 @@ def test_backward_computes_no_gradient_of_the_base():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (("--adapter.targets", '["qkv_proj"]'), r"adapter.targets: 'qkv_proj' fits no projection; there are .*q_proj"),
-        (("--adapter.targets", '["*norm"]'), r"adapter.targets: '\*norm' fits no projection"),
-        (("--adapter.train_extra", '["gamma"]'), r"adapter.train_extra: 'gamma' fits no other parameter"),
+        (("--adapter.targets", '["qkv_proj"]'), r"adapter.targets: 'qkv_proj' fits none of the model's .*mixer.q_proj"),
+        (("--adapter.targets", '["*norm"]'), r"adapter.targets: '\*norm' fits none"),
+        (
+            ("--adapter.train_extra", '["gamma"]'),
+            r"adapter.train_extra: 'gamma' fits none of .*mixer.A_log",
+        ),
         (("--adapter.rank", "129"), r"adapter.rank = 129 is above the \d+ channels that layers\S+ reads; use at most"),
         (("--training.expert_bias_update_rate", "0.1"), r"expert_bias_update_rate moves a bias of the base"),
     ],
 )
 def test_what_cannot_be_adapted_is_refused(keys, message):
     with pytest.raises(ValueError, match=message):
-        Decoder(adapted("kimi-linear", *keys))
+        model = adapted("kimi-linear", *keys)
+        check_adapters(Decoder(model.base), model.adapter)
 
 
 def test_rank_0_is_refused():

@@ -24,11 +24,12 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.run.build import DTYPES, allocated, model_config, open_tokenizer
 from titan_linear.run.data import other_tokenizer
 from titan_linear.run.generate import Sampling, generate
+from titan_linear.run.start import set_first_weights
 from titan_linear.storage.hf_io import CONFIG, check_folder
 from titan_linear.storage.hf_io import load_weights as load_hf_weights
 from titan_linear.storage.rundir import config_of
 from titan_linear.storage.step_folders import read_progress, verify, weights_path
-from titan_linear.storage.tensors import load_weights
+from titan_linear.storage.tensors import load_saved
 
 
 @refusing
@@ -88,7 +89,12 @@ def load(path: Path, tokenizer: str, dtype: torch.dtype, device: torch.device) -
     if in_hf:
         check_folder(path, config)
     model = allocated(config, dtype, device)
-    (load_hf_weights if in_hf else load_weights)(path, model)
+    if in_hf:
+        load_hf_weights(path, model)
+        return model, text
+    if config.adapter:
+        set_first_weights(run, model)
+    load_saved(path, model)
     return model, text
 
 

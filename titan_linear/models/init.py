@@ -32,7 +32,7 @@ def initialise(model: Decoder, seed: int, parameters: Mapping[str, Tensor] | Non
         in storage/tensors.py).
     """
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        for name, parameter in (parameters or dict(model.named_parameters())).items():
+        for name, parameter in (dict(model.named_parameters()) if parameters is None else parameters).items():
             owner, _, leaf = name.rpartition(".")
             draw = draw_of(model.get_submodule(owner), leaf, model.config.init_std)
             local, offsets = owned(parameter)

@@ -18,23 +18,21 @@ from titan_linear.models.draws import uniform, zeros
 from titan_linear.models.layers import Adapted, Projection, lora_name
 from titan_linear.models.mlps.moe import Experts
 
+ALL = ("layers",)  # patterns of the default targets
+
 
 def add_adapters(model: nn.Module, options: Adapter) -> None:
-    """Freeze all parameters but those of `options.extra`, and add adapters to `options.targets`.
-
-    Raises:
-        ValueError: a pattern fits nothing, or the rank is above what a projection reads.
-    """
-    names = {name for name, p in model.named_parameters() if p.requires_grad}
-    targets = chosen(adaptable(model), options.targets or ("layers",), "targets", "projection")
-    extra = chosen(names - set(adaptable(model)), options.extra, "train_extra", "other parameter")
+    """Freeze all parameters but those of `options.extra`, and add adapters to `options.targets`."""
+    weights, others = adaptable(model)
+    targets = fitting(weights, options.targets or ALL)
+    extra = fitting(others, options.extra)
     for name, p in model.named_parameters():
         p.requires_grad_(name in extra)
     first = {}
     for names in options.shared:
         together = [name for name in names if name in targets]
         first |= dict.fromkeys(together, together[0] if together else "")
-    for name in sorted(targets):
+    for name in targets:
         _add(model, name, first.get(name, name), options)
 
 
@@ -42,11 +40,6 @@ def _add(model: nn.Module, name: str, first: str, options: Adapter) -> None:
     """Add A and B of a weight; A only if it is the first of those that share it."""
     weight = model.get_parameter(name)
     *outer, outputs, inputs = weight.shape
-    if options.rank > inputs:
-        raise ValueError(
-            f"adapter.rank = {options.rank} is above the {inputs} channels that {name} reads; use at most {inputs}, or "
-            "adapter.targets that leave it out"
-        )
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
     A, B = (lora_name(leaf, part) for part in "AB")
@@ -60,24 +53,33 @@ def _add(model: nn.Module, name: str, first: str, options: Adapter) -> None:
         module.adapters[leaf] = options.factor
 
 
-def adaptable(model: nn.Module) -> list[str]:
-    """Weights that may have adapters: of projections in layers, and of experts."""
+def adaptable(model: nn.Module) -> tuple[list[str], list[str]]:
+    """Weights that may have adapters, of projections and of experts; the other parameters that training changes."""
     weights = []
     for path, module in model.named_modules():
         if isinstance(module, Projection):
             weights.append(f"{path}.weight")
         elif isinstance(module, Experts):
             weights += [f"{path}.{name}" for name in module.hidden_matrices]
-    return weights
+    return weights, [name for name, p in model.named_parameters() if p.requires_grad and name not in weights]
 
 
-def chosen(names: Iterable[str], patterns: Iterable[str], key: str, what: str) -> set[str]:
-    """The names of which a pattern fits some parts: "mixer", "layers.3", "*norm". ValueError: one fits none."""
-    found = set()
-    for pattern in patterns:
-        fitting = {name for name in names if fnmatchcase(f".{name}.", f"*.{pattern}.*")}
-        if not fitting:
-            some = ", ".join(dict.fromkeys(name.split(".", 2)[-1] for name in sorted(names)))
-            raise ValueError(f"adapter.{key}: {pattern!r} fits no {what}; there are {some}")
-        found |= fitting
-    return found
+def fitting(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    """The names of which a pattern fits some parts: "mixer", "layers.3", "*norm"."""
+    return [name for name in names if any(fnmatchcase(f".{name}.", f"*.{pattern}.*") for pattern in patterns)]
+
+
+def check_adapters(base: nn.Module, options: Adapter) -> None:
+    """Raise ValueError if a pattern fits nothing of a model, or the rank is above what a projection reads."""
+    weights, others = adaptable(base)
+    for key, patterns, names in (("targets", options.targets, weights), ("train_extra", options.extra, others)):
+        for pattern in patterns:
+            if not fitting(names, [pattern]):
+                ends = sorted({".".join(name.removesuffix(".weight").split(".")[-2:]) for name in names})
+                raise ValueError(f"adapter.{key}: {pattern!r} fits none of the model's {', '.join(ends)}; correct it")
+    for name in fitting(weights, options.targets or ALL):
+        if options.rank > (inputs := base.get_parameter(name).shape[-1]):
+            raise ValueError(
+                f"adapter.rank = {options.rank} is above the {inputs} channels that {name} reads; use at most {inputs},"
+                " or adapter.targets that leave it out"
+            )

@@ -27,7 +27,7 @@ from titan_linear.step.optimizer import build_optimizer
 from titan_linear.step.update import Update
 from titan_linear.storage.checkpoint import Checkpointer
 from titan_linear.storage.step_folders import Progress
-from titan_linear.storage.tensors import named_parameters
+from titan_linear.storage.tensors import named_parameters, saved_parameters
 
 BEFORE = 2  # steps before the save
 PARAMETERS = 32_000_000  # most that are saved: more would prove nothing new, and wait for a disk
@@ -110,9 +110,10 @@ def _resumed(check: str, subject: Subject, dims: ParallelDims, host: dist.Proces
         loss, streams = run.next_step()
 
         other = _new(subject, dims, host)
+        initialise(other.model, config.debug.seed, named_parameters(other.model))
         with torch.no_grad():
-            for p in other.model.parameters():
-                p.zero_()
+            for p in saved_parameters(other.model).values():
+                local_tensor(p).zero_()
         progress = checkpointer.load(run.step - 1, other.model, other.optimizer, other.loader)
         yield _compared(check, "what is loaded", saved, other)
         yield Finding(check, "the step it resumes from", abs(progress.step - BEFORE), 0)

@@ -30,6 +30,7 @@ from titan_linear.models.adapters import joined
 from titan_linear.models.config import Adapter, ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.float8 import SMALLEST, use_float8
+from titan_linear.models.lora import check_adapters
 from titan_linear.models.presets import preset, resized
 from titan_linear.ops.float8 import CAPABILITY
 from titan_linear.ops.layout.build_context import shared_by_nodes
@@ -265,6 +266,8 @@ def check_model(model: ModelConfig, config: Config, world_size: int, node_size: 
     """Raise ValueError if the model does not fit its configuration, or this machine; return a warning, or ""."""
     check_splits(model, config)
     check_checkpointing(model, config)
+    if model.adapter:
+        check_adapters(unallocated(model.base, torch.float32), model.adapter)
     check_float8(model, config)
     check_float8_device(config)
     check_node_heads(model, config, world_size, node_size)

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import torch.distributed as dist
 
-from titan_linear.config import OTHER, Config, Rule, Source, Training, difference, flat_keys, key_of, keys_with, sources
+from titan_linear.config import (
+    OTHER,
+    Config,
+    Rule,
+    Source,
+    Training,
+    difference,
+    flat_keys,
+    hf_weights,
+    key_of,
+    keys_with,
+    sources,
+)
 from titan_linear.data import (
     Corpus,
     FileGroups,
@@ -25,7 +38,9 @@ from titan_linear.data import (
 from titan_linear.distributed.groups import of_all_ranks
 from titan_linear.models.config import ModelConfig, fingerprint
 from titan_linear.run.build import under_key
-from titan_linear.storage.step_folders import Content, Progress
+from titan_linear.storage.hf_io import open_folder
+from titan_linear.storage.manifest import read_manifest
+from titan_linear.storage.step_folders import Content, Progress, weights_path
 
 
 def open_corpora(config: Config, tokenizer: Tokenizer) -> list[Corpus]:
@@ -156,9 +171,9 @@ def mixture_phases(config: Config, progress: Progress | None) -> list[Phase]:
 
 
 def content_of(
-    config: Config, tokenizer: Tokenizer, model: ModelConfig, streams: Streams, held_out: Streams | None
+    config: Config, tokenizer: Tokenizer, model: ModelConfig, streams: Streams, held_out: Streams | None, base: str
 ) -> Content:
-    """What a checkpoint records to identify data and model by their content."""
+    """What a checkpoint records to identify data and model by their content. base: as `base_of`."""
     own = config.validation.enable and config.validation.dataset_path
     return Content(
         tokenizer=tokenizer.fingerprint,
@@ -166,7 +181,21 @@ def content_of(
         corpora=streams.fingerprints,
         mixture=streams.phases if isinstance(streams, MixedStreams) else [],
         validation=held_out.corpus.fingerprint if own else "",
+        base=base,
     )
+
+
+def base_of(config: Config) -> str:
+    """A fingerprint of the weights that adapters leave frozen: of a folder or a checkpoint, all of which is read; "" if
+    there are none, or they are drawn."""
+    c = config.checkpoint
+    if not config.adapter.enable:
+        return ""
+    if hf_weights(config):
+        return open_folder(Path(hf_weights(config))).fingerprint
+    if c.enable and c.initial_load_path:
+        return f"{read_manifest(weights_path(Path(c.initial_load_path))).checksum:08x}"
+    return ""
 
 
 def check_content(config: Config, known: Content, given: Content) -> None:
@@ -183,6 +212,7 @@ def check_content(config: Config, known: Content, given: Content) -> None:
         ("training.dataset_path", "corpus", known.corpora.get(""), given.corpora.get("")),
         ("validation.dataset_path", "validation corpus", known.validation, given.validation),
         ("model.tokenizer_path", "tokenizer", known.tokenizer, given.tokenizer),
+        ("checkpoint.initial_load_path or model.hf_assets_path", "base of its adapters", known.base, given.base),
         ("model.name, flavor, sizes or hf_assets_path", "model", known.model, given.model),
     ):
         if before and now and before != now:

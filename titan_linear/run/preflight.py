@@ -18,6 +18,7 @@ from titan_linear.models.config import ModelConfig
 from titan_linear.run.build import check_model, implementations, model_config, open_tokenizer, unallocated, under_key
 from titan_linear.run.console import finished, vocabulary
 from titan_linear.run.data import (
+    base_of,
     build_streams,
     check_content,
     check_size,
@@ -133,7 +134,8 @@ def _check_data(config: Config, tokenizer: Tokenizer, model: ModelConfig, progre
     if groups := file_groups(config, streams):
         print(groups.summary)
     if progress:
-        check_content(config, progress.content, content_of(config, tokenizer, model, streams, held_out))
+        content = content_of(config, tokenizer, model, streams, held_out, base_of(config))
+        check_content(config, progress.content, content)
 
 
 def _check_hugging_face(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> None:
@@ -200,7 +202,7 @@ def _check_initial(given: Path, model: ModelConfig, tokenizer: Tokenizer) -> Non
         )
     path = weights_path(given)
     verify(path)
-    check_weights(path, unallocated(model, torch.float32))
+    check_weights(path, unallocated(model.base, torch.float32))
     content = read_progress(path).content
     known = content.tokenizer if content else None
     if warning := other_tokenizer(known, tokenizer, f"checkpoint.initial_load_path = '{path}'"):

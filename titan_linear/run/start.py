@@ -16,12 +16,12 @@ from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.run.build import model_config, open_tokenizer
-from titan_linear.run.data import build_streams, check_alike, check_content, content_of, file_groups
+from titan_linear.run.data import base_of, build_streams, check_alike, check_content, content_of, file_groups
 from titan_linear.storage.checkpoint import Checkpointer
-from titan_linear.storage.hf_io import load_weights
+from titan_linear.storage.hf_io import load_weights as load_hf_weights
 from titan_linear.storage.rundir import checkpoint_folder
 from titan_linear.storage.step_folders import Content, Progress, known_progress, rewind
-from titan_linear.storage.tensors import holds_optimizer, named_parameters
+from titan_linear.storage.tensors import holds_optimizer, is_adapter, load_weights, named_parameters
 
 
 class Subject(NamedTuple):
@@ -50,7 +50,8 @@ def open_subject(config: Config, known: Progress | None, host: dist.ProcessGroup
     streams, held_out = build_streams(config, tokenizer, known)
     dist.barrier(host)  # wait for nodes that first had to write their token cache
     model = model_config(config, tokenizer)
-    content = content_of(config, tokenizer, model, streams, held_out)
+    base = on_rank_0(lambda: base_of(config), host)
+    content = content_of(config, tokenizer, model, streams, held_out, base)
     if known:  # a restart has no preflight
         check_content(config, known.content, content)
     check_alike(config, content, host)
@@ -91,19 +92,24 @@ def set_weights(
     checkpointer: Checkpointer | None,
     host: dist.ProcessGroup,
 ) -> None:
-    """Load the run's checkpoint of this progress, or the weights that the run begins from, or draw them."""
-    c = config.checkpoint
+    """Load the run's checkpoint of this progress, or the weights that the run begins from; with adapters both."""
+    if known is None or model.config.adapter:
+        set_first_weights(config, model, checkpointer)
     if known:
         folder, step = checkpoint_folder(config), known.step
         # A restart after the last save, which may hold weights only: what is left to do needs no more.
         ended = step >= config.training.steps
         whole = not ended or on_rank_0(lambda: holds_optimizer(folder / f"step-{step}"), host)
         checkpointer.load(step, model, optimizer if whole else None, loader)
-        on_rank_0(lambda: rewind(folder, step, c.load_step), host)
-    elif hf_weights(config):
-        load_weights(Path(hf_weights(config)), model)
-    elif c.enable and c.initial_load_path:
-        checkpointer.load_weights(Path(c.initial_load_path), model)
-    else:
-        initialise(model, config.debug.seed, named_parameters(model))
+        on_rank_0(lambda: rewind(folder, step, config.checkpoint.load_step), host)
     dist.barrier(host)  # some disks are slower
+
+
+def set_first_weights(config: Config, model: Decoder, checkpointer: Checkpointer | None = None) -> None:
+    """Load or draw the weights that the run begins from. Without a checkpointer: in one process."""
+    c, drawn = config.checkpoint, named_parameters(model)
+    if path := hf_weights(config) or (c.enable and c.initial_load_path):
+        load = load_weights if checkpointer is None else checkpointer.load_weights
+        (load_hf_weights if hf_weights(config) else load)(Path(path), model)
+        drawn = {name: p for name, p in drawn.items() if is_adapter(name)}
+    initialise(model, config.debug.seed, drawn)

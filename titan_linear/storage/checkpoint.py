@@ -1,4 +1,4 @@
-"""Checkpoints: model, optimizer and progress, written with torch.distributed.checkpoint (DCP) and whole or absent.
+"""Checkpoints: model (of one with adapters, what is trained), optimizer and progress, by DCP, whole or absent.
 
     checkpoint/
       step-100/            whole: it got this name when everything in it was on disk
@@ -62,7 +62,15 @@ from titan_linear.storage.step_folders import (
     whole_step,
     whole_steps,
 )
-from titan_linear.storage.tensors import FLAT, named_parameters, of_whole, optimizer_state, read_state, reasons
+from titan_linear.storage.tensors import (
+    FLAT,
+    base_parameters,
+    of_whole,
+    optimizer_state,
+    read_state,
+    reasons,
+    saved_parameters,
+)
 
 READ_AHEAD = 10_000_000  # bytes that a save has on their way from the device, as DCP by default
 AT_LAST = 600.0  # seconds for an async save to end, when an error ends the run
@@ -124,7 +132,7 @@ class Checkpointer:
         if self._saved in ((step, True), (step, optimizer is not None)):
             return
         begun = time.monotonic()
-        state = {"model": named_parameters(model)}
+        state = {"model": saved_parameters(model)}
         if optimizer is not None:
             state["optimizer"] = of_whole(optimizer_state(model, optimizer)[0], model)
             if dataloader:
@@ -191,7 +199,7 @@ class Checkpointer:
         """
         self.wait()
         path = self.folder / f"step-{on_rank_0(lambda: whole_step(self.folder, step), self.group)}"
-        state = {"model": named_parameters(model)}
+        state = {"model": saved_parameters(model)}
         if optimizer is None:
             read_state(path, state, self.group)
         else:
@@ -216,7 +224,7 @@ class Checkpointer:
             ValueError: there is no whole checkpoint, or it is of another model.
         """
         chosen = on_rank_0(lambda: weights_path(path), self.group)
-        read_state(chosen, {"model": named_parameters(model)}, self.group)
+        read_state(chosen, {"model": base_parameters(model)}, self.group)
 
     def save_lazily(
         self,

@@ -13,10 +13,13 @@ files are never opened, because loading them can run code.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shlex
+import zlib
 from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -68,6 +71,23 @@ class Folder:
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self.tensors.items()}
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all tensors, in whatever files they are."""
+        with ThreadPoolExecutor() as pool:
+            sums = list(progress(pool.map(_checksum, self.tensors.values()), f"reading {self.path.name}"))
+        listed = sorted((t.name, t.code, t.shape, crc) for t, crc in zip(self.tensors.values(), sums, strict=True))
+        return hashlib.sha256(repr(listed).encode()).hexdigest()[:16]
+
+
+def _checksum(tensor: OnDisk) -> int:
+    crc = 0
+    with open(tensor.file, "rb") as file:
+        file.seek(tensor.begin)
+        for at in range(tensor.begin, tensor.end, BLOCK):
+            crc = zlib.crc32(file.read(min(BLOCK, tensor.end - at)), crc)
+    return crc
 
 
 # --- Looking at a folder ---------------------------------------------------------------------------------------------

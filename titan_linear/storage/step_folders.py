@@ -28,6 +28,7 @@ class Content(BaseModel):
     corpora: dict[str, str]  # by the names of a mixture's sources, with those of its earlier phases; else by ""
     mixture: list[tuple[int, dict[str, float]]]  # first stream and weights of each phase; without a mixture none
     validation: str = ""  # a corpus of its own
+    base: str = ""  # the weights that adapters leave frozen
 
 
 class Progress(BaseModel):

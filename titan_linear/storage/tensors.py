@@ -27,16 +27,22 @@ def load_weights(path: Path, model: nn.Module) -> None:
     Raises:
         ValueError: there is no whole checkpoint, or it is of another model.
     """
-    read_state(weights_path(path), {"model": named_parameters(model)}, group=None)
+    read_state(weights_path(path), {"model": base_parameters(model)}, group=None)
+
+
+def load_saved(path: Path, model: nn.Module) -> None:
+    """Load what a run has saved of a model in a step-N folder, in place, in one process."""
+    read_state(path, {"model": saved_parameters(model)}, group=None)
 
 
 def check_weights(path: Path, model: nn.Module) -> None:
-    """Compare names and sizes of the tensors of a step-N folder with a model's, which may be on the meta device.
+    """Compare names and sizes of the tensors of a step-N folder with those that a run saves of a model, which may be on
+    the meta device.
 
     Raises:
         ValueError: it is of another model.
     """
-    _compare(path, Reader(path), {"model": named_parameters(model)})
+    _compare(path, Reader(path), {"model": saved_parameters(model)})
 
 
 def stored_weights(path: Path) -> Callable[[str], Tensor]:
@@ -91,10 +97,33 @@ def named_parameters(model: nn.Module) -> dict[str, Tensor]:
     first = {name for name, _ in model.named_parameters()}
     for name, _ in model.named_parameters(remove_duplicate=False):
         if name not in first:
-            for wrapper in WRAPPERS:
-                name = name.replace(wrapper, "")
-            del state[name]
+            del state[_plain(name)]
     return {name: whole(model, name, tensor) for name, tensor in state.items()}
+
+
+def _plain(name: str) -> str:
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def saved_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """What a checkpoint holds of them: with adapters, what is trained."""
+    state, frozen = (
+        named_parameters(model),
+        {_plain(name) for name, p in model.named_parameters() if not p.requires_grad},
+    )
+    adapted = any(map(is_adapter, state))
+    return {name: p for name, p in state.items() if not (adapted and name in frozen)}
+
+
+def base_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """All but those of adapters."""
+    return {name: p for name, p in named_parameters(model).items() if not is_adapter(name)}
+
+
+def is_adapter(name: str) -> bool:
+    return "lora_" in name
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:

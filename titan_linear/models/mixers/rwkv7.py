@@ -139,7 +139,7 @@ class RWKV7Mixer(RecurrentMixer):
     def forward(self, x: Tensor, plan: BatchPlan, cache: Cache = None, *taken: Tensor) -> Tensor | Output:
         inputs, others = self._inputs(x, plan, cache, *taken)
         y = self._output(self._carried(inputs, plan, cache), others)
-        return y if taken else Output(y, values=others[-1])
+        return y if taken else Output(y, values=others[-1].clone())
 
     def _inputs(self, x: Tensor, plan: BatchPlan, cache: Cache, *taken: Tensor) -> tuple[Inputs, tuple[Tensor, ...]]:
         """r, logits w, k, v, a, b [B, T, heads, K]; the bonus (r · (k̃ ⊙ r_k)) v, the gate and v, [B, T, heads·K]."""
