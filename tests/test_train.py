@@ -327,6 +327,29 @@ def test_float32_runs_are_equal(name, corpus, worlds, one_process):
         assert worst(rank[0], losses) < 1e-5 and worst(rank[1], norms) < 1e-3
 
 
+FURTHER = (
+    "dp 2",
+    "HSDP x cp",
+    "cp 4",
+    "cp 2 zig-zag",
+    "tp 2 x cp 2 zig-zag",
+    "HSDP x tp",
+    "accumulation",
+    "cp 2 ring contiguous",
+    "cp 2 allgather zigzag",
+    "cp 2 all heads",
+)
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_layers_that_predict_further_tokens(name, corpus, worlds, one_process):
+    """Two more, over documents that may be shorter, whose tokens lie on other ranks."""
+    keys = FLOAT64 | SMALL_HYBRID | {"training.steps": 3, "model.mtp_layers": 2, "loss.mtp_weight": 0.5}
+    one = one_process(keys)
+    processes, split = SPLITS[name]
+    check_equal(worlds(processes).run(train_on_rank, arguments(corpus, keys, split))[0], one)
+
+
 def sums_over_replicas(rank, world_size, argv):
     """Those of a step, and FSDP's units with parameters of their own."""
     OWN["hybrid"] |= OWN_FLAVORS
@@ -384,7 +407,7 @@ def test_a_compiled_run_is_equal(corpus, worlds, one_process):
         (softmax, SPLITS["cp 2 zig-zag"], {"training.enable_cpu_offload": "true"}),
         (rwkv7, SPLITS["tp 2"], full),
         (falcon, SPLITS["tp 2"], {"activation_checkpoint.mode": "selective"}),
-        (experts, EXPERT_SPLITS["ep 2, dp 2"], {}),
+        (experts | {"model.mtp_layers": 1}, EXPERT_SPLITS["ep 2, dp 2"], {}),
     ):
         one = one_process(keys)
         argv = arguments(corpus, keys, split, more, compiled)
@@ -418,6 +441,7 @@ def test_mixtures_of_experts(name, corpus, worlds, one_process):
     attention, Mamba-2 of one group and of several, mixers side by side, over FSDP and both layouts; 20 steps of
     published shapes, cut."""
     keys = FLOAT64 | {"training.steps": 3, "model.name": name, "activation_checkpoint.mode": "full"}
+    keys |= {"model.mtp_layers": int(name in ("ling-3", "qwen3.5", "nemotron-h"))}
     if name in OWN_FLAVORS:
         short = {"training.steps": 20, "training.seq_len": 32, "activation_checkpoint.mode": "none"}
         short |= {"training.global_batch_size": 2, "training.local_batch_size": 2}

@@ -67,6 +67,9 @@ class Model(Section):
     """Width of the model; 0: the flavor's."""
     num_layers: int = Field(0, ge=0)
     """Number of layers; 0: the flavor's."""
+    mtp_layers: int = Field(0, ge=0)
+    """Number of further tokens that layers after the last predict (multi-token prediction, trained by loss.mtp_weight).
+    A published folder's layers are read if this is their number; with 0 they are copied to exports as they are."""
     hidden_dim: int = Field(0, ge=0)
     """Hidden channels of each layer's MLP; 0: the flavor's."""
     pattern: list[str] = []
@@ -170,6 +173,14 @@ class Training(Section):
     """After a non-finite loss or gradient, stop the run, or skip and count the step. It never reaches the weights."""
     num_workers: Annotated[int, Rule.MAY_CHANGE, Rule.OF_A_NODE] = Field(0, ge=0)
     """Threads that read batches ahead on each rank, two batches each; 0: batches are read when a step asks for them."""
+
+
+class Loss(Section):
+    """What is learnt from a token."""
+
+    mtp_weight: float = Field(0.1, ge=0)
+    """Weight of the mean loss of further tokens (model.mtp_layers), which is in the gradient, not in the printed
+    loss."""
 
 
 class Optimizer(Section):
@@ -472,6 +483,7 @@ class Config(Section):
     job: Job = Job()
     model: Model = Model()
     training: Training = Training()
+    loss: Loss = Loss()
     optimizer: Optimizer = Optimizer()
     lr_scheduler: LRScheduler = LRScheduler()
     adapter: Adapter = Adapter()

@@ -29,10 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_linear.distributed.parts import shard_parameter
-from titan_linear.models.decoder import Decoder, Head
+from titan_linear.models.decoder import Decoder, Further, Head
 from titan_linear.models.layers import Output, RMSNorm, lora_name, widen
 from titan_linear.models.mlps.moe import MoE
-from titan_linear.ops.cross_entropy import chunked_cross_entropy
 from titan_linear.ops.exchange.collectives import Ranks, gather_along, gather_tokens, scatter_tokens, sum_over_ranks
 
 
@@ -110,18 +109,18 @@ def _embed(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
     rows, ranks = len(embedding.weight), embedding.ranks
     own = tokens - ranks.rank * rows
     elsewhere = (own < 0) | (own >= rows)
-    x = F.embedding(own.masked_fill(elsewhere, 0), embedding.weight)
-    return _summed(x.masked_fill(elsewhere.unsqueeze(-1), 0), ranks)
+    x = F.embedding(own.masked_fill(elsewhere, 0), embedding.weight).masked_fill(elsewhere.unsqueeze(-1), 0)
+    return torch.cat([_summed(row, ranks) for row in x.split(1)])
 
 
-def _head(head: Head, x: Tensor, labels: Tensor | None = None, loss_chunk: int = 2048) -> Tensor:
+def _head(
+    head: Head, x: Tensor, labels: Tensor | None = None, loss_chunk: int = 2048, further: Further | None = None
+) -> Tensor:
     """Logits [B, T, vocab], without gradients; or this rank's part of the loss."""
     ranks = head.ranks
-    x = _gathered(head.normed(x), ranks)
+    x = head.normed(x)
     if labels is not None:
-        return chunked_cross_entropy(
-            x.flatten(0, 1), head.weight, labels.flatten(), loss_chunk, ranks, head.token_losses, head.impl
-        )
+        return head.loss(x, labels, loss_chunk, further, ranks)
     assert not torch.is_grad_enabled(), "logits of a split vocabulary have no gradient"
     logits = (x @ head.weight.T).movedim(-1, 0)  # [vocab / size, B, T]
     return gather_along(logits, 0, ranks.group, ranks.size).movedim(0, -1)

@@ -136,7 +136,7 @@ class Telemetry(Hook):
         x = inputs[0] if window.fragments else inputs[0][:, : window.tokens]
         if self.dims.tp > 1:
             x = gather_along(x, 1, self.dims.tp_ranks.group, self.dims.tp)
-        x = layer.mixer_input(x)
+        x = layer.mixer_input(layer.joined(x))
         for mixer, takes, of in zip(layer.mixers, layer.takes, layer.mixer_names, strict=True):
             where = name if of == "mixer" else f"{name}.{of}"
             taken = inputs[3:] if takes else ()

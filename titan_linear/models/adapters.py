@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -120,25 +120,43 @@ def ignored(config: ModelConfig, family: str, on_disk: Shapes) -> set[str]:
     if config.moe is not None and config.moe.shared_hidden_dim == 0:
         patterns.append(r".*\.shared_expert_gate\.weight")
     found = {n for n, shape in on_disk.items() if 0 in shape or any(re.fullmatch(p, n) for p in patterns)}
-    if FAMILIES[family].mtp_layers:
+    mtp = FAMILIES[family].mtp
+    if mtp and not config.mtp_layers:
         layers = ((n, re.search(r"layers\.(\d+)\.", n)) for n in on_disk)
-        found |= {n for n, layer in layers if layer and int(layer[1]) >= config.num_layers}
+        found |= (
+            {n for n in on_disk if n.startswith("mtp.")}
+            if mtp.place
+            else {n for n, layer in layers if layer and int(layer[1]) >= config.num_layers}
+        )
     return found
 
 
-def config_from_hf(config: Mapping[str, object]) -> tuple[str, ModelConfig]:
-    """The dict of a config.json -> (family, model). ValueError for an architecture or an option we do not have."""
+def config_from_hf(config: Mapping[str, object], mtp_layers: int = 0) -> tuple[str, ModelConfig]:
+    """The dict of a config.json -> (family, model). ValueError for an architecture or an option we do not have.
+
+    mtp_layers: the number of further tokens whose layers are wanted, which must be all that it has, or 0.
+    """
     given = config.get("architectures")
     architecture = given[0] if isinstance(given, list) and given else None
     for name, family in FAMILIES.items():
         if architecture in (name, *family.wrappers):
-            return name, _read(family, config)
+            if mtp_layers and mtp_layers != (depth := mtp_depth(family, config)):
+                raise ValueError(
+                    f"model.mtp_layers = {mtp_layers}, but the layers of config.json predict {depth} further tokens "
+                    f"({family.mtp.key if family.mtp else 'its architecture has none'}); set it to {depth}"
+                )
+            return name, replace(_read(family, config), mtp_layers=mtp_layers)
     if "ssm_cfg" in config:
         raise ValueError(
             f"config.json: ssm_cfg = {config['ssm_cfg']!r}: mamba_ssm's own format is not read; give a folder of "
             "transformers"
         )
     raise ValueError(f"architectures = {given}: unknown; give a folder of one of {', '.join(FAMILIES)}")
+
+
+def mtp_depth(family: Family, config: Mapping[str, object]) -> int:
+    """The number of further tokens that the layers of a config.json predict."""
+    return (family.mtp and _text(config).get(family.mtp.key, family.mtp.implied)) or 0
 
 
 def _text(config: Mapping[str, object]) -> dict[str, object]:
@@ -166,8 +184,15 @@ def config_to_hf(family: str, config: ModelConfig) -> dict[str, object]:
         raise ValueError(f"family = {family!r} is unknown; use one of {', '.join(FAMILIES)}")
     if unknown := {layer.name for layer in config.layers if layer.kinds not in FAMILIES[family].layers}:
         raise ValueError(f"{family} cannot hold this model: it has no layers {', '.join(sorted(unknown))}; use another")
-    keys = FAMILIES[family].keys
+    keys, mtp = FAMILIES[family].keys, FAMILIES[family].mtp
+    depth, config = config.mtp_layers, replace(config, mtp_layers=0)
     written = keys.write(config)
+    if depth and not (mtp and depth <= (mtp.most or depth)):
+        raise ValueError(
+            f"{family} cannot hold this model: mtp_layers = {depth}; use another, or {mtp.most if mtp else 0}"
+        )
+    if depth:
+        written[mtp.key] = depth
     if found := differences(config, keys.read(Keys(written))):
         said = ", ".join(f"{option} = {ours!r}" for option, (ours, _) in found.items())
         raise ValueError(f"{family} cannot hold this model: {said}; use another")
@@ -198,9 +223,12 @@ def _layouts(config: ModelConfig, family: str, ours: Shapes, on_disk: Shapes | N
             yield [_resolve(layout, "", prefix, ours) for layout in spellings]
     for i, layer in enumerate(config.layers):
         mine, theirs = f"layers.{i}.", f"{prefix}layers.{i}."
+        more = has.mtp.parts if i >= config.num_layers else ()
+        if more and has.mtp.place:
+            theirs = has.mtp.place.format(j=i - config.num_layers)
         mixer = layer.mixers[0] if layer.mixers else None
         of_mlp = has.experts if isinstance(layer.mlp, MoEConfig) else has.mlp
-        for spellings in has.layers[layer.kinds] + of_mlp:
+        for spellings in has.layers[layer.kinds] + of_mlp + more:
             fitting = [s for s in spellings if all(mine + name in ours for name in s.ours)]
             if fitting:
                 yield [_resolve(s, mine, theirs, ours, mixer, num_experts) for s in fitting]
@@ -213,7 +241,7 @@ def _resolve(
     width = _width(ours[names[0]])
     counts = [_rows(ours[name], width) for name in names]
     experts = range(num_experts) if "{e}" in layout.theirs[0] else (0,)
-    prefixed = [t if t.startswith("lm_head") else theirs + t for t in layout.theirs]
+    prefixed = [t if t.startswith(("lm_head", "mtp.")) else theirs + t for t in layout.theirs]
     on_disk = [t.replace("{e}", str(e)) for e in experts for t in prefixed]
     if len(on_disk) == len(names) and not layout.equal:
         rows = counts

@@ -111,6 +111,8 @@ class Layer(NamedTuple):
 
     mixers: tuple[MixerOptions, ...]
     mlp: MLPOptions | None
+    joins: bool = False  # the first layer that predicts a further token: it takes that token's embedding too
+    ends: bool = False  # the last of these: a norm follows
 
     @property
     def name(self) -> str:
@@ -176,6 +178,8 @@ class ModelConfig(Factors):
     one_branch: bool = False  # a layer is what the pattern names; else mixers and the MLP or experts that follow them
     activation: DenseActivation = "swiglu"  # of MLPs
     normed_residual: bool = False  # branches add to the norm of the layer's input, which they have too
+    mtp_layers: Annotated[int, Field(ge=0, le=MOST_LAYERS)] = 0  # number of further tokens that more layers predict
+    mtp_weight: AtLeast0 = 0.1  # of their losses' mean (multi-token prediction)
     adapter: Adapter | None = None
 
     @property
@@ -185,22 +189,36 @@ class ModelConfig(Factors):
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """What every layer is made of."""
-        return tuple(self._layer(i, self.pattern[i % len(self.pattern)]) for i in range(self.num_layers))
+        """What every layer is made of; after `num_layers` come those that predict further tokens."""
+        trunk = tuple(self._layer(i, self.pattern[i % len(self.pattern)]) for i in range(self.num_layers))
+        return trunk + self.mtp_layers * self._predictor(trunk) if self.mtp_layers else trunk
+
+    def _predictor(self, trunk: tuple[Layer, ...]) -> tuple[Layer, ...]:
+        """The layer that predicts one further token, or two of one branch each: with softmax, if any layer has it, and
+        with experts, if there are some."""
+        mixing = [layer for layer in trunk if layer.mixers]
+        *_, last = [layer for layer in mixing if not all(mixer.linear for mixer in layer.mixers)] or mixing
+        mlp = self.moe or self._dense
+        if self.one_branch:
+            return Layer(last.mixers, None, joins=True), Layer((), mlp, ends=True)
+        return (Layer(last.mixers, mlp, joins=True, ends=True),)
+
+    @property
+    def _dense(self) -> Dense | None:
+        return Dense(self.hidden_dim, self.activation, self.gate_factor) if self.hidden_dim else None
 
     def _layer(self, i: int, entry: Entry) -> Layer:
-        dense = Dense(self.hidden_dim, self.activation, self.gate_factor) if self.hidden_dim else None
         if isinstance(entry, str):
-            return Layer((), self.moe if entry == MoEConfig.name else dense)
+            return Layer((), self.moe if entry == MoEConfig.name else self._dense)
         earlier = {type(mixer) for before in self.pattern[:i] for mixer in mixers_of(before)}
         mixers = tuple(mixer if type(mixer) in earlier else mixer.first for mixer in mixers_of(entry))
-        mlp = dense if self.moe is None or i in self.dense_layers else self.moe
+        mlp = self._dense if self.moe is None or i in self.dense_layers else self.moe
         return Layer(mixers, None if self.one_branch else mlp)
 
     @property
     def composition(self) -> str:
-        """Its numbers of layers, for people to read: 3 kda + 1 attention."""
-        counts = Counter(layer.name for layer in self.layers)
+        """Its numbers of layers, for people to read: 3 kda + 1 attention + 1 mtp attention."""
+        counts = Counter("mtp " * (i >= self.num_layers) + layer.name for i, layer in enumerate(self.layers))
         return " + ".join(f"{count} {name}" for name, count in counts.items())
 
     @property
@@ -223,11 +241,12 @@ class ModelConfig(Factors):
         of_parts = [*(mixer.ops for mixer in self.mixers), *(mlp.ops(self.dim, tp) for mlp in self.mlps)]
         return {op: dims for ops in of_parts for op, dims in ops.items()} | {"cross_entropy": {}}
 
-    def first_layers(self, n: int | None) -> ModelConfig:
-        """The same model with its first n layers only; None: with all of them."""
-        n = self.num_layers if n is None else min(n, self.num_layers)
+    def first_layers(self, n: int) -> ModelConfig:
+        """The same model with its first n layers only; those that predict further tokens need all others."""
+        if n > self.num_layers:
+            return self
         period = self.pattern * -(-n // len(self.pattern))
-        return replace(self, num_layers=n, pattern=period[:n])
+        return replace(self, num_layers=n, pattern=period[:n], mtp_layers=0)
 
     @property
     def split_counts(self) -> list[tuple[str, int]]:
@@ -307,4 +326,4 @@ def _chosen(options: object, values: Mapping[str, object]) -> dict[str, object]:
 
 def _without_mixers(model: ModelConfig) -> dict[str, object]:
     moe = model.moe and replace(model.moe, balance_coefficient=0.0, bias_update_rate=0.0)
-    return vars(replace(model, pattern=(), init_std=0.0, moe=moe, adapter=None))
+    return vars(replace(model, pattern=(), init_std=0.0, moe=moe, adapter=None, mtp_weight=ModelConfig.mtp_weight))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from titan_linear.models.config import Factors, ModelConfig
-from titan_linear.models.layers import LayerNorm, Output, RMSNorm, as_output, scaled
+from titan_linear.models.layers import LayerNorm, Output, RMSNorm, as_output, projection, scaled
 from titan_linear.models.lora import add_adapters
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.cross_entropy import chunked_cross_entropy
+from titan_linear.ops.exchange.collectives import Ranks, gather_tokens
 from titan_linear.ops.registry import choose_implementations
 from titan_linear.ops.runtime.support import Choice
 
@@ -35,7 +38,10 @@ class Block(nn.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x)), or one of the two; post-norm: x + norm(mixer(x)), x + norm(mlp(x)).
     Of mixers side by side it is the sum of their outputs; the first is the module `mixer`, others `mixer1`, ….
     `config.residual_factor` multiplies what is added, `kept_factor` what it is added to: x, or norm(x) if
-    `normed_residual`."""
+    `normed_residual`.
+
+    One that `joins` takes [the embedding of a further token | hidden states], normed and projected; one that `ends` has
+    a norm last (DeepSeek-V3, section 2.2)."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
@@ -46,6 +52,12 @@ class Block(nn.Module):
         self.mixer_names = tuple(f"mixer{n or ''}" for n in range(len(options.mixers)))
         self.takes = tuple(mixer.takes > 0 for mixer in options.mixers)
         self.mlp = None
+        if options.joins:
+            self.enorm, self.hnorm = norm_of(config), norm_of(config)
+            self.eh_proj = projection(2 * config.dim, config.dim)
+            self.float8 = (("eh_proj",),)
+        if options.ends:
+            self.final_norm = norm_of(config)
         if options.mixers:
             self.mixer_norm = norm_of(config)
         for name, mixer in zip(self.mixer_names, options.mixers, strict=True):
@@ -57,7 +69,9 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, plan: BatchPlan, cache: LayerCache | None = None, values: Tensor | None = None
     ) -> Output:
-        """x [B, T, dim] -> [B, T, dim], the load-balance loss of its experts, and the values that it hands on."""
+        """x [B, T, dim], or [B, T, 2 dim] if it joins -> [B, T, dim], the load-balance loss of its experts, and the
+        values that it hands on."""
+        x = self.joined(x)
         mixed = out = Output(x)
         if self.mixer_names:
             inputs = self.mixer_input(x)
@@ -67,7 +81,14 @@ class Block(nn.Module):
             inputs = x if self.post_norm else self.mlp_norm(x)
             out = as_output(self.mlp(inputs, plan, None if cache is None else cache["mlp"]))
             x = self._added(x, inputs, scaled(out.y, self.factors.mlp_factor), self.mlp_norm)
-        return Output(x, out.balance, mixed.values)
+        return Output(self.final_norm(x) if self.options.ends else x, out.balance, mixed.values)
+
+    def joined(self, x: Tensor) -> Tensor:
+        """What enters the residual stream."""
+        if not self.options.joins:
+            return x
+        embedded, hidden = x.chunk(2, -1)
+        return self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], -1))
 
     @property
     def mixers(self) -> list[nn.Module]:
@@ -94,6 +115,22 @@ class Block(nn.Module):
         return scaled(x, self.factors.kept_factor) + scaled(y, self.factors.residual_factor)
 
 
+@dataclass(eq=False)
+class Between:
+    """What layers hand on beside x."""
+
+    values: Tensor | None = None  # that later layers take
+    balances: list[Tensor] = field(default_factory=list)  # load-balance losses
+
+
+Further = Callable[[Tensor], Iterable[tuple[Tensor, Tensor]]]  # what is normed -> (hidden states, labels) by depth
+
+
+def unseen(loss: Tensor) -> Tensor:
+    """A loss that is in the gradient, not in the value."""
+    return loss - loss.detach()
+
+
 class Head(nn.Module):
     """Final norm and logits; with labels the summed loss, by chunks of tokens, without ever holding all logits."""
 
@@ -101,6 +138,7 @@ class Head(nn.Module):
         super().__init__()
         self.norm = norm_of(config)
         self.divisor = config.logits_divisor
+        self.mtp_factor = config.mtp_weight / max(config.mtp_layers, 1)
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim))
         self.token_losses: Tensor | None = None  # [B·T] into which the loss's terms are written, if set
         self.implementations: dict[str, Choice] = {}
@@ -109,14 +147,34 @@ class Head(nn.Module):
     def impl(self) -> str | Choice:
         return self.implementations.get("cross_entropy", "auto")
 
-    def forward(self, x: Tensor, labels: Tensor | None = None, loss_chunk: int = 2048) -> Tensor:
-        """x [B, T, dim] -> logits [B, T, vocab]; with labels [B, T] the sum of cross-entropies, in float32 or wider."""
+    def forward(
+        self, x: Tensor, labels: Tensor | None = None, loss_chunk: int = 2048, further: Further | None = None
+    ) -> Tensor:
+        """x [B, T, dim] -> logits [B, T, vocab]; with labels [B, T] the sum of cross-entropies, in float32 or wider.
+
+        further: what is normed -> pairs of hidden states and labels of further tokens. The gradient has their loss too,
+        the value does not. It is called in here, where FSDP has gathered norm and weight, and keeps them until both
+        losses are done with them in backward.
+        """
         x = self.normed(x)
         if labels is None:
             return x @ self.weight.T
-        return chunked_cross_entropy(
-            x.flatten(0, 1), self.weight, labels.flatten(), loss_chunk, token_losses=self.token_losses, impl=self.impl
-        )
+        return self.loss(x, labels, loss_chunk, further)
+
+    def loss(
+        self, x: Tensor, labels: Tensor, loss_chunk: int, further: Further | None, ranks: Ranks | None = None
+    ) -> Tensor:
+        """Of what is normed. ranks: those that have the other rows of the weight."""
+
+        def of(x: Tensor, labels: Tensor, token_losses: Tensor | None = None) -> Tensor:
+            x = gather_tokens(x, ranks) if ranks and torch.is_grad_enabled() else x
+            x = x.flatten(0, 1)
+            return chunked_cross_entropy(x, self.weight, labels.flatten(), loss_chunk, ranks, token_losses, self.impl)
+
+        out = of(x, labels, self.token_losses)
+        for h, later in further(x) if further else ():
+            out = out + unseen(self.mtp_factor * of(h, later))
+        return out
 
     def normed(self, x: Tensor) -> Tensor:
         """What the weight is multiplied with."""
@@ -132,7 +190,7 @@ class Decoder(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.embedding_norm = norm_of(config) if config.layer_norm else nn.Identity()
-        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(len(config.layers)))
         self.head = Head(config)
         self.implementations: dict[str, Choice] = {}
         if config.tie_embeddings:
@@ -158,7 +216,7 @@ class Decoder(nn.Module):
                         module.implementations = self.implementations | own
         return self
 
-    def _embedded(self, tokens: Tensor) -> Tensor:
+    def embedded(self, tokens: Tensor) -> Tensor:
         return self.embedding_norm(scaled(self.embedding(tokens), self.config.embedding_factor))
 
     def forward(
@@ -176,14 +234,39 @@ class Decoder(nn.Module):
 
         With caches, the tokens continue the cached ones; logits_to_keep: only the logits of that many last tokens.
         The load-balance loss, times balance_weight, is in the loss's gradient, not in its value, which stays the sum of
-        cross-entropies. It is a sum over all tokens, with or without a label.
+        cross-entropies. It is a sum over all tokens, with or without a label. So is that of further tokens, if the plan
+        has some.
         """
-        x, balances, values = self._embedded(tokens), [], None
-        for i, layer in enumerate(self.layers):
-            x, balance, first_values = layer(x, plan, None if caches is None else caches[i], values)
-            values = values if first_values is None else first_values
-            balances += [] if balance is None else [balance]
-        out = self.head(x if logits_to_keep is None else x[:, -logits_to_keep:], labels, loss_chunk)
-        for balance in balances if labels is not None else []:
-            out = out + balance_weight * (balance - balance.detach())
+        later = plan.later if labels is not None else None
+        x, *embedded = self.embedded(tokens if later is None else torch.cat([tokens, later.tokens])).split(len(tokens))
+        between = Between()
+        x = self.through(range(self.config.num_layers), x, plan, caches, between)
+
+        def further(h: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+            """Each depth goes on from the hidden states of the one before."""
+            for depth, (x, its_labels) in enumerate(zip(embedded, later.labels, strict=True)):
+                h = self.through(self.predictor(depth), torch.cat([x, h], -1), plan, caches, between)
+                yield h, its_labels
+
+        out = self.head(
+            x if logits_to_keep is None else x[:, -logits_to_keep:], labels, loss_chunk, further if later else None
+        )
+        for balance in between.balances if labels is not None else []:
+            out = out + balance_weight * unseen(balance)
         return out
+
+    def through(
+        self, layers: range, x: Tensor, plan: BatchPlan, caches: list[LayerCache] | None, between: Between
+    ) -> Tensor:
+        """What comes of x after these layers."""
+        for i in layers:
+            x, balance, own = self.layers[i](x, plan, None if caches is None else caches[i], between.values)
+            between.values = between.values if own is None else own
+            between.balances += [] if balance is None else [balance]
+        return x
+
+    def predictor(self, depth: int) -> range:
+        """The layers that predict a token, `depth` tokens after the next one's successor."""
+        each = (len(self.layers) - self.config.num_layers) // self.config.mtp_layers
+        first = self.config.num_layers + depth * each
+        return range(first, first + each)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ class BatchPlan:
         first_key: Tensor | None = None,
         num_streams: int = 1,
         pairs: float = 0.0,
+        later: Later | None = None,
     ):
         """
         Args:
@@ -39,9 +41,11 @@ class BatchPlan:
             first_key: [B] int64, in decoding token by token: length of the padding before a row's keys in the cache.
             num_streams: number of streams, of equal length, laid end to end.
             pairs: number of (query, key) pairs that this rank computes in a softmax layer, for metrics.
+            later: what layers that predict further tokens are trained on.
         """
         self.position_ids, self.cu_seqlens, self.cp_context = position_ids, cu_seqlens, cp_context
         self.first_key, self.num_streams, self.pairs = first_key, num_streams, pairs
+        self.later = later
         self._angles: dict[tuple[Rotary, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     @property
@@ -59,6 +63,13 @@ class BatchPlan:
         """Compute these angles before any layer asks for them: compiled code then only reads them."""
         for rotary in rotaries:
             self.angles(rotary, dtype)
+
+
+class Later(NamedTuple):
+    """What is k tokens later in the same document, k = 1, 2, …: beyond its end token 0, without a label."""
+
+    tokens: Tensor  # [further tokens, T] int64
+    labels: Tensor  # likewise
 
 
 @dataclass(frozen=True, eq=False)

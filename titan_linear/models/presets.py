@@ -89,12 +89,13 @@ def resized(model: ModelConfig, keys: Mapping[str, Any]) -> ModelConfig:
         ValueError: a mixer or an option that does not exist, is missing, has another type, or contradicts another; a
             pattern that the layers do not repeat as a whole.
     """
-    sizes = {name: keys[name] for name in ("vocab_size", "dim", "num_layers", "hidden_dim") if keys[name]}
+    names = ("vocab_size", "dim", "num_layers", "hidden_dim", "mtp_layers")
+    sizes = {name: keys[name] for name in names if keys[name]}
     if keys["moe"]:
         sizes["moe"] = _with_options(MoEConfig, model.moe, keys["moe"], "model.moe")
     bases = {mixer.name: mixer for entry in reversed(model.pattern) for mixer in mixers_of(entry)}
     kinds = keys["pattern"] or [_name(entry) for entry in model.pattern]
-    names = [name for kind in kinds for name in kind.split(BESIDE)]
+    used = [name for kind in kinds for name in kind.split(BESIDE)]
     for kind in kinds:
         if kind not in ALONE and not MIXERS.keys() >= set(kind.split(BESIDE)):
             known = ", ".join((*MIXERS, *ALONE))
@@ -102,7 +103,7 @@ def resized(model: ModelConfig, keys: Mapping[str, Any]) -> ModelConfig:
     for name in keys["mixers"]:
         if name not in MIXERS:
             raise ValueError(f"model.{name} is neither a key nor a mixer; mixers are {', '.join(MIXERS)}")
-        if name not in names:
+        if name not in used:
             raise ValueError(f"model.{name} is not used: model.pattern = {kinds} has no {name!r}; add it, or remove it")
     pattern = tuple(_entry(entry, bases, keys["mixers"]) for entry in keys["pattern"] or model.pattern)
     one_branch = model.one_branch or any(name in ALONE for name in kinds)

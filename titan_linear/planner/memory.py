@@ -256,18 +256,19 @@ def layers(model: ModelConfig, batch: Batch) -> list[Layer]:
             raise ValueError(f"{name} is planned as the GPU's kernels compute it: {reason}; use a model that they take")
     alike, of_kind = batch._replace(ep=1), model.layers
     firsts = [of_kind.index(layer) for layer in of_kind]
-    return [_last_layer(model.first_layers(n + 1), alike, i - n if batch.float8 else 0) for i, n in enumerate(firsts)]
+    return [_layer(model.first_layers(n + 1), n, alike, i - n if batch.float8 else 0) for i, n in enumerate(firsts)]
 
 
 @cache
-def _last_layer(model: ModelConfig, batch: Batch, shift: int) -> Layer:
-    """shift: of the layers' numbers, by which float8.filter_fqns knows them."""
+def _layer(model: ModelConfig, n: int, batch: Batch, shift: int) -> Layer:
+    """Layer n. shift: of the layers' numbers, by which float8.filter_fqns knows them."""
     methods = {"context_parallel_method": batch.softmax_method, "context_parallel_linear_method": batch.linear_method}
     decoder = _on_a_rank(model, batch.dtype, batch.tp, 1, **methods)
-    x = torch.empty(1, batch.tokens, model.dim, dtype=batch.dtype, device=META, requires_grad=True)
+    block = decoder.layers[n]
+    width = model.dim * (2 if block.options.joins else 1)
+    x = torch.empty(1, batch.tokens, width, dtype=batch.dtype, device=META, requires_grad=True)
     if batch.float8 is not None:
         use_float8(decoder, batch.float8, first=shift)
-    *_, block = decoder.layers
     if isinstance(block.mlp, MoE):
         block.mlp.experts.linear = _one_expert
     cp = context(batch)
@@ -383,6 +384,7 @@ def _head(config: Config, model: ModelConfig, u: Units, batch: Batch) -> dict[st
     compute = u.types.compute
     tokens = batch.tokens * batch.tp
     stream = model.dim * (4 * batch.tokens + 2 * compute * tokens)
+    stream *= 1 + model.mtp_layers
     logits = min(config.training.loss_chunk_size, tokens) * u.vocabulary // model.dim * (4 + compute)
     weight = u.vocabulary * (4 + compute if u.sharded else 4)
     return {"head": stream + weight, "logits": logits}
@@ -390,7 +392,7 @@ def _head(config: Config, model: ModelConfig, u: Units, batch: Batch) -> dict[st
 
 def checkpointings(model: ModelConfig) -> list[list[ActivationCheckpoint]]:
     """The ways that differ for this model, in groups: in each from the one that keeps most, and recomputes least."""
-    layers = model.num_layers
+    layers = len(model.layers)
     every = {layers // n: n for n in range(layers, 1, -1)}  # by the number of layers that are recomputed
     nth = [ActivationCheckpoint(mode="selective", selective_ac_option=str(n)) for n in every.values()]
     by_op = ("selective", "attention") if model.softmax else ("selective",)

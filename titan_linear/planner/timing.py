@@ -260,7 +260,7 @@ def step(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: 
     parts["communication"] += sums * _replicas(config, u, gpus, machine, passes)
     if u.offloaded:
         parts["communication"] += (times - 1) * u.own * u.types.stored / machine.offload.to_host
-    chunks = -(-batch.tokens * batch.tp // t.loss_chunk_size)
+    chunks = -(-batch.tokens * batch.tp // t.loss_chunk_size) * (1 + model.mtp_layers)
     launches = times * (sum(p.launches for p in everything) + 7 * chunks)  # 7 for each chunk of logits
     spent = sum(parts.values())
     parts["launches"] = max(machine.rates.gap * launches, machine.rates.host * launches - spent)
@@ -271,7 +271,7 @@ def step(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: 
 
 def passes_of(clock: Clock, config: Config, model: ModelConfig) -> list[tuple[Pass, Pass]]:
     """Forward and backward of each layer."""
-    modes = [layer_checkpointing(config.activation_checkpoint, i) for i in range(model.num_layers)]
+    modes = [layer_checkpointing(config.activation_checkpoint, i) for i in range(len(model.layers))]
     return [_passes(clock, mode, layer) for mode, layer in zip(modes, layers(model, clock.batch), strict=True)]
 
 
@@ -294,7 +294,7 @@ def _head(config: Config, model: ModelConfig, u: Units, batch: Batch, machine: M
     """Seconds: three products per chunk of tokens; float32 logits, written once and read twice, and their gradient,
     written; the weight's float32 gradient, read and written for each chunk."""
     rates, D = machine.rates, model.dim
-    tokens, rows = batch.tokens * batch.tp, u.vocabulary // D
+    tokens, rows = batch.tokens * batch.tp * (1 + model.mtp_layers), u.vocabulary // D
     chunk = min(config.training.loss_chunk_size, tokens)
     chunks = tokens / chunk
     products = sum(rates.product(size) for size in ((chunk, rows, D), (chunk, D, rows), (rows, D, chunk)))
@@ -372,6 +372,6 @@ def _experts(config: Config, model: ModelConfig, batch: Batch, machine: Machine)
     others = (batch.ep - 1) * (1 - (1 - 1 / batch.ep) ** model.moe.top_k)  # ranks that a token goes to, expected
     rows = batch.tokens * batch.tp * others * model.moe.width(model.dim) * batch.dtype.itemsize
     exchange = link.message + rows / link.all_to_all
-    modes = [layer_checkpointing(config.activation_checkpoint, i) for i in range(model.num_layers)]
+    modes = [layer_checkpointing(config.activation_checkpoint, i) for i in range(len(model.layers))]
     times = [4 if mode == "none" else 6 for i, mode in enumerate(modes) if model.has_experts(i)]
     return len(times) * link.message + sum(times) * exchange

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from titan_linear.data import IGNORE, Batch, StreamLoader
 from titan_linear.distributed.one_process import LocalDims
+from titan_linear.models.plan import Later
 from titan_linear.proof.findings import Finding, Findings
 from titan_linear.proof.ranks import on_ranks, sharding_of
 from titan_linear.proof.subject import STREAMS, Subject
@@ -61,6 +62,7 @@ def cut(subject: Subject) -> Findings:
         tokens, own_labels, plan = sharding_of(subject, dims, subject.dtype)(batch)
         context = plan.cp_context
         found = {"tokens": tokens[0], "labels": own_labels[0], "position_ids": plan.position_ids}
+        found |= _by_depth(plan.later)
         starts = [int(a) for a in context.cu_seqlens_cpu[:-1]]
         return dims.dp_rank, dims.cp_group.rank(), {n: x.cpu() for n, x in found.items()}, starts
 
@@ -68,6 +70,7 @@ def cut(subject: Subject) -> Findings:
     bounds = batch.cu_seqlens.numpy().astype(np.int64)
     position = np.arange(bounds[-1]) - np.repeat(bounds[:-1], np.diff(bounds))
     want = {"tokens": batch.tokens[0], "labels": batch.labels[0], "position_ids": torch.from_numpy(position)}
+    want |= _by_depth(later(batch, subject.model.mtp_layers))
     wrong = dict.fromkeys([*want, "documents"], 0)
     where = dict.fromkeys([*want, "documents"], "")
     for rank, (dp_rank, cp_rank, found, starts) in enumerate(on_ranks(degrees, on_rank)):
@@ -85,6 +88,24 @@ def cut(subject: Subject) -> Findings:
     for name, count in wrong.items():
         what = "boundaries of documents" if name == "documents" else name
         yield Finding("cut", f"{what} of {degrees.ranks} ranks that differ from the streams'", count, 0, where[name])
+
+
+def later(batch: Batch, depth: int) -> Later | None:
+    """What the layers that predict further tokens are trained on, document by document; None if there are none."""
+    tokens = torch.zeros(depth, batch.tokens.shape[1], dtype=torch.int64)
+    labels = torch.full_like(tokens, IGNORE)
+    for a, b in pairwise(batch.cu_seqlens.tolist()):
+        for k in range(1, min(depth, b - a - 1) + 1):
+            tokens[k - 1, a : b - k], labels[k - 1, a : b - k] = batch.tokens[0, a + k : b], batch.labels[0, a + k : b]
+    return Later(tokens, labels) if depth else None
+
+
+def _by_depth(later: Later | None) -> dict[str, Tensor]:
+    return (
+        {f"{name} {k} later": x for name, rows in later._asdict().items() for k, x in enumerate(rows, 1)}
+        if later
+        else {}
+    )
 
 
 def tokens_of(subject: Subject, dp_rank: int, cp_rank: int) -> Tensor:

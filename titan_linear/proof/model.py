@@ -15,9 +15,10 @@ from titan_linear.data import IGNORE
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.one_process import LocalDims
 from titan_linear.models.decoder import Decoder
+from titan_linear.ops.layout.tables import to_device
 from titan_linear.ops.runtime.support import short
 from titan_linear.proof.cases import DELTA, Tensors
-from titan_linear.proof.data import tokens_in
+from titan_linear.proof.data import later, tokens_in
 from titan_linear.proof.findings import UNIT, Finding, Findings, bound_of_model, off, worst
 from titan_linear.proof.ops import ALONE, SMALL, begins, may_differ, plan_of, repeatable
 from titan_linear.proof.ranks import model_of, on_ranks, passes_of, sum_as_fsdp, whole_gradients
@@ -40,7 +41,8 @@ class Trace:
     """Keeps what enters each layer and the head, and the gradients of that, inside `with`."""
 
     def __init__(self, model: Decoder):
-        self.modules = [*model.layers, model.head]
+        n = model.config.num_layers
+        self.modules = [*model.layers[:n], model.head, *model.layers[n:]]  # in the order of computation
         self.between: list[list[Tensor]] = [[] for _ in self.modules]  # by module and micro-step
         self.backward: list[list[Tensor]] = [[] for _ in self.modules]
 
@@ -62,8 +64,8 @@ class Trace:
         return keep
 
     def passed(self) -> list[Tensor]:
-        """[1, tokens of all micro-steps, dim] float64: what enters each layer, then the head; and their
-        gradients, in the order in which they are computed."""
+        """[1, tokens of all micro-steps, dim] float64: what enters each module, and its gradients, in the order in
+        which they are computed."""
         return [torch.cat(steps, 1) for steps in (*self.between, *reversed(self.backward)) if steps]
 
 
@@ -73,7 +75,7 @@ def in_one_process(subject: Subject, whole: Decoder) -> Step:
     bounds = batch.cu_seqlens
     valid = max(int((batch.labels != IGNORE).sum()), 1)
     device = subject.device
-    plan = plan_of(subject, bounds, batch.num_streams)
+    plan = plan_of(subject, bounds, batch.num_streams, to_device(later(batch, subject.model.mtp_layers), device))
     tokens = batch.tokens.to(device)
     labels = batch.labels.to(device)
     chunk = subject.config.training.loss_chunk_size
@@ -202,9 +204,15 @@ class Station(NamedTuple):
 
 def stations(subject: Subject, want: Step, dtype: torch.dtype, one: Step | None) -> list[Station]:
     """All stations of a step, in the order in which it computes them."""
-    layers = [subject.layer(i) for i in range(subject.model.num_layers)]
-    names = [f"{name}, forward" for name in ("the embedding", *layers)]
-    names += [f"{name}, backward" for name in ("the head or the loss", *reversed(layers))]
+    layers = [subject.layer(i) for i in range(len(subject.model.layers))]
+    n = subject.model.num_layers
+    trunk, more = layers[:n], layers[n:]
+    entered = [
+        "the embeddings of later tokens" if layer.joins else name
+        for layer, name in zip(subject.model.layers[n:], ["", *more])
+    ]
+    names = [f"{name}, forward" for name in ("the embedding", *trunk, *entered)]
+    names += [f"{name}, backward" for name in (*reversed(more), "the head or the loss", *reversed(trunk))]
     of_one = one.passed if one else [None] * len(names)
     bounds = [_bound(dtype, x, y) for x, y in zip(of_one, want.passed, strict=True)]
     back = [name.endswith("backward") for name in names]
@@ -264,7 +272,7 @@ def _forward(subject: Subject, whole: Decoder, tokens: Tensor, bounds: Tensor) -
 def repeated(subject: Subject) -> Findings:
     """A step that is taken twice gives the same bits."""
     whole = subject.whole(DTYPES[subject.config.training.dtype])
-    with repeatable(may_differ(subject, range(subject.model.num_layers))):
+    with repeatable(may_differ(subject, range(len(subject.model.layers)))):
         first, again = (on_all_ranks(subject, whole) for _ in range(2))
     differ = [] if torch.equal(first.loss, again.loss) else ["loss"]
     differ += [name for name, x in first.copies[0][1].items() if not torch.equal(x, again.copies[0][1][name])]

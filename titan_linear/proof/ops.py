@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from titan_linear.distributed.one_process import Degrees, LocalDims
 from titan_linear.distributed.parallelize import cp_method
 from titan_linear.models.config import MixerOptions
-from titan_linear.models.plan import BatchPlan
+from titan_linear.models.plan import BatchPlan, Later
 from titan_linear.ops.registry import choose_implementations
 from titan_linear.ops.runtime.support import short
 from titan_linear.proof.cases import Case, Draws, Tensors
@@ -136,10 +136,10 @@ def _bounds(subject: Subject) -> Tensor:
     return bounds[bounds <= STREAMS * subject.config.training.seq_len]
 
 
-def plan_of(subject: Subject, bounds: Tensor, num_streams: int = 1) -> BatchPlan:
+def plan_of(subject: Subject, bounds: Tensor, num_streams: int = 1, later: Later | None = None) -> BatchPlan:
     """The plan of documents with these boundaries, by hand."""
     positions = torch.cat([torch.arange(n) for n in bounds.diff().tolist()]).to(subject.device)
-    return BatchPlan(positions, cu_seqlens=bounds.to(subject.device), num_streams=num_streams)
+    return BatchPlan(positions, cu_seqlens=bounds.to(subject.device), num_streams=num_streams, later=later)
 
 
 # --- What is compared ------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ class Subject:
         return f"stream {stream}, document {n - first}, token {token - bounds[n]}"
 
     def layer(self, i: int) -> str:
-        return f"layer {i} ({self.model.layers[i].name})"
+        return f"layer {i} ({'mtp ' * (i >= self.model.num_layers)}{self.model.layers[i].name})"
 
 
 @torch.no_grad()
@@ -211,11 +211,11 @@ def _degrees(config: Config, processes: int) -> Degrees:
 
 def _one_period(model: ModelConfig) -> ModelConfig:
     """The first layers, until their pattern repeats."""
-    layers = model.layers
+    layers = replace(model, mtp_layers=0).layers
     n = next(n for n in range(1, len(layers) + 1) if all(layers[i] == layers[i % n] for i in range(len(layers))))
     if n == len(layers):  # no period: until every kind has occurred
         n = max(layers.index(kind) for kind in set(layers)) + 1
-    return model.first_layers(n)
+    return replace(model.first_layers(n), mtp_layers=model.mtp_layers)
 
 
 def fitting(model: ModelConfig, config: Config, degrees: Degrees, device: torch.device) -> tuple[ModelConfig, int]:

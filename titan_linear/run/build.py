@@ -97,10 +97,12 @@ def model_config(config: Config, tokenizer: Tokenizer) -> ModelConfig:
 def model_without_tokenizer(config: Config) -> ModelConfig:
     """`model_config` before the tokenizer is known: a preset with its own vocabulary."""
     if config.model.flavor == "hf":
-        _, model = under_key("model.flavor = 'hf'", read_model, Path(hf_assets(config)))
+        _, model = under_key("model.flavor = 'hf'", read_model, Path(hf_assets(config)), config.model.mtp_layers)
     else:
         model = preset(config.model.name, config.model.flavor)
-    return with_adapter(balance_experts(resized(model, config.model.model_dump()), config), config)
+    model = resized(model, config.model.model_dump())
+    model = balance_experts(replace(model, mtp_weight=config.loss.mtp_weight), config)
+    return with_adapter(model, config)
 
 
 def with_adapter(model: ModelConfig, config: Config) -> ModelConfig:
@@ -349,11 +351,11 @@ def check_node_heads(model: ModelConfig, config: Config, world_size: int, node_s
 def check_checkpointing(model: ModelConfig, config: Config) -> None:
     """Raise ValueError if every n-th layer is to be computed again, and there is no n-th."""
     ac = config.activation_checkpoint
-    modes = {layer_checkpointing(ac, i) for i in range(model.num_layers)}
+    modes = {layer_checkpointing(ac, i) for i in range(len(model.layers))}
     if ac.mode != "none" and modes == {"none"}:
         raise ValueError(
             f"activation_checkpoint.selective_ac_option = {ac.selective_ac_option!r} computes none of the model's "
-            f"{model.num_layers} layers again; use at most {model.num_layers}, or mode = 'none'"
+            f"{len(model.layers)} layers again; use at most {len(model.layers)}, or mode = 'none'"
         )
 
 

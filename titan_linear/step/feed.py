@@ -19,7 +19,7 @@ from titan_linear.data import IGNORE, Batch
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.layers import widened
-from titan_linear.models.plan import BatchPlan, Rotary
+from titan_linear.models.plan import BatchPlan, Later, Rotary
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.attention import choose_method, pairs_computed
 from titan_linear.ops.layout.build_context import ranks_per_node
@@ -40,6 +40,7 @@ class BatchSharding:
     compiled: bool  # layers, which read the plan, are compiled
     programs: tuple[int, ...]  # of each kind of scan over a rank's tokens, where scans are kernels
     stream_programs: tuple[int, ...] | None  # likewise over the whole stream, where ranks share heads; None: no scan
+    mtp_layers: int
     softmax: tuple[tuple[int, int, int], ...]  # Hq, Hkv and D + Dv on a rank of tp, for each kind of softmax layer
 
     @classmethod
@@ -72,11 +73,13 @@ class BatchSharding:
             compiled=compiled,
             programs=() if over_heads else programs,
             stream_programs=programs if over_heads else None,
+            mtp_layers=model.mtp_layers,
             softmax=_softmax(model, dims.tp),
         )
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor, BatchPlan]:
-        """This rank's tokens [1, T_local], labels [1, T_local] and their plan. Labels were shifted before the cut."""
+        """This rank's tokens [1, T_local], labels [1, T_local] and their plan. Labels, and what comes later in a
+        document, were shifted before the cut."""
         methods = self.methods(batch.tokens.shape[1])
         context = build_cp_context(
             batch.cu_seqlens,
@@ -88,10 +91,10 @@ class BatchSharding:
             stream_programs=self.stream_programs,
             attention=methods,
         )
-        local = [batch.tokens, batch.labels]
+        local = [batch.tokens, batch.labels, *(later_of(batch, self.mtp_layers) if self.mtp_layers else ())]
         if self.dims.cp > 1:
             local = [torch.cat([x[:, start:end] for start, end in context.fragments], 1) for x in local]
-        context, tokens, labels = to_device([context, *local], self.device)
+        context, tokens, labels, *later = to_device([context, *local], self.device)
         if self.compiled:
             context.mark_dynamic()
         plan = BatchPlan(
@@ -99,6 +102,7 @@ class BatchSharding:
             cp_context=context,
             num_streams=batch.num_streams,
             pairs=pairs_computed(context, next(iter(methods), "ring")) if self.softmax else 0.0,
+            later=Later(*later) if later else None,
         )
         plan.prepare(self.rotaries, widened(self.compute_dtype))
         return tokens, labels, plan
@@ -129,6 +133,16 @@ class BatchSharding:
             f"attention by ring over contiguous fragments: of one document a rank computes {(2 * W - 1) / W:.2f} times "
             'the mean, and the others wait; parallelism.context_parallel_layout = "zigzag" shares it equally'
         )
+
+
+def later_of(batch: Batch, depth: int) -> Later:
+    """Of the whole stream, so that a token's later ones may lie on any rank."""
+    bounds = batch.cu_seqlens.long()
+    ends = bounds[1:].repeat_interleave(bounds.diff())  # [T], of each token's document
+    at = torch.arange(len(ends)) + torch.arange(1, depth + 1).unsqueeze(1)
+    inside = at < ends
+    tokens, labels = (x[0, at.where(inside, 0)] for x in (batch.tokens, batch.labels))
+    return Later(tokens.where(inside, 0), labels.where(inside, IGNORE))
 
 
 def _programs(model: ModelConfig, ranks: int, device: torch.device) -> tuple[int, ...]:

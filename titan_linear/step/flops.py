@@ -43,7 +43,8 @@ def forward_flops(model: ModelConfig, documents: Documents) -> int:
     layers = model.layers
     mixers = sum(mixer.flops(model.dim, documents) for layer in layers for mixer in layer.mixers)
     per_token = sum(layer.mlp.flops(model.dim) for layer in layers if layer.mlp is not None)
-    return mixers + documents.tokens * (per_token + 2 * model.dim * model.vocab_size)
+    per_token += model.mtp_layers * 4 * model.dim**2  # of embedding and hidden state, joined
+    return mixers + documents.tokens * (per_token + (1 + model.mtp_layers) * 2 * model.dim * model.vocab_size)
 
 
 def peak_tflops(config: Config, device: torch.device) -> float | None:

@@ -93,15 +93,15 @@ def _checksum(tensor: OnDisk) -> int:
 # --- Looking at a folder ---------------------------------------------------------------------------------------------
 
 
-def read_model(path: Path) -> tuple[str, ModelConfig]:
-    """(family, model) of a folder's config.json.
+def read_model(path: Path, mtp_layers: int = 0) -> tuple[str, ModelConfig]:
+    """(family, model) of a folder's config.json, as `config_from_hf` reads it.
 
     Raises:
         ValueError: there is none, or it describes a model that we do not have.
     """
     config = read_config(path)
     try:
-        return config_from_hf(config)
+        return config_from_hf(config, mtp_layers)
     except ValueError as error:
         raise ValueError(f"'{path / CONFIG}': {error}") from None
 
@@ -139,7 +139,7 @@ def check_folder(path: Path, model: ModelConfig, free: Collection[str] = ()) -> 
     Raises:
         ValueError: naming file and tensor, or an option.
     """
-    family, theirs = read_model(path)
+    family, theirs = read_model(path, model.mtp_layers)
     changed = differences(theirs, model)
     if found := {option: pair for option, pair in changed.items() if option not in free}:
         differing = ", ".join(f"{option} = {a!r} (this run: {b!r})" for option, (a, b) in found.items())

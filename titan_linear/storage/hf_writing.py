@@ -213,7 +213,7 @@ def _config_json(
             table.pop("torch_dtype", None)  # the older name
     longest = max(longest, *(tables[-1].get(name) or 0 for name in LENGTHS))
     _lengthen(tables[-1], longest)
-    _, theirs = config_from_hf(config)  # a scale of positions may follow from the length
+    _, theirs = config_from_hf(config, model.mtp_layers)  # a scale of positions may follow from the length
     if differences(theirs, model):
         _change(tables[-1], config_to_hf(family, theirs), config_to_hf(family, model))
         _lengthen(tables[-1], longest)

@@ -47,6 +47,17 @@ class OwnTokenizer:
 
 
 @dataclass(frozen=True)
+class MTP:
+    """The layers that predict further tokens."""
+
+    key: str  # of config.json: for how many
+    parts: tuple[Spellings, ...]  # of what they have beside layers
+    place: str = "mtp.layers.{j}."  # of the j-th of them; "": numbered on after the others
+    most: int | None = None  # of such tokens
+    implied: int = 0  # their number without the key
+
+
+@dataclass(frozen=True)
 class Family:
     model: tuple[Spellings, ...]
     layers: Mapping[tuple[type, ...], tuple[Spellings, ...]]  # by `Layer.kinds`, norms included
@@ -58,7 +69,7 @@ class Family:
     wrappers: tuple[str, ...] = ()  # architectures that contain this one as their language model
     own_tokenizer: OwnTokenizer | None = None
     ties: bool = True  # whether transformers ties the head where config.json says so; if not, folders have the head too
-    mtp_layers: bool = False  # whether layers after the last predict further tokens: they are ignored
+    mtp: MTP | None = None
     float32: tuple[str, ...] = ()  # ends of names of our parameters that transformers keeps in float32 or wider
 
 
@@ -144,5 +155,6 @@ def outside_layers(embedding: str, norm: str) -> tuple[Spellings, ...]:
 
 
 MODEL = outside_layers("embed_tokens", "norm")
+MTP_PARTS = weights("", "", "enorm", "hnorm", "eh_proj", final_norm="final_layernorm")
 NORMS = weights("", "", mixer_norm="input_layernorm", mlp_norm="post_attention_layernorm")
 MLP = swiglu("mlp.", "mlp.")

@@ -19,6 +19,8 @@ from titan_linear.models.families.kimi import LATENT, mlps
 from titan_linear.models.families.layout import (
     GATES,
     MLP,
+    MTP,
+    MTP_PARTS,
     NORMS,
     ROUTER,
     Family,
@@ -125,4 +127,6 @@ KEYS = table(
     mixer(ATTENTION),
 )
 FLOAT32 = (*ROUTER, *CONVOLUTIONS, *GATES)
-LING_3 = Family(MODEL, LAYERS, MLP, EXPERTS, KEYS, mtp_layers=True, ties=False, float32=FLOAT32)
+LING_3 = Family(
+    MODEL, LAYERS, MLP, EXPERTS, KEYS, mtp=MTP("num_nextn_predict_layers", MTP_PARTS, ""), ties=False, float32=FLOAT32
+)

@@ -23,7 +23,17 @@ from titan_linear.models.families.keys import (
     shortest,
     table,
 )
-from titan_linear.models.families.layout import ROUTER, Family, mamba2, outside_layers, self_attention, spelled, weights
+from titan_linear.models.families.layout import (
+    MTP,
+    MTP_PARTS,
+    ROUTER,
+    Family,
+    mamba2,
+    outside_layers,
+    self_attention,
+    spelled,
+    weights,
+)
 from titan_linear.models.mixers import Attention, Mamba2
 from titan_linear.models.mlps import Dense
 
@@ -158,7 +168,7 @@ NEMOTRON_H = Family(
     EXPERTS,
     KEYS,
     prefixes=("backbone.", "model."),
-    ignored=(r"mtp\..*",),
+    mtp=MTP("num_nextn_predict_layers", MTP_PARTS),
     ties=False,
     float32=ROUTER,
 )

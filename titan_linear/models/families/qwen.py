@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from titan_linear.models.config import ModelConfig, MoEConfig
 from titan_linear.models.families.keys import (
     COMMON,
@@ -19,7 +21,18 @@ from titan_linear.models.families.keys import (
     rope,
     table,
 )
-from titan_linear.models.families.layout import MLP, MODEL, NORMS, Family, OwnTokenizer, fused, gates, swiglu, weights
+from titan_linear.models.families.layout import (
+    MLP,
+    MODEL,
+    MTP,
+    NORMS,
+    Family,
+    OwnTokenizer,
+    fused,
+    gates,
+    swiglu,
+    weights,
+)
 from titan_linear.models.families.layout import experts as each_expert
 from titan_linear.models.mixers import GDN, Attention
 
@@ -164,9 +177,15 @@ _TOKENIZER = OwnTokenizer(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"), _is_qw
 
 # --- The families ----------------------------------------------------------------------------------------------------
 
+_MTP = MTP(
+    "mtp_num_hidden_layers",
+    weights("", "mtp.", enorm="pre_fc_norm_embedding", hnorm="pre_fc_norm_hidden", eh_proj="fc", final_norm="norm"),
+    most=1,  # further ones would share these
+)
 _VISION = dict(
     prefixes=("model.", "model.language_model."),
-    ignored=(r"model\.visual\..*", r"mtp\..*"),  # and multi-token prediction
+    ignored=(r"model\.visual\..*",),
+    mtp=_MTP,
     own_tokenizer=_TOKENIZER,
 )
 _QWEN3_5_LAYERS = {(GDN,): QWEN3_5_GDN, (Attention,): ATTENTION}
@@ -200,5 +219,5 @@ QWEN3_NEXT = Family(
         _experts(plain(normalise=("norm_topk_prob", True))),  # Qwen3.5 always does, without a key
         Row(_read_dense_layers, _write_dense_layers),
     ),
-    ignored=(r"mtp\..*",),
+    mtp=replace(_MTP, key="num_nextn_predict_layers", implied=1),
 )

@@ -1,0 +1,97 @@
+"""Layers that predict further tokens, against their definition: each document by itself, all logits at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.models.ours import labels_of, positions, relative
+from titan_linear.data import Batch
+from titan_linear.models.config import ModelConfig
+from titan_linear.models.decoder import Between, Block, Decoder
+from titan_linear.models.init import initialise
+from titan_linear.models.plan import BatchPlan
+from titan_linear.models.presets import preset
+from titan_linear.step.feed import later_of
+
+BOUNDS = [0, 1, 3, 6, 40, 64]  # of documents shorter than the depth, too
+DEPTH, WEIGHT = 3, 0.3
+
+
+def config_of(name: str) -> ModelConfig:
+    config = replace(preset(name, "debug"), vocab_size=97, mtp_layers=DEPTH, mtp_weight=WEIGHT)
+    # The load of experts counts tokens beyond a document's end, which a document by itself lacks.
+    return replace(config, moe=config.moe and replace(config.moe, balance_coefficient=0.0, bias_update_rate=0.0))
+
+
+def norm(x: Tensor, weight: Tensor, config: ModelConfig) -> Tensor:
+    scale = 1 + weight if config.zero_centred_norm else weight
+    return x / (x.square().mean(-1, keepdim=True) + config.norm_eps).sqrt() * scale
+
+
+def definition(model: Decoder, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Loss of a document, and the sum of those of its further tokens. Sequences become shorter by a token each time."""
+    config = model.config
+
+    def through(x: Tensor, layers: range) -> Tensor:
+        plan, between = BatchPlan(torch.arange(len(x))), Between()
+        return model.through(layers, x.unsqueeze(0), plan, None, between)[0]
+
+    def loss(h: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(h @ model.head.weight.T, labels, reduction="sum", ignore_index=-100)
+
+    embedded = model.embedding.weight[tokens]
+    h = norm(through(embedded, range(config.num_layers)), model.head.norm.weight, config)
+    losses = [loss(h, labels)]
+    for k in range(1, min(DEPTH, len(tokens) - 1) + 1):
+        layers = model.predictor(k - 1)
+        joins, ends = model.layers[layers[0]], model.layers[layers[-1]]
+        e, h = norm(embedded[k:], joins.enorm.weight, config), norm(h[:-1], joins.hnorm.weight, config)
+        with swapped(joins, ends):
+            x = through(torch.cat([e, h], -1) @ joins.eh_proj.weight.T, layers)
+        h = norm(x, ends.final_norm.weight, config)
+        losses.append(loss(h, labels[k:]))
+    return losses[0], sum(losses[1:], torch.zeros((), dtype=torch.float64))
+
+
+@contextmanager
+def swapped(*layers: Block) -> Iterator[None]:
+    """Have layers neither join nor norm what they give: both are done by hand."""
+    options = [layer.options for layer in layers]
+    for layer in layers:
+        layer.options = layer.options._replace(joins=False, ends=False)
+    yield
+    for layer, own in zip(layers, options, strict=True):
+        layer.options = own
+
+
+@pytest.mark.parametrize("name", ["hybrid", "kda", "qwen3.5", "nemotron-h", "ling-3"])
+def test_loss_and_gradients_are_those_of_the_definition(name):
+    model = Decoder(config_of(name)).double()
+    initialise(model, seed=0)
+    with torch.no_grad():
+        for n, p in model.named_parameters():
+            p += torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) / 8 if "norm" in n else 0
+    tokens = torch.randint(97, (BOUNDS[-1],), generator=torch.Generator().manual_seed(0))
+    labels = labels_of(tokens, BOUNDS)
+    labels[10:20] = -100  # a message that is not learnt
+    batch = Batch(tokens[None], labels[None], torch.tensor(BOUNDS, dtype=torch.int32), positions(BOUNDS)[None], 1, (0,))
+    later = later_of(batch, DEPTH)
+    plan = BatchPlan(positions(BOUNDS), cu_seqlens=batch.cu_seqlens, later=later)
+    got = model(batch.tokens, plan, batch.labels, loss_chunk=24)
+    got.backward()
+    found = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    model.zero_grad()
+    losses, further = zip(*(definition(model, tokens[a:b], labels[a:b]) for a, b in pairwise(BOUNDS)))
+    (sum(losses) + WEIGHT / DEPTH * sum(further)).backward()
+    assert relative(got, sum(losses)) < 1e-10  # the loss that is printed
+    for n, p in model.named_parameters():
+        if p.requires_grad and not n.endswith("selection_bias"):
+            assert p.grad.any() and relative(found[n], p.grad) < 1e-10, n
