@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from tests.refusals import is_refused
-from tests.worlds import Worlds
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.mixers import Attention
@@ -22,7 +21,7 @@ from tools.bench_ops import Case
 H200 = read_rates(shipped()["H200"])
 
 
-def test_the_time_of_two_dimensions() -> None:
+def test_the_time_of_two_dimensions():
     """Forward, zig-zag, over two nodes of eight: q, k, v and o travel in the node, then keys to the other one, behind
     the blocks but for a slice; and each rank computes a sixteenth."""
     H, D, W, n = 16, 128, 16, 4096
@@ -38,7 +37,7 @@ def test_the_time_of_two_dimensions() -> None:
     assert parts["communication"] == pytest.approx(4 * head + max(keys - parts["attention"], keys / 4), rel=1e-6)
 
 
-def test_one_rank_of_many(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_of_many(capsys, monkeypatch):
     """What it receives is what the rule says: one layer's states and halos, there and back, and nothing else. It leaves
     ordinary numbers: a GPU is faster on NaN."""
     clear, finite = Decoder.zero_grad, []
@@ -69,7 +68,7 @@ def test_one_rank_of_many(capsys: pytest.CaptureFixture, monkeypatch: pytest.Mon
     assert is_refused(bench_cp.main, argv, capsys).startswith("model.flavor = 'none' is unknown for 'kda'; use one of")
 
 
-def test_time_of_messages() -> None:
+def test_time_of_messages():
     """Bytes in the node and to others travel beside each other; rank 9 is in the second node. A gather uses the links
     of all ranks of a node."""
     machine, node = Machine(H200, 8, 50e9, "flash4"), H200.node
@@ -82,7 +81,7 @@ def test_time_of_messages() -> None:
         assert found == pytest.approx(gathers.ring + 42e9 / rate, rel=1e-12) and rate > 300e9
 
 
-def test_what_one_rank_alone_receives() -> None:
+def test_what_one_rank_alone_receives():
     group, whole, part = one_rank.Alone(1, 3, node_size=1), torch.zeros(12), torch.zeros(4)
     group.all_gather_single(whole, part)
     group.reduce_scatter_single(part, whole)
@@ -93,14 +92,14 @@ def test_what_one_rank_alone_receives() -> None:
         assert rows.view(dtype).isfinite().all() and 0.01 < rows.view(dtype).float().std() < 0.1
 
 
-def test_documents() -> None:
+def test_documents():
     for kind, (middle, _) in bench_cp.LENGTHS.items():
         bounds = bench_cp.boundaries(kind, 2**20)
         assert bounds[0] == 0 and bounds[-1] == 2**20 and (bounds.diff() > 0).all()
         assert bounds.diff()[:-1].median().item() == pytest.approx(middle, rel=0.25)
 
 
-def test_what_ran_after_the_flush() -> None:
+def test_what_ran_after_the_flush():
     def ran(name: str, ts: float, dur: float) -> dict:
         return {"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur}
 
@@ -115,7 +114,7 @@ def test_what_ran_after_the_flush() -> None:
     assert traces.exposed(bench_cp.after_flush(traces.on_device(events))) == pytest.approx(30e-6)
 
 
-def test_rows() -> None:
+def test_rows():
     documents, layouts = ["one", "packed"], ["contiguous", "zigzag", "whole", "heads"]
     for op in ("kda", "gdn", "ssd", "conv", "ring", "allgather", "ulysses"):
         of_op = layouts if op in ("kda", "gdn", "ssd") else layouts[:3]
@@ -128,14 +127,14 @@ def test_rows() -> None:
         assert all(rows[i - 1][1:] == row[1:] for i, row in peers.items())
 
 
-def test_every_op_has_a_shape_unless_told() -> None:
+def test_every_op_has_a_shape_unless_told():
     args, _ = bench_cp.parse([])
     dims = {op: shape for op, _, _, shape in bench_ops.shapes(args)}
     assert list(dims) == args.ops and dims["rwkv7"] == (64, 64) and dims["ring"] == dims["kda"] == (128, 128)
 
 
 @pytest.mark.parametrize("op", [*bench_cp.OPS, *bench_cp.METHODS])
-def test_what_a_row_times(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_row_times(op, monkeypatch):
     """Each op takes its inputs, with the context of a rank alone, and gives one output with a gradient of all."""
     monkeypatch.setattr(Tensor, "cuda", lambda tensor: tensor)
     x = {name: t.requires_grad_() for name, t in bench_cp.make_inputs(Case(op, 64, 2, 2, 128, 128), 2).items()}
@@ -159,7 +158,7 @@ def heads_beside_states(rank: int, world_size: int) -> list[Tensor]:
         Tensor.cuda = cuda
 
 
-def test_heads_are_another_way_to_the_same(worlds: Worlds) -> None:
+def test_heads_are_another_way_to_the_same(worlds):
     for states, heads in worlds(2).run(heads_beside_states):
         torch.testing.assert_close(heads, states, rtol=2e-2, atol=2e-2)
         assert states.any()

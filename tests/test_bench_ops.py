@@ -13,7 +13,7 @@ from tools.bench_ops import OPS, Case, can_run, candidates, head_counts
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("raw", [False, True])
-def test_the_ops_take_their_cases(op: str, raw: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ops_take_their_cases(op, raw, monkeypatch):
     """Every input has a gradient, with grouped heads too."""
     case = Case(op, 40, 2, 4, 16, 32, raw)
     x = {name: t.requires_grad_() for name, t in case.inputs().items()}
@@ -25,7 +25,7 @@ def test_the_ops_take_their_cases(op: str, raw: bool, monkeypatch: pytest.Monkey
         assert x["g"].dtype == (torch.bfloat16 if raw else torch.float32)
 
 
-def test_which_peers_can_run_a_case() -> None:
+def test_which_peers_can_run_a_case():
     equal, grouped = Case("kda", 64, 16, 16, 128, 128), Case("kda", 64, 16, 64, 128, 128)
     assert can_run("cuDNN", equal) and not can_run("cuDNN", grouped) and can_run("FlashQLA", grouped)
     other = Case("gdn", 64, 16, 16, 96, 192), Case("gdn", 64, 16, 16, 128, 128, raw=True)
@@ -46,7 +46,7 @@ def test_candidates_have_the_place_of_the_shipped_one():
     assert next(tried, None) is None and config("gdn scan", x, 128) == before[128][0]
 
 
-def test_heads() -> None:
+def test_heads():
     assert (head_counts("64"), head_counts("16/32")) == ((64, 64), (16, 32))
     for text in ("0", "a", "16/24", "/4"):
         with pytest.raises(argparse.ArgumentTypeError, match="must be a number of heads"):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
 from tests.refusals import is_refused
-from tests.worlds import Worlds
 from titan_linear.config import Config
 from titan_linear.models.config import ModelConfig
 from tools import bench_train
@@ -21,7 +19,7 @@ def measured_on_rank(rank: int, world_size: int, argv: list[str]) -> list[Row]:
     return list(bench_train.measured(*bench_train.parse(argv)))
 
 
-def test_steps_of_two_ranks(worlds: Worlds) -> None:
+def test_steps_of_two_ranks(worlds):
     keys = ["--", "--parallelism.context_parallel_degree=2", "--metrics.peak_tflops=1"]
     argv = [*SMALL, "--checkpointing", "none", "selective", *keys]
     rows, other = worlds(2).run(measured_on_rank, argv)
@@ -36,7 +34,7 @@ def test_steps_of_two_ranks(worlds: Worlds) -> None:
 
 
 @pytest.mark.parametrize("documents", ["one", "20"])
-def test_streams_of_the_trainer(worlds: Worlds, documents: str) -> None:
+def test_streams_of_the_trainer(worlds, documents):
     """Each step has the documents that were asked for, as the trainer packs them."""
     argv = ["--models", "gdn/debug", "--seq-len", "200", "--documents", documents, "--steps", "1", "--warmup", "0"]
     (row,) = worlds(1).run(measured_on_rank, argv)[0]
@@ -45,7 +43,7 @@ def test_streams_of_the_trainer(worlds: Worlds, documents: str) -> None:
     assert (mean == 200) == (documents == "one") and mean > 20 / 3
 
 
-def test_streams_of_the_keys(worlds: Worlds, tmp_path: Path) -> None:
+def test_streams_of_the_keys(worlds, tmp_path):
     (tmp_path / "a.txt").write_text("0123456789" * 3)
     argv = ["--models", "gdn/debug", "--seq-len", "62", "--documents", "run", "--steps", "1", "--warmup", "0", "--"]
     argv += ["--training.dataset=text", f"--training.dataset_path={tmp_path}/a.txt"]
@@ -53,12 +51,12 @@ def test_streams_of_the_keys(worlds: Worlds, tmp_path: Path) -> None:
     assert row.in_step.pairs == 2 * 31 * 32 / 2  # a document is its 30 bytes and an end
 
 
-def test_layers_of_a_cut_model(worlds: Worlds) -> None:
+def test_layers_of_a_cut_model(worlds):
     (row,) = worlds(1).run(measured_on_rank, [*SMALL, "--layers", "6"])[0]
     assert row.layers == 6
 
 
-def test_a_refusal_of_fla_is_said_and_the_others_go_on() -> None:
+def test_a_refusal_of_fla_is_said_and_the_others_go_on():
     def refuse(config: Config, model: ModelConfig) -> Fla:
         raise RuntimeError(f"{model.num_layers} layers\nare too many")
 
@@ -68,7 +66,7 @@ def test_a_refusal_of_fla_is_said_and_the_others_go_on() -> None:
 
 
 @pytest.mark.cuda
-def test_a_row_of_a_gpu(worlds: Worlds) -> None:
+def test_a_row_of_a_gpu(worlds):
     (row,) = worlds(1, "nccl").run(measured_on_rank, ["--models", "gdn/340M", "--layers", "2", "--seq-len", "4096"])[0]
     assert row.launches > 100 and 0 <= row.idle < 1 and row.memory_gib < 20
     assert (row.sm_clock_mhz is None) == (find_spec("pynvml") is None)
@@ -86,9 +84,7 @@ def test_a_row_of_a_gpu(worlds: Worlds) -> None:
         (["--fla"], "--fla needs flash-linear-attention, which is not installed"),
     ],
 )
-def test_what_is_refused(
-    argv: list[str], message: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_refused(argv, message, capsys, monkeypatch):
     monkeypatch.setattr(bench_train, "find_spec", lambda name: None)
     for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)

@@ -21,10 +21,9 @@ from torch._dynamo import lookup_backend
 from torch.distributed.fsdp import FSDPModule
 
 from tests.keys import argv_of
-from tests.worlds import Worlds
 from titan_linear import launch
 from titan_linear.config import changed, load_config
-from titan_linear.data import PackedStreams, Stream, StreamLoader, Streams
+from titan_linear.data import PackedStreams, StreamLoader
 from titan_linear.distributed import compiling, parallelize
 from titan_linear.models import plan
 from titan_linear.models.config import MoEConfig
@@ -32,7 +31,6 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.mixers import MIXERS
 from titan_linear.models.mlps.moe import MoE
 from titan_linear.models.presets import OWN, PUBLISHED
-from titan_linear.models.rope import Rotary
 from titan_linear.ops import cross_entropy as loss
 from titan_linear.ops.exchange import folds, halo, ring
 from titan_linear.ops.layout import build_context
@@ -108,7 +106,7 @@ def in_one_process(check: Callable) -> Callable[[Subject], Findings]:
     return inside
 
 
-def with_batch(check: Callable, size: int) -> Callable[[Subject], Findings]:
+def with_batch(check, size):
     """Of a run with that training.global_batch_size."""
     return lambda subject: check(replace(subject, run=changed(subject.run, {"training.global_batch_size": size})))
 
@@ -116,100 +114,98 @@ def with_batch(check: Callable, size: int) -> Callable[[Subject], Findings]:
 # --- What is broken: each takes what it replaces, then the arguments ------------------------------------------------
 
 
-def nothing_of_before(act: Callable, M: Tensor, S: Tensor, reverse: bool) -> Tensor:
+def nothing_of_before(act, M, S, reverse):
     return torch.zeros_like(act(M, S, reverse))
 
 
-def no_halo(fetch: Callable, x: Tensor, *arguments: object) -> Tensor:
+def no_halo(fetch, x, *arguments: object):
     return torch.zeros_like(fetch(x, *arguments))
 
 
-def positions_of_fragments(layout: Callable, documents: object, fragments: object):
+def positions_of_fragments(layout, documents, fragments):
     local, positions, entries = layout(documents, fragments)
     starts = torch.from_numpy(local)[:-1].long()
     counted = torch.arange(len(positions)) - starts.repeat_interleave(torch.from_numpy(local).diff().long())
     return local, counted.numpy(), entries
 
 
-def tokens_of_each_rank(counts: Callable, batch: object) -> list[int]:
+def tokens_of_each_rank(counts, batch):
     """Of which the ranks that share a stream count all: twice, say."""
     valid, *documents = counts(batch)
     return [2 * valid, *documents]
 
 
-def tokens_of_a_micro_step(next_step: Callable, own: feed.Feed) -> tuple[feed.StepTokens, Iterator[feed.MicroBatch]]:
+def tokens_of_a_micro_step(next_step, own):
     tokens, batches = next_step(own)
     return tokens._replace(valid=tokens.valid // own.micro_steps), batches
 
 
-def a_column_further(logits: Callable, *arguments: object) -> Tensor:
+def a_column_further(logits, *arguments: object):
     return logits(*arguments).roll(1, -1)
 
 
-def of_another_base(angles: Callable, positions: Tensor, rotary: Rotary, dtype: torch.dtype):
+def of_another_base(angles, positions, rotary, dtype):
     theta, *rest = rotary
     return angles(positions, (50 * theta, *rest), dtype)
 
 
-def no_sum(reduce: Callable, parameters: object, group: object) -> None:
+def no_sum(reduce, parameters, group):
     pass
 
 
-def one_boundary_less(documents: Callable, cu_seqlens: Tensor):
+def one_boundary_less(documents, cu_seqlens):
     bounds = documents(cu_seqlens)
     return bounds[bounds != 256 + 161]  # of the second stream
 
 
-def two_documents_in_one(get: Callable, streams: PackedStreams, i: int) -> Stream:
+def two_documents_in_one(get, streams, i):
     stream = get(streams, i)
     return replace(stream, cu_seqlens=stream.cu_seqlens[[0, *range(2, len(stream.cu_seqlens))]])
 
 
-def shifted_twice(get: Callable, streams: PackedStreams, i: int) -> Stream:
+def shifted_twice(get, streams, i):
     stream = get(streams, i)
     labels = stream.labels.copy()
     labels[:-1] = stream.labels[1:]
     return replace(stream, labels=labels)
 
 
-def another_head(normalise: Callable, inputs: delta_rule.Inputs, options: object):
+def another_head(normalise, inputs, options):
     A_log = inputs.A_log.clone()
     A_log[1] = inputs.A_log[0]
     return normalise(inputs._replace(A_log=A_log), options)
 
 
-def ahead(state_dict: Callable, loader: StreamLoader) -> dict[str, Tensor]:
+def ahead(state_dict, loader):
     """The next stream to read, not that after the finished steps."""
     return {"next_stream": state_dict(loader)["next_stream"] + STREAMS}
 
 
-def without_a_moment(
-    load: Callable, checkpointer: Checkpointer, step: int, model: object, optimizer: object, loader: StreamLoader
-) -> Progress:
+def without_a_moment(load, checkpointer, step, model, optimizer, loader):
     progress = load(checkpointer, step, model, optimizer, loader)
     optimizer.state[model.layers[-1].mlp.up_proj.weight]["exp_avg_sq"].zero_()
     return progress
 
 
-def of_the_first_rank(build: Callable, streams: Streams, *, dp_rank: int, **keywords: int) -> StreamLoader:
+def of_the_first_rank(build, streams, *, dp_rank, **keywords: int):
     return build(streams, dp_rank=0, **keywords)
 
 
 class Later:
     """Streams from the second one on."""
 
-    def __init__(self, streams: Streams):
+    def __init__(self, streams):
         self.streams = streams
 
-    def __getitem__(self, i: int) -> Stream:
+    def __getitem__(self, i):
         return self.streams[i + 1]
 
 
-def a_stream_ahead(build: Callable, streams: Streams, *, next_stream: int, **keywords: int) -> StreamLoader:
+def a_stream_ahead(build, streams, *, next_stream, **keywords: int):
     return build(Later(streams) if next_stream else streams, next_stream=next_stream, **keywords)
 
 
-def leaks_an_ulp(op: Callable, q: Tensor, *arguments: object, **keywords: object) -> tuple[Tensor, Tensor]:
+def leaks_an_ulp(op, q, *arguments: object, **keywords: object):
     """One unit in the last place, up or not by the query before, be it another document's."""
     o, rest = op(q, *arguments, **keywords)
     bits = (1000 * q.roll(1, 1)).frac().flatten(2) < 0.5  # [1, T, H·K]
@@ -217,37 +213,37 @@ def leaks_an_ulp(op: Callable, q: Tensor, *arguments: object, **keywords: object
     return torch.where(bits, o, o * (1 + torch.finfo(o.dtype).eps)), rest
 
 
-def gate_bias_counted_twice(normalise: Callable, inputs: delta_rule.Inputs, options: object):
+def gate_bias_counted_twice(normalise, inputs, options):
     """In backward."""
     return normalise(inputs._replace(dt_bias=2 * inputs.dt_bias - inputs.dt_bias.detach()), options)
 
 
-def without_selection_biases(share: Callable, model: Decoder, *arguments: object) -> frozenset[str]:
+def without_selection_biases(share, model, *arguments: object):
     shared = share(model, *arguments)
     for router in (layer.mlp.router for layer in model.layers if isinstance(layer.mlp, MoE)):
         router.selection_bias = torch.nn.Parameter(torch.zeros_like(router.selection_bias), requires_grad=False)
     return shared
 
 
-def of_the_other_block(fetch: Callable, *arguments: object) -> Tensor:
+def of_the_other_block(fetch, *arguments: object):
     return fetch(*arguments).roll(1, 0)
 
 
-def of_the_first_batch(named: Callable, *arguments: object) -> Callable:
+def of_the_first_batch(named, *arguments: object):
     """A compiled layer that takes the documents that it was compiled with."""
     forward, plans = named(*arguments), []
 
-    def stale(x: Tensor, plan: plan.BatchPlan, *more: object):
+    def stale(x, plan, *more: object):
         plans.append(plan)
         return forward(x, plans[0], *more)
 
     return stale
 
 
-def at_positions_of_before(load: Callable, checkpointer: Checkpointer, step: int, model: Decoder, *rest: object):
+def at_positions_of_before(load, checkpointer, step, model, *rest: object):
     """Those before the model's context was extended."""
 
-    def stale(_: object, arguments: tuple):
+    def stale(_, arguments):
         tokens, batch, *more = arguments
         return tokens, plan.BatchPlan(batch.position_ids // 2, cp_context=batch.cp_context), *more
 
@@ -447,14 +443,14 @@ SABOTAGES = {
 }
 
 
-def test_a_figure_reads_the_same_however_it_was_rounded() -> None:
+def test_a_figure_reads_the_same_however_it_was_rounded():
     for figure in (1 - 2**-53, 1.0, 1 + 2**-52):
         assert str(Finding("split", "loss", figure, 1e-9)) == "FAIL split: loss  1 > 1.0e-09"
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("name", SABOTAGES)
-def test_sabotage_is_found_and_named(name: str, device: str, corpus: Path) -> None:
+def test_sabotage_is_found_and_named(name, device, corpus):
     sabotage = Sabotage(*SABOTAGES[name])
     subject = subject_of(load_config(arguments(corpus, **sabotage.more or {})))
     if device == "cpu":
@@ -492,7 +488,7 @@ def as_on_a_gpu() -> Iterator[None]:
         yield
 
 
-def test_sums_in_any_order_hold_and_hide_nothing(corpus: Path) -> None:
+def test_sums_in_any_order_hold_and_hide_nothing(corpus):
     more = {"model.pattern": '["attention"]', "model.num_layers": 1, "parallelism.context_parallel_method": "ring"}
     subject = subject_of(load_config(arguments(corpus, **more)))
     with sabotaged(Kernel, "backward", in_any_order):
@@ -511,7 +507,7 @@ def test_sums_in_any_order_hold_and_hide_nothing(corpus: Path) -> None:
         ), line
 
 
-def test_a_run_with_offload_resumes(corpus: Path) -> None:
+def test_a_run_with_offload_resumes(corpus):
     subject = subject_of(load_config(arguments(corpus, **{"training.enable_cpu_offload": "true"})))
     with doctor.one_process():
         assert not list(failures(resume.resume(subject)))
@@ -524,7 +520,7 @@ def without_biases(load: Callable, checkpointer: Checkpointer, step: int, model:
     return progress
 
 
-def test_a_selection_bias_that_is_lost_is_found(corpus: Path) -> None:
+def test_a_selection_bias_that_is_lost_is_found(corpus):
     """The step that is proved moves it, as the trainer's does."""
     more = {"model.name": "kimi-linear", "training.expert_bias_update_rate": 0.001}
     subject = subject_of(load_config(arguments(corpus, **more)))
@@ -549,7 +545,7 @@ SPLITS = {
 
 
 @pytest.mark.parametrize("name", SPLITS)
-def test_every_way_to_split_holds(name: str, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_way_to_split_holds(name, corpus, monkeypatch):
     moe = MoEConfig(num_experts=4, top_k=2, hidden_dim=32, shared_hidden_dim=32, balance_coefficient=0.01)
     monkeypatch.setitem(OWN["hybrid"], "experts", replace(OWN["hybrid"]["debug"], moe=moe, dense_layers=(0,)))
     more = {"parallelism.context_parallel_degree": 2, "training.seq_len": 128, **SPLITS[name]}
@@ -560,7 +556,7 @@ def test_every_way_to_split_holds(name: str, corpus: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("seq_len", [2, 6])
-def test_very_short_streams_hold(seq_len: int, corpus: Path) -> None:
+def test_very_short_streams_hold(seq_len, corpus):
     more = {"parallelism.context_parallel_degree": 1, "training.seq_len": seq_len}
     subject = subject_of(load_config(arguments(corpus, **more)))
     assert not list(failures(data.cut(subject)))
@@ -610,7 +606,7 @@ def of_processes(rank: int, world_size: int, argv: list[str], name: str) -> list
         return list(islice(failures(check(subject)), 1))
 
 
-def test_processes_equal_one(worlds: Worlds, corpus: Path) -> None:
+def test_processes_equal_one(worlds, corpus):
     one_layer = {"model.pattern": '["kda"]', "model.num_layers": 1}
     argv = arguments(corpus, **{"parallelism.context_parallel_degree": 1, "training.seq_len": 64, **one_layer})
     for offload in ("false", "true"):
@@ -630,7 +626,7 @@ def of_compiled_layers(rank: int, world_size: int, argv: list[str], broken: bool
         return [str(finding) for finding in compiled.layers(subject)]
 
 
-def test_compiled_layers_equal_uncompiled_ones(worlds: Worlds, corpus: Path) -> None:
+def test_compiled_layers_equal_uncompiled_ones(worlds, corpus):
     keys = {"parallelism.context_parallel_degree": 1, "training.seq_len": 64, "model.pattern": '["attention"]'}
     keys |= {"model.num_layers": 1, "compile.enable": "true", "compile.backend": "aot_eager"}
     for findings in worlds(2).run(of_compiled_layers, arguments(corpus, **keys), False):
@@ -639,7 +635,7 @@ def test_compiled_layers_equal_uncompiled_ones(worlds: Worlds, corpus: Path) -> 
         assert findings[2].startswith("FAIL compiled: graphs that batches after the first 1 compile"), findings
 
 
-def test_compiled_layers_of_one_rank_of_many(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_layers_of_one_rank_of_many(corpus, monkeypatch):
     """In one process: tp halves the heads, ep the experts, and two ranks share each stream. The main thread compiles:
     torch 2.11 may crash in another."""
     threads = set()
@@ -663,7 +659,7 @@ def test_compiled_layers_of_one_rank_of_many(corpus: Path, monkeypatch: pytest.M
     assert "dp 2 × cp 2 × tp 2, ep 2, the last rank's" in losses.what and gradients.figure > 0
 
 
-def test_a_kernel_that_cannot_start_is_a_finding(subject: Subject) -> None:
+def test_a_kernel_that_cannot_start_is_a_finding(subject):
     class OutOfResources(Exception):  # as Triton's: no RuntimeError
         pass
 
@@ -677,11 +673,11 @@ def test_a_kernel_that_cannot_start_is_a_finding(subject: Subject) -> None:
     assert "OutOfResources: shared memory" in str(found)
 
 
-def test_every_mixer_is_compared_with_definitions() -> None:
+def test_every_mixer_is_compared_with_definitions():
     assert all(cases.cases.dispatch(kind) is not cases.cases.dispatch(object) for kind in MIXERS.values())
 
 
-def test_ranks_that_cannot_go_on_are_a_finding(subject: Subject) -> None:
+def test_ranks_that_cannot_go_on_are_a_finding(subject):
     def fails(*_: object) -> Tensor:
         raise AssertionError("what broke")
 
@@ -694,9 +690,7 @@ def test_ranks_that_cannot_go_on_are_a_finding(subject: Subject) -> None:
 # --- The command -----------------------------------------------------------------------------------------------------
 
 
-def test_the_debug_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_debug_configuration(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("NGPU", raising=False)
     run = ["--job.config_file", str(ROOT / "train_configs/debug.toml"), "--job.dump_folder", str(tmp_path / "run")]
     code = doctor.main(run)
@@ -723,7 +717,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.usefixtures("subject")  # whose texts are tokens by then: a bar shows that too
-def test_what_cannot_run_is_said_in_a_line(mistake: str, corpus: Path, capsys: pytest.CaptureFixture) -> None:
+def test_what_cannot_run_is_said_in_a_line(mistake, corpus, capsys):
     keys, message = MISTAKES[mistake]
     assert doctor.main(arguments(corpus, **keys)) == 2
     error = capsys.readouterr().err
@@ -731,9 +725,7 @@ def test_what_cannot_run_is_said_in_a_line(mistake: str, corpus: Path, capsys: p
     assert not (corpus.parent / "run").exists()
 
 
-def test_short_memory_is_said_in_a_line(
-    corpus: Path, subject: Subject, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_short_memory_is_said_in_a_line(corpus, subject, monkeypatch, capsys):
     """Of a GPU too small for one layer, and of one that has no more in the midst of a check."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 1 << 21))
     with pytest.raises(ValueError, match=r"this device has room for [\d,]+ parameters of the model with 8 ranks, and"):
@@ -747,19 +739,19 @@ def test_short_memory_is_said_in_a_line(
     assert capsys.readouterr().err == "error: CUDA out of memory. Tried to allocate 2.00 GiB\n"
 
 
-def test_what_may_differ_when_it_runs_again(subject: Subject) -> None:
+def test_what_may_differ_when_it_runs_again(subject):
     """On GPUs softmax attention alone."""
     on_gpu = replace(subject, device=torch.device("cuda"))
     assert [ops.may_differ(on_gpu, layers) for layers in ([0, 1], [2], range(3))] == [False, True, True]
     assert not ops.may_differ(replace(subject, device=torch.device("cpu")), range(3))
 
 
-def test_what_is_proved_of_compiled_layers_is_said(corpus: Path) -> None:
+def test_what_is_proved_of_compiled_layers_is_said(corpus):
     config = load_config(arguments(corpus, **{"compile.enable": "true"}))
     assert subject_of(config).said[-1] == "compile.enable true → false, but in the run's own type"
 
 
-def test_a_model_that_does_not_fit_is_narrowed_and_that_is_said(corpus: Path) -> None:
+def test_a_model_that_does_not_fit_is_narrowed_and_that_is_said(corpus):
     wide = arguments(corpus, **{"model.flavor": "1.3B", "parallelism.tensor_parallel_degree": 2})
     found = subject_of(load_config(wide))
     assert [layer.name for layer in found.model.layers] == ["kda"] * 3 + ["attention"]
@@ -771,7 +763,7 @@ def test_a_model_that_does_not_fit_is_narrowed_and_that_is_said(corpus: Path) ->
 
 
 @pytest.mark.parametrize(("top_groups", "experts"), [(4, [32, 16, 64, 64]), (1, [32, 64, 64, 64])])
-def test_groups_of_experts_stay_large_enough(top_groups: int, experts: list[int]) -> None:
+def test_groups_of_experts_stay_large_enough(top_groups, experts):
     """A model is narrowed to one that there can be: two experts in each of 8 groups, four in those of a token."""
     moe = MoEConfig(64, 4, 64, groups=8, top_groups=top_groups)
     model = replace(PUBLISHED["kimi-linear"]["debug"], dim=4096, moe=moe)
@@ -779,7 +771,7 @@ def test_groups_of_experts_stay_large_enough(top_groups: int, experts: list[int]
     assert [m.num_experts for m in found] == experts and not any(m.contradiction for m in found)
 
 
-def test_at_the_start_of_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_at_the_start_of_a_run(monkeypatch, capsys):
     commands = []
 
     def run(command: list[str], env: dict[str, str], check: bool) -> SimpleNamespace:
@@ -795,7 +787,7 @@ def test_at_the_start_of_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert commands[0] == (["-m", "titan_linear.proof.doctor", "--training.steps", "3"], "4", False)
 
 
-def test_a_run_that_does_not_hold_is_not_started(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_does_not_hold_is_not_started(corpus, monkeypatch):
     def refuse(argv: list[str], world_size: int) -> None:
         assert "--doctor.at_start" in argv and world_size == 4
         raise SystemExit(1)
@@ -808,7 +800,7 @@ def test_a_run_that_does_not_hold_is_not_started(corpus: Path, monkeypatch: pyte
     assert stopped.value.code == 1
 
 
-def test_the_logits_of_a_hugging_face_folder(subject: Subject, tmp_path: Path) -> None:
+def test_the_logits_of_a_hugging_face_folder(subject, tmp_path):
     pytest.importorskip("transformers")
     from tests.models import hf_models
 
@@ -831,7 +823,7 @@ def test_the_logits_of_a_hugging_face_folder(subject: Subject, tmp_path: Path) -
         assert list(failures(hf.logits(replace(subject, run=imported))))
 
 
-def test_where_transformers_departs_from_published_code(subject: Subject, tmp_path: Path) -> None:
+def test_where_transformers_departs_from_published_code(subject, tmp_path):
     """It is said, and all else is compared, if transformers can be told."""
     transformers = pytest.importorskip("transformers")
     from tests.models import hf_models
@@ -863,7 +855,7 @@ def test_where_transformers_departs_from_published_code(subject: Subject, tmp_pa
     assert "and has no greatest one" in note.text
 
 
-def test_departures_are_those_of_the_documentation() -> None:
+def test_departures_are_those_of_the_documentation():
     page = (ROOT / "docs/hugging_face.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"`(\w+ForCausalLM)` \|.*\| transformers, which (.*) \|", page))
     assert rows.keys() == hf.DEPARTURES.keys()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from types import ModuleType
 
 import pytest
 import torch
@@ -19,19 +18,19 @@ from titan_linear.data.corpus.tokenise import tokenise
 from tools import bench_cp, bench_ops
 
 
-def test_each_mutant_has_its_place_and_tests() -> None:
+def test_each_mutant_has_its_place_and_tests():
     assert all(mutants.place(mutant) and mutants.tests_of(mutant) for mutant in mutants.MUTANTS)
 
 
 @pytest.mark.parametrize("tool", [bench_ops, bench_cp], ids=lambda tool: tool.__name__)
-def test_without_a_gpu(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_without_a_gpu(tool, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", [tool.__name__])
     error = is_refused(lambda _: tool.main([]), [], capsys)
     assert error.startswith(f"{tool.__name__} times") and "here" in error
 
 
-def test_torchrun_takes_no_option_of_a_tool_for_its_own() -> None:
+def test_torchrun_takes_no_option_of_a_tool_for_its_own():
     """Not even as the beginning of one, such as --node."""
     texts = [path.read_text("utf-8") for path in (mutants.ROOT / "tools").glob("*.py")]
     commands = [command for text in texts for command in re.findall(r"^    torchrun (.*?)[ \\]*$", text, re.MULTILINE)]
@@ -56,11 +55,11 @@ def test_torchrun_takes_no_option_of_a_tool_for_its_own() -> None:
         (["--prefill-chunk", "0"], "--prefill-chunk 0 must be 1 or more"),
     ],
 )
-def test_generate_refuses(argv: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
+def test_generate_refuses(argv, message, capsys):
     assert is_refused(generate.main, ["outputs/none", "--prompt", "x", *argv], capsys).startswith(message)
 
 
-def test_a_lone_surrogate_is_no_reason_to_train_on_the_bytes_that_one_trains_on() -> None:
+def test_a_lone_surrogate_is_no_reason_to_train_on_the_bytes_that_one_trains_on():
     documents = [Document("a\ud800", "corpus.jsonl, line 1", 2)]
     ((_, problem),) = tokenise(build_tokenizer(None), documents, 0)
     assert problem == "not UTF-8 at character 1; repair it"
