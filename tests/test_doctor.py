@@ -118,7 +118,7 @@ def nothing_of_before(act, M, S, reverse):
     return torch.zeros_like(act(M, S, reverse))
 
 
-def no_halo(fetch, x, *arguments: object):
+def no_halo(fetch, x, *arguments):
     return torch.zeros_like(fetch(x, *arguments))
 
 
@@ -140,7 +140,7 @@ def tokens_of_a_micro_step(next_step, own):
     return tokens._replace(valid=tokens.valid // own.micro_steps), batches
 
 
-def a_column_further(logits, *arguments: object):
+def a_column_further(logits, *arguments):
     return logits(*arguments).roll(1, -1)
 
 
@@ -187,7 +187,7 @@ def without_a_moment(load, checkpointer, step, model, optimizer, loader):
     return progress
 
 
-def of_the_first_rank(build, streams, *, dp_rank, **keywords: int):
+def of_the_first_rank(build, streams, *, dp_rank, **keywords):
     return build(streams, dp_rank=0, **keywords)
 
 
@@ -201,11 +201,11 @@ class Later:
         return self.streams[i + 1]
 
 
-def a_stream_ahead(build, streams, *, next_stream, **keywords: int):
+def a_stream_ahead(build, streams, *, next_stream, **keywords):
     return build(Later(streams) if next_stream else streams, next_stream=next_stream, **keywords)
 
 
-def leaks_an_ulp(op, q, *arguments: object, **keywords: object):
+def leaks_an_ulp(op, q, *arguments, **keywords):
     """One unit in the last place, up or not by the query before, be it another document's."""
     o, rest = op(q, *arguments, **keywords)
     bits = (1000 * q.roll(1, 1)).frac().flatten(2) < 0.5  # [1, T, H·K]
@@ -218,29 +218,29 @@ def gate_bias_counted_twice(normalise, inputs, options):
     return normalise(inputs._replace(dt_bias=2 * inputs.dt_bias - inputs.dt_bias.detach()), options)
 
 
-def without_selection_biases(share, model, *arguments: object):
+def without_selection_biases(share, model, *arguments):
     shared = share(model, *arguments)
     for router in (layer.mlp.router for layer in model.layers if isinstance(layer.mlp, MoE)):
         router.selection_bias = torch.nn.Parameter(torch.zeros_like(router.selection_bias), requires_grad=False)
     return shared
 
 
-def of_the_other_block(fetch, *arguments: object):
+def of_the_other_block(fetch, *arguments):
     return fetch(*arguments).roll(1, 0)
 
 
-def of_the_first_batch(named, *arguments: object):
+def of_the_first_batch(named, *arguments):
     """A compiled layer that takes the documents that it was compiled with."""
     forward, plans = named(*arguments), []
 
-    def stale(x, plan, *more: object):
+    def stale(x, plan, *more):
         plans.append(plan)
         return forward(x, plans[0], *more)
 
     return stale
 
 
-def at_positions_of_before(load, checkpointer, step, model, *rest: object):
+def at_positions_of_before(load, checkpointer, step, model, *rest):
     """Those before the model's context was extended."""
 
     def stale(_, arguments):
