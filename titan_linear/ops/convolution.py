@@ -48,29 +48,18 @@ def causal_conv1d(
 ) -> tuple[Tensor | tuple[Tensor, ...], Tensor | None]:
     """y_t = act(Σ_j weight[:, j] · x_{t−W+1+j} + bias), channel by channel, within each sequence or packed document.
 
-    Arguments are those of FLA's function of this name, except that states are narrower; docs/ops.md lists the
-    differences.
+    Arguments are those of FLA's function of this name, except that states are narrower (docs/ops.md); those not listed
+    are those of delta_rule.py. Returns y [B, T, D] in x's dtype and, if asked for, each document's last inputs.
 
     Args:
         x: [B, T, D]; weight: [D, W]; bias: [D].
         initial_state: [N, D, W−1], the last inputs before each sequence or document; zeros by default.
         activation: None, "silu" or "swish" (the same).
         residual, backend, chunk_indices: must be None.
-        cu_seqlens: [N + 1] int, boundaries of packed documents (B = 1), from 0 to T; trusted if on a device.
-        cu_seqlens_cpu: the same on the CPU, for implementations that loop over documents on the host.
-        cp_context: x is this rank's tokens; the W−1 tokens before its fragments are fetched. Neither cu_seqlens nor
-            states may be given.
         widths: of up to three parts of D, such as q, k and v: y is returned as these parts. With Triton neither
             they nor their gradients are ever concatenated.
         norm_dim: K, for `widths` of q, k and v: q and k ← y / sqrt(Σ y² + 1e-6), where the sum is over a head of K
             channels, as `use_qk_l2norm_in_kernel` of the delta rules.
-        impl: "auto", "torch" or "triton".
-
-    Returns: y [B, T, D] in x's dtype, or its parts [B, T, width]; the last inputs [N, D, W−1] of each document, or
-        None.
-
-    Raises:
-        ValueError: an argument does not fit the others or is not supported; the message names it.
     """
     refuse("add it to y", residual=residual)
     refuse("impl chooses", backend=backend)
@@ -86,13 +75,7 @@ def causal_conv1d(
         if cp_context.tables.conv1d_kernel_size not in (None, W):
             built = cp_context.tables.conv1d_kernel_size
             raise ValueError(f"weight has W = {W}; cp_context was built with conv1d_kernel_size = {built}")
-    N = check_boundaries(B, T, cu_seqlens, cu_seqlens_cpu)
-    if initial_state is not None and initial_state.shape != (N, D, W - 1):
-        fla = ": FLA's has one column more, which it never reads; pass initial_state[..., 1:]"
-        raise ValueError(
-            f"initial_state {tuple(initial_state.shape)} must be [N, D, W−1] = [{N}, {D}, {W - 1}]"
-            f"{fla if initial_state.shape == (N, D, W) else ''}"
-        )
+    _check_state(initial_state, check_boundaries(B, T, cu_seqlens, cu_seqlens_cpu), D, W)
     flat = x.flatten(0, 1)
     initial = None if initial_state is None else States(initial_state)
     if cp_context is not None and cp_context.ranks.world_size > 1 and W > 1:
@@ -118,6 +101,15 @@ def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[int,
     if bias is not None and bias.shape != (D,):
         raise ValueError(f"bias {tuple(bias.shape)} must be [D] = [{D}]")
     return B, T, D, W
+
+
+def _check_state(initial_state: Tensor | None, N: int, D: int, W: int) -> None:
+    if initial_state is not None and initial_state.shape != (N, D, W - 1):
+        fla = ": FLA's has one column more, which it never reads; pass initial_state[..., 1:]"
+        raise ValueError(
+            f"initial_state {tuple(initial_state.shape)} must be [N, D, W−1] = [{N}, {D}, {W - 1}]"
+            f"{fla if initial_state.shape == (N, D, W) else ''}"
+        )
 
 
 def _check_parts(parts: list[int], D: int, norm_dim: int | None) -> None:

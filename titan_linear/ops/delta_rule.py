@@ -1,15 +1,30 @@
-"""The two delta rules, Kimi Delta Attention and Gated DeltaNet: the public functions."""
+"""The two delta rules, Kimi Delta Attention and Gated DeltaNet: the public functions.
+
+Arguments are those of FLA's functions of these names; docs/ops.md lists the differences. Both take, like the other
+recurrences as far as they have them:
+
+    scale                        factor on o, K^−½ by default
+    initial_state to cp_method   `Sequences` (runtime/options.py)
+    use_qk_l2norm_in_kernel      q, k ← x / sqrt(Σx² + 1e-6), before the kernels and rounded once; `causal_conv1d` with
+                                 norm_dim does it in its own
+    use_gate_in_kernel           g is raw; the decay is −exp(A_log)·softplus(g + dt_bias), A_log [HV]
+    use_beta_sigmoid_in_kernel   β = sigmoid(beta), with allow_neg_eigval 2·sigmoid(beta)
+    disable_recompute            keep intermediates for backward: faster, more memory
+    impl                         "auto", "torch" or "triton". One token per sequence without gradients (decoding) is one
+                                 step of the recurrence in PyTorch
+    return_intermediate_states   must be False, chunk_indices None, chunk_size 64
+
+ValueError: an argument does not fit the others or is not supported; the message names it.
+"""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.recurrence import Recurrence, check_queries, rules, run
-from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs, beta_range, check_chunk_size, refuse
+from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs, Sequences, beta_range, check_chunk_size, refuse
 from titan_linear.ops.runtime.support import Choice
 from titan_linear.ops.torch.delta_rule import TorchDeltaRule, l2norm, step
 from titan_linear.ops.triton.configs import delta_rule_needs
@@ -21,17 +36,22 @@ def delta_rule(name: str, family: str) -> Recurrence:
     return Recurrence(name, implementations, ("A_log", "dt_bias"), step)
 
 
-def _run(
-    recurrence: Recurrence, given: Inputs, normalise: bool, options: DeltaRuleOptions, **more: Any
-) -> tuple[Tensor, Tensor | None]:
-    """normalise: q and k, before any kernel."""
-    _check_inputs(given, options)
-    return run(recurrence, normed(given) if normalise else given, options=options, **more)
-
-
 def normed(given: Inputs) -> Inputs:
     """With q and k divided by their norms."""
     return given._replace(q=l2norm(given.q), k=l2norm(given.k))
+
+
+def _run(
+    recurrence: Recurrence,
+    given: Inputs,
+    normalise: bool,
+    options: DeltaRuleOptions,
+    sequences: Sequences,
+    impl: str | Choice,
+) -> tuple[Tensor, Tensor | None]:
+    """normalise: q and k, before any kernel."""
+    _check_inputs(given, options)
+    return run(recurrence, normed(given) if normalise else given, options, sequences, impl)
 
 
 def _check_inputs(given: Inputs, options: DeltaRuleOptions) -> None:
@@ -58,6 +78,15 @@ KDA = delta_rule("chunk_kda", family="kda")
 def is_bound(lower_bound: float) -> bool:
     """Whether the kernels take this lower bound of a gate's log decay."""
     return -5 <= lower_bound < 0
+
+
+def _check_gates(g: Tensor, dt_bias: Tensor | None, lower_bound: float | None, use_gate_in_kernel: bool) -> None:
+    if g.dim() != 4:
+        raise ValueError(f"g {tuple(g.shape)} must be [B, T, HV, K] for KDA")
+    if lower_bound is not None and not (use_gate_in_kernel and is_bound(lower_bound)):
+        raise ValueError(f"lower_bound = {lower_bound}: must lie in [-5, 0) and comes with use_gate_in_kernel = True")
+    if dt_bias is not None and dt_bias.numel() != g.shape[2] * g.shape[3]:
+        raise ValueError(f"dt_bias {tuple(dt_bias.shape)} must be [HV·K] = [{g.shape[2] * g.shape[3]}]")
 
 
 def chunk_kda(
@@ -90,47 +119,19 @@ def chunk_kda(
 ) -> tuple[Tensor, Tensor | None]:
     """S_t = (I − β_t k_t k_tᵀ) Diag(exp g_t) S_{t−1} + β_t k_t v_tᵀ;  o_t = scale·S_tᵀ q_t  (Kimi Linear, eq. 1).
 
-    Arguments are those of FLA's function of this name; docs/ops.md lists the differences.
-
-    Args:
+    Args (the others: at the top of this file):
         q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H; beta: [B, T, HV].
-        g: [B, T, HV, K], natural logs of the decay (≤ 0), or raw gates with use_gate_in_kernel.
-        scale: factor on o, K^−½ by default.
-        initial_state: [N, HV, K, V], one per sequence or packed document; zeros by default.
-        use_qk_l2norm_in_kernel: q, k ← x / sqrt(Σx² + 1e-6), before the kernels and rounded once; `causal_conv1d` with
-            norm_dim does it in its own.
-        use_gate_in_kernel: the decay is −exp(A_log)·softplus(g + dt_bias), or with `lower_bound`
-            lower_bound·sigmoid(exp(A_log)·(g + dt_bias)); A_log [HV], dt_bias [HV·K]. With a lower bound A_log may be
-            left out: the rate exp(A_log) is then 1.
-        use_beta_sigmoid_in_kernel: β = sigmoid(beta), with allow_neg_eigval 2·sigmoid(beta).
+        g: [B, T, HV, K], natural logs of the decay (≤ 0), or raw gates with use_gate_in_kernel; dt_bias: [HV·K].
         safe_gate: the caller promises g ≥ −5, which permits a faster method. Without it results are right for any
             g ≤ 0, −∞ too (Triton raises a g below −87 to −87, after which 1e-38 of a state is left).
-        lower_bound: in [−5, 0); implies safe_gate.
-        disable_recompute: keep intermediates for backward: faster, more memory.
-        return_intermediate_states: must be False.
-        state_v_first: states are [N, HV, V, K].
-        cu_seqlens: [N + 1] int, boundaries of packed documents (B = 1), from 0 to T; trusted if on a device.
-        cu_seqlens_cpu: the same on the CPU, for implementations that loop over documents on the host.
-        cp_context: tensors are this rank's tokens; cu_seqlens and states must not be given.
-        chunk_size: 64.
-        cp_method: with cp_context, "kcp" (states cross the ranks) or "ulysses" (an all-to-all over heads, the method to
-            compare with; the number of ranks must divide H).
-        impl: "auto", "torch" or "triton". One token per sequence without gradients (decoding) is one step of the
-            recurrence in PyTorch.
+        lower_bound: in [−5, 0), implies safe_gate; with use_gate_in_kernel the decay is then
+            lower_bound·sigmoid(exp(A_log)·(g + dt_bias)), and A_log may be left out: the rate exp(A_log) is then 1.
 
     Returns: o [B, T, HV, V] in v's dtype; final states [N, HV, K, V] float32 (float64 for float64 inputs) or None.
-
-    Raises:
-        ValueError: an argument does not fit the others or is not supported; the message names it.
     """
     refuse("leave it out, only o and final states are returned", return_intermediate_states=return_intermediate_states)
     check_chunk_size(chunk_size)
-    if g.dim() != 4:
-        raise ValueError(f"g {tuple(g.shape)} must be [B, T, HV, K] for KDA")
-    if lower_bound is not None and not (use_gate_in_kernel and is_bound(lower_bound)):
-        raise ValueError(f"lower_bound = {lower_bound}: must lie in [-5, 0) and comes with use_gate_in_kernel = True")
-    if dt_bias is not None and dt_bias.numel() != g.shape[2] * g.shape[3]:
-        raise ValueError(f"dt_bias {tuple(dt_bias.shape)} must be [HV·K] = [{g.shape[2] * g.shape[3]}]")
+    _check_gates(g, dt_bias, lower_bound, use_gate_in_kernel)
     if A_log is None and lower_bound is not None:
         A_log = g.new_zeros(g.shape[2], dtype=torch.promote_types(g.dtype, torch.float32))
     options = DeltaRuleOptions(
@@ -141,20 +142,11 @@ def chunk_kda(
         beta_range=beta_range(use_beta_sigmoid_in_kernel, allow_neg_eigval),
         disable_recompute=disable_recompute,
     )
-    return _run(
-        KDA,
-        Inputs(q, k, v, g, beta, A_log, dt_bias),
-        use_qk_l2norm_in_kernel,
-        options=options,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        state_v_first=state_v_first,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
-        cp_context=cp_context,
-        cp_method=cp_method,
-        impl=impl,
+    sequences = Sequences(
+        initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, cp_context, cp_method
     )
+    inputs = Inputs(q, k, v, g, beta, A_log, dt_bias)
+    return _run(KDA, inputs, use_qk_l2norm_in_kernel, options, sequences, impl)
 
 
 # --- Gated DeltaNet --------------------------------------------------------------------------------------------------
@@ -191,8 +183,7 @@ def chunk_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """S_t = exp(g_t) (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ;  o_t = scale·S_tᵀ q_t  (Gated Delta Networks, eq. 10).
 
-    As `chunk_kda`, with one gate per head: g [B, T, HV], dt_bias [HV], and the gate in the kernel is
-    −exp(A_log)·softplus(g + dt_bias). chunk_indices must be None: the kernels find their chunks.
+    As `chunk_kda`, with one gate per head: g [B, T, HV], dt_bias [HV].
 
     Results are right for any g ≤ 0, −∞ too. Triton raises a g below −87 to −87, after which 1e-38 of a state is left,
     and sums gates over chunks of 64: a token that follows, in its chunk, n tokens that forget everything has a relative
@@ -210,17 +201,8 @@ def chunk_gated_delta_rule(
         beta_range=beta_range(use_beta_sigmoid_in_kernel, allow_neg_eigval),
         disable_recompute=disable_recompute,
     )
-    return _run(
-        GDN,
-        Inputs(q, k, v, g, beta, A_log, dt_bias),
-        use_qk_l2norm_in_kernel,
-        options=options,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        state_v_first=state_v_first,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
-        cp_context=cp_context,
-        cp_method=cp_method,
-        impl=impl,
+    sequences = Sequences(
+        initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, cp_context, cp_method
     )
+    inputs = Inputs(q, k, v, g, beta, A_log, dt_bias)
+    return _run(GDN, inputs, use_qk_l2norm_in_kernel, options, sequences, impl)

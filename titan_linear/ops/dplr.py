@@ -9,7 +9,7 @@ from torch import Tensor
 
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.recurrence import Recurrence, check_queries, rules, run
-from titan_linear.ops.runtime.options import DPLRInputs, DPLROptions, check_chunk_size
+from titan_linear.ops.runtime.options import DPLRInputs, DPLROptions, Sequences, check_chunk_size
 from titan_linear.ops.runtime.support import Choice
 from titan_linear.ops.torch.dplr import TorchDPLR, step
 from titan_linear.ops.triton.configs import delta_rule_needs, without_kernels
@@ -51,7 +51,7 @@ def chunk_dplr_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """S_t = Diag(exp gk_t) S_{t−1} + b_t (a_tᵀ S_{t−1}) + k_t v_tᵀ;  o_t = scale·S_tᵀ q_t.
 
-    Arguments are those of FLA's function of this name; the ones not listed are those of `chunk_kda`.
+    Arguments are those of FLA's function of this name; the ones not listed are those of delta_rule.py.
 
     Args:
         q, k, a, b: [B, T, H, K]; v: [B, T, H, V].
@@ -64,21 +64,14 @@ def chunk_dplr_delta_rule(
         ValueError: an argument does not fit the others or is not supported; the message names it. Values of gk are
             checked only where they are on the CPU.
     """
-    return _run(
-        DPLR,
-        DPLRInputs(q, k, v, a, b, gk),
-        q.shape[-1] ** -0.5 if scale is None else float(scale),
-        _promised(safe_gate, lower_bound),
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
-        chunk_size=chunk_size,
-        disable_recompute=disable_recompute,
-        cp_context=cp_context,
-        cp_method=cp_method,
-        impl=impl,
-    )
+    check_chunk_size(chunk_size)
+    least = _promised(safe_gate, lower_bound)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    options = DPLROptions(scale, None, least >= SAFE, disable_recompute)
+    sequences = Sequences(initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu, cp_context, cp_method)
+    inputs = DPLRInputs(q, k, v, a, b, gk)
+    _check(DPLR, inputs, least)
+    return run(DPLR, inputs, options, sequences, impl)
 
 
 def chunk_rwkv7(
@@ -106,22 +99,14 @@ def chunk_rwkv7(
     """RWKV-7's recurrence: `chunk_dplr_delta_rule` with q = r and log decays gk = w, which lie in [−2, 0], or with
     `use_gate_in_kernel` the model's, −e^{−1/2} σ(w), whatever `lower_bound` is, which stays a promise. Other arguments
     are those of FLA's function of this name."""
-    return _run(
-        RWKV7,
-        DPLRInputs(r, k, v, a, b, w),
-        float(scale),
-        max(RWKV7_BOUND, _promised(safe_gate, lower_bound)),
-        RWKV7_DECAY if use_gate_in_kernel else None,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
-        chunk_size=chunk_size,
-        disable_recompute=disable_recompute,
-        cp_context=cp_context,
-        cp_method=cp_method,
-        impl=impl,
-    )
+    check_chunk_size(chunk_size)
+    least = max(RWKV7_BOUND, _promised(safe_gate, lower_bound))
+    rate = RWKV7_DECAY if use_gate_in_kernel else None
+    options = DPLROptions(float(scale), rate, least >= SAFE, disable_recompute)
+    sequences = Sequences(initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu, cp_context, cp_method)
+    inputs = DPLRInputs(r, k, v, a, b, w)
+    _check(RWKV7, inputs, least if rate is None else None)
+    return run(RWKV7, inputs, options, sequences, impl)
 
 
 def _promised(safe_gate: bool, lower_bound: float | None) -> float:
@@ -129,29 +114,6 @@ def _promised(safe_gate: bool, lower_bound: float | None) -> float:
     if lower_bound is not None and not lower_bound < 0:
         raise ValueError(f"lower_bound = {lower_bound}: must be below 0, as log decays are; leave it out for none")
     return max(SAFE if safe_gate else -math.inf, -math.inf if lower_bound is None else lower_bound)
-
-
-def _run(
-    recurrence: Recurrence,
-    given: DPLRInputs,
-    scale: float,
-    least: float,
-    rate: float | None = None,
-    *,
-    chunk_size: int,
-    disable_recompute: bool,
-    **options: object,
-) -> tuple[Tensor, Tensor | None]:
-    """least: what log decays are promised to be at least. rate: as in `DPLROptions`."""
-    check_chunk_size(chunk_size)
-    _check(recurrence, given, least if rate is None else None)
-    return run(
-        recurrence,
-        given,
-        options=DPLROptions(scale, rate, least >= SAFE, disable_recompute),
-        state_v_first=False,
-        **options,
-    )
 
 
 def _check(recurrence: Recurrence, given: DPLRInputs, least: float | None) -> None:

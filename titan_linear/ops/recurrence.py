@@ -25,6 +25,7 @@ from titan_linear.ops.runtime.operators import check_first_derivative, kept
 from titan_linear.ops.runtime.options import (
     AnyInputs,
     AnyOptions,
+    Sequences,
     States,
     boundaries_of,
     check_boundaries,
@@ -195,23 +196,13 @@ def _initial(states: Tensor | None, call: Call, inputs: AnyInputs) -> States | N
 
 
 def run(
-    recurrence: Recurrence,
-    given: AnyInputs,
-    *,
-    options: AnyOptions,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    state_v_first: bool,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_cpu: Tensor | None,
-    cp_context: CPContext | None,
-    cp_method: str,
-    impl: str | Choice,
+    recurrence: Recurrence, given: AnyInputs, options: AnyOptions, sequences: Sequences, impl: str | Choice
 ) -> tuple[Tensor, Tensor | None]:
     """What the public functions share, once they have checked the shapes of their inputs and filled in `options`.
 
     given: the caller's inputs, [B, T, ...].
     """
+    initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, cp_context, cp_method = sequences
     check_floats(**{recurrence.named(name): x for name, x in given._asdict().items()})
     q, v = given.q, given.v
     if cp_method not in ("kcp", "ulysses"):

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.recurrence import Recurrence, check_queries, rules, run
-from titan_linear.ops.runtime.options import DecayInputs, DecayOptions
+from titan_linear.ops.runtime.options import DecayInputs, DecayOptions, Sequences
 from titan_linear.ops.runtime.support import Choice
 from titan_linear.ops.torch.linear_attention import TorchLinearAttention, step
 from titan_linear.ops.triton.configs import decay_needs
@@ -41,7 +41,7 @@ def chunk_simple_gla(
 ) -> tuple[Tensor, Tensor | None]:
     """S_t = exp(g_t) S_{t−1} + k_t v_tᵀ;  o_t = scale·S_tᵀ q_t.
 
-    Arguments are those of FLA's function of this name; the ones not listed are those of `chunk_kda`.
+    Arguments are those of FLA's function of this name; the ones not listed are those of delta_rule.py.
 
     Args:
         q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H.
@@ -62,16 +62,8 @@ def chunk_simple_gla(
         g = g_gamma.expand(B, T, HV)
     if g.shape != (B, T, HV):
         raise ValueError(f"g {tuple(g.shape)} must be [B, T, HV] = {[B, T, HV]}")
-    return run(
-        SIMPLE_GLA,
-        DecayInputs(q, k, v, g),
-        options=DecayOptions(K**-0.5 if scale is None else float(scale), disable_recompute=disable_recompute),
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        state_v_first=state_v_first,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
-        cp_context=cp_context,
-        cp_method=cp_method,
-        impl=impl,
+    options = DecayOptions(K**-0.5 if scale is None else float(scale), disable_recompute=disable_recompute)
+    sequences = Sequences(
+        initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, cp_context, cp_method
     )
+    return run(SIMPLE_GLA, DecayInputs(q, k, v, g), options, sequences, impl)

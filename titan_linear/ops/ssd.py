@@ -8,7 +8,7 @@ from torch import Tensor
 
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.recurrence import run
-from titan_linear.ops.runtime.options import DecayInputs, DecayOptions
+from titan_linear.ops.runtime.options import DecayInputs, DecayOptions, Sequences
 from titan_linear.ops.runtime.support import Choice
 from titan_linear.ops.simple_gla import decaying
 
@@ -38,7 +38,7 @@ def chunk_ssd(
     """h_t = exp(Δ_t A) h_{t−1} + Δ_t x_t B_tᵀ;  y_t = h_t C_t + D x_t  (Transformers are SSMs, section 7).
 
     Arguments are those of mamba_ssm's `mamba_chunk_scan_combined`, without chunk_size (64), z (gate y) and seq_idx
-    (give cu_seqlens); b is the batch here. The ones not listed are those of `chunk_kda`.
+    (give cu_seqlens); b is the batch here. The ones not listed are those of delta_rule.py.
 
     Args:
         x: [b, T, heads, P]; dt: [b, T, heads]; B, C: [b, T, G, N], where G divides heads.
@@ -56,19 +56,9 @@ def chunk_ssd(
         ValueError: an argument does not fit the others or is not supported; the message names it.
     """
     _check(x, dt, A, B, C, D, dt_bias, dt_limit)
-    return run(
-        SSD,
-        DecayInputs(C, B, x, dt, A, D, dt_bias),
-        options=DecayOptions(1.0, dt_softplus, tuple(dt_limit), disable_recompute),
-        initial_state=initial_states,
-        output_final_state=return_final_states,
-        state_v_first=True,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
-        cp_context=cp_context,
-        cp_method=cp_method,
-        impl=impl,
-    )
+    options = DecayOptions(1.0, dt_softplus, tuple(dt_limit), disable_recompute)
+    sequences = Sequences(initial_states, return_final_states, True, cu_seqlens, cu_seqlens_cpu, cp_context, cp_method)
+    return run(SSD, DecayInputs(C, B, x, dt, A, D, dt_bias), options, sequences, impl)
 
 
 def _check(

@@ -114,22 +114,17 @@ def write_folder(
     longest: int = 0,
     shard_bytes: int = SHARD,
 ) -> None:
-    """Write a folder that `transformers` opens. It gets its name once everything in it is on disk.
-
-    Every rank calls this and gets the parameters in turn, holding one at a time; rank 0 writes.
+    """Write a folder that `transformers` opens. Every rank calls this and holds one parameter at a time; rank 0 writes.
 
     Args:
         family: the architecture (models/families/); with `like`, that of `like`.
         get: name -> the whole parameter; see `gather`.
         dtype: of every tensor, at least float32 for `Family.float32`; None: each has the dtype of the tensor of its
             name in `like`.
-        like: a folder of the same model, but for positions, from which to take the names, config.json, and what is of
-            no concern to us (vision, multi-token prediction, processors); by default names and config.json are those
-            that `transformers` writes.
-        tokenizer: its files.
-        extra: further keys of config.json, which also replace those of `like`; tokens by name only where `like` does
-            not list them.
-        longest: tokens of the texts that the model was trained on; `like` may know longer ones.
+        like: a folder of the same model, but for positions, from which to take the names, config.json, and what we do
+            not know (vision, multi-token prediction, processors); by default they are those of `transformers`.
+        extra: further keys of config.json, which replace those of `like`; tokens only where `like` lists no such one.
+        longest: tokens of the texts trained on; `like` may know longer ones.
 
     Raises:
         ValueError: `like` is of another model; the architecture cannot hold the model.

@@ -68,6 +68,19 @@ class States(NamedTuple):
         return self.values[index.clamp(min=0)].masked_fill(none, 0.0)
 
 
+class Sequences(NamedTuple):
+    """The sequences of a call of a recurrence: a batch's rows, packed documents, or this rank's part of them."""
+
+    initial_state: Tensor | None  # [N, HV, K, V], one per sequence or document; None: zeros
+    output_final_state: bool
+    state_v_first: bool  # states are [N, HV, V, K]
+    cu_seqlens: Tensor | None  # [N + 1] int, boundaries of documents (B = 1), from 0 to T; trusted if on a device
+    cu_seqlens_cpu: Tensor | None  # the same on the CPU, for implementations that loop over documents on the host
+    cp_context: CPContext | None  # tensors are this rank's tokens; neither cu_seqlens nor states may be given
+    # "kcp" (states cross the ranks), or "ulysses" (an all-to-all over heads, which the number of ranks must divide)
+    cp_method: str
+
+
 def state_dtype(inputs: AnyInputs) -> torch.dtype:
     """float32, or float64 for float64 inputs."""
     return torch.promote_types(inputs.q.dtype, torch.float32)
