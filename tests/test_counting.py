@@ -11,10 +11,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.dispatch import Inside
+from tests.models.ours import initialised
 from tests.ops.inputs import MAKERS, call, leaves
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
-from titan_linear.models.init import initialise
 from titan_linear.models.mixers import GDN, KDA, MLA, RWKV7, Attention, Mamba2
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
@@ -79,8 +79,7 @@ def test_operators_of_recurrences_state_what_they_compute(kind):
 @pytest.mark.parametrize("layer", range(4), ids=lambda i: MIXERS[i].name)
 def test_what_layers_keep(layer):
     """By the kernels, interpreted, and by the CPU's attention."""
-    model = Decoder(MODEL).use("triton", torch.device("cpu"), torch.float32)
-    initialise(model, seed=0)
+    model = initialised(MODEL).use("triton", torch.device("cpu"), torch.float32)
     block, kept = model.layers[layer], {}
     parameters = {p.untyped_storage().data_ptr() for p in block.parameters()}
 
@@ -143,8 +142,7 @@ def test_products_are_those_of_the_flops():
     found = counted(2)
     passes = (found.forward, found.backward)
     flops = [sum(2 * m * n * k * times for (m, n, k), times in work.products.items()) for work in passes]
-    model = Decoder(MODEL)
-    initialise(model, seed=0)
+    model = initialised(MODEL)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model.layers[2](torch.randn(1, T, MODEL.dim), plan("cpu"))
     of_products = sum(n for op, n in counter.get_flop_counts()["Global"].items() if op is torch.ops.aten.mm)

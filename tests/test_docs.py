@@ -17,14 +17,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.models.ours import initialised
 from tests.refusals import exit_of, own_handlers
 from tests.test_train import arguments, train_on_rank
 from titan_linear import launch
 from titan_linear.commands import convert, generate, plan
 from titan_linear.commands import corpus as corpora
 from titan_linear.config import check_config, hf_weights, load_config
-from titan_linear.models.decoder import Decoder
-from titan_linear.models.init import initialise
 from titan_linear.models.mixers import MIXERS
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset, resized
@@ -247,8 +246,7 @@ def test_a_mixer_of_ones_own_is_its_definition(monkeypatch):
     """Packed; and token by token with a cache as at once."""
     mixer_of_the_page(monkeypatch)
     model = resized(preset("hybrid", "debug"), load_config(MINE).model.model_dump())
-    decoder = Decoder(replace(model, pattern=model.pattern[:1]))
-    initialise(decoder, seed=0)
+    decoder = initialised(replace(model, pattern=model.pattern[:1]))
     mixer, cu_seqlens = decoder.double().layers[0].mixer, torch.tensor([0, 3, 100, 110, 250, 333])
     x = torch.randn(1, 333, model.dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     q, k, v, z = (getattr(mixer, f"{name}_proj")(x).unflatten(-1, (4, 16)) for name in "qkvz")

@@ -14,11 +14,10 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from tests.dispatch import Inside
-from tests.models.ours import labels_of, positions
+from tests.models.ours import initialised, labels_of, positions
 from titan_linear.config import load_config
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig, MoEConfig
-from titan_linear.models.decoder import Block, Decoder
-from titan_linear.models.init import initialise
+from titan_linear.models.decoder import Block
 from titan_linear.models.mixers import GDN, KDA, MLA, RWKV7, Attention, Lightning, Mamba2, ShortConv
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
@@ -84,8 +83,7 @@ def plan_of(lengths: list[int]) -> tuple[BatchPlan, Documents]:
 @torch.no_grad()
 def counted(model: ModelConfig, lengths: list[int]) -> Products:
     """Of the mixer's forward."""
-    decoder, (plan, documents) = Decoder(model), plan_of(lengths)
-    initialise(decoder, seed=0)
+    decoder, (plan, documents) = initialised(model), plan_of(lengths)
     with Products() as products:
         decoder.layers[0].mixer(torch.randn(1, documents.tokens, DIM), plan)
     return products
@@ -140,8 +138,7 @@ def test_rwkv7_by_chunks():
 def test_mlps_and_experts(moe, activation):
     moe = moe and replace(moe, activation=activation)
     config, (plan, documents) = model_of(MIXERS["gdn"], moe=moe, activation=activation), plan_of(PACKED)
-    decoder = Decoder(config)
-    initialise(decoder, seed=0)
+    decoder = initialised(config)
     with Products() as products:
         decoder.layers[0].mlp(torch.randn(1, documents.tokens, DIM), plan)
     assert products.total == documents.tokens * config.layers[0].mlp.flops(config.dim)
@@ -150,8 +147,7 @@ def test_mlps_and_experts(moe, activation):
 def test_backward_is_twice_forward():
     """Of a whole model's loss, head included; attention's kernel computes scores again, which does not count."""
     config, (plan, documents) = model_of(MIXERS["attention"]), plan_of(PACKED)
-    decoder, tokens = Decoder(config), torch.arange(documents.tokens) % 40
-    initialise(decoder, seed=0)
+    decoder, tokens = initialised(config), torch.arange(documents.tokens) % 40
     labels = labels_of(tokens, np.cumsum([0, *PACKED]).tolist())
     with Products() as products, torch.autograd.set_multithreading_enabled(False):
         decoder(tokens[None], plan, labels[None]).backward()

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.models.ours import initialised
 from tests.refusals import refused
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer
@@ -38,8 +39,7 @@ MODELS = {
 
 
 def build(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Decoder:
-    model = Decoder(config).to(dtype)
-    initialise(model, seed=1)
+    model = initialised(config, 1, dtype)
     return model
 
 

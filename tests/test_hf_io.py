@@ -22,6 +22,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -42,8 +43,9 @@ from tests.hf_workers import EVERY, KDA, LARGE, mark
 from tests.keys import argv_of
 from tests.models import hf_models
 from tests.models.hf_states import state_from_hf
+from tests.models.ours import initialised
 from tests.processes import until
-from tests.records import write_json
+from tests.records import change_json, write_json, write_texts
 from tests.refusals import is_refused, refused
 from tests.worlds import Worlds
 from titan_linear.commands import convert, generate
@@ -51,9 +53,8 @@ from titan_linear.config import check_config, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.models import mixers
 from titan_linear.models.adapters import config_to_hf, ignored, placements
-from titan_linear.models.config import differences
+from titan_linear.models.config import ModelConfig, differences
 from titan_linear.models.decoder import Decoder
-from titan_linear.models.init import initialise
 from titan_linear.models.presets import MODELS, preset
 from titan_linear.run import export
 from titan_linear.run.build import tokenizer_path
@@ -72,6 +73,27 @@ CASES = [*hf_models.MODELS, *FLA]
 PROCESSORS = ("preprocessor_config", "video_preprocessor_config", "processor_config", "chat_template")
 
 
+def save_model(name: str, folder: Path) -> None:
+    """The model of a case, in float32."""
+    if name in FLA:
+        model = initialised(FLA[name], 1)
+        write_folder(folder, FLA[name], find_family(FLA[name]), gather(model), dtype=torch.float32)
+    else:
+        hf_models.build(name).save_pretrained(folder)
+
+
+def loaded(folder: Path) -> tuple[str, ModelConfig, Decoder]:
+    """The family, the configuration and the weights of a folder."""
+    family, config = read_model(folder)
+    model = Decoder(config)
+    load_weights(folder, model)
+    return family, config, model
+
+
+def change_tensors(folder: Path, change: Callable[[dict], dict], file: str = "model.safetensors") -> None:
+    save_file(change(load_file(folder / file)), folder / file, {"format": "pt"})
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A folder of each family, in bfloat16 but for the gates' parameters, as published models are."""
@@ -80,16 +102,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def get(name):
         if name not in done:
             done[name] = root / str(len(done))
-            if name in FLA:
-                model = Decoder(FLA[name])
-                initialise(model, seed=1)
-                write_folder(done[name], FLA[name], find_family(FLA[name]), gather(model), dtype=torch.float32)
-            else:
-                hf_models.build(name).save_pretrained(done[name])
-            tensors = load_file(done[name] / "model.safetensors")
+            save_model(name, done[name])
             keep = ("A_log", "dt_bias", "correction_bias")
-            tensors = {n: t if n.endswith(keep) else t.bfloat16() for n, t in tensors.items()}
-            save_file(tensors, done[name] / "model.safetensors", {"format": "pt"})
+            change_tensors(done[name], lambda x: {n: t if n.endswith(keep) else t.bfloat16() for n, t in x.items()})
         return done[name]
 
     return get
@@ -145,12 +160,10 @@ def test_in_and_out_with_replicas(folders, worlds, tmp_path, degrees):
 
 def with_even_vocabulary(source: Path, folder: Path) -> Path:
     """A folder without the last row of the vocabulary."""
-    folder.mkdir()
-    tensors = load_file(source / "model.safetensors")
-    cut = {name: t[: hf_models.VOCAB - 1] if len(t) == hf_models.VOCAB else t for name, t in tensors.items()}
-    save_file(cut, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((source / "config.json").read_text()) | {"vocab_size": hf_models.VOCAB - 1}
-    write_json(folder / "config.json", config)
+    shutil.copytree(source, folder)
+    rows = hf_models.VOCAB - 1
+    change_tensors(folder, lambda x: {n: t[:rows] if len(t) == rows + 1 else t for n, t in x.items()})
+    change_json(folder / "config.json", {"vocab_size": rows})
     return folder
 
 
@@ -179,9 +192,7 @@ def test_what_is_not_ours_is_kept(folders, tmp_path):
     extra = {"mtp.fc.weight": torch.randn(3, 5).half(), "model.visual.ids": torch.arange(4)}
     copy = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
     save_file(tensors | extra | copy, source / "model.safetensors", {"format": "pt"})
-    family, config = read_model(source)
-    model = Decoder(config)
-    load_weights(source, model)
+    family, config, model = loaded(source)
     write_folder(tmp_path / "out", config, family, gather(model), dtype=torch.float32, like=source)
     out = load_file(tmp_path / "out" / "model.safetensors")
     assert {name: (tmp_path / "out" / name).read_bytes() for name in settings} == settings
@@ -202,9 +213,7 @@ def test_an_export_opens_in_its_own_dtype(tmp_path):
     assert config["text_config"]["dtype"] == "bfloat16"
     for older in ({}, {"torch_dtype": "bfloat16"}):
         write_json(source / "config.json", config | {"text_config": config["text_config"] | older})
-        family, model = read_model(source)
-        decoder = Decoder(model)
-        load_weights(source, decoder)
+        family, model, decoder = loaded(source)
         decoder.embedding.weight.data.add_(1e-4)
         extra = {"eos_token_id": 3}
         write_folder(out, model, family, gather(decoder), dtype=torch.float32, like=source, extra=extra)
@@ -218,17 +227,10 @@ def test_an_export_opens_in_its_own_dtype(tmp_path):
 def test_an_export_rounds_what_transformers_rounds(name, dtype, tmp_path, remote_code):
     """Tensor by tensor the dtype in which their class saves the model that it opened in this one, by either's names."""
     source, out, saved = tmp_path / "source", tmp_path / "out", tmp_path / "saved"
-    if name in FLA:
-        model = Decoder(FLA[name])
-        initialise(model, seed=1)
-        write_folder(source, FLA[name], find_family(FLA[name]), gather(model), dtype=torch.float32)
-    else:
-        hf_models.build(name).save_pretrained(source)
+    save_model(name, source)
     AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=True).save_pretrained(saved)
     theirs = load_file(saved / "model.safetensors")
-    family, config = read_model(source)
-    decoder = Decoder(config)
-    load_weights(source, decoder)
+    family, config, decoder = loaded(source)
     constants = ignored(config, family, open_folder(source).shapes)
     for like in (source, None):
         write_folder(out, config, family, gather(decoder), dtype=dtype, like=like)
@@ -243,8 +245,7 @@ def test_an_export_rounds_what_transformers_rounds(name, dtype, tmp_path, remote
 
 def test_numbers_beyond_a_dtype_are_not_exported_as_infinity(folders, tmp_path):
     family, model = read_model(folders("FLA KDA"))
-    decoder, out = Decoder(model), tmp_path / "out"
-    initialise(decoder, seed=0)
+    decoder, out = initialised(model), tmp_path / "out"
     decoder.head.norm.weight.data[0] = 65504.0  # float16's largest
     write_folder(out, model, family, gather(decoder), dtype=torch.float16)
     decoder.head.norm.weight.data[0] = 7e4
@@ -256,9 +257,7 @@ def test_numbers_beyond_a_dtype_are_not_exported_as_infinity(folders, tmp_path):
 def test_a_head_that_is_not_the_embedding_is_not_dropped(folders, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(folders("Qwen3.5, tied"), source)
-    tensors = load_file(source / "model.safetensors")
-    other = {hf_io.HEAD: tensors["model.embed_tokens.weight"] + 1}
-    save_file(tensors | other, source / "model.safetensors", {"format": "pt"})
+    change_tensors(source, lambda x: x | {hf_io.HEAD: x["model.embed_tokens.weight"] + 1})
     _, config = read_model(source)
     with refused(r"though config\.json has tie_word_embeddings = true; set it"):
         hf_io.check_folder(source, config)
@@ -277,22 +276,19 @@ def test_weights_beside_other_weights_are_refused(folders, tmp_path):
     with refused(r"holds model\.safetensors beside the files of"):
         open_folder(source)
     (source / "model.safetensors").unlink()
-    more = load_file(source / "shard.safetensors") | {"model.layers.0.linear_attn.q_proj.bias": torch.zeros(3)}
-    save_file(more, source / "shard.safetensors", {"format": "pt"})
+    bias = {"model.layers.0.linear_attn.q_proj.bias": torch.zeros(3)}
+    change_tensors(source, lambda x: x | bias, "shard.safetensors")
     with refused(r"q_proj.bias \[3\]: not used"):
         hf_io.check_folder(source, config)
 
 
 def test_a_folder_of_another_model_is_no_pattern_for_an_export(folders, tmp_path):
     source = folders("FLA KDA")
-    family, config = read_model(source)
-    model = Decoder(config)
-    load_weights(source, model)
+    family, config, model = loaded(source)
     for like, words in (("FLA GDN", "layers"), ("FLA KDA", "norm_eps = ")):
         other = tmp_path / like
         shutil.copytree(folders(like), other)
-        written = json.loads((other / "config.json").read_bytes()) | {"norm_eps": 0.5}
-        write_json(other / "config.json", written)
+        change_json(other / "config.json", {"norm_eps": 0.5})
         with refused(rf"is another model: .*{words}.*; use model.flavor"):
             write_folder(tmp_path / "out", config, family, gather(model), dtype=torch.float32, like=other)
     assert not (tmp_path / "out").exists()
@@ -322,9 +318,7 @@ def kimi(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
-    lines = [json.dumps({"text": f"def f{i}(self): return {i * i}"}) for i in range(300)]
-    file.write_text("\n".join(lines))
-    return file
+    return write_texts(file, (f"def f{i}(self): return {i * i}" for i in range(300)))
 
 
 def arguments(corpus: Path, run: Path, **keys: object) -> list[str]:
@@ -472,8 +466,7 @@ def test_generation_equals_that_of_transformers(kimi):
 def test_a_preset_is_exported_with_its_length(name, tmp_path, remote_code):
     """The class, by whatever name it has it, knows as long a text as the model was trained on."""
     model = MODELS[name]["debug"]
-    decoder = Decoder(model)
-    initialise(decoder, seed=0)
+    decoder = initialised(model)
     for longest in (16384, 10**6):
         write_folder(tmp_path / "out", model, find_family(model), gather(decoder), dtype=torch.float32, longest=longest)
         config = AutoConfig.from_pretrained(tmp_path / "out", trust_remote_code=True)
@@ -492,9 +485,7 @@ def test_a_folder_keeps_its_length_or_gets_a_longer_one(name, tmp_path):
     (key,) = written.keys() & set(hf_writing.LENGTHS)
     for length in (128, None):
         write_json(source / "config.json", written | {key: length} if length else written)
-        family, model = read_model(source)
-        decoder = Decoder(model)
-        load_weights(source, decoder)
+        family, model, decoder = loaded(source)
         had = length or written[key]
         for longest in (64, 2 * had):
             write_folder(out, model, family, gather(decoder), dtype=None, like=source, longest=longest)
@@ -511,17 +502,14 @@ def test_an_export_ends_where_its_tokenizer_does(corpus, tmp_path):
     hf_models.randomise(Qwen3NextForCausalLM(config)).save_pretrained(source)
     make_tokenizer(source)  # its end token is 0
     run = load_config(arguments(corpus, tmp_path / "run", checkpoint__initial_load_path=source))
-    written = json.loads((source / "config.json").read_text()) | {"bos_token_id": 5}
     for known, said in ((7, 0), ([7, 9], 0), ([7, 0], [7, 0]), (None, 0)):
-        write_json(source / "config.json", written | {"eos_token_id": known})
+        change_json(source / "config.json", {"bos_token_id": 5, "eos_token_id": known})
         write_json(source / "generation_config.json", {"eos_token_id": known, "top_k": 20})
-        _, model = read_model(source)
-        decoder = Decoder(model)
-        load_weights(source, decoder)
+        _, model, decoder = loaded(source)
         export.export(out, run, model, build_tokenizer(str(source)), gather(decoder), dtype="source")
-        texts = {name: json.loads((out / name).read_text()) for name in ("config.json", "generation_config.json")}
-        assert [text["eos_token_id"] for text in texts.values()] == [said, said]
-        assert texts["config.json"]["bos_token_id"] == 5 and texts["generation_config.json"]["top_k"] == 20
+        whole, generation = (json.loads((out / name).read_text()) for name in ("config.json", "generation_config.json"))
+        assert whole["eos_token_id"] == generation["eos_token_id"] == said
+        assert whole["bos_token_id"] == 5 and generation["top_k"] == 20
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert tokenizer.eos_token_id == AutoModelForCausalLM.from_pretrained(out).generation_config.eos_token_id == 0
 
@@ -529,89 +517,62 @@ def test_an_export_ends_where_its_tokenizer_does(corpus, tmp_path):
 # --- Folders and runs that are refused -------------------------------------------------------------------------------
 
 
-def drop_shard(folder: Path) -> str:
-    (folder / "model-00002-of-00005.safetensors").unlink()
-    return r"model-00002-of-00005.safetensors' is missing: .* it holds tensor 'model.layers"
+SHARD = "model-00001-of-00005.safetensors"
+BETA = "model.layers.0.attn.b_proj.weight"
 
 
-def cut_shard(folder: Path) -> str:
-    file = folder / "model-00003-of-00005.safetensors"
-    os.truncate(file, file.stat().st_size - 10)
-    return r"model-00003-of-00005.safetensors' is cut short or no safetensors file \(.*not fully covered"
-
-
-def cut_header(folder: Path) -> str:
-    os.truncate(folder / "model-00001-of-00005.safetensors", 40)
-    return r"model-00001-of-00005.safetensors' is cut short or no safetensors file \(.*header"
-
-
-def reshape(folder: Path) -> str:
-    file = folder / "model-00001-of-00005.safetensors"
-    tensors = load_file(file)
-    name = next(n for n in tensors if n.endswith("b_proj.weight"))
-    save_file(tensors | {name: tensors[name].T.contiguous()}, file)
-    return rf"{folder}.*{name}: shape \[128, 4\], not \[4, 128\].*in model-00001-of-00005.safetensors"
-
-
-def retype(folder: Path) -> str:
-    file = folder / "model-00001-of-00005.safetensors"
-    tensors = load_file(file)
-    name = next(n for n in tensors if n.endswith("b_proj.weight"))
-    save_file(tensors | {name: tensors[name].to(torch.int64)}, file)
-    return rf"model-00001-of-00005.safetensors': tensor '{name}' is I64"
-
-
-def lose_tensor(folder: Path) -> str:
-    file = folder / "model-00001-of-00005.safetensors"
-    tensors = load_file(file)
-    name = sorted(tensors)[0]
-    save_file({n: t for n, t in tensors.items() if n != name}, file)
-    return rf"model-00001-of-00005.safetensors' lacks tensor '{name}'"
-
-
-def unknown_architecture(folder: Path) -> str:
-    write_json(folder / "config.json", {"architectures": ["GPT2LMHeadModel"]})
-    return r"config.json': architectures = \['GPT2LMHeadModel'\]"
-
-
-def broken_config(folder: Path) -> str:
-    (folder / "config.json").write_text("{")
-    return r"config.json' cannot be read"
-
-
-def only_pickles(folder: Path) -> str:
+def remove_pickles(folder: Path) -> None:
     for file in folder.glob("model*"):
         file.unlink()
     (folder / "pytorch_model.bin").write_bytes(b"never read")
-    return r"pytorch_model.bin is a pickle file, which is never loaded"
 
 
-def large_tokenizer(folder: Path) -> str:
+def make_large_tokenizer(folder: Path) -> None:
     make_tokenizer(folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["zz"] = 400
     write_json(folder / "tokenizer.json", tokenizer)
-    return r"vocabulary of .*config.json', 320, is smaller than that of the tokenizer '.*tokenizer.json', 401"
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        drop_shard,
-        cut_shard,
-        cut_header,
-        reshape,
-        retype,
-        lose_tensor,
-        unknown_architecture,
-        broken_config,
-        only_pickles,
-        large_tokenizer,
-    ],
-)
+def change_beta(change: Callable[[Tensor], Tensor]) -> Callable[[Path], None]:
+    return lambda folder: change_tensors(folder, lambda x: x | {BETA: change(x[BETA]).contiguous()}, SHARD)
+
+
+DAMAGES = {
+    "a shard is missing": (
+        lambda folder: (folder / SHARD).unlink(),
+        rf"{SHARD}' is missing: .* it holds tensor 'model",
+    ),
+    "a shard is cut": (
+        lambda folder: os.truncate(folder / SHARD, (folder / SHARD).stat().st_size - 10),
+        rf"{SHARD}' is cut short or no safetensors file \(.*not fully covered",
+    ),
+    "a header is cut": (
+        lambda folder: os.truncate(folder / SHARD, 40),
+        rf"{SHARD}' is cut short or no safetensors file \(.*header",
+    ),
+    "another shape": (change_beta(lambda w: w.T), rf"{BETA}: shape \[128, 4\], not \[4, 128\].*in {SHARD}"),
+    "another dtype": (change_beta(lambda w: w.to(torch.int64)), rf"{SHARD}': tensor '{BETA}' is I64"),
+    "a tensor is lost": (
+        lambda folder: change_tensors(folder, lambda x: {n: t for n, t in x.items() if n != BETA}, SHARD),
+        rf"{SHARD}' lacks tensor '{BETA}'",
+    ),
+    "unknown architecture": (
+        lambda folder: write_json(folder / "config.json", {"architectures": ["GPT2LMHeadModel"]}),
+        r"config.json': architectures = \['GPT2LMHeadModel'\]",
+    ),
+    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), r"config.json' cannot be read"),
+    "pickles": (remove_pickles, r"pytorch_model.bin is a pickle file, which is never loaded"),
+    "a large tokenizer": (
+        make_large_tokenizer,
+        r"vocabulary of .*config.json', 320, is smaller than that of the tokenizer '.*tokenizer.json', 401",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_bad_folder_is_refused_before_training(damage, corpus, tmp_path):
-    model, folder = Decoder(KDA), tmp_path / "folder"
-    initialise(model, seed=0)
+    model, folder = initialised(KDA), tmp_path / "folder"
     files = build_tokenizer(None).hugging_face_files()
     write_folder(
         folder, KDA, "KDAForCausalLM", gather(model), dtype=torch.float32, shard_bytes=600_000, tokenizer=files
@@ -619,7 +580,8 @@ def test_a_bad_folder_is_refused_before_training(damage, corpus, tmp_path):
     assert len(list(folder.glob("*.safetensors"))) == 5
     argv = arguments(corpus, tmp_path / "run", checkpoint__initial_load_path=folder)
     preflight(load_config(argv), world_size=2)
-    message = damage(folder)
+    change, message = DAMAGES[damage]
+    change(folder)
     with refused(message):
         preflight(load_config(argv), world_size=2)
     assert not (tmp_path / "run").exists()
@@ -627,12 +589,11 @@ def test_a_bad_folder_is_refused_before_training(damage, corpus, tmp_path):
 
 def test_generation_warns_of_a_tokenizer_that_the_weights_do_not_know(tmp_path, capsys):
     """Of a folder and of a checkpoint; sizes of vocabularies need not tell."""
-    model, folder, checkpoint, other = Decoder(KDA), *(tmp_path / name for name in ("folder", "step-3", "other"))
-    initialise(model, seed=0)
+    model, folder, checkpoint, other = initialised(KDA), *(tmp_path / name for name in ("folder", "step-3", "other"))
     write_folder(folder, KDA, "KDAForCausalLM", gather(model), dtype=torch.float32)
     checkpoint.mkdir()
     other.mkdir()
-    large_tokenizer(other)
+    make_large_tokenizer(other)
     bytes_again, their_own = build_tokenizer(None), build_tokenizer(str(other))
 
     def warned(path, asked, tokenizer):
@@ -662,11 +623,10 @@ def test_a_model_that_is_not_read_is_said_before_its_tokenizer_is_missed(tmp_pat
 
 
 def test_generation_names_the_tokenizer_that_it_was_given(tmp_path):
-    model, folder, other = Decoder(KDA), tmp_path / "folder", tmp_path / "other"
-    initialise(model, seed=0)
+    model, folder, other = initialised(KDA), tmp_path / "folder", tmp_path / "other"
     write_folder(folder, KDA, "KDAForCausalLM", gather(model), dtype=torch.float32)
     other.mkdir()
-    large_tokenizer(other)
+    make_large_tokenizer(other)
     with refused(r"that of the tokenizer '.*other', 401; set .* \(titan-linear generate: --tokenizer\)"):
         generate.load(folder, str(other), torch.float32, torch.device("cpu"))
 
@@ -692,6 +652,7 @@ def write_file(file: Path, header: object, size: int) -> None:
         {"dtype": "F32", "shape": [3], "data_offsets": [24, 32]},
         {"dtype": "F32", "shape": [2], "data_offsets": [20, 28]},
         {"dtype": "F32", "shape": [1], "data_offsets": [28, 32]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [24, 28]},
     ],
 )
 def test_a_malformed_header_is_refused(placement, tmp_path):
@@ -708,21 +669,11 @@ def test_a_header_is_what_safetensors_takes(tmp_path):
     for metadata in (None, {}, {"a": "b"}):
         write_file(file, {"__metadata__": metadata, "good": GOOD}, 24)
         assert list(open_folder(tmp_path).tensors) == ["good"]
-    for header in ({"__metadata__": {"a": 1}, "good": GOOD}, json.dumps({"good": GOOD}).encode("utf-16")):
+    utf16 = json.dumps({"good": GOOD}).encode("utf-16")
+    for header in ({"__metadata__": {"a": 1}, "good": GOOD}, utf16, b"", b"[]", b"{", b"\xff", b"[" * 100_000):
         write_file(file, header, 24)
         with refused(f"'{file}' {REFUSED}"):
             open_folder(tmp_path)
-
-
-def test_files_that_are_no_safetensors_are_refused(tmp_path):
-    file = tmp_path / "model.safetensors"
-    for header in (b"", b"[]", b"{", b"\xff", b"[" * 100_000):
-        write_file(file, header, 0)
-        with refused(f"'{file}' {REFUSED}"):
-            open_folder(tmp_path)
-    write_file(file, {"good": GOOD}, 25)
-    with refused(f"'{file}' {REFUSED}"):
-        open_folder(tmp_path)
 
 
 def test_an_index_stays_in_its_folder(tmp_path):

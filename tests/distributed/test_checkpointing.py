@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.models.ours import initialised
 from titan_linear.config import ActivationCheckpoint
 from titan_linear.distributed.parallelize import apply_ac
-from titan_linear.models.decoder import Decoder
-from titan_linear.models.init import initialise
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 
@@ -19,8 +18,7 @@ LAYERS = 5
 
 def gradients(ac: ActivationCheckpoint) -> tuple[list[torch.Tensor], list[int]]:
     """Of all parameters, and how often each layer's MLP ran."""
-    model = Decoder(replace(preset("hybrid", "debug"), num_layers=LAYERS)).double()
-    initialise(model, seed=0)
+    model = initialised(replace(preset("hybrid", "debug"), num_layers=LAYERS), dtype=torch.float64)
     ran = [0] * LAYERS
 
     def count(i):

@@ -11,12 +11,19 @@ from torch import Tensor, nn
 from tests.ops.inputs import tokens_of
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
+from titan_linear.models.init import initialise
 from titan_linear.models.mixers.recurrent import RecurrentMixer
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.cross_entropy import IGNORE
 
 State = dict[str, Tensor]
+
+
+def initialised(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> Decoder:
+    model = Decoder(config).to(dtype)
+    initialise(model, seed)
+    return model
 
 
 def labels_of(tokens: Tensor, bounds: list[int]) -> Tensor:

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from tests.dispatch import AddsInAnyOrder
+from tests.models.ours import initialised
 from tests.refusals import refused
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.decoder import Decoder, LayerCache
-from titan_linear.models.init import count_parameters, initialise
+from titan_linear.models.init import count_parameters
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import MODELS, preset
 from titan_linear.ops import build_cp_context
@@ -22,8 +23,7 @@ from titan_linear.ops.runtime.support import Choice, Op
 
 
 def build(seed: int = 0) -> Decoder:
-    model = Decoder(preset("hybrid", "debug")).double()
-    initialise(model, seed)
+    model = initialised(preset("hybrid", "debug"), seed, dtype=torch.float64)
     return model
 
 
@@ -46,8 +46,7 @@ def test_parameter_counts(name, flavor, millions):
 @pytest.mark.parametrize("name", [name for name, flavors in MODELS.items() if "debug" in flavors])
 def test_gradients_are_added_up_in_one_order(name):
     """In float32 or wider, and the same on every run: nothing that compiled code would turn into atomic additions."""
-    model = Decoder(preset(name, "debug"))
-    initialise(model, seed=0)
+    model = initialised(preset(name, "debug"))
     tokens = torch.randint(model.config.vocab_size, (1, 70), generator=torch.Generator().manual_seed(0))
     context = build_cp_context(torch.tensor([0, 30, 70]), rank=0, world_size=1)
     plan = BatchPlan(context.position_ids, cp_context=context)
@@ -93,8 +92,7 @@ def test_the_ops_that_a_model_calls():
     ]
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     for config, own in models:
-        model = Decoder(config.first_layers(2))
-        initialise(model, seed=0)
+        model = initialised(config.first_layers(2))
         ops = set(model.config.ops())
         assert ops == {"chunk_kda", "chunk_gated_delta_rule", "causal_conv1d", "cross_entropy", *own}
         chosen = model.use("auto", torch.device("cpu"), torch.float32).implementations

@@ -28,7 +28,7 @@ from transformers import (
 
 from tests.models import hf_models
 from tests.models.hf_states import state_from_hf, state_to_hf
-from tests.models.ours import State, labels_of, positions, relative, run, run_on_rank
+from tests.models.ours import State, initialised, labels_of, positions, relative, run, run_on_rank
 from tests.records import write_json
 from tests.refusals import refused
 from tests.worlds import Worlds
@@ -36,7 +36,6 @@ from titan_linear.models.adapters import config_from_hf, config_to_hf, ignored, 
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder, LayerCache
 from titan_linear.models.families.keys import check_values
-from titan_linear.models.init import initialise
 from titan_linear.models.mixers import Attention, Mamba2
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import MODELS, PUBLISHED, preset
@@ -281,8 +280,7 @@ def with_options(name: str, kind: type, **options: object) -> ModelConfig:
 def test_transformers_computes_what_we_write(family, model, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    ours, tokens = Decoder(model), torch.arange(24).unsqueeze(0)
-    initialise(ours, seed=0)
+    ours, tokens = initialised(model), torch.arange(24).unsqueeze(0)
     write_folder(tmp_path / "one", model, family, gather(ours), dtype=torch.float32)
     ours.embedding.weight.data.mul_(2)
     write_folder(tmp_path / "two", model, family, gather(ours), dtype=None, like=tmp_path / "one")

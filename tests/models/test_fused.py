@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.models.ours import initialised
 from titan_linear.distributed.parallelize import set_dtype
 from titan_linear.models.config import MixerOptions, ModelConfig
-from titan_linear.models.decoder import Block, Decoder
-from titan_linear.models.init import initialise
+from titan_linear.models.decoder import Block
 from titan_linear.models.mixers import GDN, Attention
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import build_cp_context
@@ -33,8 +33,7 @@ def plan_of(mixer: MixerOptions, device: torch.device, dtype: torch.dtype) -> Ba
 
 def block_of(mixer: MixerOptions, device: torch.device, dtype: torch.dtype) -> Block:
     """With weights that bfloat16 holds, whatever dtype they are in; gate parameters are in float32 or wider."""
-    model = Decoder(ModelConfig(vocab_size=8, dim=DIM, pattern=(mixer,), num_layers=1, hidden_dim=512))
-    initialise(model, seed=0)
+    model = initialised(ModelConfig(vocab_size=8, dim=DIM, pattern=(mixer,), num_layers=1, hidden_dim=512))
     for each in (torch.bfloat16, dtype):
         set_dtype(model, each)
     return model.layers[0].to(device)

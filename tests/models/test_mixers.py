@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.models.ours import initialised
 from titan_linear.distributed.parallelize import replicated_parameters, set_dtype
 from titan_linear.models import layers
 from titan_linear.models.config import Entry, MixerOptions, differences, fingerprint
 from titan_linear.models.decoder import Decoder, LayerCache
-from titan_linear.models.init import initialise
 from titan_linear.models.mixers import (
     GDN,
     KDA,
@@ -45,8 +45,7 @@ OPTIONS: dict[str, MixerOptions] = {
 
 
 def build(mixer: Entry) -> Decoder:
-    model = Decoder(replace(preset("hybrid", "debug"), pattern=(mixer,), num_layers=1))
-    initialise(model, seed=0)
+    model = initialised(replace(preset("hybrid", "debug"), pattern=(mixer,), num_layers=1))
     return model
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.models.ours import initialised
 from tests.ops.inputs import tokens_of
 from titan_linear.data import IGNORE
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.draws import generator
-from titan_linear.models.init import initialise
 from titan_linear.models.mlps.moe import MoE
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import PUBLISHED
@@ -232,8 +232,7 @@ def test_the_load_balance_loss_is_a_mean_over_all_tokens(labelled):
             Forward(model, batch, StepTokens(80, labelled), nullcontext(), 64).backward()
         return [layer.mlp.router.weight.grad for layer in model.layers]
 
-    model = Decoder(config).double()
-    initialise(model, seed=0)
+    model = initialised(config, dtype=torch.float64)
     together, means = gradients(model), []
     for layer in model.layers:
         layer.mlp.register_forward_hook(lambda _, __, out: means.append(out[1] / 80))

@@ -12,13 +12,13 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from tests.models.ours import initialised
 from tests.records import write_json
 from tests.refusals import refused
 from titan_linear.models.adapters import config_from_hf, config_to_hf
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.families.remote import MODELING
-from titan_linear.models.init import initialise
 from titan_linear.models.mixers import KDA, MLA, Attention
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN, preset
@@ -97,8 +97,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, remote_code: None) -> Call
     def get(name):
         if name not in done:
             config, folder = MODELS[name], root / str(len(done))
-            model = Decoder(config)
-            initialise(model, seed=1)
+            model = initialised(config, 1)
             randomise(model)
             write_folder(folder, config, find_family(config), gather(model), dtype=torch.float32)
             done[name] = folder, model

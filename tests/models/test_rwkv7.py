@@ -14,13 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.models.hf_states import state_from_hf, state_to_hf
-from tests.models.ours import State, labels_of, positions, relative
+from tests.models.ours import State, initialised, labels_of, positions, relative
 from tests.ops.inputs import tokens_of
 from titan_linear.__main__ import main
 from titan_linear.distributed.one_process import run_ranks
 from titan_linear.models.adapters import config_from_hf, config_to_hf
 from titan_linear.models.decoder import Decoder
-from titan_linear.models.init import initialise
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from titan_linear.ops import build_cp_context
@@ -169,8 +168,7 @@ def test_context_parallelism(ranks, layout, theirs, tokens, wanted):
 @torch.no_grad()
 @pytest.mark.parametrize("layer", range(CONFIG.num_layers))
 def test_vectors_are_drawn_as_in_rwkv_lm(layer):
-    model = Decoder(CONFIG)
-    initialise(model, seed=0)
+    model = initialised(CONFIG)
     mixer, mlp = model.layers[layer].mixer, model.layers[layer].mlp
     n, left = torch.arange(CONFIG.dim).double(), 1 - layer / CONFIG.num_layers
     over_all, middle = n / (CONFIG.dim - 1), (HEAD_DIM - 1) / 2

@@ -12,11 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.models.ours import use_methods
+from tests.models.ours import initialised, use_methods
 from tests.ops.inputs import boundaries
 from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig
-from titan_linear.models.decoder import Decoder
-from titan_linear.models.init import initialise
 from titan_linear.models.mixers import GDN, KDA, MLA, Attention
 from titan_linear.models.mixers.attention import AttentionMixer
 from titan_linear.models.mixers.mla import MLAMixer
@@ -52,8 +50,7 @@ def checkpointed(mode: str, block: nn.Module, *x: Any) -> Any:
 
 def block_of(mixer: str, dtype: torch.dtype, moe: MoEConfig | None = None, impl: str = "auto") -> nn.Module:
     config = ModelConfig(vocab_size=8, dim=32, pattern=(MIXERS[mixer],), num_layers=1, hidden_dim=32, moe=moe)
-    model = Decoder(config).to(dtype).use(impl, torch.device("cpu"), dtype)
-    initialise(model, seed=0)
+    model = initialised(config, dtype=dtype).use(impl, torch.device("cpu"), dtype)
     return model.layers[0]
 
 
