@@ -191,8 +191,8 @@ def test_tables_inside_a_section_are_merged_key_by_key(toml):
     ("argv", "words"),
     [
         (["--model.kda=3"], r"--model.kda=3 is not a key; did you mean the table of a mixer, \[model.kda\]\?"),
-        (["--model.name=qwen35"], r"model.name = 'qwen35' must be 'hybrid', .* or 'rwkv7'; did you mean 'qwen3.5'\?$"),
-        (["--model.name=zzz"], r"model.name = 'zzz' must be 'hybrid', .* or 'rwkv7'$"),
+        (["--model.name=qwen35"], r"model.name = 'qwen35' must be 'bamba', .* or 'rwkv7'; did you mean 'qwen3.5'\?$"),
+        (["--model.name=zzz"], r"model.name = 'zzz' must be 'bamba', .* or 'rwkv7'$"),
         (["--model.mixers=3", "--model.kda.heads=2"], r"model.mixers = 3 must be a table, \[model.mixers\]"),
         (["--model.moe=3", "--model.moe.top_k=2"], r"model.moe = 3 must be a table, \[model.moe\]"),
         (["--model.dimm=3"], r"--model.dimm=3 is not a key; did you mean model.dim\?"),

@@ -30,7 +30,7 @@ from titan_linear.models.config import MoEConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.mixers import MIXERS
 from titan_linear.models.mlps.moe import MoE
-from titan_linear.models.presets import OWN, PUBLISHED
+from titan_linear.models.presets import MODELS, OWN
 from titan_linear.ops import cross_entropy as loss
 from titan_linear.ops.exchange import folds, halo, ring
 from titan_linear.ops.layout import build_context
@@ -766,7 +766,7 @@ def test_a_model_that_does_not_fit_is_narrowed_and_that_is_said(corpus):
 def test_groups_of_experts_stay_large_enough(top_groups, experts):
     """A model is narrowed to one that there can be: two experts in each of 8 groups, four in those of a token."""
     moe = MoEConfig(64, 4, 64, groups=8, top_groups=top_groups)
-    model = replace(PUBLISHED["kimi-linear"]["debug"], dim=4096, moe=moe)
+    model = replace(MODELS["kimi-linear"]["debug"], dim=4096, moe=moe)
     found = [proof_subject._thinner(model, factor, load_config([])).moe for factor in (2, 4, 8, 16)]
     assert [m.num_experts for m in found] == experts and not any(m.contradiction for m in found)
 

@@ -30,7 +30,7 @@ from titan_linear.distributed.process import be_deterministic
 from titan_linear.hooks.spikes import NonFinite
 from titan_linear.models.config import ModelConfig, MoEConfig
 from titan_linear.models.mixers import RWKV7, Attention, Mamba2, ShortConv
-from titan_linear.models.presets import OWN, PUBLISHED
+from titan_linear.models.presets import MODELS, OWN
 from titan_linear.models.rope import RopeScaling
 from titan_linear.run.build import model_config
 from titan_linear.run.console import unbalanced
@@ -81,7 +81,7 @@ WIDE_NORMS = replace(
 YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
 SOFTMAX = replace(SMALL, num_layers=2, pattern=(replace(SMALL.pattern[2], rope_scaling=YARN),))
 # Latent attention and a mixture of experts alone, whose layers compile sooner than a recurrence in PyTorch.
-KIMI = PUBLISHED["kimi-linear"]["debug"]
+KIMI = MODELS["kimi-linear"]["debug"]
 EXPERTS = replace(
     KIMI, num_layers=1, pattern=KIMI.pattern[1:], dense_layers=(), moe=replace(KIMI.moe, balance_coefficient=0.01)
 )
@@ -119,11 +119,11 @@ OWN_FLAVORS = {
     "wide norms": WIDE_NORMS,
     "softmax": SOFTMAX,
     "experts": EXPERTS,
-    "nano-3": cut(PUBLISHED["nemotron-h"]["nano-3-30B-A3B"]),
-    "granite-tiny": cut(PUBLISHED["granite-h"]["tiny"]),
-    "falcon-0.5B": cut(PUBLISHED["falcon-h1"]["0.5B"]),
-    "lfm2-350M": cut(PUBLISHED["lfm2"]["350M"]),
-    "rwkv7-0.1B": cut(PUBLISHED["rwkv7"]["0.1B"]),
+    "nano-3": cut(MODELS["nemotron-h"]["nano-3-30B-A3B"]),
+    "granite-tiny": cut(MODELS["granite-h"]["tiny"]),
+    "falcon-0.5B": cut(MODELS["falcon-h1"]["0.5B"]),
+    "lfm2-350M": cut(MODELS["lfm2"]["350M"]),
+    "rwkv7-0.1B": cut(MODELS["rwkv7"]["0.1B"]),
 }
 
 # name: (processes, what differs from one process). local_batch_size 1 makes four micro-steps of a step.
@@ -466,12 +466,12 @@ def test_how_experts_are_balanced(corpus):
     assert moe("kimi-linear", bias_update_rate=0.0, balance_coefficient=0.5) == replace(
         moe("kimi-linear"), bias_update_rate=0.0, balance_coefficient=0.5
     )
-    assert not any(unbalanced(PUBLISHED[name]["debug"]) for name in ("kimi-linear", "qwen3.5", "lfm2"))
+    assert not any(unbalanced(MODELS[name]["debug"]) for name in ("kimi-linear", "qwen3.5", "lfm2"))
     for name, words in (
         ("kimi-linear", r"loads; .* 0.01 or training.expert_bias_update_rate = 0.001 does"),
         ("minimax", "1 does"),
     ):
-        model = PUBLISHED[name]["debug"]
+        model = MODELS[name]["debug"]
         assert re.search(words, unbalanced(replace(model, moe=replace(model.moe, bias_update_rate=0.0))))
     with refused(r"training.expert_balance_coefficient .* has no experts"):
         moe("hybrid", balance_coefficient=0.1)

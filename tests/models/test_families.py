@@ -38,7 +38,7 @@ from titan_linear.models.decoder import Decoder, LayerCache
 from titan_linear.models.families.keys import check_values
 from titan_linear.models.mixers import Attention, Mamba2
 from titan_linear.models.plan import BatchPlan
-from titan_linear.models.presets import MODELS, PUBLISHED, preset
+from titan_linear.models.presets import MODELS, preset
 from titan_linear.storage.hf_io import check_folder
 from titan_linear.storage.hf_writing import find_family, gather, write_folder
 
@@ -480,7 +480,7 @@ def test_one_group_holds_all_experts(case):
 def test_a_key_of_another_family_says_nothing():
     """Qwen3.5 normalises the weights of experts and has them in every layer, whatever Qwen3-Next's keys say."""
     for family, other in (("Qwen3_5MoeForCausalLM", False), ("Qwen3NextForCausalLM", True)):
-        written = config_to_hf(family, PUBLISHED["qwen3.5"]["debug"])
+        written = config_to_hf(family, MODELS["qwen3.5"]["debug"])
         read = config_from_hf(written | {"norm_topk_prob": False, "mlp_only_layers": [0], "intermediate_size": 64})[1]
         assert read.moe.normalise != other and read.dense_layers == ((0,) if other else ())
 

@@ -17,7 +17,7 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.draws import generator
 from titan_linear.models.mlps.moe import MoE
 from titan_linear.models.plan import BatchPlan
-from titan_linear.models.presets import PUBLISHED
+from titan_linear.models.presets import MODELS
 from titan_linear.ops import build_cp_context, experts
 from titan_linear.ops.experts import grouped_linear
 from titan_linear.ops.runtime.support import Op
@@ -167,7 +167,7 @@ GPU = torch.device("cuda")
 @pytest.mark.parametrize(("hidden", "dim"), [(64, 128), (24, 8), (60, 128), (4, 8), (64, 36)])
 def test_grouped_mm_is_chosen_for_sizes_that_it_takes(hidden, dim):
     """For two ranks' experts: at the start of a run, at both products, and as PyTorch says on the meta device."""
-    config = replace(PUBLISHED["qwen3.5"]["debug"], dim=dim, moe=MoEConfig(4, 2, 2 * hidden))
+    config = replace(MODELS["qwen3.5"]["debug"], dim=dim, moe=MoEConfig(4, 2, 2 * hidden))
     at_start = experts.GROUPED_LINEAR.choose("auto", GPU, torch.bfloat16, **config.ops(tp=2)["grouped_linear"])
     products = []
     for I, O in ((dim, 2 * hidden), (hidden, dim)):
@@ -218,7 +218,7 @@ def test_grouped_product_on_cuda():
 @pytest.mark.parametrize("labelled", [0, 3, 40])
 def test_the_load_balance_loss_is_a_mean_over_all_tokens(labelled):
     """Of a step of two micro-batches of which few tokens, or none, have a label: answers alone."""
-    config = PUBLISHED["qwen3.5"]["debug"]
+    config = MODELS["qwen3.5"]["debug"]
     config = replace(config, moe=replace(config.moe, balance_coefficient=0.5))
     tokens = torch.randint(config.vocab_size, (2, 1, 40), generator=generator(0, "tokens"))
     plan = BatchPlan(torch.arange(40))

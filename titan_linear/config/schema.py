@@ -51,8 +51,8 @@ class Job(Section):
     is set aside."""
 
 
-CONFIGS = Path(__file__).parents[1] / "models/families/configs"  # a file of presets for each published family
-NAMES = ("hybrid", "kda", "gdn", *sorted(file.stem for file in CONFIGS.glob("*.json")))
+CONFIGS = Path(__file__).parents[1] / "models/families/configs"  # a file of presets for each name
+NAMES = tuple(sorted(file.stem for file in CONFIGS.glob("*.json")))
 
 
 class Model(Section):

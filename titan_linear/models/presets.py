@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from titan_linear.models.adapters import config_from_hf
 from titan_linear.models.config import BESIDE, Entry, MixerOptions, ModelConfig, MoEConfig, mistake, mixers_of
-from titan_linear.models.mixers import GDN, KDA, MIXERS, Attention
+from titan_linear.models.mixers import MIXERS
 from titan_linear.models.mlps import Dense
 from titan_linear.models.rope import RopeScaling
 
@@ -19,39 +19,7 @@ Options = TypeVar("Options", MixerOptions, MoEConfig, RopeScaling)
 ALONE = (Dense.name, MoEConfig.name)  # entries of a pattern that are no mixers
 
 
-def _debug(*pattern: MixerOptions) -> ModelConfig:
-    """A model that trains on two CPU cores in a minute."""
-    return ModelConfig(vocab_size=320, dim=128, pattern=pattern, num_layers=3, hidden_dim=256)
-
-
-def _340M(*pattern: MixerOptions) -> ModelConfig:
-    return ModelConfig(vocab_size=32000, dim=1024, pattern=pattern, num_layers=24, hidden_dim=2816, tie_embeddings=True)
-
-
-def _1_3B(*pattern: MixerOptions) -> ModelConfig:
-    return replace(_340M(*pattern), dim=2048, hidden_dim=5632)
-
-
-# The smallest models have grouped value heads, QK-norm and an output gate.
-_SMALL = dict(heads=2, v_heads=4, head_dim=32, v_head_dim=32)
-_SMALL_ATTENTION = Attention(heads=4, kv_heads=2, head_dim=32, qk_norm="head", output_gate=True)
-_MEDIUM = dict(heads=8, v_heads=8, head_dim=128, v_head_dim=128)
-_MEDIUM_ATTENTION = Attention(heads=16, kv_heads=8, head_dim=64, qk_norm="head", rope_theta=None)
-_LARGE = dict(heads=16, v_heads=16, head_dim=128, v_head_dim=128)
-_LARGE_ATTENTION = replace(_MEDIUM_ATTENTION, head_dim=128)
-
-OWN: dict[str, dict[str, ModelConfig]] = {
-    "kda": {"debug": _debug(KDA(**_SMALL)), "340M": _340M(KDA(**_MEDIUM)), "1.3B": _1_3B(KDA(**_LARGE))},
-    "gdn": {"debug": _debug(GDN(**_SMALL)), "340M": _340M(GDN(**_MEDIUM)), "1.3B": _1_3B(GDN(**_LARGE))},
-    "hybrid": {
-        "debug": _debug(KDA(**_SMALL), GDN(**_SMALL), _SMALL_ATTENTION),
-        "340M": _340M(*[KDA(**_MEDIUM)] * 3, _MEDIUM_ATTENTION),
-        "1.3B": _1_3B(*[KDA(**_LARGE)] * 3, _LARGE_ATTENTION),
-    },
-}
-
-
-def _published(config: Mapping[str, Any], flavor: str) -> ModelConfig:
+def _model(config: Mapping[str, Any], flavor: str) -> ModelConfig:
     """The model of a config.json. The smallest models' selection biases move, for which it has no key."""
     model = config_from_hf(config)[1]
     if flavor == "debug" and model.moe and model.moe.selection_bias:
@@ -59,11 +27,12 @@ def _published(config: Mapping[str, Any], flavor: str) -> ModelConfig:
     return model
 
 
-PUBLISHED = {
-    file.stem: {flavor: _published(config, flavor) for flavor, config in json.loads(file.read_text()).items()}
+MODELS = {
+    file.stem: {flavor: _model(config, flavor) for flavor, config in json.loads(file.read_text()).items()}
     for file in sorted(Path(__file__).with_name("families").glob("configs/*.json"))
 }
-MODELS = {**OWN, **PUBLISHED}
+# Our own, in the sizes of FLA's 340M and 1.3B. The smallest have grouped value heads, QK-norm and an output gate.
+OWN = {name: MODELS[name] for name in ("kda", "gdn", "hybrid")}
 
 
 def preset(name: str, flavor: str) -> ModelConfig:
