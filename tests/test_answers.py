@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.data.test_chat import UNMARKED, as_lines, make_tokenizer
+from tests.data.test_chat import UNMARKED, make_tokenizer
 from tests.keys import argv_of
+from tests.records import write_lines
 from titan_linear.config import load_config
 from titan_linear.distributed.parts import local_tensor
 from titan_linear.run.preflight import preflight
@@ -43,7 +44,7 @@ def test_losses(tmp_path, worlds):
     ]
     keys = {
         "training.dataset": "jsonl",
-        "training.dataset_path": as_lines(tmp_path / "chats.jsonl", chats),
+        "training.dataset_path": write_lines(tmp_path / "chats.jsonl", chats),
         "training.dataset_format": "messages",
         "model.tokenizer_path": tmp_path / "tokenizer",
         "training.seq_len": 64,
@@ -71,7 +72,7 @@ def long_prompts(folder: Path, **more: object) -> list[str]:
     keys = {
         "model.name": "kda",
         "training.dataset": "jsonl",
-        "training.dataset_path": as_lines(folder / "long", records),
+        "training.dataset_path": write_lines(folder / "long", records),
         "training.dataset_format": "completion",
         "training.seq_len": 32,
         "training.global_batch_size": 1,

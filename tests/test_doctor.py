@@ -131,13 +131,13 @@ def positions_of_fragments(layout, documents, fragments):
 
 def tokens_of_each_rank(counts, batch):
     """Of which the ranks that share a stream count all: twice, say."""
-    valid, *documents = counts(batch)
-    return [2 * valid, *documents]
+    weight, *rest = counts(batch)
+    return [2 * weight, *rest]
 
 
 def tokens_of_a_micro_step(next_step, own):
     tokens, batches = next_step(own)
-    return tokens._replace(valid=tokens.valid // own.micro_steps), batches
+    return tokens._replace(weight=tokens.weight / own.micro_steps), batches
 
 
 def a_column_further(logits, *arguments):

@@ -16,7 +16,7 @@ LAYERS = (
     ("config", "models"),
     ("distributed",),
     ("storage",),
-    ("data",),
+    ("data", "losses"),
     ("step",),
     ("run",),
     ("hooks",),

@@ -113,6 +113,7 @@ class Trainer:
             held_out=subject.held_out,
             sharding=self.feed.cut,
             precision=self.passes.precision,
+            loss=self.passes.loss,
             ask=self.grace.ask_validating,
         )
 
@@ -253,7 +254,7 @@ class Trainer:
 
     def validate(self) -> float:
         """Nats per token over the held-out documents."""
-        return self.evaluation.loss()
+        return self.evaluation.validate()
 
     def save(self) -> None:
         if self.checkpointer is None:

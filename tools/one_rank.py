@@ -24,6 +24,7 @@ from titan_linear.data import Batch
 from titan_linear.distributed.one_process import LocalDims, LocalGroup, Shared, Work, registered, take_turns
 from titan_linear.distributed.process import ignore_warnings_of_torch, own_device
 from titan_linear.hooks.report import clock_and_power
+from titan_linear.losses import CrossEntropy
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.init import initialise
 from titan_linear.ops.layout.levels import FARTHER, H200
@@ -120,13 +121,13 @@ class Rank:
     def passes(self, micro: MicroBatch) -> None:
         tokens = self.config.training.seq_len
         loss_chunk = self.config.training.loss_chunk_size
-        Forward(self.decoder, micro, StepTokens(tokens, tokens), self.precision, loss_chunk).backward()
+        Forward(self.decoder, micro, StepTokens(tokens, tokens), self.precision, CrossEntropy(), loss_chunk).backward()
 
     def step(self) -> dict[str, float]:
         """Seconds of forward and backward, of the host to queue them, and of it to plan the batch; clock and power; the
         most bytes that the passes allocate. On a GPU a first pass puts the host ahead, as it is in training."""
         begin = time.perf_counter()
-        micro = MicroBatch(*self.sharding(self.batch), self.batch.streams)
+        micro = self.sharding(self.batch)
         found = {"plan": time.perf_counter() - begin}
         if self.device.type == "cuda":
             torch.cuda.synchronize()

@@ -144,7 +144,7 @@ def equals_transformers(path: Path, records: list[dict], reader: Path | None = N
 
 def documents(corpus: Corpus) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     for begin, end in zip(corpus.offsets[:-1], corpus.offsets[1:]):
-        yield corpus.tokens[begin:end], corpus.loss_mask(np.arange(begin, end))
+        yield corpus.tokens[begin:end], corpus.weights(np.arange(begin, end)) > 0
 
 
 def runs(ids: np.ndarray, loss_mask: np.ndarray) -> list[list[int]]:
@@ -307,8 +307,11 @@ def test_answers_of_weight_zero(folder, template, name):
         expected = [f"{word}<|im_end|>" for word, weight in zip(words, weights) if weight in (None, 1)]
         assert learnt(path, record(*weights)) == expected and ids.tolist() == every.tolist()
     assert learnt(path, record(0, False, 0.0)).startswith("no answer to learn")
-    for wrong in ("0", "1", "", 0.5, -1, 2, [0], {}, float("nan")):
-        problem = f"message 4: {name!r} is {wrong!r}; give 0 (not trained on) or 1"
+    ((ids, weights),) = encoder.encode_batch([record(0.5, 0, 0.25)])
+    said = [encoder._tokenizer.decode(ids[weights == weight]) for weight in (0.5, 0.25)]
+    assert weights.dtype == np.float32 and said == ["Me.", "13"]  # the special token is not written
+    for wrong in ("0", "1", "", -1, 2, [0], {}, float("nan")):
+        problem = f"message 4: {name!r} is {wrong!r}; give 0 (not trained on) to 1"
         assert learnt(path, record(1, wrong, 1)) == problem
 
 
@@ -317,7 +320,7 @@ def test_a_weight_where_answers_have_several_parts(folder):
     twice = MARKED.replace("{{- message.content }}", "{{- message.content }}{% endgeneration %}{% generation %}")
     record = {"messages": [USER, ASSISTANT, USER, ASSISTANT | {"weight": 0}]}
     assert learnt(folder(twice), record).startswith(
-        "a weight of 0, and not one answer for each message of the role 'ass"
+        "a weight that is not 1, and no answer for each message of the role 'ass"
     )
     record["messages"][-1]["weight"] = 1
     assert learnt(folder(twice), record) == ["y<|im_end|>"] * 2

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from titan_linear.data import IGNORE, Batch
 from titan_linear.models.config import Documents
-from titan_linear.step.feed import Feed, FeedStats
+from titan_linear.step.feed import Feed, FeedStats, MicroBatch
 
 T, MICRO_STEPS = 8, 2
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def two_steps(rank, world_size, cp):
 
     def cut(batch):
         log.append(f"cut {batch.streams[0] % 10}")
-        return batch.tokens, batch.labels, SimpleNamespace(pairs=1.0 + 10 * rank)
+        return MicroBatch(batch.tokens, batch.labels, SimpleNamespace(pairs=1.0 + 10 * rank), batch.streams)
 
     feed = Feed(batches(rank // cp, log), cut, micro_steps=MICRO_STEPS, copies=cp, host=dist.group.WORLD, device=CPU)
     steps, fed = [], FeedStats()

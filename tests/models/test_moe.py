@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.models.ours import initialised
 from tests.ops.inputs import tokens_of
 from titan_linear.data import IGNORE
+from titan_linear.losses import CrossEntropy
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.draws import generator
@@ -229,7 +230,7 @@ def test_the_load_balance_loss_is_a_mean_over_all_tokens(labelled):
         model.zero_grad()
         for x, y in zip(tokens, labels, strict=True):
             batch = MicroBatch(x, y, plan, (0,))
-            Forward(model, batch, StepTokens(80, labelled), nullcontext(), 64).backward()
+            Forward(model, batch, StepTokens(80, labelled), nullcontext(), CrossEntropy(), 64).backward()
         return [layer.mlp.router.weight.grad for layer in model.layers]
 
     model = initialised(config, dtype=torch.float64)

@@ -356,7 +356,8 @@ def test_a_batch_is_planned_for_what_its_layers_read(
         methods = {"layout": "zigzag", "softmax_method": method, "linear_method": "kcp"}
         dims = SimpleNamespace(tp=1, cp=cp, cp_group=group)
         sharding = BatchSharding.of(model, dims, torch.device("cpu"), torch.float32, **methods)
-        mine, labels, plan = sharding(batch)
+        micro = sharding(batch)
+        mine, labels, plan = micro.tokens, micro.labels, micro.plan
         of = plan.cp_context.softmax
         tables = {"ring": of.ring, "allgather": of.allgather, "ulysses+ring": of.nodes}
         assert {name for name, x in tables.items() if x is not None} == planned

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from titan_linear.ops.cross_entropy import IGNORE, chunked_cross_entropy
+from titan_linear.ops.cross_entropy import IGNORE, ChunkedLogits, chunked_cross_entropy, cross_entropy
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 20, 64])
@@ -19,7 +19,7 @@ def test_value_and_gradients(chunk):
     labels[1], labels[2] = 0, 10  # the first and the last of the vocabulary
     want = F.cross_entropy(x @ weight.T, labels, ignore_index=IGNORE, reduction="sum")
     terms = torch.full((20,), torch.nan, dtype=torch.float64)
-    got = chunked_cross_entropy(x, weight, labels, chunk, token_losses=terms)
+    got = ChunkedLogits(x, weight, chunk, token_losses=terms).sum(labels, cross_entropy)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
     torch.testing.assert_close(terms, F.cross_entropy(x @ weight.T, labels, reduction="none"), rtol=1e-12, atol=1e-14)
     gradients = [torch.autograd.grad(loss / 3, [x, weight]) for loss in (got, want)]

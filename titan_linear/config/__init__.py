@@ -26,6 +26,7 @@ from titan_linear.config.derived import (
 from titan_linear.config.reading import config_to_toml, difference, flat_keys, load_config, toml_value
 from titan_linear.config.schema import (
     BYTES,
+    COLUMNS,
     KEYS,
     OTHER,
     SECTIONS,

@@ -17,7 +17,9 @@ from titan_linear.config.derived import (
 )
 from titan_linear.config.reading import flat_keys, toml_value
 from titan_linear.config.schema import (
+    COLUMNS,
     KEYS,
+    LOSSES,
     OTHER,
     SMALLEST_EPS,
     SMALLEST_SHARE,
@@ -46,6 +48,7 @@ EFFECTIVE_WITH = {
     ),
     ("compile.enable", True): ("compile.backend",),
     ("float8.enable", True): ("float8.filter_fqns", "float8.emulate"),
+    **{("loss.name", name): tuple(key for key in KEYS if key.startswith(f"{name}.")) for name in LOSSES},
     ("optimizer.name", "muon"): ("optimizer.momentum",),
     ("validation.enable", True): ("validation.sample_tokens",),
 }
@@ -232,6 +235,13 @@ def _check_source(s: Training | Source) -> None:
     if s.dataset != "stdlib" and not s.dataset_path:
         raise ValueError(f"{dataset} = {s.dataset!r} needs {dataset}_path: a file, folder or glob")
     records = ("jsonl", "parquet", "arrow")
+    if s.dataset_columns and s.dataset not in records:
+        raise ValueError(
+            f"{dataset}_columns = {toml_value(s.dataset_columns)} is for {dataset} = {', '.join(records)}, and it is "
+            f"{s.dataset!r}; remove it (a corpus of tokens knows its columns), or change {dataset}"
+        )
+    if unknown := [name for name in s.dataset_columns if name not in COLUMNS]:
+        raise ValueError(f"{dataset}_columns: no loss reads {unknown[0]!r}; they read {', '.join(COLUMNS)}")
     if s.dataset_format != "text" and s.dataset not in records:
         raise ValueError(
             f"{dataset}_format = {s.dataset_format!r} is for {dataset} = {', '.join(records)}, and it is "
@@ -246,7 +256,7 @@ def _check_source(s: Training | Source) -> None:
 
 def _check_mixture(t: Training, v: Validation) -> None:
     default = Training()
-    for key in ("dataset", "dataset_path", "dataset_text_field", "dataset_format"):
+    for key in ("dataset", "dataset_path", "dataset_text_field", "dataset_format", "dataset_columns"):
         if getattr(t, key) != getattr(default, key):
             raise ValueError(
                 f"training.{key} = {getattr(t, key)!r} is not used beside training.mixture, whose sources have each "

@@ -96,7 +96,7 @@ class Model(Section):
 
 
 Dataset = Literal["stdlib", "text", "jsonl", "parquet", "arrow", "tokens"]
-DatasetFormat = Literal["text", "messages", "completion"]
+DatasetFormat = Literal["text", "tokens", "messages", "completion"]
 
 
 class Source(Section):
@@ -108,6 +108,7 @@ class Source(Section):
     dataset_path: str = ""
     dataset_text_field: str = Field("text", min_length=1)
     dataset_format: DatasetFormat = "text"
+    dataset_columns: list[str] = []
 
 
 class Shorter(Section):
@@ -128,8 +129,11 @@ class Training(Section):
     dataset_text_field: str = Field("text", min_length=1)
     """Field (jsonl) or column (parquet, arrow) that holds a document's text."""
     dataset_format: DatasetFormat = "text"
-    """What a record of jsonl, parquet or arrow is: a text; a conversation, written by the tokenizer's chat template; or
-    a prompt and its completion. Of the last two only the answers are trained on."""
+    """What a record of jsonl, parquet or arrow is: a text; a list of tokens; a conversation, written by the tokenizer's
+    chat template; or a prompt and its completion. Of the last two only the answers are trained on."""
+    dataset_columns: list[str] = []
+    """Fields of records (columns of corpora of tokens) that hold numbers of the document's tokens, as losses read them:
+    one for all of its tokens, or a list with one for each. ["weights"], for example."""
     mixture: Annotated[list[Source], Rule.OF_A_NODE, Rule.MAY_MOVE] = []
     """Several sources instead of the one above, [{name = "web", weight = 0.7, dataset = "jsonl", dataset_path = "…"},
     …], each with those of the keys above that it needs. Weights are shares of streams."""
@@ -175,12 +179,30 @@ class Training(Section):
     """Threads that read batches ahead on each rank, two batches each; 0: batches are read when a step asks for them."""
 
 
-class Loss(Section):
-    """What is learnt from a token."""
+LOSSES = ("cross_entropy",)
+COLUMNS = {"weights": "<f4"}  # that losses read, and their dtypes
 
+
+class Loss(Section):
+    """What tokens are worth (docs/losses.md). Each loss has a section of its name."""
+
+    name: Literal[LOSSES] = "cross_entropy"  # type: ignore[valid-type]
+    """The loss."""
+    normalise: Literal["token", "document", "stream"] = "token"
+    """Terms are divided by the number of tokens with a label: of the step; or first within each document (or stream),
+    whose means count alike. With weights, by the sum of these in place of the number of tokens or documents."""
     mtp_weight: float = Field(0.1, ge=0)
-    """Weight of the mean loss of further tokens (model.mtp_layers), which is in the gradient, not in the printed
-    loss."""
+    """Weight of the mean cross-entropy of further tokens (model.mtp_layers), which is in the gradient, not in the
+    printed loss."""
+
+
+class CrossEntropy(Section):
+    """Cross-entropy."""
+
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    """Share of the loss that is the mean over the vocabulary instead of the label's."""
+    z_loss: float = Field(0.0, ge=0)
+    """Coefficient of the square of the logits' log-sum-exp, which is added to the loss."""
 
 
 class Optimizer(Section):
@@ -484,6 +506,7 @@ class Config(Section):
     model: Model = Model()
     training: Training = Training()
     loss: Loss = Loss()
+    cross_entropy: CrossEntropy = CrossEntropy()
     optimizer: Optimizer = Optimizer()
     lr_scheduler: LRScheduler = LRScheduler()
     adapter: Adapter = Adapter()

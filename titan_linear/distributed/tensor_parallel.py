@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_linear.distributed.parts import shard_parameter
-from titan_linear.models.decoder import Decoder, Further, Head
+from titan_linear.models.decoder import Decoder, Further, Head, Loss
 from titan_linear.models.layers import Output, RMSNorm, lora_name, widen
 from titan_linear.models.mlps.moe import MoE
 from titan_linear.ops.exchange.collectives import Ranks, gather_along, gather_tokens, scatter_tokens, sum_over_ranks
@@ -114,13 +114,13 @@ def _embed(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
 
 
 def _head(
-    head: Head, x: Tensor, labels: Tensor | None = None, loss_chunk: int = 2048, further: Further | None = None
+    head: Head, x: Tensor, loss: Loss | None = None, loss_chunk: int = 2048, further: Further | None = None
 ) -> Tensor:
     """Logits [B, T, vocab], without gradients; or this rank's part of the loss."""
     ranks = head.ranks
     x = head.normed(x)
-    if labels is not None:
-        return head.loss(x, labels, loss_chunk, further, ranks)
+    if loss is not None:
+        return head.loss(x, loss, loss_chunk, further, ranks)
     assert not torch.is_grad_enabled(), "logits of a split vocabulary have no gradient"
     logits = (x @ head.weight.T).movedim(-1, 0)  # [vocab / size, B, T]
     return gather_along(logits, 0, ranks.group, ranks.size).movedim(0, -1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -14,7 +15,7 @@ from titan_linear.models.config import Factors, ModelConfig
 from titan_linear.models.layers import LayerNorm, Output, RMSNorm, as_output, projection, scaled
 from titan_linear.models.lora import add_adapters
 from titan_linear.models.plan import BatchPlan
-from titan_linear.ops.cross_entropy import chunked_cross_entropy
+from titan_linear.ops.cross_entropy import ChunkedLogits, cross_entropy
 from titan_linear.ops.exchange.collectives import Ranks, gather_tokens
 from titan_linear.ops.registry import choose_implementations
 from titan_linear.ops.runtime.support import Choice
@@ -131,8 +132,11 @@ def unseen(loss: Tensor) -> Tensor:
     return loss - loss.detach()
 
 
+Loss = Callable[[ChunkedLogits], Tensor]
+
+
 class Head(nn.Module):
-    """Final norm and logits; with labels the summed loss, by chunks of tokens, without ever holding all logits."""
+    """Final norm and logits; or a loss, by chunks of tokens, without ever holding all logits."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -140,7 +144,7 @@ class Head(nn.Module):
         self.divisor = config.logits_divisor
         self.mtp_factor = config.mtp_weight / max(config.mtp_layers, 1)
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim))
-        self.token_losses: Tensor | None = None  # [B·T] into which the loss's terms are written, if set
+        self.token_losses: Tensor | None = None  # [B·T] into which −log p of labels is written, if set
         self.implementations: dict[str, Choice] = {}
 
     @property
@@ -148,32 +152,29 @@ class Head(nn.Module):
         return self.implementations.get("cross_entropy", "auto")
 
     def forward(
-        self, x: Tensor, labels: Tensor | None = None, loss_chunk: int = 2048, further: Further | None = None
+        self, x: Tensor, loss: Loss | None = None, loss_chunk: int = 2048, further: Further | None = None
     ) -> Tensor:
-        """x [B, T, dim] -> logits [B, T, vocab]; with labels [B, T] the sum of cross-entropies, in float32 or wider.
+        """x [B, T, dim] -> logits [B, T, vocab], or this loss of them, in float32 or wider.
 
         further: what is normed -> pairs of hidden states and labels of further tokens. The gradient has their loss too,
         the value does not. It is called in here, where FSDP has gathered norm and weight, and keeps them until both
         losses are done with them in backward.
         """
         x = self.normed(x)
-        if labels is None:
-            return x @ self.weight.T
-        return self.loss(x, labels, loss_chunk, further)
+        return x @ self.weight.T if loss is None else self.loss(x, loss, loss_chunk, further)
 
     def loss(
-        self, x: Tensor, labels: Tensor, loss_chunk: int, further: Further | None, ranks: Ranks | None = None
+        self, x: Tensor, loss: Loss, loss_chunk: int, further: Further | None, ranks: Ranks | None = None
     ) -> Tensor:
         """Of what is normed. ranks: those that have the other rows of the weight."""
 
-        def of(x: Tensor, labels: Tensor, token_losses: Tensor | None = None) -> Tensor:
+        def logits(x: Tensor, token_losses: Tensor | None = None) -> ChunkedLogits:
             x = gather_tokens(x, ranks) if ranks and torch.is_grad_enabled() else x
-            x = x.flatten(0, 1)
-            return chunked_cross_entropy(x, self.weight, labels.flatten(), loss_chunk, ranks, token_losses, self.impl)
+            return ChunkedLogits(x.flatten(0, 1), self.weight, loss_chunk, ranks, token_losses, self.impl)
 
-        out = of(x, labels, self.token_losses)
+        out = loss(logits(x, self.token_losses))
         for h, later in further(x) if further else ():
-            out = out + unseen(self.mtp_factor * of(h, later))
+            out = out + unseen(self.mtp_factor * logits(h).sum(later.flatten(), cross_entropy))
         return out
 
     def normed(self, x: Tensor) -> Tensor:
@@ -225,19 +226,22 @@ class Decoder(nn.Module):
         plan: BatchPlan,
         labels: Tensor | None = None,
         *,
+        loss: Loss | None = None,
         loss_chunk: int = 2048,
         balance_weight: float = 1.0,
         caches: list[LayerCache] | None = None,
         logits_to_keep: int | None = None,
     ) -> Tensor:
-        """tokens [B, T] int64 -> logits [B, T, vocab], or with labels [B, T] (−100: none) the summed loss.
+        """tokens [B, T] int64 -> logits [B, T, vocab], or `loss` of them; with labels [B, T] (−100: none) the summed
+        cross-entropy.
 
         With caches, the tokens continue the cached ones; logits_to_keep: only the logits of that many last tokens.
-        The load-balance loss, times balance_weight, is in the loss's gradient, not in its value, which stays the sum of
-        cross-entropies. It is a sum over all tokens, with or without a label. So is that of further tokens, if the plan
-        has some.
+        The load-balance loss, times balance_weight, is in the loss's gradient, not in its value. It is a sum over all
+        tokens, with or without a label. So is that of further tokens, if the plan has some.
         """
-        later = plan.later if labels is not None else None
+        if labels is not None:
+            loss = partial(ChunkedLogits.sum, ids=labels.flatten(), terms=cross_entropy)
+        later = plan.later if loss is not None else None
         x, *embedded = self.embedded(tokens if later is None else torch.cat([tokens, later.tokens])).split(len(tokens))
         between = Between()
         x = self.through(range(self.config.num_layers), x, plan, caches, between)
@@ -249,9 +253,9 @@ class Decoder(nn.Module):
                 yield h, its_labels
 
         out = self.head(
-            x if logits_to_keep is None else x[:, -logits_to_keep:], labels, loss_chunk, further if later else None
+            x if logits_to_keep is None else x[:, -logits_to_keep:], loss, loss_chunk, further if later else None
         )
-        for balance in between.balances if labels is not None else []:
+        for balance in between.balances if loss is not None else []:
             out = out + balance_weight * unseen(balance)
         return out
 

@@ -1,9 +1,10 @@
-"""Cross-entropy of a long stream without all its logits: head and loss are computed together, a chunk of tokens at a
-time."""
+"""Losses of a long stream without all its logits: head and loss are computed together, a chunk of tokens at a time."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,55 +14,95 @@ from titan_linear.ops.runtime.operators import check_first_derivative
 from titan_linear.ops.runtime.support import Choice, Op
 from titan_linear.ops.triton.configs import with_kernels
 
-IGNORE = -100  # the label that cross-entropy leaves out
-ELSEWHERE = -1  # a label in another rank's part of the vocabulary
+IGNORE = -100  # the label that losses leave out
+ELSEWHERE = -1  # an id in another rank's part of the vocabulary
+
+
+class Rows(NamedTuple):
+    """What a loss may know of the logits z of some tokens, [n, vocab]."""
+
+    picked: Tensor  # [n, k] z of each token's ids, its label first
+    lse: Tensor  # [n] log Σ exp z
+    mean: Tensor | None  # [n] of z, if asked for
+    entropy: Tensor | None  # [n] of softmax z, likewise; it has no gradient
+
+    @property
+    def logprobs(self) -> Tensor:
+        """[n, k]"""
+        return self.picked - self.lse.unsqueeze(1)
+
+
+Terms = Callable[
+    [Rows, slice], Tensor
+]  # the terms of tokens [n] of a sum; or [n, m], of which only the first is a loss
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkedLogits:
+    """x Wᵀ, of which at most [chunk, vocab] exist at a time. x [T, D], weight [vocab, D].
+
+    ranks: those that share the vocabulary. Each has vocab / size rows of W, in rank order, and all have the same x and
+    ids. Logits are not exchanged. The first rank's sums are those of all; a rank's dx is what its rows contribute: both
+    are terms of sums over the ranks.
+    token_losses: [T], receives each label's −log p, with zeros where there is none (and on ranks but the first).
+    impl: "torch", "triton", or "auto" (ops/runtime/support.py).
+    """
+
+    x: Tensor
+    weight: Tensor
+    chunk: int
+    ranks: Ranks | None = None
+    token_losses: Tensor | None = None
+    impl: str | Choice = "auto"
+
+    def sum(self, ids: Tensor, terms: Terms, statistics: bool = False) -> Tensor:
+        """Σ_t of the terms of tokens with a label, in float32 or wider; they are differentiated as functions of `Rows`.
+
+        ids [T] or [T, k] int64: the label (−100: none), then others, whose logits the terms read. If gradients are
+        wanted, each chunk's are computed in forward, while its logits exist, so that backward only scales them.
+        statistics: rows have mean and entropy.
+        """
+        name = CROSS_ENTROPY.implementation(self.impl, self.x.device, self.x.dtype)
+        ids = ids.view(len(ids), -1)
+        return _ChunkedSum.apply(self.x, self.weight, self, ids, terms, statistics, name, torch.is_grad_enabled())
+
+
+def cross_entropy(rows: Rows, tokens: slice) -> Tensor:
+    return rows.lse - rows.picked[:, 0]
 
 
 def chunked_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    chunk: int,
-    ranks: Ranks | None = None,
-    token_losses: Tensor | None = None,
-    impl: str | Choice = "auto",
+    x: Tensor, weight: Tensor, labels: Tensor, chunk: int, ranks: Ranks | None = None, impl: str | Choice = "auto"
 ) -> Tensor:
-    """Σ_t cross_entropy(x_t Wᵀ, label_t) over labels that are not −100, in float32 or wider.
-
-    x [T, D], weight [vocab, D], labels [T] int64. At most [chunk, vocab] logits exist at a time: if gradients are
-    wanted, each chunk's are computed in forward, while its logits exist, so that backward only scales them.
-
-    ranks: those that share the vocabulary. Each has vocab / size rows of W, in rank order, and all have the same x and
-    labels. Logits are not exchanged. A rank's loss is that of the labels in its rows, and its dx is what its rows
-    contribute: both are terms of sums over the ranks.
-
-    token_losses: [T], receives the terms of the sum, with zeros where there is no label (in these rows).
-
-    impl: "torch", "triton", or "auto" (ops/runtime/support.py).
-    """
-    name = CROSS_ENTROPY.implementation(impl, x.device, x.dtype)
-    return _ChunkedCrossEntropy.apply(x, weight, labels, chunk, ranks, token_losses, name, torch.is_grad_enabled())
+    """Σ_t cross_entropy(x_t Wᵀ, label_t) over labels that are not −100, [T] int64 (`ChunkedLogits`)."""
+    return ChunkedLogits(x, weight, chunk, ranks, impl=impl).sum(labels, cross_entropy)
 
 
 def _triton() -> Any:
     from titan_linear.ops.triton import cross_entropy  # there is Triton only on Linux
 
-    return cross_entropy.row_logsumexp, cross_entropy.softmax_gradient
+    return cross_entropy.row_statistics, cross_entropy.logits_gradient
 
 
-def _row_logsumexp(logits: Tensor) -> Tensor:
-    return logits.logsumexp(-1)
+def _row_statistics(logits: Tensor, more: bool) -> Tensor:
+    """Log-sum-exp of each row; with `more` also its mean, and its mean under softmax: [1 or 3, n]."""
+    lse = logits.logsumexp(-1)
+    if not more:
+        return lse.unsqueeze(0)
+    return torch.stack([lse, logits.mean(-1), (logits.softmax(-1) * logits).sum(-1)])
 
 
-def _softmax_gradient(logits: Tensor, lse: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient with respect to the logits, which it overwrites."""
-    d = logits.sub_(lse.unsqueeze(-1)).exp_()
-    d[torch.arange(len(d), device=d.device), target.clamp(min=0)] -= (target >= 0).to(d.dtype)
-    return d.mul_((target != IGNORE).unsqueeze(-1)).to(dtype)
+def _logits_gradient(
+    logits: Tensor, lse: Tensor, target: Tensor, a: Tensor, b: Tensor | None, c: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """a softmax + b, and c more in the target's column; overwrites the logits. a, b, c [n]."""
+    d = logits.sub_(lse.unsqueeze(-1)).exp_().mul_(a.unsqueeze(-1))
+    d[torch.arange(len(d), device=d.device), target.clamp(min=0)] += c.where(target >= 0, 0)
+    return (d if b is None else d.add_(b.unsqueeze(-1))).to(dtype)
 
 
 # The dtype of the choice is that of the hidden states; logits are wider.
-CROSS_ENTROPY = Op("cross_entropy", with_kernels(_triton, lambda: (_row_logsumexp, _softmax_gradient), slower="slower"))
+CROSS_ENTROPY = Op("cross_entropy", with_kernels(_triton, lambda: (_row_statistics, _logits_gradient), slower="slower"))
 
 
 def _logits(x: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
@@ -79,65 +120,95 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
-def _of_all(lse: Tensor, ranks: Ranks | None) -> Tensor:
-    """Log-sum-exps [chunk] over the whole vocabulary, from those of the part that this rank has."""
+def _of_all(statistics: Tensor, picked: Tensor, ranks: Ranks | None) -> Rows:
+    """Rows over the whole vocabulary. statistics [1 or 3, n], picked [n, k]: of the part that this rank has."""
     if ranks is None:
-        return lse
-    return gather_along(lse.unsqueeze(0), 0, ranks.group, ranks.size).logsumexp(0)
+        lse, picked = statistics[0], picked
+        means = statistics[1:]
+    else:
+        parts = gather_along(torch.cat([statistics, picked.T]).unsqueeze(0), 0, ranks.group, ranks.size)
+        lse = parts[:, 0].logsumexp(0)
+        picked = parts[:, len(statistics) :].sum(0).T
+        shares = torch.exp(parts[:, 0] - lse)  # of the probability, [size, n]
+        means = [parts[:, 1].mean(0), (parts[:, 2] * shares).sum(0)] if len(statistics) > 1 else []
+    return Rows(picked, lse, means[0], lse - means[1]) if len(means) else Rows(picked, lse, None, None)
 
 
-def _own_labels(labels: Tensor, rows: int, ranks: Ranks | None) -> Tensor:
-    """Labels as rows of this rank's part of the vocabulary; −1 for those in other ranks' parts."""
+def _own_ids(ids: Tensor, rows: int, ranks: Ranks | None) -> Tensor:
+    """Ids as rows of this rank's part of the vocabulary; −1 for those in other ranks' parts."""
     if ranks is None:
-        return labels
-    own = labels - ranks.rank * rows
-    return own.masked_fill((own < 0) | (own >= rows), ELSEWHERE).where(labels != IGNORE, IGNORE)
+        return ids
+    own = ids - ranks.rank * rows
+    return own.masked_fill((own < 0) | (own >= rows), ELSEWHERE).where(ids != IGNORE, IGNORE)
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
+def _differentiated(terms: Terms, rows: Rows, tokens: slice, none: Tensor, wanted: bool) -> tuple[Tensor, Rows | None]:
+    """The terms of a chunk, zero where `none` [n], and the derivatives of their sum."""
+    leaves = Rows(*(x if x is None else x.detach().requires_grad_(wanted) for x in rows[:3]), rows.entropy)
+    with torch.set_grad_enabled(wanted):
+        values = terms(leaves, tokens)
+        values = values.masked_fill(none.view(-1, *[1] * (values.dim() - 1)), 0)
+        loss = values.view(len(none), -1)[:, 0].sum()
+    if not wanted:
+        return values, None
+    of = [x for x in leaves[:3] if x is not None]
+    gradients = [*torch.autograd.grad(loss, of, materialize_grads=True), None]
+    return values.detach(), Rows(*gradients[:3], None)
+
+
+class _ChunkedSum(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor,
-        labels: Tensor,
-        chunk: int,
-        ranks: Ranks | None,
-        token_losses: Tensor | None,
+        head: ChunkedLogits,
+        ids: Tensor,
+        terms: Terms,
+        statistics: bool,
         name: str,
         grad_enabled: bool,
     ) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
-        row_logsumexp, softmax_gradient = CROSS_ENTROPY.load(name)
+        row_statistics, logits_gradient = CROSS_ENTROPY.load(name)
         total = x.new_zeros((), dtype=wide)
         wants_grad = grad_enabled and any(ctx.needs_input_grad[:2])  # needs_input_grad ignores no_grad
         dx = torch.empty_like(x) if wants_grad else None
         of_weight = wants_grad and ctx.needs_input_grad[1]
         dweight = torch.zeros_like(weight, dtype=wide) if of_weight else None
-        for start in range(0, len(x), chunk):
-            rows = slice(start, start + chunk)
-            logits = _logits(x[rows], weight, wide)
-            target = _own_labels(labels[rows], len(weight), ranks)
-            lse = _of_all(row_logsumexp(logits), ranks)
-            of_target = logits.gather(1, target.clamp(min=0).unsqueeze(1)).squeeze(1)
-            losses = (lse - of_target).masked_fill_(target < 0, 0)
-            total += losses.sum()
-            if token_losses is not None:
-                token_losses[rows] = losses
+        counts = head.ranks is None or head.ranks.rank == 0
+        for start in range(0, len(x), head.chunk):
+            tokens = slice(start, start + head.chunk)
+            logits = _logits(x[tokens], weight, wide)
+            target = _own_ids(ids[tokens], len(weight), head.ranks)
+            picked = logits.gather(1, target.clamp(min=0)).masked_fill_(target < 0, 0)
+            rows = _of_all(row_statistics(logits, statistics), picked, head.ranks)
+            none = ids[tokens, 0] == IGNORE
+            values, by = _differentiated(terms, rows, tokens, none, wants_grad)
+            total = total + values.sum(0) * counts
+            if head.token_losses is not None and counts:
+                head.token_losses[tokens] = cross_entropy(rows, tokens).masked_fill(none, 0)
             if wants_grad:
-                d = softmax_gradient(logits, lse, target, x.dtype)  # [chunk, vocab]
-                torch.mm(d, weight, out=dx[rows])
+                single = target.shape[1] == 1
+                b = None if by.mean is None else by.mean / (len(weight) * (head.ranks.size if head.ranks else 1))
+                kind = x.dtype if single else wide
+                d = logits_gradient(logits, rows.lse, target[:, 0], by.lse, b, by.picked[:, 0], kind)  # [chunk, vocab]
+                if not single:
+                    d.scatter_add_(1, target[:, 1:].clamp(min=0), by.picked[:, 1:].where(target[:, 1:] >= 0, 0))
+                d = d.to(x.dtype)
+                torch.mm(d, weight, out=dx[tokens])
             if of_weight:
-                _add_product(dweight, d.T, x[rows])
+                _add_product(dweight, d.T, x[tokens])
         ctx.save_for_backward(dx, dweight)
         ctx.weight_dtype = weight.dtype
         # Not total itself: torch 2.11's compiler drops its gradient (ops/recurrence.py). No view: FSDP2 warns of one.
         return total.clone()
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, scales: Tensor) -> tuple[Tensor | None, ...]:
         check_first_derivative()
         dx, dweight = ctx.saved_tensors
+        scale = scales.flatten()[0]
         if dweight is not None:
             # Rounded while it is written: the product on its own would be another [vocab, D] in float32.
             dweight = torch.mul(dweight, scale, out=torch.empty_like(dweight, dtype=ctx.weight_dtype))

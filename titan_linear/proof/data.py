@@ -59,10 +59,11 @@ def cut(subject: Subject) -> Findings:
 
     def on_rank(dims: LocalDims) -> tuple[int, int, dict[str, Tensor], list[int]]:
         batch = next(iter(subject.loader(dims.dp_rank, dims.dp)))
-        tokens, own_labels, plan = sharding_of(subject, dims, subject.dtype)(batch)
-        context = plan.cp_context
-        found = {"tokens": tokens[0], "labels": own_labels[0], "position_ids": plan.position_ids}
-        found |= _by_depth(plan.later)
+        micro = sharding_of(subject, dims, subject.dtype)(batch)
+        context = micro.plan.cp_context
+        found = {name: x[0] for name, x in {"tokens": micro.tokens, "labels": micro.labels, **micro.columns}.items()}
+        found["position_ids"] = micro.plan.position_ids
+        found |= _by_depth(micro.plan.later)
         starts = [int(a) for a in context.cu_seqlens_cpu[:-1]]
         return dims.dp_rank, dims.cp_group.rank(), {n: x.cpu() for n, x in found.items()}, starts
 
@@ -71,12 +72,17 @@ def cut(subject: Subject) -> Findings:
     position = np.arange(bounds[-1]) - np.repeat(bounds[:-1], np.diff(bounds))
     want = {"tokens": batch.tokens[0], "labels": batch.labels[0], "position_ids": torch.from_numpy(position)}
     want |= _by_depth(later(batch, subject.model.mtp_layers))
+    want |= {name: column[0] for name, column in batch.columns.items()}
     wrong = dict.fromkeys([*want, "documents"], 0)
     where = dict.fromkeys([*want, "documents"], "")
     for rank, (dp_rank, cp_rank, found, starts) in enumerate(on_ranks(degrees, on_rank)):
         mine = tokens_of(subject, dp_rank, cp_rank)
         for name, x in found.items():
-            bad = (x != want[name][mine]) if len(x) == len(mine) else torch.ones(len(mine), dtype=torch.bool)
+            bad = (
+                (x != want[name][mine]).view(len(x), -1).any(1)
+                if len(x) == len(mine)
+                else torch.ones(len(mine), dtype=torch.bool)
+            )
             wrong[name] += int(bad.sum())
             if bad.any() and not where[name]:
                 where[name] = f"rank {rank}, {subject.document(int(mine[int(bad.nonzero()[0])]))}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from titan_linear.data import IGNORE
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.one_process import LocalDims
+from titan_linear.losses import build_loss
 from titan_linear.models.decoder import Decoder
 from titan_linear.ops.layout.tables import to_device
 from titan_linear.ops.runtime.support import short
@@ -24,6 +26,7 @@ from titan_linear.proof.ops import ALONE, SMALL, begins, may_differ, plan_of, re
 from titan_linear.proof.ranks import model_of, on_ranks, passes_of, sum_as_fsdp, whole_gradients
 from titan_linear.proof.subject import STREAMS, Subject
 from titan_linear.run.build import DTYPES
+from titan_linear.step.feed import MicroBatch
 from titan_linear.step.passes import ComputeCopies
 from titan_linear.step.update import gradient_sums, sum_gradients
 
@@ -73,15 +76,17 @@ def in_one_process(subject: Subject, whole: Decoder) -> Step:
     """A step of the model alone, on all streams at once: documents given by boundaries, labels counted here."""
     batch = subject.batch
     bounds = batch.cu_seqlens
-    valid = max(int((batch.labels != IGNORE).sum()), 1)
+    weight = batch.weight or 1.0
     device = subject.device
     plan = plan_of(subject, bounds, batch.num_streams, to_device(later(batch, subject.model.mtp_layers), device))
-    tokens = batch.tokens.to(device)
-    labels = batch.labels.to(device)
+    columns = {name: column.to(device) for name, column in batch.columns.items()}
+    micro = MicroBatch(batch.tokens.to(device), batch.labels.to(device), plan, batch.streams, columns)
+    of = partial(build_loss(subject.config), batch=micro)
     chunk = subject.config.training.loss_chunk_size
     whole.use(subject.config.model.impl, device, subject.dtype).zero_grad(set_to_none=True)
     with torch.autograd.set_multithreading_enabled(False), Trace(whole) as trace, ComputeCopies(whole, subject.dtype):
-        loss = whole(tokens, plan, labels, loss_chunk=chunk, balance_weight=valid / tokens.numel()) / valid
+        balance = weight / batch.tokens.numel()
+        loss = whole(micro.tokens, plan, loss=of, loss_chunk=chunk, balance_weight=balance) / weight
         loss.backward()
     gradients = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
     whole.zero_grad(set_to_none=True)

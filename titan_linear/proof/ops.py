@@ -119,7 +119,7 @@ def split_among_ranks(subject: Subject, case: Case, dtype: torch.dtype, impl: st
 
     def on_rank(dims: LocalDims) -> Results:
         batch = next(iter(subject.loader(0, subject.degrees.dp)))
-        plan = sharding_of(subject, dims, dtype)(batch)[2]
+        plan = sharding_of(subject, dims, dtype)(batch).plan
         return computed(case, dtype, plan, impl, tokens_of(subject, 0, dims.rank).to(subject.device))
 
     ranks = on_ranks(degrees, on_rank)

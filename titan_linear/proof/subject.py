@@ -132,7 +132,8 @@ class MoreDocuments:
         labels = s.labels.copy()
         positions = np.concatenate([np.arange(b - a) for a, b in pairwise(edges)])
         labels[edges[1:-1] - 1] = IGNORE
-        return Stream(s.tokens, labels, edges.astype(np.int32), positions)
+        columns = {name: (x.T * (labels != IGNORE)).T for name, x in s.columns.items()}
+        return Stream(s.tokens, labels, edges.astype(np.int32), positions, columns)
 
 
 # --- From a configuration --------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from titan_linear.config import (
 from titan_linear.data import Batch, Tokenizer, build_tokenizer
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
+from titan_linear.losses import build_loss
 from titan_linear.models.adapters import joined
 from titan_linear.models.config import Adapter, ModelConfig
 from titan_linear.models.decoder import Decoder
@@ -252,7 +253,7 @@ def build_passes(
     )
     precision = mixed_precision(config, model, dims)
     replicas_once = dims.replicas > 1 and replicas_wait(config.training)
-    return Passes(model, feed, precision, config.training.loss_chunk_size, watching, replicas_once)
+    return Passes(model, feed, precision, build_loss(config), config.training.loss_chunk_size, watching, replicas_once)
 
 
 def mixed_precision(config: Config, model: Decoder, dims: ParallelDims) -> AbstractContextManager[object]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from titan_linear.config import (
+    COLUMNS,
     OTHER,
     Config,
     Rule,
@@ -29,6 +30,7 @@ from titan_linear.data import (
     Phase,
     Side,
     Streams,
+    Targets,
     Texts,
     Tokenizer,
     cached_corpus,
@@ -63,6 +65,7 @@ def texts_of(source: Training | Source, config: Config, tokenizer: Tokenizer) ->
         dataset_format=source.dataset_format,
         on_bad_document=config.training.on_bad_document,
         path_key=key_of(source, "dataset_path"),
+        columns={name: COLUMNS[name] for name in source.dataset_columns},
     )
 
 
@@ -100,17 +103,18 @@ def build_streams(config: Config, tokenizer: Tokenizer, progress: Progress | Non
     corpora = open_corpora(config, tokenizer)
     trained = corpora[: len(given)]
     own = corpora[len(given) :]
+    targets = Targets(config.loss.normalise)
     holdout = v.holdout if v.enable and not own else 0.0
 
     def sides(split: str) -> list[Side]:
         return [_side(source, corpus, holdout, split) for source, corpus in zip(given, trained, strict=True)]
 
-    packed = [PackedStreams(side, seq_len=t.seq_len, seed=seed) for side in sides("train")]
+    packed = [PackedStreams(side, seq_len=t.seq_len, seed=seed, targets=targets) for side in sides("train")]
     streams = _mixed(config, packed, progress) if t.mixture else packed[0].of_lengths(lengths(config))
     if not v.enable:
         return streams, None
     held_out = [split_corpus(corpus, 0.0, "train") for corpus in own] or sides("validation")
-    passes = [PackedStreams(side, seq_len=t.seq_len, seed=seed, repeat=False) for side in held_out]
+    passes = [PackedStreams(side, seq_len=t.seq_len, seed=seed, repeat=False, targets=targets) for side in held_out]
     if not t.mixture:
         return streams, passes[0]
     return streams, MixedStreams(dict(zip(streams.sources, passes, strict=True)), seed=seed, repeat=False)

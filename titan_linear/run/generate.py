@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_linear.config import Config
-from titan_linear.data import IGNORE, Streams, Tokenizer, validation_batches
+from titan_linear.data import Streams, Tokenizer, validation_batches
 from titan_linear.distributed.mesh import ParallelDims
+from titan_linear.losses import Loss
 from titan_linear.models.decoder import Decoder, LayerCache
 from titan_linear.models.draws import generator
 from titan_linear.models.plan import BatchPlan
@@ -202,12 +204,14 @@ class Evaluation:
     held_out: Streams | None
     sharding: BatchSharding
     precision: AbstractContextManager[object]
+    loss: Loss
     ask: Callable[[], None]
 
     @torch.no_grad()
-    def loss(self) -> float:
-        """Nats per token over the held-out documents (or the first validation.steps streams of them)."""
+    def validate(self) -> float:
+        """The loss, in nats per token, over the held-out documents (or the first validation.steps streams of them)."""
         v = self.config.validation
+        chunk = self.config.training.loss_chunk_size
         batches = validation_batches(
             self.held_out,
             local_batch_size=v.local_batch_size,
@@ -218,12 +222,13 @@ class Evaluation:
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in batches:
             self.ask()
-            tokens, labels, plan = self.sharding(batch)
+            micro = self.sharding(batch)
+            loss = partial(self.loss, batch=micro)
             with self.precision:
-                total[0] += self.model(tokens, plan, labels, loss_chunk=self.config.training.loss_chunk_size)
-            total[1] += (labels != IGNORE).sum()
+                total[0] += self.model(micro.tokens, micro.plan, loss=loss, loss_chunk=chunk)
+            total[1] += batch.weight / self.dims.copies
         dist.all_reduce(total)
-        return (total[0] / total[1] * self.dims.tp).item()  # all ranks of tp have counted the same labels
+        return (total[0] / total[1]).item()
 
     def text(self, prompt: str, tokens: int) -> str:
         """The prompt and the model's continuation; "" if no tokens are asked for."""

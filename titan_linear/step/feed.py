@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
@@ -77,9 +77,9 @@ class BatchSharding:
             softmax=_softmax(model, dims.tp),
         )
 
-    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor, BatchPlan]:
-        """This rank's tokens [1, T_local], labels [1, T_local] and their plan. Labels, and what comes later in a
-        document, were shifted before the cut."""
+    def __call__(self, batch: Batch) -> MicroBatch:
+        """This rank's part of a batch. Labels, columns, and what comes later in a document, were shifted before the
+        cut."""
         methods = self.methods(batch.tokens.shape[1])
         context = build_cp_context(
             batch.cu_seqlens,
@@ -91,10 +91,13 @@ class BatchSharding:
             stream_programs=self.stream_programs,
             attention=methods,
         )
-        local = [batch.tokens, batch.labels, *(later_of(batch, self.mtp_layers) if self.mtp_layers else ())]
+        columns = batch.columns
+        local = [batch.tokens, batch.labels, *columns.values()]
+        local += later_of(batch, self.mtp_layers) if self.mtp_layers else ()
         if self.dims.cp > 1:
             local = [torch.cat([x[:, start:end] for start, end in context.fragments], 1) for x in local]
-        context, tokens, labels, *later = to_device([context, *local], self.device)
+        context, tokens, labels, *local = to_device([context, *local], self.device)
+        later = local[len(columns) :]
         if self.compiled:
             context.mark_dynamic()
         plan = BatchPlan(
@@ -105,7 +108,7 @@ class BatchSharding:
             later=Later(*later) if later else None,
         )
         plan.prepare(self.rotaries, widened(self.compute_dtype))
-        return tokens, labels, plan
+        return MicroBatch(tokens, labels, plan, batch.streams, dict(zip(columns, local)), batch.num_documents)
 
     def methods(self, tokens: int) -> tuple[str, ...]:
         """How softmax layers communicate in batches of this many tokens over all ranks: one method, or several if
@@ -174,13 +177,15 @@ class MicroBatch:
     labels: Tensor  # [1, T_local] int64
     plan: BatchPlan
     streams: tuple[int, ...]  # global indices, for error messages
+    columns: dict[str, Tensor] = field(default_factory=dict)  # [1, T_local] or [1, T_local, n] each
+    num_documents: int = 0  # of the `Batch`
 
 
 class StepTokens(NamedTuple):
-    """Numbers of tokens of a step, over all ranks."""
+    """Of a step, over all ranks."""
 
-    total: int
-    valid: int  # with a label
+    total: int  # number of tokens
+    weight: float  # of those with a label
 
 
 NO_DOCUMENTS = Documents(0, 0, 0)
@@ -232,7 +237,7 @@ class Feed:
     Args:
         batches: those of this data-parallel rank, without end. They may be read a step ahead of training: the trainer
             keeps track of how far the run has come.
-        cut: a batch → tokens, labels and plan of this rank, on its device (`BatchSharding`).
+        cut: a batch → this rank's part of it, on its device (`BatchSharding`).
         micro_steps: number of batches per step.
         copies: number of ranks that get the same batches.
         host: a gloo group of all ranks in which tokens are counted, on the hosts; no device takes part.
@@ -240,7 +245,7 @@ class Feed:
     """
 
     batches: Iterator[Batch]
-    cut: Callable[[Batch], tuple[Tensor, Tensor, BatchPlan]]
+    cut: Callable[[Batch], MicroBatch]
     _: KW_ONLY
     micro_steps: int
     copies: int
@@ -255,7 +260,7 @@ class Feed:
         if self._ahead is None:
             with self._timed():
                 batches = [next(self.batches) for _ in range(self.micro_steps)]
-                counts = torch.tensor([_counts(batch) for batch in batches]).sum(0)
+                counts = torch.tensor([_counts(batch) for batch in batches], dtype=torch.float64).sum(0)
             counting = dist.all_reduce(counts, group=self.host, async_op=True)
             self._ahead = _Ahead(self._move(batches[0]), batches[1:], counts, counting)
 
@@ -264,10 +269,11 @@ class Feed:
         self.prefetch()
         self.settle()
         step, self._ahead = self._ahead, None
-        valid, *sums = (count // self.copies for count in step.counts.tolist())
+        weight, *sums = (count / self.copies for count in step.counts.tolist())
+        valid, *sums = map(int, sums)  # exact below 2⁵³
         documents = Documents(*sums)
         self._stats += FeedStats(1, valid, documents)
-        return StepTokens(documents.tokens, valid), self._micro_batches(step)
+        return StepTokens(documents.tokens, weight), self._micro_batches(step)
 
     def _micro_batches(self, step: _Ahead) -> Iterator[MicroBatch]:
         for batch in chain([step.first], map(self._move, step.rest)):
@@ -276,7 +282,7 @@ class Feed:
 
     def _move(self, batch: Batch) -> MicroBatch:
         with self._timed():
-            return MicroBatch(*self.cut(batch), batch.streams)
+            return self.cut(batch)
 
     @contextmanager
     def _timed(self, reads: bool = True) -> Iterator[None]:
@@ -306,6 +312,6 @@ class Feed:
         return stats
 
 
-def _counts(batch: Batch) -> list[int]:
-    """The number of valid tokens, then those of `Documents`."""
-    return [int((batch.labels != IGNORE).sum()), *Documents.of(batch.cu_seqlens.numpy())]
+def _counts(batch: Batch) -> list[float]:
+    """The weight and the number of tokens with a label, then the numbers of `Documents`."""
+    return [batch.weight, int((batch.labels != IGNORE).sum()), *Documents.of(batch.cu_seqlens.numpy())]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from types import TracebackType
 from typing import NamedTuple
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_linear.distributed.parallelize import replicated_parameters
+from titan_linear.losses import Loss
 from titan_linear.models.decoder import Decoder
 from titan_linear.step.feed import Feed, MicroBatch, StepTokens
 
@@ -22,10 +24,10 @@ class Forward:
     """The forward of a micro-batch, done or queued on the device. `backward` or `drop` must end it, because the context
     `precision` is around both passes.
 
-    Its loss is a part of two means: the cross-entropy over the step's tokens with a label, and the load-balance loss
-    over all of the step's tokens.
+    Its loss is a part of two means: that of `loss` by the step's weight, and the load-balance loss over all of the
+    step's tokens.
 
-    step: tokens of the whole step, over all ranks.
+    step: of the whole step, over all ranks.
     """
 
     def __init__(
@@ -34,15 +36,20 @@ class Forward:
         batch: MicroBatch,
         step: StepTokens,
         precision: AbstractContextManager[object],
+        loss: Loss,
         loss_chunk: int,
     ):
-        valid = max(step.valid, 1)
+        weight = step.weight or 1.0
         with ExitStack() as inside:
             inside.enter_context(precision)
-            self.loss = (
-                model(batch.tokens, batch.plan, batch.labels, loss_chunk=loss_chunk, balance_weight=valid / step.total)
-                / valid
+            parts = model(
+                batch.tokens,
+                batch.plan,
+                loss=partial(loss, batch=batch),
+                loss_chunk=loss_chunk,
+                balance_weight=weight / step.total,
             )
+            self.loss = parts / weight
             self.inside = inside.pop_all()
 
     def backward(self) -> Tensor:
@@ -75,13 +82,14 @@ class Passes:
     model: Decoder
     feed: Feed
     precision: AbstractContextManager[object]
+    loss: Loss
     loss_chunk: int
     watching: Callable[[MicroBatch], AbstractContextManager[object]] = lambda batch: nullcontext()
     replicas_once: bool = False
     begun: Begun | None = None
 
     def forward(self, batch: MicroBatch, step: StepTokens) -> Forward:
-        return Forward(self.model, batch, step, self.precision, self.loss_chunk)
+        return Forward(self.model, batch, step, self.precision, self.loss, self.loss_chunk)
 
     def begin(self) -> None:
         """Queue the next step's first forward, so that the device has work while the host waits for numbers of the step

@@ -7,7 +7,7 @@ import torch
 
 from tests.ops.inputs import DEVICE
 from titan_linear.ops.cross_entropy import ELSEWHERE, IGNORE
-from titan_linear.ops.triton.cross_entropy import row_logsumexp, softmax_gradient
+from titan_linear.ops.triton.cross_entropy import logits_gradient, row_statistics
 
 
 def logits_of(rows: int, vocab: int) -> torch.Tensor:
@@ -17,18 +17,23 @@ def logits_of(rows: int, vocab: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("vocab", [11, 8192, 20000])
-def test_values(vocab):
+@pytest.mark.parametrize("more", [False, True])
+def test_values(vocab, more):
     x = logits_of(5, vocab)
     target = torch.tensor([0, vocab - 1, ELSEWHERE, IGNORE, vocab // 2])
-    lse = x.double().logsumexp(-1)
-    want = (x.double() - lse.unsqueeze(1)).exp()
-    want[target >= 0, target[target >= 0]] -= 1
+    a, b, c = (torch.tensor(values) for values in ([1, 0.5, 1, 3, 1e6], [0.25, 0, 1, 4, 2], [-1.0, 2, 7, 5, -1e6]))
+    statistics = row_statistics(x.to(DEVICE), more)
+    exact = x.double().logsumexp(-1), x.double().mean(-1), (x.double().softmax(-1) * x.double()).sum(-1)
+    torch.testing.assert_close(statistics.cpu().double(), torch.stack(exact[: 3 if more else 1]), rtol=2e-6, atol=1e-5)
+    lse = statistics[0]
+    want = a.unsqueeze(1) * (x.double() - exact[0].unsqueeze(1)).exp()
+    want[target >= 0, target[target >= 0]] += c[target >= 0]
+    want += more * b.unsqueeze(1)
     want[target == IGNORE] = 0
-    got = row_logsumexp(x.to(DEVICE))
-    torch.testing.assert_close(got.cpu().double(), lse, rtol=1e-6, atol=1e-6)
     rounding = 2**-8 if DEVICE == "cuda" else 2**-7  # the interpreter cuts bits off
     for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, rounding)):  # exp turns 1e-7 of 400 into 4e-5
-        d = softmax_gradient(x.to(DEVICE), got, target.to(DEVICE), dtype)
+        more_of = b.to(DEVICE) if more else None
+        d = logits_gradient(x.to(DEVICE), lse, target.to(DEVICE), a.to(DEVICE), more_of, c.to(DEVICE), dtype)
         torch.testing.assert_close(d.cpu().double(), want, rtol=bound, atol=1e-6)
         assert not d[3].any()
 
@@ -36,11 +41,12 @@ def test_values(vocab):
 def test_what_is_not_finite_shows():
     x = logits_of(4, 100)
     x[0, 7], x[1, 99], x[2] = float("nan"), float("inf"), float("-inf")
-    lse = row_logsumexp(x.to(DEVICE)).cpu()
+    lse = row_statistics(x.to(DEVICE), False)[0].cpu()
     assert lse[0].isnan() and not lse[1:3].isfinite().any() and lse[3].isfinite()
 
 
 def test_operators_are_well_formed():
     x, target = logits_of(3, 40).to(DEVICE), torch.tensor([1, IGNORE, 39], device=DEVICE)
-    torch.library.opcheck(row_logsumexp.overload, (x,))
-    torch.library.opcheck(softmax_gradient.overload, (x, row_logsumexp(x), target, torch.bfloat16))
+    torch.library.opcheck(row_statistics.overload, (x, True))
+    lse = row_statistics(x, False)[0]
+    torch.library.opcheck(logits_gradient.overload, (x, lse, target, lse, None, lse, torch.bfloat16))

@@ -16,9 +16,9 @@ import json
 import os
 import shutil
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, suppress
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -26,7 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from titan_linear.data.corpus.chat import Completions, Conversations
+from titan_linear.data.corpus.chat import Completions, Conversations, Ids, MaskedTokens
+from titan_linear.data.corpus.columns import with_columns
 from titan_linear.data.corpus.corpus import (
     ANSWERS_FORMAT,
     CACHE_NAME,
@@ -76,6 +77,7 @@ class Texts:
     on_bad_document: with "stop" a bad document (not JSON, without the field or an answer, not UTF-8 for a tokenizer
     that needs it) is an error; with "skip" it is skipped and counted, and `Corpus.summary` names the first few.
     path_key: the key that errors name.
+    columns: fields of records that are numbers of their tokens, and their dtypes (columns.py).
     """
 
     dataset: str
@@ -86,6 +88,7 @@ class Texts:
     dataset_format: str = "text"
     on_bad_document: str = "stop"
     path_key: str = "training.dataset_path"
+    columns: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def files(self) -> list[Path]:
@@ -94,12 +97,13 @@ class Texts:
     @cached_property
     def encoder(self) -> Encoder:
         """What encodes documents: for texts the tokenizer, for conversations a `RecordEncoder`."""
-        makers = {"messages": Conversations, "completion": Completions}
+        makers = {"messages": Conversations, "completion": Completions, "tokens": Ids}
         return self.tokenizer if self.dataset_format == "text" else makers[self.dataset_format](self.tokenizer)
 
     @property
     def format(self) -> str:
-        return FORMAT if self.dataset_format == "text" else ANSWERS_FORMAT
+        plain = self.dataset_format == "text" and "weights" not in self.columns
+        return FORMAT if plain else ANSWERS_FORMAT
 
     @cached_property
     def content(self) -> str:
@@ -115,7 +119,7 @@ class Texts:
 
     def documents(self, file: Path) -> Iterator[Document]:
         """The documents of one of the files."""
-        return read_documents(self.dataset, file, self.text_field, self.dataset_format)
+        return read_documents(self.dataset, file, self.text_field, self.dataset_format, self.columns)
 
     @property
     def _how(self) -> list[str | None]:
@@ -123,7 +127,7 @@ class Texts:
         field_or_format = self.text_field if self.dataset in FIELD_SOURCES else None
         if self.dataset_format != "text":
             field_or_format = self.encoder.fingerprint
-        return [self.format, self.dataset, field_or_format, self.tokenizer.fingerprint]
+        return [self.format, self.dataset, field_or_format, self.tokenizer.fingerprint, *sorted(self.columns)]
 
     @property
     def key(self) -> str:
@@ -264,7 +268,8 @@ def _same_texts(caches: Path, texts: Texts) -> Path | None:
 
 
 def _tokenise_into(folder: Path, texts: Texts) -> None:
-    new = Journal(texts.key, texts.content, answers=texts.format == ANSWERS_FORMAT)
+    columns = {name: dtype for name, dtype in texts.columns.items() if name != "weights"}
+    new = Journal(texts.key, texts.content, answers=texts.format == ANSWERS_FORMAT, columns=columns)
     journal = _resumable(folder, texts) or new
     if journal.read:
         print(f"continuing where tokenising was stopped, after {journal.num_documents:,} documents")
@@ -300,14 +305,14 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Tokens, None, None]:
                 journal.files_read += 1
             journal.read += 1
             journal.size += document.size
-            if isinstance(tokens, str):  # what is wrong with it
-                _meet_bad_document(f"{document.origin}: {tokens}", texts, journal)
-            elif journal.answers:
+            if isinstance(tokens, np.ndarray):
+                tokens = _ended(document, tokens, eos)
+            if isinstance(tokens, MaskedTokens) and texts.columns:
+                tokens = with_columns(tokens, document.columns, texts.columns, journal.widths)
+            if not isinstance(tokens, str):
                 yield tokens
-            elif len(tokens):
-                yield np.concatenate([tokens, np.array(eos, dtype=tokens.dtype)])
-            elif any(map(str.isalnum, document.content)):
-                _meet_bad_document(f"{document.origin}: the tokenizer has no token for any of it", texts, journal)
+            elif tokens:  # what is wrong with it
+                _meet_bad_document(f"{document.origin}: {tokens}", texts, journal)
             else:
                 journal.skipped_empty += 1
     journal.files_read = len(texts.files)
@@ -316,6 +321,14 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Tokens, None, None]:
         found = f"bad documents: {journal.skipped_bad:,}, the first {journal.bad[0]}" if journal.bad else "all empty"
         raise ValueError(f"{texts.path_key} has no text in {texts.files[0]}{more}: {found}; give other files")
     _check_unchanged(journal.key, texts)
+
+
+def _ended(document: Document, tokens: np.ndarray, eos: list[int]) -> MaskedTokens | str:
+    """A text with its end, or what is wrong with it; "": it is empty."""
+    if not len(tokens):
+        return "the tokenizer has no token for any of it" if any(map(str.isalnum, document.content)) else ""
+    ids = np.concatenate([tokens, np.array(eos, dtype=tokens.dtype)])
+    return MaskedTokens(ids, np.ones(len(ids), dtype=bool))
 
 
 def _read(texts: Texts, ends: deque[int]) -> Iterator[Document]:

@@ -2,9 +2,10 @@
 
     messages     `messages`, a list of {"role", "content"}, or ShareGPT's `conversations`, and `tools` if there are any,
                  as the chat template of the tokenizer's folder writes them; trained on are the answers: the messages of
-                 the role "assistant" whose `weight`, `train` or `trainable` is not 0
+                 the role "assistant", each token with the message's `weight`, `train` or `trainable`, 0 to 1
     completion   `prompt` and `completion`, two texts, each tokenised by itself, without a space that the tokenizer puts
                  before texts, and the end token; what follows the prompt is trained on
+    tokens       `tokens`, a list of ids, all of which are trained on
 
 A chat template is somebody else's jinja2 program. It runs in jinja2's sandbox, in a process of its own, which ends if
 one text takes SECONDS, and sees the record and the names of special tokens, and nothing else: no clock either
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,6 +47,7 @@ from titan_linear.storage.files import parse_json
 
 Record = Mapping[str, Any]
 Ranges = list[tuple[int, int]]
+Answers = list[tuple[int, int, float]]  # and their weights
 ANSWERER = "assistant"
 _BEGIN, _END = "\ufdd0answer\ufdd1", "\ufdd0/answer\ufdd1"  # around answers; a text that has them is refused
 SECONDS = 20.0  # of a process's time
@@ -60,7 +63,7 @@ class MaskedTokens(NamedTuple):
     """A document of which some tokens are trained on."""
 
     tokens: np.ndarray  # [n] int64
-    loss_mask: np.ndarray  # [n] bool
+    loss_mask: np.ndarray  # [n] bool, or float32: their weights
 
 
 class RecordEncoder(Protocol):
@@ -99,6 +102,24 @@ class Completions:
         return _with_answer(ids, np.arange(len(ids)) >= len(before), "'completion' is the document's first token alone")
 
 
+class Ids:
+    """`tokens`, a list of ids."""
+
+    fingerprint = "tokens-1"
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+
+    def encode_batch(self, records: Sequence[Record]) -> list[MaskedTokens | str]:
+        return [self._encode(record["tokens"]) for record in records]
+
+    def _encode(self, tokens: object) -> MaskedTokens | str:
+        size = self._tokenizer.vocab_size
+        if not (isinstance(tokens, list) and tokens and all(type(x) is int and 0 <= x < size for x in tokens)):
+            return f"'tokens' is no list of numbers from 0 to {size - 1}, those of the tokenizer's tokens"
+        return MaskedTokens(np.array(tokens), np.ones(len(tokens), dtype=bool))
+
+
 class Conversations:
     """`messages`, by the tokenizer's chat template.
 
@@ -119,7 +140,7 @@ class Conversations:
         self._tokenizer, known = tokenizer, tokenizer.token_names
         self._names = {name: known[name] for name in (*NAMED_TOKENS, *sorted(own)) if name in known}
         content = json.dumps([sources, self._names, tokenizer.special_tokens]).encode("utf-8", "surrogatepass")
-        self.fingerprint = "messages-3-" + hashlib.sha256(content).hexdigest()[:32]
+        self.fingerprint = "messages-4-" + hashlib.sha256(content).hexdigest()[:32]
 
     def encode_batch(self, records: Sequence[Record]) -> list[MaskedTokens | str]:
         return [self._encode(record) for record in records]
@@ -127,14 +148,16 @@ class Conversations:
     def _encode(self, record: Record) -> MaskedTokens | str:
         try:
             messages = _messages(record)
-            trained = [_is_trained(i, message) for i, message in enumerate(messages, 1)]
-            text, answers = self._rendered(self._writer(record), messages, trained)
+            weights = [_weight(i, message) for i, message in enumerate(messages, 1)]
+            text, answers = self._rendered(self._writer(record), messages, weights)
         except _Problem as problem:
             return str(problem)
         ids, places = self._tokenizer.encode_with_places(text)  # places [n, 2]: characters of each token
-        loss_mask = np.zeros(len(ids), dtype=bool)
-        for begin, end in answers:
-            loss_mask |= (places[:, 0] < end) & (begin < places[:, 1])
+        loss_mask = np.zeros(len(ids), dtype=np.float32)
+        for begin, end, weight in answers:
+            loss_mask[(places[:, 0] < end) & (begin < places[:, 1])] = weight
+        if set(loss_mask) <= {0.0, 1.0}:
+            loss_mask = loss_mask.astype(bool)
         return _with_answer(ids, loss_mask, f"no message of the role {ANSWERER!r} is trained on")
 
     def _writer(self, record: Record) -> _Writer:
@@ -147,8 +170,8 @@ class Conversations:
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
         return _Writer(self._templates[name].programs, {"documents": None, **self._names, **variables, "tools": tools})
 
-    def _rendered(self, write: _Writer, messages: list[Record], trained: list[bool | None]) -> tuple[str, Ranges]:
-        """The text of a conversation, and the ranges of its characters that are trained on."""
+    def _rendered(self, write: _Writer, messages: list[Record], weights: list[float | None]) -> tuple[str, Answers]:
+        """The text of a conversation, and the ranges of its characters that are trained on, with their weights."""
         messages, whole = _with_arguments(write, messages)
         _check_all_written(write, messages, whole)
         if write.programs.marked is not None:
@@ -158,14 +181,16 @@ class Conversations:
                     "the chat template changes what it has between {% generation %} and {% endgeneration %}; have it "
                     "change that inside of them"
                 )
-            said = [is_trained for is_trained in trained if is_trained is not None]
-            if len(answers) != len(said) and not all(said):
-                raise _Problem(
-                    f"a weight of 0, and not one answer for each message of the role {ANSWERER!r}; {_REMEDY}"
-                )
-            return whole, answers if all(said) else [*compress(answers, said)]
+            said = [weight for weight in weights if weight is not None]
+            if len(answers) != len(said):
+                if set(said) != {1}:
+                    raise _Problem(
+                        f"a weight that is not 1, and no answer for each message of the role {ANSWERER!r}; {_REMEDY}"
+                    )
+                said = [1.0] * len(answers)
+            return whole, [(*answer, weight) for answer, weight in zip(answers, said) if weight]
         answers = []
-        for i in compress(range(len(trained)), trained):
+        for i in compress(range(len(weights)), weights):
             prompt = write(messages[:i], add_generation_prompt=True)
             answered = write(messages[: i + 1])
             if not (answered.startswith(prompt) and whole.startswith(answered)):
@@ -175,7 +200,7 @@ class Conversations:
                 )
             closed = answered.rstrip()  # what follows the end of the turn is no part of the answer
             end = len(closed if closed.endswith(self._tokenizer.special_tokens) else answered)
-            answers.append((len(prompt), end))
+            answers.append((len(prompt), end, weights[i]))
         return whole, answers
 
 
@@ -328,12 +353,13 @@ def _as_templates_know_it(message: Record) -> Record:
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _is_trained(i: int, message: Record) -> bool | None:
-    """Whether an answer is trained on; None: it is none."""
+def _weight(i: int, message: Record) -> float | None:
+    """What an answer's tokens count; None: it is none."""
     for name in _WEIGHTS:
-        if message.get(name, 1) not in (0, 1):
-            raise _Problem(f"message {i}: {name!r} is {message[name]!r}; give 0 (not trained on) or 1")
-    return all(message.get(name, 1) for name in _WEIGHTS) if message["role"] == ANSWERER else None
+        weight = message.get(name, 1)
+        if not (isinstance(weight, int | float) and 0 <= weight <= 1):
+            raise _Problem(f"message {i}: {name!r} is {weight!r}; give 0 (not trained on) to 1")
+    return float(math.prod(message.get(name, 1) for name in _WEIGHTS)) if message["role"] == ANSWERER else None
 
 
 def _with_answer(tokens: np.ndarray, loss_mask: np.ndarray, lacking: str) -> MaskedTokens | str:

@@ -7,6 +7,8 @@ A corpus is a folder (little-endian, no headers):
     hashes.bin    uint64   [num_documents]; blake2b of the document's tokens, which decides the held-out split
     answers.bin   int64    [2 · num_answers], conversations only: tokens[answers[2a] : answers[2a + 1]] is answer a,
                            which is trained on; other tokens are not. Without this file all are
+    weights.bin   float32  [num_answers]: of the answers' tokens. Without this file all are 1
+    column-*.bin  [num_tokens] or [num_tokens, n]: numbers beside the tokens, as "columns" in corpus.json says
     files.bin     int64    [num_files + 1], texts only: documents files[f] to files[f + 1] are of text file f
     files.json    the paths of these text files when they were tokenised
     corpus.json   counts, dtype, the tokenizer's fingerprint, the content's fingerprint, the source, and each file's
@@ -28,9 +30,10 @@ import json
 import os
 import re
 import zlib
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +44,13 @@ from titan_linear.storage.files import Unreadable, default_cache_dir, progress, 
 
 FORMAT = "titan_linear corpus 1"
 ANSWERS_FORMAT = "titan_linear corpus 2"  # code that knows only the first format would train on every token
+WEIGHTS_FORMAT = "titan_linear corpus 3"  # and code that knows only the first two, on answers alike
 DTYPES = ("<u2", "<u4")  # of tokens
 CRC_BLOCK = 1 << 24  # bytes
 SMALL = 1 << 22  # documents: every process may look at this many
 CACHE_NAME = re.compile(rf"({'|'.join(TEXT_SOURCES)})-[0-9a-f]{{24}}")  # of the folders that are ours to remove
 TOKENS, OFFSETS, HASHES = FILES = ("tokens.bin", "offsets.bin", "hashes.bin")
-ANSWERS = "answers.bin"
+ANSWERS, WEIGHTS = "answers.bin", "weights.bin"
 FILE_ENDS, PATHS = "files.bin", "files.json"  # of the text files
 INFO = "corpus.json"
 
@@ -63,6 +67,8 @@ class Corpus:
     answers: np.ndarray | None = None  # [2 · num_answers] int64, rising; None: all tokens are trained on
     files: np.ndarray | None = None  # [num_files + 1] int64: documents before each text file; None: unknown
     paths: tuple[str, ...] | None = None  # of these files, where they were asked for
+    answer_weights: np.ndarray | None = None  # [num_answers] float32; None: 1
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)  # [num_tokens] or [num_tokens, n] each
 
     @property
     def num_documents(self) -> int:
@@ -78,11 +84,14 @@ class Corpus:
         on. The tokenizer has a fingerprint of its own."""
         return self.info["fingerprint"]
 
-    def loss_mask(self, positions: np.ndarray) -> np.ndarray:
-        """Whether the tokens at these positions in `tokens`, [n] int64, are trained on, [n] bool."""
+    def weights(self, positions: np.ndarray) -> np.ndarray:
+        """What the tokens at these positions in `tokens`, [n] int64, count, [n] float32; 0: they are not trained on."""
         if self.answers is None:
-            return np.ones(len(positions), dtype=bool)
-        return np.searchsorted(self.answers, positions, side="right") % 2 == 1
+            return np.ones(len(positions), dtype=np.float32)
+        answer, inside = np.divmod(np.searchsorted(self.answers, positions, side="right"), 2)
+        if self.answer_weights is None:
+            return inside.astype(np.float32)
+        return inside * self.answer_weights[np.minimum(answer, len(self.answer_weights) - 1)]
 
     @property
     def summary(self) -> str:
@@ -118,7 +127,7 @@ def load_corpus(folder: Path) -> Corpus:
     ValueError: a file is missing, truncated or not what corpus.json says.
     """
     info = _read_info(folder)
-    dtypes = {TOKENS: info["dtype"], OFFSETS: "<i8", HASHES: "<u8", ANSWERS: "<i8", FILE_ENDS: "<i8"}
+    dtypes = {TOKENS: info["dtype"], OFFSETS: "<i8", HASHES: "<u8", ANSWERS: "<i8", WEIGHTS: "<f4", FILE_ENDS: "<i8"}
     files: dict[str, np.ndarray] = {}
     for name in names_in(info):
         _check_size(folder / name, info["files"][name]["size"])
@@ -132,6 +141,8 @@ def load_corpus(folder: Path) -> Corpus:
         info=info,
         answers=files.get(ANSWERS),
         files=files.get(FILE_ENDS),
+        answer_weights=files.get(WEIGHTS),
+        columns={name: open_column(folder, name, *kind) for name, kind in info.get("columns", {}).items()},
     )
     if len(corpus.offsets) != corpus.num_documents + 1 or not _spans(corpus.offsets, corpus.num_tokens):
         raise unfitting(folder / OFFSETS)
@@ -145,6 +156,16 @@ def load_corpus(folder: Path) -> Corpus:
         if len(answers) % 2 or outside or _falls(answers):
             raise unfitting(folder / ANSWERS)
     return corpus
+
+
+def open_column(folder: Path, name: str, dtype: str, width: int) -> np.ndarray:
+    """[num_tokens], or with a width [num_tokens, width]; mapped."""
+    numbers = np.asarray(np.memmap(folder / column_file(name), dtype, mode="r"))
+    return numbers.reshape(-1, width) if width else numbers
+
+
+def column_file(name: str) -> str:
+    return f"column-{name}.bin"
 
 
 def _check_size(path: Path, size: int) -> None:
@@ -228,8 +249,9 @@ def verify_changed(corpus: Corpus) -> None:
 
 def names_in(info: dict[str, Any]) -> list[str]:
     """The files of a corpus besides corpus.json."""
-    answers = [ANSWERS] if info["format"] == ANSWERS_FORMAT else []
-    return [*FILES, *answers, *(name for name in (FILE_ENDS, PATHS) if name in info["files"])]
+    answers = {FORMAT: [], ANSWERS_FORMAT: [ANSWERS], WEIGHTS_FORMAT: [ANSWERS, WEIGHTS]}[info["format"]]
+    columns = map(column_file, info.get("columns", {}))
+    return [*FILES, *answers, *columns, *(name for name in (FILE_ENDS, PATHS) if name in info["files"])]
 
 
 def described(path: Path) -> dict[str, Any]:
@@ -272,7 +294,7 @@ def _read_info(folder: Path) -> dict[str, Any]:
         )
     info = read_json(path, dict[str, Any], remedy)
     # Of other types, numpy would take what is in the file for addresses of Python's objects.
-    for key, known in (("format", (FORMAT, ANSWERS_FORMAT)), ("dtype", DTYPES)):
+    for key, known in (("format", (FORMAT, ANSWERS_FORMAT, WEIGHTS_FORMAT)), ("dtype", DTYPES)):
         if info.get(key) not in known:
             raise ValueError(f"{path}: {key} = {info.get(key)!r} must be {' or '.join(map(repr, known))}; {remedy}")
     if info.get("checksum") != info_checksum(info):

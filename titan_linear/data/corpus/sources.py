@@ -30,7 +30,7 @@ import sysconfig
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -45,6 +45,7 @@ FIELD_SOURCES = ("jsonl", "parquet", "arrow")  # of records
 RECORD_FIELDS = {
     "messages": (("messages",), ("conversations", "system", "tools", "chat_template_kwargs")),
     "completion": (("prompt", "completion"), ()),
+    "tokens": (("tokens",), ()),
 }
 _OTHER_NAMES = {"messages": "conversations"}  # ShareGPT's
 FORMATS = ("text", *RECORD_FIELDS)
@@ -85,6 +86,7 @@ class Document:
     origin: str  # "file", "file, line 3" or "file, row 3"
     size: float  # bytes of the source that were read for it
     problem: str = ""  # what is wrong with it; then it has no content
+    columns: dict[str, Any] = field(default_factory=dict)  # numbers of its tokens (columns.py)
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class _Fields:
     optional: tuple[str, ...] = ()
     is_text: bool = True
     remedy: str = ""
+    columns: tuple[str, ...] = ()
 
     def document(self, record: dict[str, Any], origin: str, size: float) -> Document:
         if missing := self.missing(record):
@@ -109,12 +112,13 @@ class _Fields:
             to_json(content, bytes_mode="base64", fallback=str)
         except ValueError as error:  # half a character, or it is nested more than 250 deep
             return Document("", origin, size, f"not JSON in UTF-8: {error}; repair it")
-        return Document(content, origin, size)
+        return Document(content, origin, size, columns={name: record[name] for name in self.columns})
 
     def missing(self, names: Collection[str], what: str = "field") -> str:
         """What to say if a needed field is missing; else ""."""
         if (name := _lacked(self.needed, names)) is None:
-            return ""
+            lacked = _lacked(self.columns, names)
+            return f"no {what} {lacked!r}, which training.dataset_columns names; leave it out there" if lacked else ""
         return f"no {what} {name!r} (it has: {', '.join(map(repr, names))}); {self.remedy or _reading(names)}"
 
 
@@ -179,7 +183,9 @@ def source_files(dataset: str, dataset_path: str | None, *, path_key: str = "tra
     return sorted(once) if dataset != "arrow" else _as_saved(once, path_key)
 
 
-def read_documents(dataset: str, file: Path, text_field: str, dataset_format: str) -> Iterator[Document]:
+def read_documents(
+    dataset: str, file: Path, text_field: str, dataset_format: str, columns: Collection[str] = ()
+) -> Iterator[Document]:
     """The documents of a file, in order; a bad one has its `problem`. dataset_format: one of FORMATS.
 
     ValueError naming a file that cannot be read.
@@ -191,10 +197,10 @@ def read_documents(dataset: str, file: Path, text_field: str, dataset_format: st
         "parquet": _read_parquet,
         "arrow": _read_arrow,
     }
-    fields = _Fields((text_field,))
+    fields = _Fields((text_field,), columns=(*columns,))
     if dataset_format != "text":
         remedy = "rename the field, or set training.dataset_format (titan-linear corpus: --format)"
-        fields = _Fields(*RECORD_FIELDS[dataset_format], False, remedy)
+        fields = _Fields(*RECORD_FIELDS[dataset_format], False, remedy, (*columns,))
     try:
         yield from readers[dataset](file, fields)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:  # all but the first: compressed files, damaged
@@ -421,7 +427,7 @@ def _columns(file: Path, names: list[str], fields: _Fields) -> list[str]:
     """The columns to read."""
     if missing := fields.missing(names, "column"):
         raise ValueError(f"{file}: {missing}")
-    wanted = [name for name in fields.needed + fields.optional if name in names]
+    wanted = [name for name in fields.needed + fields.optional + fields.columns if name in names]
     if twice := next((name for name in wanted if names.count(name) > 1), None):
         raise ValueError(f"{file} has several columns {twice!r}; write it with one")
     return wanted

@@ -12,15 +12,17 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from titan_linear.data.corpus.chat import MaskedTokens
+from titan_linear.data.corpus.columns import DocumentTokens
 from titan_linear.data.corpus.corpus import (
     ANSWERS,
     ANSWERS_FORMAT,
@@ -32,8 +34,11 @@ from titan_linear.data.corpus.corpus import (
     OFFSETS,
     PATHS,
     TOKENS,
+    WEIGHTS,
+    WEIGHTS_FORMAT,
     add_file,
     as_json,
+    column_file,
     described,
     info_checksum,
 )
@@ -43,7 +48,7 @@ from titan_linear.storage.files import lock, open_own, read_json, shown, sync, w
 
 JOURNAL_SECONDS = 5.0  # of tokenising that a kill costs
 JOURNAL = "journal.json"
-_OURS = {*FILES, ANSWERS, FILE_ENDS, *(name + end for name in (PATHS, INFO, JOURNAL) for end in ("", ".new"))}
+_OURS = {*FILES, ANSWERS, WEIGHTS, FILE_ENDS, *(name + end for name in (PATHS, INFO, JOURNAL) for end in ("", ".new"))}
 
 
 def write_corpus(
@@ -52,10 +57,12 @@ def write_corpus(
     tokenizer: Tokenizer,
     *,
     answers: bool = False,
+    columns: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Writes a corpus from documents that are tokens already, each [n] integers with its eos if it is to have one.
 
-    answers: each document is its tokens and their loss mask, [n] bool; otherwise all tokens are trained on.
+    answers: each document is its tokens and their loss mask, [n] bool, or float32: their weights; otherwise all tokens
+    are trained on. columns: names and dtypes of columns that each document has, as a `DocumentTokens`.
     ValueError: the folder exists, there is no document, a document is empty, of another shape or type, or has an id
     outside the vocabulary.
     """
@@ -63,7 +70,7 @@ def write_corpus(
     with locked(folder):
         if folder.exists():
             raise ValueError(f"{folder} exists already; choose another folder")
-        write_into(folder, iter(documents), tokenizer, Journal(answers=answers))
+        write_into(folder, iter(documents), tokenizer, Journal(answers=answers, columns=dict(columns)))
 
 
 class BadDocument(ValueError):
@@ -86,6 +93,9 @@ class Journal:
     answers: bool = False  # documents have a loss mask
     num_answers: int = 0
     num_answer_tokens: int = 0
+    weighted: bool = False  # some of these have another weight than 1
+    columns: dict[str, str] = field(default_factory=dict)  # name → dtype
+    widths: dict[str, int] = field(default_factory=dict)  # name → numbers for each token; 0: one, without a list
     num_ended: int = 0  # documents whose last answer ends in the end token
     files_read: int = 0  # text files that have been read to their ends
     num_files: int = 0  # those of them whose ends are in files.bin
@@ -128,7 +138,7 @@ def write_into(
         temporary.mkdir(parents=True)
     try:
         content = _write_arrays(temporary, documents, tokenizer, journal)
-        names = _names(journal)
+        names = [name for name in _names(journal) if name != WEIGHTS or journal.weighted]
         if dataset:
             write_whole(temporary / PATHS, as_json(list(map(shown, texts))))
             names.append(PATHS)
@@ -161,12 +171,14 @@ def _info(
         "eos": tokenizer.eos_id,
     }
     info = {
-        "format": ANSWERS_FORMAT if journal.answers else FORMAT,
+        "format": WEIGHTS_FORMAT if journal.weighted else ANSWERS_FORMAT if journal.answers else FORMAT,
         **content,
         "tokenizer": of_tokenizer,
         "source": source,
         "files": files,
     }
+    if journal.columns:
+        info["columns"] = {name: [dtype, journal.widths[name]] for name, dtype in journal.columns.items()}
     if journal.texts:
         info["texts"] = journal.texts
     return {**info, "checksum": info_checksum(info)}
@@ -180,7 +192,8 @@ def _source(dataset: str, files: int, journal: Journal) -> dict[str, Any]:
 
 def _remove_remains(temporary: Path) -> None:
     if temporary.exists():
-        if others := sorted({path.name for path in temporary.iterdir()} - _OURS):
+        names = {path.name for path in temporary.iterdir()} - _OURS
+        if others := sorted(name for name in names if not name.startswith("column-")):
             raise ValueError(
                 f"{temporary}, where a corpus is written first, holds {others[0]!r}; choose another folder"
             )
@@ -211,17 +224,29 @@ def _write_arrays(folder: Path, documents: Iterator[Tokens], tokenizer: Tokenize
         "dtype": _dtype(tokenizer.vocab_size),
     }
     if journal.answers:
-        add_file(folder / ANSWERS, content)
+        if not journal.num_answers:
+            raise ValueError(f"no token of {folder} has a weight above 0; give some")
+        if not journal.weighted:
+            (folder / WEIGHTS).unlink()
+        for name in (ANSWERS, *[WEIGHTS] * journal.weighted):
+            add_file(folder / name, content)
         found |= {"num_answer_tokens": journal.num_answer_tokens, "num_ended": journal.num_ended}
+    for name in sorted(journal.columns):
+        add_file(folder / column_file(name), content)
     return {**found, "fingerprint": content.hexdigest()[:32]}
 
 
 def _write_document(document: Tokens, files: dict[str, BinaryIO], tokenizer: Tokenizer, journal: Journal) -> bytes:
     """Adds a document to all files but corpus.json, and returns its hash."""
-    ids, loss_mask = document if journal.answers else (document, None)
+    masked = isinstance(document, tuple)
+    ids, loss_mask, columns = DocumentTokens(*document) if masked else DocumentTokens(document, np.array([]))
     ids = _checked(np.asarray(ids), journal.num_documents, tokenizer.vocab_size)
-    if loss_mask is not None:
-        files[ANSWERS].write(_answers(ids, np.asarray(loss_mask), tokenizer, journal))
+    if journal.answers:
+        answers, weights = _answers(ids, np.asarray(loss_mask), tokenizer, journal)
+        files[ANSWERS].write(answers)
+        files[WEIGHTS].write(weights)
+    for name, dtype in journal.columns.items():
+        files[column_file(name)].write(_column(name, np.asarray(columns[name], dtype), len(ids), journal))
     if FILE_ENDS in files:
         files[FILE_ENDS].write(_file_ends(journal))
     data = np.ascontiguousarray(ids, dtype=_dtype(tokenizer.vocab_size)).data  # no copy of what has the type already
@@ -245,16 +270,29 @@ def _checked(ids: np.ndarray, n: int, vocab_size: int) -> np.ndarray:
     return ids
 
 
-def _answers(ids: np.ndarray, loss_mask: np.ndarray, tokenizer: Tokenizer, journal: Journal) -> bytes:
-    """What to add to answers.bin for the document that follows; ids [n], loss_mask [n] bool."""
-    if loss_mask.shape != ids.shape or loss_mask.dtype != bool or not loss_mask.any():
+def _answers(ids: np.ndarray, loss_mask: np.ndarray, tokenizer: Tokenizer, journal: Journal) -> tuple[bytes, bytes]:
+    """What to add to answers.bin and weights.bin for the document that follows; ids [n], loss_mask [n] bool or float32.
+    An answer is a run of tokens of one weight."""
+    bad = loss_mask.shape != ids.shape or (loss_mask.dtype == bool and not loss_mask.any())
+    if bad or loss_mask.dtype not in (bool, np.float32) or loss_mask.min() < 0:
         n = journal.num_documents
-        raise ValueError(f"document {n}: its loss mask must be [n] bool, true somewhere")
-    edges = np.flatnonzero(np.diff(loss_mask, prepend=False, append=False))  # begin, end, begin, end, …
-    journal.num_answers += len(edges) // 2
-    journal.num_answer_tokens += int(loss_mask.sum())
-    journal.num_ended += int(ids[edges[-1] - 1] == tokenizer.eos_id)
-    return (journal.num_tokens + edges).astype("<i8").tobytes()
+        raise ValueError(f"document {n}: its loss mask must be [n] bool, true somewhere, or [n] float32, 0 or more")
+    edges = np.flatnonzero(np.diff(loss_mask.astype(np.float32), prepend=-1, append=-1))
+    weights = loss_mask[edges[:-1]].astype("<f4")
+    runs = np.stack([edges[:-1], edges[1:]], 1)[weights > 0]  # begin, end
+    journal.num_answers += len(runs)
+    journal.num_answer_tokens += int((loss_mask > 0).sum())
+    journal.num_ended += int(len(runs) > 0 and ids[runs[-1, 1] - 1] == tokenizer.eos_id)
+    journal.weighted |= bool((weights[weights > 0] != 1).any())
+    return (journal.num_tokens + runs).astype("<i8").tobytes(), weights[weights > 0].tobytes()
+
+
+def _column(name: str, column: np.ndarray, tokens: int, journal: Journal) -> bytes:
+    width = column.shape[1] if column.ndim == 2 else 0
+    if len(column) != tokens or journal.widths.setdefault(name, width) != width:
+        shape = f"[{tokens}, {journal.widths[name]}]" if journal.widths[name] else f"[{tokens}]"
+        raise ValueError(f"document {journal.num_documents}: its column {name!r} is {list(column.shape)}; give {shape}")
+    return column.tobytes()
 
 
 def _file_ends(journal: Journal) -> bytes:
@@ -276,7 +314,8 @@ def _dtype(vocab_size: int) -> str:
 
 def _names(journal: Journal) -> list[str]:
     """The files of a corpus that are written document by document."""
-    return [*FILES, *[ANSWERS] * journal.answers, *[FILE_ENDS] * bool(journal.texts)]
+    answers = [ANSWERS, WEIGHTS] if journal.answers else []
+    return [*FILES, *answers, *map(column_file, journal.columns), *[FILE_ENDS] * bool(journal.texts)]
 
 
 def _sizes(journal: Journal, dtype: str) -> dict[str, int]:
@@ -286,8 +325,11 @@ def _sizes(journal: Journal, dtype: str) -> dict[str, int]:
         OFFSETS: 8 * (journal.num_documents + 1),
         HASHES: 8 * journal.num_documents,
         ANSWERS: 16 * journal.num_answers,
+        WEIGHTS: 4 * journal.num_answers,
         FILE_ENDS: 8 * (journal.num_files + 1),
     }
+    for name, kind in journal.columns.items():
+        sizes[column_file(name)] = journal.num_tokens * np.dtype(kind).itemsize * max(journal.widths.get(name, 0), 1)
     return {name: sizes[name] for name in _names(journal)}
 
 

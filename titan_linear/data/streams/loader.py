@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 import torch
@@ -32,6 +32,13 @@ class Batch:
     position_ids: Tensor  # [1, L·T] int64, from 0 in each document
     num_streams: int  # L
     streams: tuple[int, ...]  # their global indices, for error messages
+    columns: dict[str, Tensor] = field(default_factory=dict)  # [1, L·T] or [1, L·T, n], of labels, as losses read them
+    num_documents: int = 0  # more than any number in the column "document", if there is one
+
+    @property
+    def weight(self) -> float:
+        """Of all labels."""
+        return float(self.columns.get("weights", self.labels != IGNORE).sum(dtype=torch.float64))
 
 
 @dataclass(eq=False)
@@ -130,16 +137,17 @@ def micro_batch(
 
 
 def _collate(streams: list[Stream], indices: tuple[int, ...]) -> Batch:
-    def joined(name: str) -> Tensor:
-        return torch.from_numpy(np.concatenate([getattr(stream, name) for stream in streams]))[None]
+    def joined(parts: Iterable[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.concatenate([*parts]))[None]
 
     seq_len = len(streams[0].tokens)
     edges = [stream.cu_seqlens[1:] + j * seq_len for j, stream in enumerate(streams)]
     return Batch(
-        tokens=joined("tokens"),
-        labels=joined("labels"),
+        tokens=joined(stream.tokens for stream in streams),
+        labels=joined(stream.labels for stream in streams),
         cu_seqlens=torch.from_numpy(np.concatenate([[0], *edges]).astype(np.int32)),
-        position_ids=joined("position_ids"),
+        position_ids=joined(stream.position_ids for stream in streams),
         num_streams=len(streams),
         streams=indices,
+        columns={name: joined(stream.columns[name] for stream in streams) for name in streams[0].columns},
     )

@@ -22,7 +22,7 @@ import operator
 from bisect import bisect_right
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from typing import Protocol
@@ -170,6 +170,19 @@ class Stream:
     labels: np.ndarray  # [T] int64: the next token of the same document, where it is trained on; else IGNORE
     cu_seqlens: np.ndarray  # [N+1] int32, from 0 to T
     position_ids: np.ndarray  # [T] int64, from 0 in each document
+    columns: dict[str, np.ndarray] = field(default_factory=dict)  # [T] or [T, n] each: numbers of the labels
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What a loss reads beside tokens and labels.
+
+    normalise: what weights of labels are divided by: the number of labels in their document or stream, or nothing.
+    columns: of the corpus.
+    """
+
+    normalise: str = "token"
+    columns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -188,8 +201,9 @@ class PackedStreams:
     repeat=False: one pass in the corpus's order, in len(streams) streams; padding, as a document, fills up the last.
     """
 
-    def __init__(self, side: Side, *, seq_len: int, seed: int, repeat: bool = True):
+    def __init__(self, side: Side, *, seq_len: int, seed: int, repeat: bool = True, targets: Targets = Targets()):
         self.corpus = side.corpus
+        self.targets = targets
         self.repeat = repeat
         self.line: Line = Pooled(side, seed) if repeat else InPlace(side)
         self.num_tokens = side.num_tokens  # of one epoch
@@ -247,8 +261,22 @@ class PackedStreams:
         tokens = self.corpus.tokens[positions].astype(np.int64)
         labels = np.append(tokens[1:], next_token)
         labels[edges[1:-1] - 1] = IGNORE  # inside a stream, a run ends where its document ends
-        labels[~self.corpus.loss_mask(positions + 1)] = IGNORE
-        return self._padded(tokens, labels, edges, within, seq_len)
+        weights = self.corpus.weights(positions + 1) * (labels != IGNORE)
+        labels[weights == 0] = IGNORE
+        columns = {"weights": self._divided(weights, edges)}
+        for name in self.targets.columns:
+            column = self.corpus.columns[name][np.minimum(positions + 1, self.corpus.num_tokens - 1)]
+            column[labels == IGNORE] = 0
+            columns[name] = column
+        return self._padded(tokens, labels, edges, within, columns, seq_len)
+
+    def _divided(self, weights: np.ndarray, edges: np.ndarray) -> np.ndarray:
+        """The weights of labels, divided as `targets.normalise` says, [T]."""
+        if self.targets.normalise == "token":
+            return weights
+        edges = edges if self.targets.normalise == "document" else np.array([0, len(weights)])
+        counts = np.add.reduceat(weights > 0, edges[:-1], dtype=np.int64)
+        return weights / np.repeat(np.maximum(counts, 1), np.diff(edges))
 
     def runs(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """Where the documents of stream i begin in the corpus's tokens [n], and how many tokens of each it has [n]."""
@@ -260,10 +288,19 @@ class PackedStreams:
     def padding(self) -> Stream:
         """A stream of padding only: it gives a rank as many streams as the others have."""
         none = np.zeros(0, dtype=np.int64)
-        return self._padded(none, none, np.zeros(1, dtype=np.int64), none, self.seq_len)
+        columns = {"weights": none.astype(np.float32)} | {
+            name: self.corpus.columns[name][:0] for name in self.targets.columns
+        }
+        return self._padded(none, none, np.zeros(1, dtype=np.int64), none, columns, self.seq_len)
 
     def _padded(
-        self, tokens: np.ndarray, labels: np.ndarray, edges: np.ndarray, positions: np.ndarray, seq_len: int
+        self,
+        tokens: np.ndarray,
+        labels: np.ndarray,
+        edges: np.ndarray,
+        positions: np.ndarray,
+        columns: dict[str, np.ndarray],
+        seq_len: int,
     ) -> Stream:
         missing = seq_len - len(tokens)
         if missing:
@@ -271,7 +308,11 @@ class PackedStreams:
             labels = np.append(labels, np.full(missing, IGNORE))
             edges = np.append(edges, seq_len)
             positions = np.append(positions, np.arange(missing))
-        return Stream(tokens, labels, edges.astype(np.int32), positions)
+            columns = {
+                name: np.append(x, np.zeros((missing, *x.shape[1:]), dtype=x.dtype), axis=0)
+                for name, x in columns.items()
+            }
+        return Stream(tokens, labels, edges.astype(np.int32), positions, columns)
 
     def _runs(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, int]:
         """The line's [start, stop) as runs of corpus.tokens, one per document: where each begins [n], its length [n].

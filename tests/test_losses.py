@@ -1,0 +1,173 @@
+"""Losses: equal to their definitions, and to one process however the work is split."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.keys import argv_of
+from tests.test_train import OWN_FLAVORS, SPLITS, check_equal, train_on_rank
+from tests.worlds import Worlds
+from titan_linear.config import Config, load_config
+from titan_linear.data import IGNORE
+from titan_linear.distributed.one_process import LocalGroup, run_ranks
+from titan_linear.losses import reference
+from titan_linear.losses.reference import Document
+from titan_linear.models.plan import BatchPlan
+from titan_linear.models.presets import OWN
+from titan_linear.ops.cross_entropy import ChunkedLogits, Rows
+from titan_linear.ops.exchange.collectives import Ranks
+from titan_linear.train import Trainer
+
+KEYS = {
+    "model.name": "hybrid",
+    "model.flavor": "small",
+    "training.dataset": "jsonl",
+    "training.dataset_format": "tokens",
+    "training.dtype": "float64",
+    "training.seq_len": 64,
+    "training.global_batch_size": 4,
+    "training.local_batch_size": 4,
+    "training.steps": 2,
+    "training.loss_chunk_size": 48,
+    "lr_scheduler.warmup_steps": 0,
+    "checkpoint.enable": "false",
+    "metrics.enable_tensorboard": "false",
+    "comm.init_timeout_seconds": 3600,
+    "comm.train_timeout_seconds": 3600,
+}
+NAMES = ("dp 2", "cp 2 zig-zag", "cp 4", "tp 2 x cp 2 zig-zag", "HSDP", "accumulation")
+
+
+def weighted(n: int, rng: random.Random) -> dict:
+    """A document of n tokens whose weights differ by 10⁶; every fifth one counts nothing."""
+    weights = 0 if n % 5 == 0 else [rng.choice([0, 1e-3, 0.5, 1, 1e3]) for _ in range(n)]
+    return {"tokens": rng.choices(range(256), k=n), "weights": weights}
+
+
+# loss: (keys, records)
+CASES = {
+    "weights": {"training.dataset_columns": '["weights"]'},
+    "by document, smoothed": {
+        "training.dataset_columns": '["weights"]',
+        "loss.normalise": "document",
+        "cross_entropy.label_smoothing": 0.1,
+        "cross_entropy.z_loss": 0.01,
+    },
+    "by stream": {"training.dataset_columns": '["weights"]', "loss.normalise": "stream"},
+}
+RECORDS: dict[str, Callable[[int, random.Random], dict]] = {"cross_entropy": weighted}
+TERMS: dict[str, Callable] = {"cross_entropy": reference.cross_entropy}
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A file for each loss."""
+    folder, rng = tmp_path_factory.mktemp("records"), random.Random(0)
+    for name, make in RECORDS.items():
+        lines = (json.dumps(make(rng.randint(2, 40), rng)) for _ in range(60))
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    return {name: folder / f"{name}.jsonl" for name in RECORDS}
+
+
+def arguments(case: str, records: dict[str, Path], **more: object) -> list[str]:
+    path = records[CASES[case].get("loss.name", "cross_entropy")]
+    return argv_of(KEYS | CASES[case], training__dataset_path=path, job__dump_folder=path.parent / "run", **more)
+
+
+def definition(config: Config, trainer: Trainer, i: int) -> float:
+    """The loss of step i by its definition, with the weights that the trainer has."""
+    documents = []
+    streams, size = trainer.loader.streams, config.training.global_batch_size
+    raw = streams.of_lengths(streams.lengths)
+    raw.targets = type(raw.targets)(columns=raw.targets.columns)
+    for n in range(i * size, (i + 1) * size):
+        stream = raw[n]
+        for begin, end in pairwise(stream.cu_seqlens.tolist()):
+            tokens = torch.from_numpy(stream.tokens[begin:end])
+            logits = trainer.model(tokens[None], BatchPlan(torch.arange(end - begin)))[0]
+            labels = torch.from_numpy(stream.labels[begin:end])
+            valid = labels != IGNORE
+            columns = {name: torch.from_numpy(x[begin:end])[valid].double() for name, x in stream.columns.items()}
+            documents.append(Document(n, logits[valid], labels[valid], columns))
+    name = config.loss.name
+    terms = partial(TERMS[name], keys=getattr(config, name))
+    return reference.mean(documents, terms, config.loss.normalise).item()
+
+
+def first_losses(rank: int, world_size: int, argv: list[str]) -> list[tuple[float, float]]:
+    """Of each step, by the trainer and by the definition, with the same weights."""
+    OWN["hybrid"] |= OWN_FLAVORS
+    config = load_config(argv)
+    trainer, pairs = Trainer(config), []
+    for i in range(config.training.steps):
+        with torch.no_grad():
+            want = definition(config, trainer, i)
+        pairs.append((trainer.train_step()["loss"], want))
+    return pairs
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_defined(case: str, records: dict[str, Path], worlds: Worlds) -> None:
+    for got, want in worlds(1).run(first_losses, arguments(case, records))[0]:
+        assert got == pytest.approx(want, rel=1e-10)
+
+
+@pytest.fixture(scope="module")
+def alone(records: dict[str, Path], worlds: Worlds) -> Callable[[str], tuple]:
+    done: dict[str, tuple] = {}
+
+    def get(case: str) -> tuple:
+        if case not in done:
+            done[case] = worlds(1).run(train_on_rank, arguments(case, records))[0]
+        return done[case]
+
+    return get
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", NAMES)
+def test_splits_are_equal(case: str, name: str, records: dict[str, Path], worlds: Worlds, alone: Callable) -> None:
+    one = alone(case)
+    processes, keys = SPLITS[name]
+    for rank in worlds(processes).run(train_on_rank, arguments(case, records) + argv_of(keys)):
+        check_equal(rank, one)
+
+
+def test_gradients_of_what_losses_may_read() -> None:
+    """Of the rows of whole logits: several ids, mean, entropy (which has none), in one part and in two."""
+    rng = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 8, generator=rng, dtype=torch.float64, requires_grad=True) for n in (20, 12))
+    ids = torch.randint(12, (20, 3), generator=rng)
+    ids[::4, 0] = IGNORE
+
+    def terms(rows: Rows, tokens: slice) -> Tensor:
+        first = rows.logprobs.sin().sum(1) + rows.lse**2 + rows.mean.cos() * rows.entropy.detach()
+        return torch.stack([first, rows.entropy], 1)
+
+    z = x @ weight.T
+    p = z.softmax(-1)
+    whole = Rows(z.gather(1, ids.clamp(min=0)), z.logsumexp(-1), z.mean(-1), -(p * p.log()).sum(-1))
+    want = terms(whole, slice(None))[ids[:, 0] != IGNORE].sum(0)
+    exact = torch.autograd.grad(want[0], [x, weight])
+    got = ChunkedLogits(x, weight, 7).sum(ids, terms, statistics=True)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
+    torch.testing.assert_close(torch.autograd.grad(got[0], [x, weight]), exact, rtol=1e-10, atol=1e-13)
+
+    def on_rank(group: LocalGroup) -> tuple[Tensor, ...]:
+        own, mine = weight.detach().chunk(2)[group.rank()].requires_grad_(), x.detach().requires_grad_()
+        logits = ChunkedLogits(mine, own, 7, Ranks(group.group_name, 2, group.rank()))
+        value = logits.sum(ids, terms, statistics=True)
+        return value.detach(), *torch.autograd.grad(value[0], [mine, own])
+
+    (one, dx, first), (other, more, second) = run_ranks(on_rank, 2)
+    torch.testing.assert_close(one + other, want.detach(), rtol=1e-12, atol=0)
+    torch.testing.assert_close((dx + more, torch.cat([first, second])), exact, rtol=1e-10, atol=1e-13)

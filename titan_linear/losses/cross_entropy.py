@@ -1,0 +1,34 @@
+"""Cross-entropy, each token's times its weight.
+
+−log p of the label; label smoothing takes a share ε of it from the mean over the vocabulary instead, and z-loss adds
+ζ (log Σ exp z)², which keeps logits z small (PaLM, section 5).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from titan_linear.config import schema
+from titan_linear.losses.loss import Targets
+from titan_linear.ops.cross_entropy import ChunkedLogits, Rows, cross_entropy
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    keys: schema.CrossEntropy = field(default_factory=schema.CrossEntropy)
+
+    def __call__(self, logits: ChunkedLogits, batch: Targets) -> Tensor:
+        smoothing, z_loss = self.keys.label_smoothing, self.keys.z_loss
+        weights = batch.columns.get("weights")
+
+        def terms(rows: Rows, tokens: slice) -> Tensor:
+            loss = cross_entropy(rows, tokens)
+            if smoothing:
+                loss = (1 - smoothing) * loss + smoothing * (rows.lse - rows.mean)
+            if z_loss:
+                loss = loss + z_loss * rows.lse.square()
+            return loss if weights is None else weights[0, tokens].to(loss.dtype) * loss
+
+        return logits.sum(batch.labels.flatten(), terms, statistics=smoothing > 0)
