@@ -23,13 +23,13 @@ def test_steps_of_two_ranks(worlds):
     keys = ["--", "--parallelism.context_parallel_degree=2", "--metrics.peak_tflops=1"]
     argv = [*SMALL, "--checkpointing", "none", "selective", *keys]
     rows, other = worlds(2).run(measured_on_rank, argv)
-    assert [row.checkpointing for row in rows] == ["none", "selective"]
+    assert [row["checkpointing"] for row in rows] == ["none", "selective"]
     for row, theirs in zip(rows, other, strict=True):
-        assert (row.model, row.by, row.tokens, row.gpus) == ("hybrid/debug", "titan_linear", 128, 2)
-        assert row.tokens_per_second == pytest.approx(128 / 2 / row.step_ms * 1e3)  # one stream that both share
-        assert 0 < row.tflops == row.mfu and row.first_step_seconds > 0 and row.memory_gib > 0
-        assert row.launches is row.idle is None  # of kernels: none are launched here
-        assert theirs.step_ms == row.step_ms  # the slowest rank's
+        assert (row["model"], row["by"], row["tokens"], row["gpus"]) == ("hybrid/debug", "titan_linear", 128, 2)
+        assert row["tokens_per_second"] == pytest.approx(128 / 2 / row["step_ms"] * 1e3)  # one stream that both share
+        assert 0 < row["tflops"] == row["mfu"] and row["first_step_seconds"] > 0 and row["memory_gib"] > 0
+        assert row["launches"] is row["idle"] is None  # of kernels: none are launched here
+        assert theirs["step_ms"] == row["step_ms"]  # the slowest rank's
     assert len(cells(rows[0])) == len(COLUMNS)
 
 
@@ -38,8 +38,8 @@ def test_streams_of_the_trainer(worlds, documents):
     """Each step has the documents that were asked for, as the trainer packs them."""
     argv = ["--models", "gdn/debug", "--seq-len", "200", "--documents", documents, "--steps", "1", "--warmup", "0"]
     (row,) = worlds(1).run(measured_on_rank, argv)[0]
-    assert row.in_step.tokens == 200
-    mean = (2 * row.in_step.pairs / 200) - 1  # of tokens' own documents: Σ n² / Σ n
+    assert row["in_step"].tokens == 200
+    mean = (2 * row["in_step"].pairs / 200) - 1  # of tokens' own documents: Σ n² / Σ n
     assert (mean == 200) == (documents == "one") and mean > 20 / 3
 
 
@@ -48,12 +48,12 @@ def test_streams_of_the_keys(worlds, tmp_path):
     argv = ["--models", "gdn/debug", "--seq-len", "62", "--documents", "run", "--steps", "1", "--warmup", "0", "--"]
     argv += ["--training.dataset=text", f"--training.dataset_path={tmp_path}/a.txt"]
     (row,) = worlds(1).run(measured_on_rank, argv)[0]
-    assert row.in_step.pairs == 2 * 31 * 32 / 2  # a document is its 30 bytes and an end
+    assert row["in_step"].pairs == 2 * 31 * 32 / 2  # a document is its 30 bytes and an end
 
 
 def test_layers_of_a_cut_model(worlds):
     (row,) = worlds(1).run(measured_on_rank, [*SMALL, "--layers", "6"])[0]
-    assert row.layers == 6
+    assert row["layers"] == 6
 
 
 def test_a_refusal_of_fla_is_said_and_the_others_go_on():
@@ -68,8 +68,8 @@ def test_a_refusal_of_fla_is_said_and_the_others_go_on():
 @pytest.mark.cuda
 def test_a_row_of_a_gpu(worlds):
     (row,) = worlds(1, "nccl").run(measured_on_rank, ["--models", "gdn/340M", "--layers", "2", "--seq-len", "4096"])[0]
-    assert row.launches > 100 and 0 <= row.idle < 1 and row.memory_gib < 20
-    assert (row.sm_clock_mhz is None) == (find_spec("pynvml") is None)
+    assert row["launches"] > 100 and 0 <= row["idle"] < 1 and row["memory_gib"] < 20
+    assert (row["sm_clock_mhz"] is None) == (find_spec("pynvml") is None)
 
 
 @pytest.mark.parametrize(

@@ -146,11 +146,10 @@ def test_predictions_beside_what_was_measured():
     """Memory within 8%, time within 15%; docs/planning.md says how far."""
     compared = check_plan.predictions()
     for row, speed, needed in compared:
-        setting = check_plan.setting(row.keys, row.documents)
         if row.memory_gib is not None:
-            assert needed == pytest.approx(row.memory_gib, rel=0.08), setting
+            assert needed == pytest.approx(row.memory_gib, rel=0.08), row.setting
         if row.tokens_per_second is not None:
-            assert 1 / speed == pytest.approx(1 / row.tokens_per_second, rel=0.15), setting
+            assert 1 / speed == pytest.approx(1 / row.tokens_per_second, rel=0.15), row.setting
     assert len(compared) >= 8
     assert check_plan.checked().count("\n") == len(compared) + 1
     page = (ROOT / "docs/planning.md").read_text(encoding="utf-8")

@@ -38,7 +38,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import date, timedelta
 from functools import partial
 from importlib.metadata import distributions
@@ -161,42 +160,11 @@ Kind = Callable[[Config, ModelConfig], Ours | Fla]
 # --- Measuring -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Row:
-    model: str
-    layers: int
-    by: str
-    checkpointing: str
-    tokens: int  # of a stream
-    documents: str
-    gpus: int
-    step_ms: float  # median
-    in_step: Documents  # of all GPUs, means over the steps
-    flops: float  # of a step, of all GPUs
-    peak_tflops: float | None  # of one GPU
-    memory_gib: float | None = None
-    sm_clock_mhz: float | None = None
-    power_watts: float | None = None
-    launches: int | None = None
-    idle: float | None = None  # share of the step
-    first_step_seconds: float | None = None
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Per GPU, as are all rates."""
-        return self.in_step.tokens / self.step_ms * 1e3 / self.gpus
-
-    @property
-    def tflops(self) -> float:
-        return self.flops / self.step_ms / 1e9 / self.gpus
-
-    @property
-    def mfu(self) -> float | None:
-        return self.peak_tflops and self.tflops / self.peak_tflops
+Row = dict[str, Any]  # COLUMNS by their fields, what a CPU does not tell None; and a step's
 
 
-def measure(subject: Ours | Fla, args: argparse.Namespace, device: torch.device) -> tuple[dict[str, Any], Documents]:
-    """Fields of `Row`, of the slowest or fullest rank, and the mean documents of a step. Launches, clock and power
+def measure(subject: Ours | Fla, args: argparse.Namespace, device: torch.device) -> tuple[Row, Documents]:
+    """Fields of a row, of the slowest or fullest rank, and the mean documents of a step. Launches, clock and power
     are this rank's."""
     first = _seconds(subject.step, device)
     for _ in range(args.warmup):
@@ -216,12 +184,14 @@ def measure(subject: Ours | Fla, args: argparse.Namespace, device: torch.device)
     times = [end - begin for begin, end in pairwise(ends)]
     step, memory, first = _largest(median(times), peak_memory_gib(), first)
     launches, busy = profiled(subject.last_step, device)
-    found = {
+    found: Row = {
         "step_ms": 1e3 * step,
         "memory_gib": memory,
         "launches": launches,
         "idle": None if busy is None else max(1 - busy / step, 0.0),
         "first_step_seconds": first,
+        "sm_clock_mhz": None,
+        "power_watts": None,
         **{name: mean(reading[name] for reading in readings) for name in readings[0]},
     }
     return found, Documents(*(total / steps for total in documents))
@@ -315,22 +285,26 @@ def _row(args: argparse.Namespace, name: str, config: Config, kind: Kind) -> Row
     torch.compiler.reset()  # torch compiles a function only a few times, fewer than there may be rows
     subject = kind(config, model)
     found, documents = measure(subject, args, device)
-    return Row(
-        model=name,
-        layers=model.num_layers,
-        by=subject.name,
-        checkpointing=mode,
-        tokens=args.seq_len,
-        documents=args.documents,
-        gpus=dist.get_world_size(),
-        in_step=documents,
-        flops=training_flops(model, documents),
-        peak_tflops=peak_tflops(config, device),
+    gpus = dist.get_world_size()
+    tflops = training_flops(model, documents) / found["step_ms"] / 1e9 / gpus
+    peak = peak_tflops(config, device)
+    return {
+        "model": name,
+        "layers": model.num_layers,
+        "by": subject.name,
+        "checkpointing": mode,
+        "tokens": args.seq_len,
+        "documents": args.documents,
+        "gpus": gpus,
+        "in_step": documents,  # of all GPUs, means over the steps
+        "tokens_per_second": documents.tokens / found["step_ms"] * 1e3 / gpus,
+        "tflops": tflops,
+        "mfu": peak and tflops / peak,
         **found,
-    )
+    }
 
 
-# Title, field of Row, format.
+# Title, field of a row, format.
 COLUMNS = (
     ("model", "model", ""),
     ("layers", "layers", ""),
@@ -352,7 +326,7 @@ COLUMNS = (
 
 
 def cells(row: Row) -> list[str]:
-    values = [(getattr(row, field), form) for _, field, form in COLUMNS]
+    values = [(row[field], form) for _, field, form in COLUMNS]
     return ["–" if value is None else format(value, form) for value, form in values]
 
 
@@ -418,11 +392,11 @@ def main(argv: list[str]) -> int:
         for row in measured(args, keys):
             rows.append(row)
             if first:
-                print(line(cells(row)) if isinstance(row, Row) else row)
-    rows = [row for row in rows if isinstance(row, Row)]
+                print(row if isinstance(row, str) else line(cells(row)))
+    rows = [row for row in rows if not isinstance(row, str)]
     if first and args.out:
         fields = [field for _, field, _ in COLUMNS] + ["step_ms"]
-        found = [{field: getattr(row, field) for field in fields} for row in rows]
+        found = [{field: row[field] for field in fields} for row in rows]
         text = json.dumps({"measured": where, "keys": keys, "rows": found}, indent=1)
         Path(args.out).write_text(text + "\n", encoding="utf-8")
     return 0

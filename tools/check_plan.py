@@ -25,6 +25,7 @@ MEASURED = Path(__file__).with_name("measured_steps.json")
 class Measured(NamedTuple):
     """A row of MEASURED: a setting that tools/bench_train.py ran, and what it took."""
 
+    setting: str  # the essentials of its keys
     gpu: str
     gpus: int
     keys: list[str]
@@ -58,8 +59,7 @@ def checked(measured: Rates | None = None) -> str:
     rows = []
     for row, speed, needed in predictions(measured):
         time = _beside(row.tokens_per_second, speed, "{:,.0f}", inverse=True)
-        name = setting(row.keys, row.documents)
-        rows.append((name, row.gpus, *time, *_beside(row.memory_gib, needed, "{:.1f}")))
+        rows.append((row.setting, row.gpus, *time, *_beside(row.memory_gib, needed, "{:.1f}")))
     return table(head, rows)
 
 
@@ -69,24 +69,6 @@ def _beside(measured: float | None, planned: float, shape: str, inverse: bool = 
         return "–", shape.format(planned), "–"
     off = measured / planned - 1 if inverse else planned / measured - 1
     return shape.format(measured), shape.format(planned), f"{off:+.0%}"
-
-
-def setting(keys: list[str], documents: str) -> str:
-    """The essentials of a row's keys, in a line."""
-    config = load_config(keys, cuda=True)
-    p, t = config.parallelism, config.training
-    parts = [f"{config.model.name} {config.model.flavor}, {t.seq_len // 1024}k"]
-    parts += [f"{config.model.num_layers} layers"] if config.model.num_layers else []
-    parts += [] if documents == "one" else [f"documents of {documents}"]
-    if p.context_parallel_degree > 1:
-        parts.append(f"cp {p.context_parallel_degree} {p.context_parallel_layout}")
-    for name, degree in (("tp", p.tensor_parallel_degree), ("ep", p.expert_parallel_degree)):
-        parts += [f"{name} {degree}"] if degree > 1 else []
-    ac = config.activation_checkpoint
-    every = f" of {ac.selective_ac_option}" if ac.selective_ac_option.isdigit() else ""
-    parts.append(f"checkpointing {ac.mode}{every}")
-    parts += ["float8"] if config.float8.enable else []
-    return ", ".join([*parts, "compiled" if config.compile.enable else "not compiled"])
 
 
 @refusing

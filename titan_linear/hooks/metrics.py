@@ -28,61 +28,9 @@ from titan_linear.storage.rundir import BOARD, METRICS, TELEMETRY, WANDB, cut_me
 
 GIB = 2**30
 FEW = 0.01  # share of tokens without a label (such as documents' last ones) that the console does not mention
-TAGS = {  # name in metrics.jsonl → TensorBoard's; other names stay as they are
-    "loss": "loss/train",
-    "validation_loss": "loss/validation",
-    "memory_gib": "memory/allocated_gib",
-    "memory_reserved_gib": "memory/reserved_gib",
-    "memory_fragmentation": "memory/fragmentation",
-}
-TAGS |= {name: f"optim/{name}" for name in ("lr", "grad_norm", "skipped_steps")}
-TAGS |= {
-    name: f"perf/{name}"
-    for name in (
-        "tokens",
-        "seq_len",
-        "tokens_per_second",
-        "step_seconds",
-        "data_seconds",
-        "data_wait",
-        "valid_tokens_per_second",
-        "tflops",
-        "mfu",
-        "work_balance",
-        "compiled_graphs",
-        "graph_breaks",
-        "sm_clock_mhz",
-        "power_watts",
-    )
-}
-# Custom scalars: category → chart → tags, which are regular expressions.
-CHARTS = {
-    "loss": {
-        "train and validation": ["loss/train", "loss/validation"],
-        "by position in the document": ["loss_by_position/.*"],
-        "by source": ["loss_by_source/.*"],
-        "tokens by source": ["tokens_by_source/.*"],
-    },
-    "optimizer": {
-        "learning rate": ["optim/lr"],
-        "gradient norm": ["optim/grad_norm"],
-        "gradient norm by layer": ["per_layer_grad_norm/.*"],
-        "update norm by layer": ["per_layer_update_norm/.*"],
-        "steps that were skipped": ["optim/skipped_steps"],
-    },
-    "speed": {
-        "tokens a second": ["perf/tokens_per_second", "perf/valid_tokens_per_second"],
-        "TFLOP/s": ["perf/tflops"],
-        "MFU": ["perf/mfu"],
-        "seconds of a step, and for data": ["perf/step_seconds", "perf/data_seconds"],
-        "share of time without data": ["perf/data_wait"],
-        "work of the rank that computes most, over the mean": ["perf/work_balance"],
-    },
-    "memory": {
-        "allocated and reserved, GiB": ["memory/allocated_gib", "memory/reserved_gib"],
-        "fragmentation": ["memory/fragmentation"],
-    },
-}
+# Name in metrics.jsonl → TensorBoard's, others stay as they are; and its custom scalars: category → chart → tags, which
+# are regular expressions.
+TAGS, CHARTS = json.loads(Path(__file__).with_name("tensorboard.json").read_text(encoding="utf-8")).values()
 
 
 class Work(NamedTuple):
