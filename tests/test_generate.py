@@ -14,13 +14,23 @@ from titan_linear.data import ByteTokenizer
 from titan_linear.distributed.mesh import build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
 from titan_linear.models.config import ModelConfig, MoEConfig
-from titan_linear.models.decoder import Decoder
+from titan_linear.models.decoder import Between, Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.mixers import MLA
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from titan_linear.ops import attention, chunk_gated_delta_rule, chunk_kda
-from titan_linear.run.generate import Sampling, choose, decode, generate, generate_tokens, prefill
+from titan_linear.run.generate import (
+    Drafts,
+    Sampling,
+    _Reader,
+    choose,
+    decode,
+    draft_tokens,
+    generate,
+    generate_tokens,
+    prefill,
+)
 from titan_linear.storage.tensors import named_parameters
 
 CPU = torch.device("cpu")
@@ -117,6 +127,41 @@ def test_rows_end_at_eos_each_by_itself():
     small = generate_tokens(model, PROMPTS, max_new_tokens=8, sampling=Sampling(5.0), device=CPU, vocab_size=10)
     assert max(map(max, small)) < 10
     assert generate_tokens(model, PROMPTS, max_new_tokens=0, sampling=Sampling(), device=CPU) == [[], [], []]
+
+
+DRAFTING = ("hybrid", "kda", "rwkv7", "nemotron-h", "ling-3")
+
+
+@pytest.mark.parametrize("name", DRAFTING)
+def test_drafts_change_no_text(name, monkeypatch):
+    """And they are those of one forward over the text: of three words, many are accepted, and many are not."""
+    words, made = 3, {}
+    model = build(replace(preset(name, "debug"), mtp_layers=1, init_std=0.3))
+    draft = _Reader.draft
+
+    def noted(reader: _Reader, tokens: list[int]) -> int:
+        made[reader.length] = draft(reader, tokens)
+        return made[reader.length]
+
+    monkeypatch.setattr(_Reader, "draft", noted)
+    for prompt in PROMPTS:
+        prompt = [token % words for token in prompt]
+        options = dict(max_new_tokens=40, device=CPU, vocab_size=words, prefill_chunk=7)
+        drafts = Drafts()
+        made.clear()
+        new = draft_tokens(model, prompt, drafts, **options)
+        assert new == generate_tokens(model, [prompt], sampling=Sampling(), **options)[0]
+        assert 0 < drafts.accepted < drafts.made and drafts.made + drafts.accepted in (39, 40)
+        text = prompt + new
+        plan, tokens = BatchPlan(torch.arange(len(text) - 1)), torch.tensor([text])
+        with torch.no_grad():
+            embedded, between = model.embedded(tokens), Between()
+            h = model.head.norm(model.through(range(model.config.num_layers), embedded[:, :-1], plan, None, between))
+            h = model.through(model.predictor(0), torch.cat([embedded[:, 1:], h], -1), plan, None, between)
+            whole = model.head.logits(h)[0, :, :words].argmax(-1).tolist()
+        assert all(whole[n - 1] == token for n, token in made.items() if n < len(text))
+        for eos in new[5:8]:
+            assert draft_tokens(model, prompt, Drafts(), eos_id=eos, **options) == new[: new.index(eos)]
 
 
 def test_choice_among_the_likeliest():

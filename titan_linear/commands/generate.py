@@ -1,6 +1,7 @@
 """Generate text from trained weights.
 
 titan-linear generate outputs/debug/checkpoint/step-150 --prompt "def " --max-new-tokens 200 --temperature 0.7
+titan-linear generate Qwen3.5-2B --prompt "def " --draft --temperature 0
 titan-linear generate Qwen3.5-2B --prompt "Once upon a time" --prompt "In the beginning" --top-p 0.9 --seed 1
 
 PATH is a run's folder or its checkpoint/ (the newest step is taken), a step-N in it, or a Hugging Face folder with its
@@ -20,12 +21,13 @@ from titan_linear.config import Config, changed
 from titan_linear.data import Tokenizer, build_tokenizer
 from titan_linear.data.corpus.tokenizer import TOKENIZER
 from titan_linear.distributed.process import ignore_warnings_of_torch, refusing
+from titan_linear.models.adapters import mtp_depth
 from titan_linear.models.decoder import Decoder
 from titan_linear.run.build import DTYPES, allocated, model_config, open_tokenizer
 from titan_linear.run.data import other_tokenizer
-from titan_linear.run.generate import Sampling, generate
+from titan_linear.run.generate import Drafts, Sampling, generate
 from titan_linear.run.start import set_first_weights
-from titan_linear.storage.hf_io import CONFIG, check_folder
+from titan_linear.storage.hf_io import CONFIG, check_folder, read_config
 from titan_linear.storage.hf_io import load_weights as load_hf_weights
 from titan_linear.storage.rundir import config_of
 from titan_linear.storage.step_folders import read_progress, verify, weights_path
@@ -42,8 +44,11 @@ def main(argv: list[str]) -> int:
         if getattr(args, name) < least:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be {least} or more")
     dtype = DTYPES[args.dtype] if args.dtype else torch.float32 if device.type == "cpu" else torch.bfloat16
-    model, tokenizer = load(Path(args.path), args.tokenizer, dtype, device)
+    if args.draft and args.temperature:
+        raise ValueError(f"--draft takes the likeliest tokens, not those of --temperature {args.temperature:g}; give 0")
+    model, tokenizer = load(Path(args.path), args.tokenizer, dtype, device, args.draft)
     model.use(args.impl, device, dtype)
+    drafts = Drafts() if args.draft else None
     texts = generate(
         model,
         tokenizer,
@@ -52,8 +57,11 @@ def main(argv: list[str]) -> int:
         device=device,
         sampling=sampling,
         prefill_chunk=args.prefill_chunk,
+        drafts=drafts,
     )
     print("\n---\n".join(texts))
+    if drafts:
+        print(f"{drafts.made} tokens drafted, {drafts.accepted / max(drafts.made, 1):.0%} accepted", file=sys.stderr)
     return 0
 
 
@@ -71,15 +79,21 @@ def device_of(name: str | None) -> torch.device:
     return device
 
 
-def load(path: Path, tokenizer: str, dtype: torch.dtype, device: torch.device) -> tuple[Decoder, Tokenizer]:
-    """The model, on one device, and its tokenizer. ValueError: what is at `path` cannot be used."""
+def load(
+    path: Path, tokenizer: str, dtype: torch.dtype, device: torch.device, draft: bool = False
+) -> tuple[Decoder, Tokenizer]:
+    """The model, on one device, and its tokenizer. draft: with the layers that predict further tokens. ValueError: what
+    is at `path` cannot be used."""
     in_hf = (path / CONFIG).is_file()
     if in_hf:
-        run = Config(model={"flavor": "hf", "hf_assets_path": str(path)})
+        mtp_layers = mtp_depth(read_config(path)) if draft else 0
+        run = Config(model={"flavor": "hf", "hf_assets_path": str(path), "mtp_layers": mtp_layers})
     else:
         path = weights_path(path, key="PATH")
         verify(path)
         run = config_of(path)
+    if draft and not run.model.mtp_layers:
+        raise ValueError(f"--draft: '{path}' has no layers that predict further tokens; leave it out")
     if tokenizer:  # in the configuration, so that errors name it
         run = changed(run, {"model.tokenizer_path": tokenizer})
     text = open_tokenizer(run)
@@ -117,6 +131,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")
     parser.add_argument(
         "--top-p", type=float, default=1.0, help="share of the likeliest tokens drawn from (default: 1)"
+    )
+    parser.add_argument(
+        "--draft", action="store_true", help="draft with the layers that predict a further token; the text stays"
     )
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
     parser.add_argument("--tokenizer", default="", help="a tokenizer.json to use instead of the run's or the folder's")

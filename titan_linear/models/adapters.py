@@ -140,7 +140,7 @@ def config_from_hf(config: Mapping[str, object], mtp_layers: int = 0) -> tuple[s
     architecture = given[0] if isinstance(given, list) and given else None
     for name, family in FAMILIES.items():
         if architecture in (name, *family.wrappers):
-            if mtp_layers and mtp_layers != (depth := mtp_depth(family, config)):
+            if mtp_layers and mtp_layers != (depth := _depth(family, config)):
                 raise ValueError(
                     f"model.mtp_layers = {mtp_layers}, but the layers of config.json predict {depth} further tokens "
                     f"({family.mtp.key if family.mtp else 'its architecture has none'}); set it to {depth}"
@@ -154,8 +154,12 @@ def config_from_hf(config: Mapping[str, object], mtp_layers: int = 0) -> tuple[s
     raise ValueError(f"architectures = {given}: unknown; give a folder of one of {', '.join(FAMILIES)}")
 
 
-def mtp_depth(family: Family, config: Mapping[str, object]) -> int:
+def mtp_depth(config: Mapping[str, object]) -> int:
     """The number of further tokens that the layers of a config.json predict."""
+    return _depth(FAMILIES[config_from_hf(config)[0]], config)
+
+
+def _depth(family: Family, config: Mapping[str, object]) -> int:
     return (family.mtp and _text(config).get(family.mtp.key, family.mtp.implied)) or 0
 
 

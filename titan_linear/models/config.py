@@ -198,10 +198,11 @@ class ModelConfig(Factors):
         with experts, if there are some."""
         mixing = [layer for layer in trunk if layer.mixers]
         *_, last = [layer for layer in mixing if not all(mixer.linear for mixer in layer.mixers)] or mixing
+        mixers = tuple(mixer.first for mixer in last.mixers)  # which takes no values
         mlp = self.moe or self._dense
         if self.one_branch:
-            return Layer(last.mixers, None, joins=True), Layer((), mlp, ends=True)
-        return (Layer(last.mixers, mlp, joins=True, ends=True),)
+            return Layer(mixers, None, joins=True), Layer((), mlp, ends=True)
+        return (Layer(mixers, mlp, joins=True, ends=True),)
 
     @property
     def _dense(self) -> Dense | None:

@@ -182,6 +182,10 @@ class Head(nn.Module):
         x = self.norm(x)
         return x if self.divisor == 1 else x / self.divisor
 
+    def logits(self, h: Tensor) -> Tensor:
+        """Of what is normed."""
+        return (h if self.divisor == 1 else h / self.divisor) @ self.weight.T
+
 
 class Decoder(nn.Module):
     split: ClassVar[dict[str, int]] = {"embedding.weight": 0, "head.weight": 0}  # by the vocabulary

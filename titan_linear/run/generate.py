@@ -11,6 +11,7 @@ Decoding equals one forward over the whole text, and a row's text depends only o
 from __future__ import annotations
 
 import math
+from collections import UserDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
@@ -26,7 +27,7 @@ from titan_linear.config import Config
 from titan_linear.data import Streams, Tokenizer, validation_batches
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.losses import Loss
-from titan_linear.models.decoder import Decoder, LayerCache
+from titan_linear.models.decoder import Between, Decoder, LayerCache
 from titan_linear.models.draws import generator
 from titan_linear.models.plan import BatchPlan
 from titan_linear.step.feed import BatchSharding
@@ -63,9 +64,10 @@ def generate(
     sampling: Sampling,
     device: torch.device,
     prefill_chunk: int = 2048,
+    drafts: Drafts | None = None,
 ) -> list[str]:
     """Each prompt with its continuation, up to the end of a document. If the model is sharded, every rank makes the
-    same call.
+    same call. With `drafts`, which are counted, the model drafts; the likeliest tokens are taken.
 
     Raises:
         ValueError: a prompt without tokens.
@@ -74,16 +76,17 @@ def generate(
     for prompt, row in zip(prompts, ids, strict=True):
         if not row:
             raise ValueError(f"prompt {prompt!r} has no tokens; give some text to continue")
-    new = generate_tokens(
-        model,
-        ids,
+    options = dict(
         max_new_tokens=max_new_tokens,
-        sampling=sampling,
         device=device,
         eos_id=tokenizer.eos_id,
         vocab_size=tokenizer.vocab_size,
         prefill_chunk=prefill_chunk,
     )
+    if drafts is None:
+        new = generate_tokens(model, ids, sampling=sampling, **options)
+    else:
+        new = [draft_tokens(model, row, drafts, **options) for row in ids]
     return [tokenizer.decode(row + more) for row, more in zip(ids, new, strict=True)]
 
 
@@ -160,7 +163,93 @@ def _batched(caches: list[LayerCache], growing: set[str]) -> LayerCache:
     return batch
 
 
-def choose(logits: Tensor, sampling: Sampling, rng: torch.Generator) -> int:
+# --- One text, of which the model drafts a token at each step --------------------------------------------------------
+
+
+@dataclass
+class Drafts:
+    made: int = 0
+    accepted: int = 0  # those that the model itself would have chosen
+
+
+class _Reader:
+    """A text: what layers keep of it, and the hidden states that the predictor has yet to read."""
+
+    def __init__(self, model: Decoder, vocab_size: int | None, device: torch.device):
+        self.model, self.vocab_size, self.device = model, vocab_size, device
+        self.layers = range(model.config.num_layers)
+        self.caches = [LayerCache() for _ in model.layers]
+        self.length, self.pending = 0, torch.empty(1, 0, model.config.dim, device=device)  # of the last tokens
+
+    def read(self, tokens: Sequence[int]) -> list[int]:
+        """The likeliest token after each."""
+        h = self.model.head.norm(self._through(self.layers, self._embedded(tokens), self.length))
+        self.length += len(tokens)
+        self.pending = torch.cat([self.pending.to(h.dtype), h], 1)
+        return self._likeliest(h)
+
+    def draft(self, tokens: Sequence[int]) -> int:
+        """The likeliest token after these, which follow those of the first pending hidden states."""
+        first = self.length - self.pending.shape[1]
+        h, self.pending = self.pending.tensor_split([len(tokens)], 1)
+        h = self._through(self.model.predictor(0), torch.cat([self._embedded(tokens), h], -1), first)
+        return self._likeliest(h[:, -1:])[0]
+
+    def back(self, length: int, caches: list[LayerCache]) -> None:
+        """Forget what was read since then."""
+        self.pending = self.pending[:, : self.pending.shape[1] - (self.length - length)]
+        self.length, self.caches[: len(caches)] = length, caches
+
+    def kept(self) -> list[LayerCache]:
+        """Caches as they are now, without those of what drafts."""
+        return [LayerCache({branch: UserDict(x) for branch, x in self.caches[i].items()}) for i in self.layers]
+
+    def _embedded(self, tokens: Sequence[int]) -> Tensor:
+        return self.model.embedded(torch.tensor([list(tokens)], device=self.device))
+
+    def _through(self, layers: range, x: Tensor, first: int) -> Tensor:
+        plan = BatchPlan(torch.arange(first, first + x.shape[1], device=self.device))
+        return self.model.through(layers, x, plan, self.caches, Between())
+
+    def _likeliest(self, h: Tensor) -> list[int]:
+        logits = self.model.head.logits(h)[0, :, : self.vocab_size].double().cpu()
+        return [choose(row, Sampling(), None) for row in logits]
+
+
+@torch.no_grad()
+def draft_tokens(
+    model: Decoder,
+    prompt: Sequence[int],
+    drafts: Drafts,
+    *,
+    max_new_tokens: int,
+    device: torch.device,
+    eos_id: int | None = None,
+    vocab_size: int | None = None,
+    prefill_chunk: int = 2048,
+) -> list[int]:
+    """As `generate_tokens`, of the likeliest tokens. Each step reads the last token and a draft of the next one: if it
+    is what the model chooses itself, two tokens are known. Else the last token is read again, by itself."""
+    reader, new = _Reader(model, vocab_size, device), []
+    for start in range(0, len(prompt), prefill_chunk):
+        part = prompt[start : start + prefill_chunk]
+        new = reader.read(part)[-1:]
+        if following := prompt[start + 1 : start + 1 + len(part)]:
+            reader.draft(following)
+    while len(new) < max_new_tokens and eos_id not in new[-2:]:
+        draft = reader.draft(new[-reader.pending.shape[1] :])
+        length, caches = reader.length, reader.kept()
+        chosen = reader.read([new[-1], draft])
+        if chosen[0] != draft:
+            reader.back(length, caches)
+            chosen = reader.read(new[-1:])
+        new += chosen
+        drafts.made += 1
+        drafts.accepted += len(chosen) - 1
+    return new[: new.index(eos_id) if eos_id in new else max_new_tokens][:max_new_tokens]
+
+
+def choose(logits: Tensor, sampling: Sampling, rng: torch.Generator | None) -> int:
     """Choose a token from logits [vocab]. ValueError: they are not finite."""
     scaled = logits / (sampling.temperature or 1.0)
     if not scaled.isfinite().all():
