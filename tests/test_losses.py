@@ -55,7 +55,7 @@ def weighted(n: int, rng: random.Random) -> dict:
 
 # loss: (keys, records)
 CASES = {
-    "weights": {"training.dataset_columns": '["weights"]'},
+    "weights": {"training.dataset_columns": '["weights"]', "model.mtp_layers": 1},
     "by document, smoothed": {
         "training.dataset_columns": '["weights"]',
         "loss.normalise": "document",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from tests.models.ours import labels_of, positions, relative
 from titan_linear.data import Batch
+from titan_linear.losses import CrossEntropy
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Between, Block, Decoder
 from titan_linear.models.init import initialise
@@ -36,7 +38,7 @@ def norm(x: Tensor, weight: Tensor, config: ModelConfig) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + config.norm_eps).sqrt() * scale
 
 
-def definition(model: Decoder, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def definition(model: Decoder, tokens: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Loss of a document, and the sum of those of its further tokens. Sequences become shorter by a token each time."""
     config = model.config
 
@@ -44,12 +46,13 @@ def definition(model: Decoder, tokens: Tensor, labels: Tensor) -> tuple[Tensor, 
         plan, between = BatchPlan(torch.arange(len(x))), Between()
         return model.through(layers, x.unsqueeze(0), plan, None, between)[0]
 
-    def loss(h: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(h @ model.head.weight.T, labels, reduction="sum", ignore_index=-100)
+    def loss(h: Tensor, k: int) -> Tensor:
+        terms = F.cross_entropy(h @ model.head.weight.T, labels[k:], reduction="none", ignore_index=-100)
+        return (weights[k:] * terms).sum()
 
     embedded = model.embedding.weight[tokens]
     h = norm(through(embedded, range(config.num_layers)), model.head.norm.weight, config)
-    losses = [loss(h, labels)]
+    losses = [loss(h, 0)]
     for k in range(1, min(DEPTH, len(tokens) - 1) + 1):
         layers = model.predictor(k - 1)
         joins, ends = model.layers[layers[0]], model.layers[layers[-1]]
@@ -57,7 +60,7 @@ def definition(model: Decoder, tokens: Tensor, labels: Tensor) -> tuple[Tensor, 
         with swapped(joins, ends):
             x = through(torch.cat([e, h], -1) @ joins.eh_proj.weight.T, layers)
         h = norm(x, ends.final_norm.weight, config)
-        losses.append(loss(h, labels[k:]))
+        losses.append(loss(h, k))
     return losses[0], sum(losses[1:], torch.zeros((), dtype=torch.float64))
 
 
@@ -82,14 +85,16 @@ def test_loss_and_gradients_are_those_of_the_definition(name):
     tokens = torch.randint(97, (BOUNDS[-1],), generator=torch.Generator().manual_seed(0))
     labels = labels_of(tokens, BOUNDS)
     labels[10:20] = -100  # a message that is not learnt
-    batch = Batch(tokens[None], labels[None], torch.tensor(BOUNDS, dtype=torch.int32), positions(BOUNDS)[None], 1, (0,))
-    later = later_of(batch, DEPTH)
-    plan = BatchPlan(positions(BOUNDS), cu_seqlens=batch.cu_seqlens, later=later)
-    got = model(batch.tokens, plan, batch.labels, loss_chunk=24)
+    weights = torch.rand(len(tokens), generator=torch.Generator().manual_seed(0))
+    bounds, columns = torch.tensor(BOUNDS, dtype=torch.int32), {"weights": weights[None]}
+    batch = Batch(tokens[None], labels[None], bounds, positions(BOUNDS)[None], 1, (0,), columns)
+    plan = BatchPlan(positions(BOUNDS), cu_seqlens=bounds, later=later_of(batch, DEPTH))
+    got = model(batch.tokens, plan, loss=partial(CrossEntropy(), batch=batch), loss_chunk=24)
     got.backward()
     found = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
     model.zero_grad()
-    losses, further = zip(*(definition(model, tokens[a:b], labels[a:b]) for a, b in pairwise(BOUNDS)))
+    documents = (definition(model, tokens[a:b], labels[a:b], weights[a:b].double()) for a, b in pairwise(BOUNDS))
+    losses, further = zip(*documents)
     (sum(losses) + WEIGHT / DEPTH * sum(further)).backward()
     assert relative(got, sum(losses)) < 1e-10  # the loss that is printed
     for n, p in model.named_parameters():

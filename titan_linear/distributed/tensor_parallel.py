@@ -118,11 +118,11 @@ def _head(
 ) -> Tensor:
     """Logits [B, T, vocab], without gradients; or this rank's part of the loss."""
     ranks = head.ranks
-    x = head.normed(x)
+    x = head.norm(x)
     if loss is not None:
         return head.loss(x, loss, loss_chunk, further, ranks)
     assert not torch.is_grad_enabled(), "logits of a split vocabulary have no gradient"
-    logits = (x @ head.weight.T).movedim(-1, 0)  # [vocab / size, B, T]
+    logits = head.logits(x).movedim(-1, 0)  # [vocab / size, B, T]
     return gather_along(logits, 0, ranks.group, ranks.size).movedim(0, -1)
 
 

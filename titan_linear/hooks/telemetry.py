@@ -9,6 +9,7 @@ loss by position and source, experts' loads.
     attention_entropy                     of softmax attention, by head, as a share of the greatest (models/layers.py)
     router_load                           tokens sent to each expert; 1 is an equal share
     loss_by_position                      nats per token of positions 1, 2–3, 4–7, … in documents, keyed by the first
+    loss_by_depth                         likewise of further tokens, by how many tokens later: multi-token prediction
     loss_by_source                        likewise of a mixture's sources and the file groups of metrics.loss_by_source
     tokens_by_source                      number of tokens with a label, of each of these file groups
 
@@ -104,7 +105,8 @@ class Telemetry(Hook):
         if not self.on:
             yield
             return
-        losses = torch.zeros(batch.labels.numel(), dtype=torch.float64, device=batch.labels.device)
+        shape = 1 + self.model.config.mtp_layers, batch.labels.numel()
+        losses = torch.zeros(shape, dtype=torch.float64, device=batch.labels.device)
         with ExitStack() as undone:
             self._look_at_mixers(batch.plan, undone)
             undone.callback(setattr, self.model.head, "token_losses", None)
@@ -144,13 +146,18 @@ class Telemetry(Hook):
             self._parts |= {(quantity, where): Part(torch.stack(pair), _by_head) for quantity, pair in seen.items()}
 
     def _add_losses(self, batch: MicroBatch, losses: Tensor) -> None:
-        """losses: [T] nats; under tensor parallelism those from this rank's part of the vocabulary."""
+        """losses: [1 + further tokens, T] nats; under tensor parallelism the first rank has all of them."""
+        losses, *further = losses
         first = self.dims.tp_ranks.rank == 0  # all tp ranks have the same tokens: one of them counts
         pairs = torch.stack([losses, (batch.labels.flatten() != IGNORE).double() * first])  # [2, T]
         positions = batch.plan.position_ids + 1
         powers = 2 ** torch.arange(1, self.buckets, device=losses.device)
         bucket = torch.bucketize(positions, powers, right=True)
         self._add("loss_by_position", pairs, bucket, [str(2**b) for b in range(self.buckets)])
+        depths = [str(k) for k, _ in enumerate(further, 1)]
+        for k, of in enumerate(further):
+            valid = (batch.plan.later.labels[k] != IGNORE).double() * first
+            self._add("loss_by_depth", torch.stack([of, valid]), torch.full_like(bucket, k), depths)
         names = self.sources + (self.groups.names if self.groups else [])
         if self.sources:
             sources = torch.tensor([self.sources.index(self.streams.source(i)[0]) for i in batch.streams])

@@ -15,7 +15,7 @@ from titan_linear.models.config import Factors, ModelConfig
 from titan_linear.models.layers import LayerNorm, Output, RMSNorm, as_output, projection, scaled
 from titan_linear.models.lora import add_adapters
 from titan_linear.models.plan import BatchPlan
-from titan_linear.ops.cross_entropy import ChunkedLogits, cross_entropy
+from titan_linear.ops.cross_entropy import ChunkedLogits, Sum, cross_entropy, weighted
 from titan_linear.ops.exchange.collectives import Ranks, gather_tokens
 from titan_linear.ops.registry import choose_implementations
 from titan_linear.ops.runtime.support import Choice
@@ -124,12 +124,8 @@ class Between:
     balances: list[Tensor] = field(default_factory=list)  # load-balance losses
 
 
-Further = Callable[[Tensor], Iterable[tuple[Tensor, Tensor]]]  # what is normed -> (hidden states, labels) by depth
-
-
-def unseen(loss: Tensor) -> Tensor:
-    """A loss that is in the gradient, not in the value."""
-    return loss - loss.detach()
+# What is normed -> hidden states [1, T, dim], labels and weights [T], by depth.
+Further = Callable[[Tensor], Iterable[tuple[Tensor, Tensor, Tensor]]]
 
 
 Loss = Callable[[ChunkedLogits], Tensor]
@@ -142,9 +138,11 @@ class Head(nn.Module):
         super().__init__()
         self.norm = norm_of(config)
         self.divisor = config.logits_divisor
+        self.depth = config.mtp_layers
         self.mtp_factor = config.mtp_weight / max(config.mtp_layers, 1)
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim))
-        self.token_losses: Tensor | None = None  # [B·T] into which −log p of labels is written, if set
+        # [1 + further tokens, B·T], into which −log p of labels is written, if set
+        self.token_losses: Tensor | None = None
         self.implementations: dict[str, Choice] = {}
 
     @property
@@ -156,35 +154,34 @@ class Head(nn.Module):
     ) -> Tensor:
         """x [B, T, dim] -> logits [B, T, vocab], or this loss of them, in float32 or wider.
 
-        further: what is normed -> pairs of hidden states and labels of further tokens. The gradient has their loss too,
-        the value does not. It is called in here, where FSDP has gathered norm and weight, and keeps them until both
-        losses are done with them in backward.
+        further: of further tokens, whose losses are in the gradient, and not in the value. It is called in here, where
+        FSDP has gathered norm and weight, and keeps them until all losses are done with them in backward.
         """
-        x = self.normed(x)
-        return x @ self.weight.T if loss is None else self.loss(x, loss, loss_chunk, further)
+        x = self.norm(x)
+        return self.logits(x) if loss is None else self.loss(x, loss, loss_chunk, further)
 
     def loss(
         self, x: Tensor, loss: Loss, loss_chunk: int, further: Further | None, ranks: Ranks | None = None
     ) -> Tensor:
         """Of what is normed. ranks: those that have the other rows of the weight."""
 
-        def logits(x: Tensor, token_losses: Tensor | None = None) -> ChunkedLogits:
-            x = gather_tokens(x, ranks) if ranks and torch.is_grad_enabled() else x
-            return ChunkedLogits(x.flatten(0, 1), self.weight, loss_chunk, ranks, token_losses, self.impl)
+        def all_tokens(x: Tensor) -> Tensor:
+            x = self.divided(x)
+            return (gather_tokens(x, ranks) if ranks and torch.is_grad_enabled() else x).flatten(0, 1)
 
-        out = loss(logits(x, self.token_losses))
-        for h, later in further(x) if further else ():
-            out = out + unseen(self.mtp_factor * logits(h).sum(later.flatten(), cross_entropy))
-        return out
+        own, *losses = [None] * (1 + self.depth) if self.token_losses is None else self.token_losses
+        more = tuple(
+            Sum(all_tokens(h), labels.unsqueeze(1), partial(weighted, self.mtp_factor, weights), token_losses=of)
+            for (h, labels, weights), of in zip(further(x) if further else (), losses)
+        )
+        return loss(ChunkedLogits(all_tokens(x), self.weight, loss_chunk, ranks, own, self.impl, more))
 
-    def normed(self, x: Tensor) -> Tensor:
-        """What the weight is multiplied with."""
-        x = self.norm(x)
+    def divided(self, x: Tensor) -> Tensor:
         return x if self.divisor == 1 else x / self.divisor
 
-    def logits(self, h: Tensor) -> Tensor:
+    def logits(self, x: Tensor) -> Tensor:
         """Of what is normed."""
-        return (h if self.divisor == 1 else h / self.divisor) @ self.weight.T
+        return self.divided(x) @ self.weight.T
 
 
 class Decoder(nn.Module):
@@ -250,17 +247,17 @@ class Decoder(nn.Module):
         between = Between()
         x = self.through(range(self.config.num_layers), x, plan, caches, between)
 
-        def further(h: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        def further(h: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
             """Each depth goes on from the hidden states of the one before."""
-            for depth, (x, its_labels) in enumerate(zip(embedded, later.labels, strict=True)):
+            for depth, (x, *targets) in enumerate(zip(embedded, later.labels, later.weights, strict=True)):
                 h = self.through(self.predictor(depth), torch.cat([x, h], -1), plan, caches, between)
-                yield h, its_labels
+                yield h, *targets
 
         out = self.head(
             x if logits_to_keep is None else x[:, -logits_to_keep:], loss, loss_chunk, further if later else None
         )
         for balance in between.balances if loss is not None else []:
-            out = out + balance_weight * unseen(balance)
+            out = out + balance_weight * (balance - balance.detach())
         return out
 
     def through(

@@ -70,6 +70,7 @@ class Later(NamedTuple):
 
     tokens: Tensor  # [further tokens, T] int64
     labels: Tensor  # likewise
+    weights: Tensor  # likewise, float32: of labels
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,9 +32,18 @@ class Rows(NamedTuple):
         return self.picked - self.lse.unsqueeze(1)
 
 
-Terms = Callable[
-    [Rows, slice], Tensor
-]  # the terms of tokens [n] of a sum; or [n, m], of which only the first is a loss
+# The terms of tokens [n] of a sum; or [n, m], of which only the first is a loss.
+Terms = Callable[[Rows, slice], Tensor]
+
+
+class Sum(NamedTuple):
+    """A sum over tokens."""
+
+    x: Tensor  # [T, D]
+    ids: Tensor  # [T, k] int64
+    terms: Terms
+    statistics: bool = False  # rows have mean and entropy
+    token_losses: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +55,8 @@ class ChunkedLogits:
     are terms of sums over the ranks.
     token_losses: [T], receives each label's −log p, with zeros where there is none (and on ranks but the first).
     impl: "torch", "triton", or "auto" (ops/runtime/support.py).
+    more: of other hidden states. `sum` has their gradients, in the same memory, and not their values. (A loss takes one
+    sum with gradients.)
     """
 
     x: Tensor
@@ -54,6 +65,7 @@ class ChunkedLogits:
     ranks: Ranks | None = None
     token_losses: Tensor | None = None
     impl: str | Choice = "auto"
+    more: tuple[Sum, ...] = ()
 
     def sum(self, ids: Tensor, terms: Terms, statistics: bool = False) -> Tensor:
         """Σ_t of the terms of tokens with a label, in float32 or wider; they are differentiated as functions of `Rows`.
@@ -63,12 +75,18 @@ class ChunkedLogits:
         statistics: rows have mean and entropy.
         """
         name = CROSS_ENTROPY.implementation(self.impl, self.x.device, self.x.dtype)
-        ids = ids.view(len(ids), -1)
-        return _ChunkedSum.apply(self.x, self.weight, self, ids, terms, statistics, name, torch.is_grad_enabled())
+        own = Sum(self.x, ids.view(len(ids), -1), terms, statistics, self.token_losses)
+        sums = (own, *self.more) if torch.is_grad_enabled() else (own,)
+        states = (of.x for of in sums)
+        return _ChunkedSum.apply(self.weight, self, sums, name, torch.is_grad_enabled(), *states)
 
 
 def cross_entropy(rows: Rows, tokens: slice) -> Tensor:
     return rows.lse - rows.picked[:, 0]
+
+
+def weighted(factor: float, weights: Tensor, rows: Rows, tokens: slice) -> Tensor:
+    return factor * weights[tokens].to(rows.lse.dtype) * cross_entropy(rows, tokens)
 
 
 def chunked_cross_entropy(
@@ -156,60 +174,68 @@ def _differentiated(terms: Terms, rows: Rows, tokens: slice, none: Tensor, wante
     return values.detach(), Rows(*gradients[:3], None)
 
 
+def _summed(
+    of: Sum, dx: Tensor | None, dweight: Tensor | None, weight: Tensor, head: ChunkedLogits, name: str
+) -> Tensor:
+    """A sum, and its gradients: of x in `dx`, of the weight added to `dweight`, where they are wanted."""
+    x, ids = of.x, of.ids
+    wide = torch.promote_types(x.dtype, torch.float32)
+    row_statistics, logits_gradient = CROSS_ENTROPY.load(name)
+    total = x.new_zeros((), dtype=wide)
+    counts = head.ranks is None or head.ranks.rank == 0
+    for start in range(0, len(x), head.chunk):
+        tokens = slice(start, start + head.chunk)
+        logits = _logits(x[tokens], weight, wide)
+        target = _own_ids(ids[tokens], len(weight), head.ranks)
+        picked = logits.gather(1, target.clamp(min=0)).masked_fill_(target < 0, 0)
+        rows = _of_all(row_statistics(logits, of.statistics), picked, head.ranks)
+        none = ids[tokens, 0] == IGNORE
+        values, by = _differentiated(of.terms, rows, tokens, none, dx is not None)
+        total = total + values.sum(0) * counts
+        if of.token_losses is not None and counts:
+            of.token_losses[tokens] = cross_entropy(rows, tokens).masked_fill(none, 0)
+        if dx is not None:
+            single = target.shape[1] == 1
+            b = None if by.mean is None else by.mean / (len(weight) * (head.ranks.size if head.ranks else 1))
+            kind = x.dtype if single else wide
+            d = logits_gradient(logits, rows.lse, target[:, 0], by.lse, b, by.picked[:, 0], kind)  # [chunk, vocab]
+            if not single:
+                d.scatter_add_(1, target[:, 1:].clamp(min=0), by.picked[:, 1:].where(target[:, 1:] >= 0, 0))
+            d = d.to(x.dtype)
+            torch.mm(d, weight, out=dx[tokens])
+        if dweight is not None:
+            _add_product(dweight, d.T, x[tokens])
+    return total
+
+
 class _ChunkedSum(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        x: Tensor,
         weight: Tensor,
         head: ChunkedLogits,
-        ids: Tensor,
-        terms: Terms,
-        statistics: bool,
+        sums: tuple[Sum, ...],
         name: str,
         grad_enabled: bool,
+        *states: Tensor,
     ) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        row_statistics, logits_gradient = CROSS_ENTROPY.load(name)
-        total = x.new_zeros((), dtype=wide)
-        wants_grad = grad_enabled and any(ctx.needs_input_grad[:2])  # needs_input_grad ignores no_grad
-        dx = torch.empty_like(x) if wants_grad else None
-        of_weight = wants_grad and ctx.needs_input_grad[1]
+        wants_grad = grad_enabled and any(ctx.needs_input_grad)  # needs_input_grad ignores no_grad
+        of_weight = wants_grad and ctx.needs_input_grad[0]
+        wide = torch.promote_types(states[0].dtype, torch.float32)
         dweight = torch.zeros_like(weight, dtype=wide) if of_weight else None
-        counts = head.ranks is None or head.ranks.rank == 0
-        for start in range(0, len(x), head.chunk):
-            tokens = slice(start, start + head.chunk)
-            logits = _logits(x[tokens], weight, wide)
-            target = _own_ids(ids[tokens], len(weight), head.ranks)
-            picked = logits.gather(1, target.clamp(min=0)).masked_fill_(target < 0, 0)
-            rows = _of_all(row_statistics(logits, statistics), picked, head.ranks)
-            none = ids[tokens, 0] == IGNORE
-            values, by = _differentiated(terms, rows, tokens, none, wants_grad)
-            total = total + values.sum(0) * counts
-            if head.token_losses is not None and counts:
-                head.token_losses[tokens] = cross_entropy(rows, tokens).masked_fill(none, 0)
-            if wants_grad:
-                single = target.shape[1] == 1
-                b = None if by.mean is None else by.mean / (len(weight) * (head.ranks.size if head.ranks else 1))
-                kind = x.dtype if single else wide
-                d = logits_gradient(logits, rows.lse, target[:, 0], by.lse, b, by.picked[:, 0], kind)  # [chunk, vocab]
-                if not single:
-                    d.scatter_add_(1, target[:, 1:].clamp(min=0), by.picked[:, 1:].where(target[:, 1:] >= 0, 0))
-                d = d.to(x.dtype)
-                torch.mm(d, weight, out=dx[tokens])
-            if of_weight:
-                _add_product(dweight, d.T, x[tokens])
-        ctx.save_for_backward(dx, dweight)
+        dx = [torch.empty_like(x) if wants_grad else None for x in states]
+        totals = [_summed(of, d, dweight, weight, head, name) for of, d in zip(sums, dx)]
+        ctx.save_for_backward(dweight, *dx)
         ctx.weight_dtype = weight.dtype
         # Not total itself: torch 2.11's compiler drops its gradient (ops/recurrence.py). No view: FSDP2 warns of one.
-        return total.clone()
+        return totals[0].clone()
 
     @staticmethod
     def backward(ctx: Any, scales: Tensor) -> tuple[Tensor | None, ...]:
         check_first_derivative()
-        dx, dweight = ctx.saved_tensors
+        dweight, *dx = ctx.saved_tensors
         scale = scales.flatten()[0]
         if dweight is not None:
             # Rounded while it is written: the product on its own would be another [vocab, D] in float32.
             dweight = torch.mul(dweight, scale, out=torch.empty_like(dweight, dtype=ctx.weight_dtype))
-        return (dx * scale).to(dx.dtype), dweight, None, None, None, None, None, None
+        return dweight, None, None, None, None, *((d * scale).to(d.dtype) for d in dx)

@@ -100,10 +100,13 @@ def later(batch: Batch, depth: int) -> Later | None:
     """What the layers that predict further tokens are trained on, document by document; None if there are none."""
     tokens = torch.zeros(depth, batch.tokens.shape[1], dtype=torch.int64)
     labels = torch.full_like(tokens, IGNORE)
+    weights = torch.zeros(tokens.shape)
+    own = batch.columns.get("weights", torch.ones(batch.tokens.shape))
     for a, b in pairwise(batch.cu_seqlens.tolist()):
         for k in range(1, min(depth, b - a - 1) + 1):
-            tokens[k - 1, a : b - k], labels[k - 1, a : b - k] = batch.tokens[0, a + k : b], batch.labels[0, a + k : b]
-    return Later(tokens, labels) if depth else None
+            for x, of in ((tokens, batch.tokens), (labels, batch.labels), (weights, own)):
+                x[k - 1, a : b - k] = of[0, a + k : b]
+    return Later(tokens, labels, weights) if depth else None
 
 
 def _by_depth(later: Later | None) -> dict[str, Tensor]:

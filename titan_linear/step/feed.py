@@ -144,8 +144,9 @@ def later_of(batch: Batch, depth: int) -> Later:
     ends = bounds[1:].repeat_interleave(bounds.diff())  # [T], of each token's document
     at = torch.arange(len(ends)) + torch.arange(1, depth + 1).unsqueeze(1)
     inside = at < ends
-    tokens, labels = (x[0, at.where(inside, 0)] for x in (batch.tokens, batch.labels))
-    return Later(tokens.where(inside, 0), labels.where(inside, IGNORE))
+    weights = batch.columns.get("weights", torch.ones_like(batch.labels, dtype=torch.float32))
+    tokens, labels, weights = (x[0, at.where(inside, 0)] for x in (batch.tokens, batch.labels, weights))
+    return Later(tokens.where(inside, 0), labels.where(inside, IGNORE), weights.where(inside, 0))
 
 
 def _programs(model: ModelConfig, ranks: int, device: torch.device) -> tuple[int, ...]:
