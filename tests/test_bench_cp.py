@@ -6,16 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.refusals import is_refused
 from titan_linear.models.config import ModelConfig
-from titan_linear.models.decoder import Decoder
 from titan_linear.models.mixers import Attention
-from titan_linear.models.presets import preset
-from titan_linear.ops.layout.levels import FARTHER, Sizes, messages, route
+from titan_linear.ops.layout.levels import FARTHER
 from titan_linear.planner.machine import Machine, read_rates, shipped
 from titan_linear.planner.memory import Batch, layers
 from titan_linear.planner.timing import Clock
-from tools import bench_cp, bench_ops, one_rank, traces
+from tools import bench_cp, bench_ops, traces
 from tools.bench_ops import Case
 
 H200 = read_rates(shipped()["H200"])
@@ -35,61 +32,6 @@ def test_the_time_of_two_dimensions():
     head = H200.node.latency + 2 * n * H * D * 7 / 8 / H200.node.all_to_all
     keys = H200.node.latency + FARTHER + 2 * 2 * n * H * D / 50e9
     assert parts["communication"] == pytest.approx(4 * head + max(keys - parts["attention"], keys / 4), rel=1e-6)
-
-
-def test_one_rank_of_many(capsys, monkeypatch):
-    """What it receives is what the rule says: one layer's states and halos, there and back, and nothing else. It leaves
-    ordinary numbers: a GPU is faster on NaN."""
-    clear, finite = Decoder.zero_grad, []
-
-    def zero_grad(decoder: Decoder, **keys: bool) -> None:
-        finite.extend(bool(p.grad.isfinite().all()) for p in decoder.parameters())
-        clear(decoder, **keys)
-
-    monkeypatch.setattr(Decoder, "zero_grad", zero_grad)
-    argv = ["--as-rank", "-27", "--of", "64", "--model", "kda/debug", "--tokens", "64", "--", "--model.num_layers=1"]
-    assert bench_cp.main(argv) == 0 and finite and all(finite)
-    *_, titles, _, alone, many = capsys.readouterr().out.splitlines()
-    title, cells = ([cell.strip() for cell in row.strip("|").split("|")] for row in (titles, many))
-    at = title.index("messages")
-    assert cells[:2] == ["64", "37"] and alone.split(" | ")[at : at + 2] == ["0", "0.0"] and cells[-2] == "–"
-    (mixer,) = preset("kda", "debug").pattern[:1]
-    K, V, W = mixer.head_dim, mixer.v_head_dim, 64
-    sizes = Sizes(mixer.v_heads, 1, 4 * K * V, 4 * K * K)
-    exchange = messages(route(2 * W - 3, W, 8, sizes), 8, sizes)
-    halo = (2 * mixer.heads * K + mixer.v_heads * V) * 3 * 4  # three tokens of q, k and v
-    assert int(cells[at]) == 2 * (len(exchange) + 1)
-    assert float(cells[at + 1]) == pytest.approx(2 * (sum(m.nbytes for m in exchange) + halo) / 2**20, abs=0.05)
-    known = [i for i in range(3, len(cells)) if title[i] not in ("MHz", "W", "GiB held") and i < len(cells) - 1]
-    assert all(float(cells[i].split()[0].rstrip("%")) > 0 for i in known)
-    assert bench_cp.main(["--as-rank", "-1", *argv[2:]]) == 0 and all(finite)  # it sends no state, but receives
-    assert is_refused(bench_cp.main, ["--as-rank", "64", "--of", "64"], capsys).startswith("--as-rank 64 is no rank of")
-    argv = ["--as-rank", "3", "--of", "8", "--model", "kda/none", "--tokens", "64"]
-    assert is_refused(bench_cp.main, argv, capsys).startswith("model.flavor = 'none' is unknown for 'kda'; use one of")
-
-
-def test_time_of_messages():
-    """Bytes in the node and to others travel beside each other; rank 9 is in the second node. A gather uses the links
-    of all ranks of a node."""
-    machine, node = Machine(H200, 8, 50e9, "flash4"), H200.node
-    sent = [{8: 30e9, 15: 10e9, 7: 2e9}, {16: 6e9}]
-    found = one_rank.seconds_of([("all_to_all", by_sender) for by_sender in sent], 9, machine, machine.group(64, 1))
-    assert found == pytest.approx(2 * (node.latency + FARTHER) + 40e9 / node.all_to_all + 6e9 / 50e9, rel=1e-12)
-    gathers = machine.group(64, 1)
-    for kind, rate in (("all_gather", gathers.all_gather), ("reduce_scatter", gathers.reduce_scatter)):
-        found = one_rank.seconds_of([(kind, sent[0])], 9, machine, gathers)
-        assert found == pytest.approx(gathers.ring + 42e9 / rate, rel=1e-12) and rate > 300e9
-
-
-def test_what_one_rank_alone_receives():
-    group, whole, part = one_rank.Alone(1, 3, node_size=1), torch.zeros(12), torch.zeros(4)
-    group.all_gather_single(whole, part)
-    group.reduce_scatter_single(part, whole)
-    assert group.received == [(kind, {0: 16.0, 2: 16.0}) for kind in ("all_gather", "reduce_scatter")]
-    rows = torch.zeros(99, 8, dtype=torch.uint8)  # queries, as bytes
-    one_rank.noise(rows)
-    for dtype in (torch.bfloat16, torch.float32):
-        assert rows.view(dtype).isfinite().all() and 0.01 < rows.view(dtype).float().std() < 0.1
 
 
 def test_documents():
@@ -128,7 +70,7 @@ def test_rows():
 
 
 def test_every_op_has_a_shape_unless_told():
-    args, _ = bench_cp.parse([])
+    args = bench_cp.parse([])
     dims = {op: shape for op, _, _, shape in bench_ops.shapes(args)}
     assert list(dims) == args.ops and dims["rwkv7"] == (64, 64) and dims["ring"] == dims["kda"] == (128, 128)
 

@@ -9,7 +9,6 @@
     torchrun --nproc-per-node 4 -m tools.bench_cp --ops ulysses --heads 32 --key-heads 8 --documents web mixed
     torchrun --nproc-per-node 4 -m tools.bench_cp --peers                   # beside FLA; takes minutes
     torchrun --nproc-per-node 2 -m tools.bench_cp --ops kda --heads 16 --node-size 1       # as two nodes
-    python -m tools.bench_cp --as-rank 37 --of 64 256 --model kda/1.3B --tokens 16384 -- --compile.enable true
 
 Milliseconds of the slowest rank, forward and forward + backward, in bfloat16. "GPU": the median from the first kernel
 to the last, with the host ahead, as in a training step. "host": the time that the host takes to queue the work, the
@@ -26,10 +25,6 @@ an op with a new number of heads it autotunes for minutes, and keeps what it fou
 without its guard against wrong numbers on Hopper: times only.
 
 --node-size: the ranks that count as a node, instead of all that are on one.
-
---as-rank: rank R (-1: the last) of each number of ranks, alone on one GPU or the CPU: forward and backward of a whole
-model on a stream of one document, with so many tokens for each rank (tools/one_rank.py); keys of the run after `--`.
-Messages are synthesised: what travels is counted, and its time is by the planner's rates.
 """
 
 from __future__ import annotations
@@ -52,15 +47,13 @@ from torch import Tensor
 
 from titan_linear.commands import command_parser, line, table
 from titan_linear.distributed.groups import process_group
-from titan_linear.distributed.one_process import RankFailed
 from titan_linear.distributed.process import own_device, refusing, run_command
 from titan_linear.hooks.report import clock_and_power
 from titan_linear.ops import attention, build_cp_context
 from titan_linear.ops.layout.context import SOFTMAX_METHODS
-from tools import one_rank, traces
+from tools import traces
 from tools.bench_ops import OPS, PACKED, TAPS, Case, Inputs, head_counts, head_dims, shapes, timed
 from tools.bench_train import header
-from tools.peers import split_keys
 
 D = 128
 PROFILED = 5  # rounds
@@ -223,8 +216,7 @@ def print_rows(args: argparse.Namespace, flush: Tensor) -> None:
 # --- The command -----------------------------------------------------------------------------------------------------
 
 
-def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """This tool's own options, and the run's keys."""
+def parse(argv: list[str]) -> argparse.Namespace:
     parser = command_parser("python -m tools.bench_cp", __doc__)
     ops = [*OPS, *METHODS]
     parser.add_argument("--ops", nargs="+", default=ops, choices=ops)
@@ -236,29 +228,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--layouts", nargs="+", default=LAYOUTS, choices=[*LAYOUTS, "heads", "whole"])
     parser.add_argument("--compiled", action="store_true", help="compile the ops with torch.compile")
     parser.add_argument("--peers", action="store_true", help="also time FLA's KCP")
-    parser.add_argument("--node-size", type=int, help="ranks per node (default: as torchrun has them; --as-rank: 8)")
-    parser.add_argument("--as-rank", type=int, metavar="R", help="run this rank of --of alone")
-    parser.add_argument("--of", type=int, nargs="+", default=[8, 64, 256, 1024], metavar="W", help="numbers of ranks")
-    parser.add_argument("--model", default="kda/1.3B", help="NAME/FLAVOR for --as-rank (default: kda/1.3B)")
-    own, keys = split_keys(argv)
-    return parser.parse_args(own), keys
+    parser.add_argument("--node-size", type=int, help="ranks per node (default: as torchrun has them)")
+    return parser.parse_args(argv)
 
 
-def print_rank(args: argparse.Namespace, keys: list[str]) -> None:
-    """The table of --as-rank."""
-    if any(not -W <= args.as_rank < W for W in args.of):
-        raise ValueError(f"--as-rank {args.as_rank} is no rank of {min(args.of)}; give a lower one")
-    name, _, flavor = args.model.partition("/")
-    keys = [f"--model.name={name}", f"--model.flavor={flavor or 'debug'}", *keys]
-    print(header(), end="\n\n")
-    try:
-        for row in one_rank.rows(keys, args.as_rank, args.of, args.tokens[0], "H200", args.node_size or 8):
-            print(row)
-    except RankFailed as failed:
-        raise failed.__cause__ from None
-
-
-def time_ops(args: argparse.Namespace) -> None:
+@refusing
+def main(argv: list[str]) -> int:
+    args = parse(argv)
     if args.peers and not find_spec("fla"):
         raise ValueError("--peers needs flash-linear-attention, which is not installed here")
     if not torch.cuda.is_available() or "LOCAL_RANK" not in os.environ:
@@ -267,15 +243,6 @@ def time_ops(args: argparse.Namespace) -> None:
     own_device()
     with process_group(timedelta(minutes=10)):
         print_rows(args, torch.empty(24 << 30, dtype=torch.uint8, device="cuda"))
-
-
-@refusing
-def main(argv: list[str]) -> int:
-    args, keys = parse(argv)
-    if args.as_rank is not None:
-        print_rank(args, keys)
-    else:
-        time_ops(args)
     return 0
 
 

@@ -154,13 +154,7 @@ class Turns:
 def local_groups(size: int) -> Iterator[list[LocalGroup]]:
     """A group of `size` ranks: each rank's view of it, in rank order. For calls inside of `take_turns`."""
     shared = Shared(size, next(_numbers))
-    with registered([LocalGroup(shared, rank) for rank in range(size)]) as groups:
-        yield groups
-
-
-@contextmanager
-def registered(groups: list[LocalGroup]) -> Iterator[list[LocalGroup]]:
-    """Inside of the context they are found by their names."""
+    groups = [LocalGroup(shared, rank) for rank in range(size)]
     registry = dist.distributed_c10d
     for group in groups:
         registry._register_process_group(group.group_name, group)
@@ -190,12 +184,12 @@ class Degrees:
 
 @dataclass(frozen=True)
 class LocalDims(Degrees):
-    """The counterpart of `ParallelDims` for a rank that shares one process with all others, or runs or is planned
-    without them. Then there are no groups but those that it needs."""
+    """The counterpart of `ParallelDims` for a rank that shares one process with all others, or is planned without
+    them. Then there are no groups."""
 
     rank: int = 0
     groups: Mapping[str, LocalGroup] = field(default_factory=dict)  # by dimension
-    sharded = cpu_offload = False
+    sharded = False
     replicas = 1
     parameter_mesh = expert_parameter_mesh = None  # for tensors that lie on several processes
 
