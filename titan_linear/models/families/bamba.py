@@ -17,14 +17,7 @@ from titan_linear.models.families.keys import (
     rope,
     written,
 )
-from titan_linear.models.families.layout import Family, mamba2, outside_layers, self_attention, swiglu, weights
-from titan_linear.models.mixers import Attention, Mamba2
-
-_NORMS = weights("", "", mixer_norm="input_layernorm", mlp_norm="pre_ff_layernorm")
-LAYERS = {
-    (Mamba2,): (*_NORMS, *mamba2("mamba.")),
-    (Attention,): (*_NORMS, *self_attention()),
-}
+from titan_linear.models.mixers import Attention
 
 
 def _softmax_layers(model: ModelConfig) -> Json:
@@ -43,4 +36,3 @@ KEYS = Part(
     *MAMBA2_KEYS,
     mixer(ATTENTION),
 )
-BAMBA = Family(outside_layers("embed_tokens", "final_layernorm"), LAYERS, swiglu("mlp.", "feed_forward."), (), KEYS)

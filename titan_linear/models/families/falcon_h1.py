@@ -22,20 +22,7 @@ from titan_linear.models.families.keys import (
     rope,
     written,
 )
-from titan_linear.models.families.layout import Family, mamba2, outside_layers, self_attention, swiglu, weights
 from titan_linear.models.mixers import Attention, Mamba2
-
-# --- Tensors ---------------------------------------------------------------------------------------------------------
-
-LAYERS = {
-    (Mamba2, Attention): (
-        *weights("", "", mixer_norm="input_layernorm", mlp_norm="pre_ff_layernorm"),
-        *mamba2("mamba."),
-        *self_attention("mixer1."),
-    ),
-}
-
-# --- config.json -----------------------------------------------------------------------------------------------------
 
 
 def _factors(theirs: str, *ours: str) -> Row:
@@ -112,4 +99,3 @@ KEYS = Part(
     mixer(MAMBA2),
     mixer(ATTENTION),
 )
-FALCON_H1 = Family(outside_layers("embed_tokens", "final_layernorm"), LAYERS, swiglu("mlp.", "feed_forward."), (), KEYS)

@@ -24,39 +24,8 @@ from titan_linear.models.families.keys import (
     table,
     written,
 )
-from titan_linear.models.families.layout import (
-    GATES,
-    MLP,
-    Family,
-    Spellings,
-    convolutions,
-    gates,
-    outside_layers,
-    spelled,
-    weights,
-)
 from titan_linear.models.families.remote import remote_code
 from titan_linear.models.mixers import GDN, KDA, Attention
-
-# --- Tensors ---------------------------------------------------------------------------------------------------------
-
-FLA_MODEL = outside_layers("embeddings", "norm")
-_NORMS = weights("", "", mixer_norm="attn_norm", mlp_norm="mlp_norm")
-_LINEAR = (
-    *_NORMS,
-    *weights("mixer.", "attn.", "q_proj", "k_proj", "v_proj", "b_proj", "o_norm", "o_proj"),
-    convolutions("attn."),
-    *gates("attn."),
-)
-FLA_KDA = (
-    *_LINEAR,
-    *weights("mixer.", "attn.", "f_proj.0", "f_proj.1", "g_proj.0", "g_proj.1"),
-    spelled("mixer.g_proj.1.bias", "attn.g_proj.1.bias"),
-)
-FLA_GDN = (*_LINEAR, *weights("mixer.", "attn.", "a_proj", "g_proj"))
-FLA_ATTENTION = (*_NORMS, *weights("mixer.", "attn.", "q_proj", "k_proj", "v_proj", "o_proj"))
-
-# --- config.json -----------------------------------------------------------------------------------------------------
 
 
 def _read_spec(key: Keys) -> Json:
@@ -118,8 +87,8 @@ def _linear(kind: type[KDA] | type[GDN], expand: float, *rows: Row) -> Part:
     )
 
 
-def _family(name: str, model_type: str, linear: Part, tensors: tuple[Spellings, ...]) -> Family:
-    keys = table(
+def _keys(name: str, model_type: str, linear: Part) -> Part:
+    return table(
         model_type,
         *(Row(write=row.write) for row in remote_code(name)),
         names_of_model(("norm_eps", 1e-6)),
@@ -132,12 +101,11 @@ def _family(name: str, model_type: str, linear: Part, tensors: tuple[Spellings, 
         mixer(linear),
         _pattern(linear),
     )
-    return Family(FLA_MODEL, {(linear.kind,): tensors, (Attention,): FLA_ATTENTION}, MLP, (), keys, float32=GATES)
 
 
 BOUND = Row(
     lambda key: dict(lower_bound=key("lower_bound", None)),
     lambda kda: dict(safe_gate=kda.lower_bound is not None, lower_bound=kda.lower_bound),
 )
-FLA_KDA_FAMILY = _family("KDA", "kda", _linear(KDA, 1.0, BOUND), FLA_KDA)
-FLA_GDN_FAMILY = _family("GatedDeltaNet", "gated_deltanet", _linear(GDN, 2.0), FLA_GDN)
+FLA_KDA = _keys("KDA", "kda", _linear(KDA, 1.0, BOUND))
+FLA_GDN = _keys("GatedDeltaNet", "gated_deltanet", _linear(GDN, 2.0))

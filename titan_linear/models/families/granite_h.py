@@ -23,37 +23,7 @@ from titan_linear.models.families.keys import (
     table,
     written,
 )
-from titan_linear.models.families.layout import MODEL, NORMS, Family, Layout, mamba2, self_attention, spelled, weights
 from titan_linear.models.mixers import Attention, Mamba2
-
-# --- Tensors ---------------------------------------------------------------------------------------------------------
-
-
-def _mlp(ours: str) -> tuple[tuple[Layout, ...], ...]:
-    gate_up = (f"{ours}gate_proj.weight", f"{ours}up_proj.weight")
-    return (
-        (Layout(gate_up, ("shared_mlp.input_linear.weight",)),),
-        *weights(ours, "shared_mlp.", down_proj="output_linear"),
-    )
-
-
-def _experts(ours: str, disk: str, live: str) -> tuple[Layout, ...]:
-    names = (f"block_sparse_moe.{disk}.weight", f"block_sparse_moe.experts.{live}")
-    return spelled(f"mlp.experts.{ours}", *names, form="stacked")
-
-
-EXPERTS = (
-    spelled("mlp.router.weight", "block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight"),
-    _experts("gate_up_proj", "input_linear", "gate_up_proj"),
-    _experts("down_proj", "output_linear", "down_proj"),
-    *_mlp("mlp.shared."),
-)
-LAYERS = {
-    (Mamba2,): (*NORMS, *mamba2("mamba.")),
-    (Attention,): (*NORMS, *self_attention()),
-}
-
-# --- config.json -----------------------------------------------------------------------------------------------------
 
 POSITIONS = rope(1e4)
 MAMBA2_SIZES = Part(
@@ -113,4 +83,3 @@ KEYS = table(
     *MAMBA2_KEYS,
     mixer(ATTENTION),
 )
-GRANITE_H = Family(MODEL, LAYERS, _mlp("mlp."), EXPERTS, KEYS)

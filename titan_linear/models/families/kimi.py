@@ -18,62 +18,7 @@ from titan_linear.models.families.keys import (
     plain,
     table,
 )
-from titan_linear.models.families.layout import (
-    MODEL,
-    NORMS,
-    ROUTER,
-    Family,
-    Spellings,
-    convolutions,
-    spelled,
-    swiglu,
-    weights,
-)
-from titan_linear.models.families.layout import experts as each_expert
 from titan_linear.models.mixers import KDA, MLA
-
-# --- Tensors ---------------------------------------------------------------------------------------------------------
-
-
-PLACES = ("block_sparse_moe.", "mlp.")  # on disk, and in the module of `transformers`
-
-
-def _gate(ours: str, theirs: str, **options: str) -> Spellings:
-    """Spelled as on disk, or as in the module of `transformers`."""
-    return spelled(f"mixer.{ours}", *(f"self_attn.{part}{theirs}" for part in ("", "forget_gate.")), **options)
-
-
-KIMI_KDA = (
-    *NORMS,
-    *weights("mixer.", "self_attn.", "q_proj", "k_proj", "v_proj", "b_proj", "o_norm", "o_proj"),
-    convolutions("self_attn."),
-    (*_gate("A_log", "A_log", form="heads"), *spelled("mixer.A_log", "self_attn.A_log")),
-    _gate("dt_bias", "dt_bias"),
-    _gate("f_proj.0.weight", "f_a_proj.weight"),
-    _gate("f_proj.1.weight", "f_b_proj.weight"),
-    spelled("mixer.g_proj.0.weight", "self_attn.g_a_proj.weight"),
-    spelled("mixer.g_proj.1.weight", "self_attn.g_b_proj.weight"),
-)
-KIMI_MLA = (
-    *NORMS,
-    *weights(
-        "mixer.",
-        "self_attn.",
-        "q_proj",
-        "kv_b_proj",
-        "o_proj",
-        kv_a_proj="kv_a_proj_with_mqa",
-        kv_norm="kv_a_layernorm",
-    ),
-)
-EXPERTS = (
-    spelled("mlp.router.weight", *(f"{place}gate.weight" for place in PLACES)),
-    spelled("mlp.router.selection_bias", *(f"{place}gate.e_score_correction_bias" for place in PLACES)),
-    *each_expert(PLACES, "w1", "w3", "w2"),
-    *swiglu("mlp.shared.", *(f"{place}shared_experts." for place in PLACES)),
-)
-
-# --- config.json -----------------------------------------------------------------------------------------------------
 
 
 def _linear(theirs: str, inner: str, default: int, *ours: str) -> Row:
@@ -180,13 +125,4 @@ KEYS = table(
     only("moe_router_activation_func", "sigmoid"),
     mixer(LINEAR),
     mixer(ATTENTION),
-)
-KIMI_LINEAR = Family(
-    MODEL,
-    {(KDA,): KIMI_KDA, (MLA,): KIMI_MLA},
-    swiglu("mlp.", *PLACES),
-    EXPERTS,
-    KEYS,
-    ties=False,
-    float32=(*ROUTER, "dt_bias"),
 )

@@ -6,10 +6,13 @@ folders spell in several ways has several layouts: the first is written, any is 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from titan_linear.models.families.keys import Json, Part
+from titan_linear.models.mixers import MIXERS
 
 
 @dataclass(frozen=True)
@@ -59,102 +62,38 @@ class MTP:
 
 @dataclass(frozen=True)
 class Family:
+    keys: Part  # of config.json
     model: tuple[Spellings, ...]
     layers: Mapping[tuple[type, ...], tuple[Spellings, ...]]  # by `Layer.kinds`, norms included
     mlp: tuple[Spellings, ...]
     experts: tuple[Spellings, ...]
-    keys: Part  # of config.json
     prefixes: tuple[str, ...] = ("model.",)  # possible ones of every name but lm_head's
     ignored: tuple[str, ...] = ()  # tensors that are no part of the language model, as regular expressions
     wrappers: tuple[str, ...] = ()  # architectures that contain this one as their language model
-    own_tokenizer: OwnTokenizer | None = None
     ties: bool = True  # whether transformers ties the head where config.json says so; if not, folders have the head too
     mtp: MTP | None = None
     float32: tuple[str, ...] = ()  # ends of names of our parameters that transformers keeps in float32 or wider
+    own_tokenizer: OwnTokenizer | None = None
 
 
-# --- Tensors ----------------------------------------------------------------------------------------------------------
-
-GATES = ("A_log", "dt_bias")
-ROUTER = ("router.weight", "selection_bias")
-
-
-def spelled(ours: str, *theirs: str, **options: object) -> Spellings:
-    """One of our parameters, which folders spell in any of the ways `theirs`."""
-    return tuple(Layout((ours,), (name,), **options) for name in theirs)
-
-
-def weights(ours: str, theirs: str, *same: str, **renamed: str) -> tuple[Spellings, ...]:
-    """Tensors one to one: ours.NAME.weight is theirs.NAME.weight, or theirs.OTHER.weight for each NAME = OTHER."""
-    names = {name: name for name in same} | renamed
-    return tuple(spelled(f"{ours}{a}.weight", f"{theirs}{b}.weight") for a, b in names.items())
+def read_family(name: str, keys: Part, own_tokenizer: OwnTokenizer | None) -> Family:
+    """A family with what is in tensors/NAME.json: fields of `Family`. A table there has, for our parameters, each
+    spelling of the tensors that they are: names, alone or in a table of fields of `Layout`."""
+    file = Path(__file__).with_name("tensors") / f"{name}.json"
+    has = {field: tuple(x) if isinstance(x, list) else x for field, x in json.loads(file.read_text()).items()}
+    has |= {part: _parts(has[part]) for part in ("model", "mlp", "experts")}
+    has["layers"] = {
+        tuple(MIXERS[kind] for kind in kinds.split()): _parts(parts) for kinds, parts in has["layers"].items()
+    }
+    if mtp := has.pop("mtp", None):
+        has["mtp"] = MTP(**mtp | {"parts": _parts(mtp["parts"])})
+    return Family(keys, own_tokenizer=own_tokenizer, **has)
 
 
-def fused(ours: tuple[str, ...], theirs: str, **options: object) -> Spellings:
-    """Several of a mixer's projections in one tensor."""
-    return (Layout(tuple(f"mixer.{n}.weight" for n in ours), (theirs,), **options),)
+def _parts(table: Json) -> tuple[Spellings, ...]:
+    return tuple(tuple(_layout(ours, theirs) for theirs in spellings) for ours, spellings in table.items())
 
 
-def convolutions(prefix: str, *, thirds: bool = False) -> Spellings:
-    """Three tensors, or one over q, k and v; with `thirds` also three of equal size, whatever the widths of q, k, v."""
-    ours = tuple(f"mixer.{x}_conv1d.weight" for x in "qkv")
-    three = tuple(f"{prefix}{x}_conv1d.weight" for x in "qkv")
-    one = Layout(ours, (f"{prefix}conv1d.weight",), form="conv")
-    equal = (Layout(ours, three, form="conv", equal=True),) if thirds else ()
-    return (Layout(ours, three, form="conv"), one, *equal)
-
-
-def gates(theirs: str) -> tuple[Spellings, ...]:
-    return tuple(spelled(f"mixer.{name}", f"{theirs}{name}") for name in GATES)
-
-
-def self_attention(ours: str = "mixer.", theirs: str = "self_attn.", *norms: str) -> tuple[Spellings, ...]:
-    """The four projections of softmax attention, and its norms."""
-    return weights(ours, theirs, "q_proj", "k_proj", "v_proj", "o_proj", *norms)
-
-
-def mamba2(theirs: str) -> tuple[Spellings, ...]:
-    """A Mamba-2 mixer with mamba_ssm's fused tensors, and its own output norm."""
-    of_conv = ("x_conv1d", "b_conv1d", "c_conv1d")
-    return (
-        fused(("z_proj", "x_proj", "b_proj", "c_proj", "dt_proj"), f"{theirs}in_proj.weight"),
-        fused(of_conv, f"{theirs}conv1d.weight", form="conv"),
-        (Layout(tuple(f"mixer.{name}.bias" for name in of_conv), (f"{theirs}conv1d.bias",)),),
-        *gates(theirs),
-        spelled("mixer.D", f"{theirs}D"),
-        *weights("mixer.", theirs, o_norm="norm", o_proj="out_proj"),
-    )
-
-
-def swiglu(ours: str, *theirs: str) -> tuple[Spellings, ...]:
-    """The three projections, in each spelling `theirs` of the module's name."""
-    names = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
-    return tuple(spelled(ours + n, *(t + n for t in theirs)) for n in names)
-
-
-def experts(places: tuple[str, str], gate: str, up: str, down: str) -> tuple[Spellings, ...]:
-    """One tensor per expert and projection, or all experts stacked: the module's name for the first and the second."""
-    disk, live = places
-    apart = {"gate_up_proj": (gate, up), "down_proj": (down,)}
-    return tuple(
-        (
-            Layout((f"mlp.experts.{ours}",), tuple(f"{disk}experts.{{e}}.{name}.weight" for name in names)),
-            *spelled(f"mlp.experts.{ours}", f"{live}experts.{ours}", form="stacked"),
-        )
-        for ours, names in apart.items()
-    )
-
-
-def outside_layers(embedding: str, norm: str) -> tuple[Spellings, ...]:
-    """The embedding, the norm before the head, and the head."""
-    return (
-        *weights("", "", embedding=embedding),
-        *weights("head.", "", norm=norm),
-        *weights("", "", head="lm_head"),
-    )
-
-
-MODEL = outside_layers("embed_tokens", "norm")
-MTP_PARTS = weights("", "", "enorm", "hnorm", "eh_proj", final_norm="final_layernorm")
-NORMS = weights("", "", mixer_norm="input_layernorm", mlp_norm="post_attention_layernorm")
-MLP = swiglu("mlp.", "mlp.")
+def _layout(ours: str, theirs: str | Json) -> Layout:
+    options = {"theirs": theirs} if isinstance(theirs, str) else theirs
+    return Layout(**options | {"ours": tuple(ours.split()), "theirs": tuple(options["theirs"].split())})

@@ -20,37 +20,7 @@ from titan_linear.models.families.keys import (
     share_of_width,
     written,
 )
-from titan_linear.models.families.layout import Family, fused, outside_layers, weights
 from titan_linear.models.mixers import Attention, ShortConv
-
-# --- Tensors ---------------------------------------------------------------------------------------------------------
-
-MODEL = outside_layers("embed_tokens", "embedding_norm")
-_NORMS = weights("", "", mixer_norm="operator_norm", mlp_norm="ffn_norm")
-LAYERS = {
-    (ShortConv,): (
-        *_NORMS,
-        fused(("b_proj", "c_proj", "x_proj"), "conv.in_proj.weight"),
-        fused(("conv1d",), "conv.conv.weight", form="conv"),
-        *weights("mixer.", "conv.", o_proj="out_proj"),
-    ),
-    (Attention,): (
-        *_NORMS,
-        *weights(
-            "mixer.",
-            "self_attn.",
-            "q_proj",
-            "k_proj",
-            "v_proj",
-            q_norm="q_layernorm",
-            k_norm="k_layernorm",
-            o_proj="out_proj",
-        ),
-    ),
-}
-MLP = weights("mlp.", "feed_forward.", gate_proj="w1", up_proj="w3", down_proj="w2")
-
-# --- config.json -----------------------------------------------------------------------------------------------------
 
 
 def _is_full(key: Keys, layer: int) -> bool:
@@ -92,4 +62,3 @@ KEYS = Part(
     mixer(CONVOLUTION),
     mixer(ATTENTION),
 )
-LFM2 = Family(MODEL, LAYERS, MLP, (), KEYS)

@@ -15,15 +15,7 @@ from titan_linear.models.families.keys import (
     plain,
     table,
 )
-from titan_linear.models.families.layout import Family, spelled, weights
-from titan_linear.models.families.layout import experts as each_expert
-from titan_linear.models.families.lfm2 import ATTENTION, COMMON, CONVOLUTION, LAYERS, MLP, MODEL, NORM_EPS, write_types
-
-EXPERTS = (
-    *weights("mlp.", "feed_forward.", router="gate"),
-    spelled("mlp.router.selection_bias", "feed_forward.expert_bias"),
-    *each_expert(("feed_forward.", "feed_forward."), "w1", "w3", "w2"),
-)
+from titan_linear.models.families.lfm2 import ATTENTION, COMMON, CONVOLUTION, NORM_EPS, write_types
 
 
 def _is_full(key: Keys, layer: int) -> bool:
@@ -68,4 +60,3 @@ KEYS = table(
     mixer(CONVOLUTION),
     mixer(ATTENTION),
 )
-LFM2_MOE = Family(MODEL, LAYERS, MLP, EXPERTS, KEYS, float32=("selection_bias",))

@@ -16,69 +16,7 @@ from titan_linear.models.families.keys import (
     table,
 )
 from titan_linear.models.families.kimi import LATENT, mlps
-from titan_linear.models.families.layout import (
-    GATES,
-    MLP,
-    MTP,
-    MTP_PARTS,
-    NORMS,
-    ROUTER,
-    Family,
-    Layout,
-    Spellings,
-    experts,
-    spelled,
-    swiglu,
-    weights,
-)
 from titan_linear.models.mixers import KDA, MLA
-
-# --- Tensors: as on disk, or as in the module of `transformers` ------------------------------------------------------
-
-
-def _mixer(*same: str, **renamed: str) -> tuple[Spellings, ...]:
-    """Weights of a mixer; ours = the name on disk where it has another."""
-    names = {name: name for name in same} | renamed
-    return tuple(_either(f"mixer.{ours}.weight", f"{theirs}.weight") for ours, theirs in names.items())
-
-
-def _either(ours: str, theirs: str, live: str = "") -> Spellings:
-    return spelled(ours, f"attention.{theirs}", f"self_attn.{live or theirs}")
-
-
-CONVOLUTIONS = tuple(f"mixer.{x}_conv1d.weight" for x in "qkv")
-LAYERS = {
-    (KDA,): (
-        *NORMS,
-        *_mixer("q_proj", "k_proj", "v_proj", "b_proj", "g_proj", "o_norm"),
-        _either("mixer.o_proj.weight", "dense.weight", "o_proj.weight"),
-        _either("mixer.f_proj.weight", "f_proj.weight", "forget_gate.f_proj.weight"),
-        _either("mixer.A_log", "A_log", "forget_gate.A_log"),
-        _either("mixer.dt_bias", "dt_bias", "forget_gate.dt_bias"),
-        (
-            Layout(CONVOLUTIONS, tuple(f"attention.{x}_conv1d.weight" for x in "qkv"), form="conv"),
-            Layout(CONVOLUTIONS, ("self_attn.conv1d.weight",), form="conv"),
-        ),
-    ),
-    (MLA,): (
-        *NORMS,
-        *_mixer("q_proj", "kv_b_proj", "g_proj", kv_a_proj="kv_a_proj_with_mqa", kv_norm="kv_a_layernorm"),
-        _either("mixer.o_proj.weight", "dense.weight", "o_proj.weight"),
-    ),
-}
-EXPERTS = (
-    *weights("mlp.", "mlp.", router="gate"),
-    spelled("mlp.router.selection_bias", "mlp.gate.expert_bias", "mlp.gate.e_score_correction_bias"),
-    *experts(("mlp.", "mlp."), "gate_proj", "up_proj", "down_proj"),
-    *swiglu("mlp.shared.", "mlp.shared_experts."),
-)
-MODEL = (
-    spelled("embedding.weight", "word_embeddings.weight", "embed_tokens.weight"),
-    *weights("head.", "", norm="norm"),
-    *weights("", "", head="lm_head"),
-)
-
-# --- config.json -----------------------------------------------------------------------------------------------------
 
 
 def _read_positions(key: Keys) -> Json:
@@ -125,8 +63,4 @@ KEYS = table(
     only("score_function", "sigmoid"),
     mixer(LINEAR),
     mixer(ATTENTION),
-)
-FLOAT32 = (*ROUTER, *CONVOLUTIONS, *GATES)
-LING_3 = Family(
-    MODEL, LAYERS, MLP, EXPERTS, KEYS, mtp=MTP("num_nextn_predict_layers", MTP_PARTS, ""), ties=False, float32=FLOAT32
 )

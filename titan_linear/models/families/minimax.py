@@ -18,27 +18,7 @@ from titan_linear.models.families.keys import (
     table,
     write_rope,
 )
-from titan_linear.models.families.layout import MODEL, NORMS, Family, fused, self_attention, spelled, weights
-from titan_linear.models.families.layout import experts as stacked
 from titan_linear.models.mixers import Attention, Lightning
-
-# --- Tensors ---------------------------------------------------------------------------------------------------------
-
-LAYERS = {
-    (Lightning,): (
-        *NORMS,
-        fused(("q_proj", "k_proj", "v_proj"), "self_attn.qkv_proj.weight", groups="heads"),
-        *weights("mixer.", "self_attn.", g_proj="output_gate", o_norm="norm", o_proj="out_proj"),
-    ),
-    (Attention,): (*NORMS, *self_attention()),
-}
-PLACES = ("block_sparse_moe.", "mlp.")  # on disk, and in the module of `transformers`
-EXPERTS = (
-    spelled("mlp.router.weight", *(f"{place}gate.weight" for place in PLACES)),
-    *stacked(PLACES, "w1", "w3", "w2"),
-)
-
-# --- config.json -----------------------------------------------------------------------------------------------------
 
 
 def _of_all(ours: str, factor: str) -> Row:
@@ -81,5 +61,3 @@ KEYS = table(
     hidden_dim=0,
     normed_residual=True,
 )
-CONSTANTS = (r".*\.self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)",)
-MINIMAX = Family(MODEL, LAYERS, (), EXPERTS, KEYS, ignored=CONSTANTS)

@@ -23,44 +23,8 @@ from titan_linear.models.families.keys import (
     shortest,
     table,
 )
-from titan_linear.models.families.layout import (
-    MTP,
-    MTP_PARTS,
-    ROUTER,
-    Family,
-    mamba2,
-    outside_layers,
-    self_attention,
-    spelled,
-    weights,
-)
 from titan_linear.models.mixers import Attention, Mamba2
 from titan_linear.models.mlps import Dense
-
-# --- Tensors ---------------------------------------------------------------------------------------------------------
-
-MODEL = outside_layers("embeddings", "norm_f")
-_NORM = weights("", "", mixer_norm="norm")
-_MLP = ("up_proj", "down_proj")
-EXPERTS = (
-    *weights("mlp.", "mixer.", router="gate", latent_in_proj="fc1_latent_proj", latent_out_proj="fc2_latent_proj"),
-    spelled("mlp.router.selection_bias", "mixer.gate.e_score_correction_bias"),
-    *(
-        (
-            *spelled(f"mlp.experts.{name}", f"mixer.experts.{{e}}.{name}.weight"),
-            *spelled(f"mlp.experts.{name}", f"mixer.experts.{name}", form="stacked"),
-        )
-        for name in _MLP
-    ),
-    *weights("mlp.shared.", "mixer.shared_experts.", *_MLP),
-)
-LAYERS = {
-    (Mamba2,): (*_NORM, *mamba2("mixer.")),
-    (Attention,): (*_NORM, *self_attention("mixer.", "mixer.")),
-    (): weights("", "", mlp_norm="norm"),
-}
-
-# --- config.json -----------------------------------------------------------------------------------------------------
 
 LETTERS = {"M": "mamba2", "*": "attention", "-": Dense.name, "E": MoEConfig.name}  # of a pattern
 WORDS = {  # of a list of layers, in transformers and before
@@ -160,15 +124,4 @@ KEYS = table(
     ),
     one_branch=True,
     activation="relu2",
-)
-NEMOTRON_H = Family(
-    MODEL,
-    LAYERS,
-    weights("mlp.", "mixer.", *_MLP),
-    EXPERTS,
-    KEYS,
-    prefixes=("backbone.", "model."),
-    mtp=MTP("num_nextn_predict_layers", MTP_PARTS),
-    ties=False,
-    float32=ROUTER,
 )

@@ -20,38 +20,9 @@ from titan_linear.models.families.keys import (
     table,
     write_rope,
 )
-from titan_linear.models.families.layout import (
-    MLP,
-    MODEL,
-    Family,
-    convolutions,
-    gates,
-    self_attention,
-    spelled,
-    weights,
-)
 from titan_linear.models.mixers import GDN, Attention
 
 O_NORM_EPS = 1e-5  # eps of linear layers' output norm, whatever the model's norm_eps
-
-# --- Tensors ---------------------------------------------------------------------------------------------------------
-
-
-# `transformers` writes names of its own for both norms of a linear layer and, by the same rule, one of a softmax layer.
-OLMO_GDN = (
-    spelled("mixer_norm.weight", "attention_layer_norm.weight", "input_layernorm.weight"),
-    spelled("mlp_norm.weight", "feedforward_layer_norm.weight", "post_attention_layernorm.weight"),
-    *weights("mixer.", "linear_attn.", "q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj", "o_norm", "o_proj"),
-    convolutions("linear_attn.", thirds=True),
-    *gates("linear_attn."),
-)
-OLMO_ATTENTION = (
-    spelled("mixer_norm.weight", "feedforward_layer_norm.weight", "post_attention_layernorm.weight"),
-    spelled("mlp_norm.weight", "post_feedforward_layernorm.weight"),
-    *self_attention("mixer.", "self_attn.", "q_norm", "k_norm"),
-)
-
-# --- config.json -----------------------------------------------------------------------------------------------------
 
 
 def _key_dim(key: Keys) -> int:
@@ -99,5 +70,3 @@ KEYS = table(
     mixer(GATED_DELTA_NET),
     post_norm=(Attention.name,),
 )
-LAYERS = {(GDN,): OLMO_GDN, (Attention,): OLMO_ATTENTION}
-OLMO_HYBRID = Family(MODEL, LAYERS, MLP, (), KEYS, float32=("A_log",))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from titan_linear.models.config import ModelConfig, MoEConfig
 from titan_linear.models.families.keys import (
     COMMON,
@@ -21,49 +19,8 @@ from titan_linear.models.families.keys import (
     rope,
     table,
 )
-from titan_linear.models.families.layout import (
-    MLP,
-    MODEL,
-    MTP,
-    NORMS,
-    Family,
-    OwnTokenizer,
-    fused,
-    gates,
-    swiglu,
-    weights,
-)
-from titan_linear.models.families.layout import experts as each_expert
+from titan_linear.models.families.layout import OwnTokenizer
 from titan_linear.models.mixers import GDN, Attention
-
-# --- Tensors ---------------------------------------------------------------------------------------------------------
-
-ATTENTION = (
-    *NORMS,
-    fused(("q_proj", "g_proj"), "self_attn.q_proj.weight", groups="heads"),
-    *weights("mixer.", "self_attn.", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"),
-)
-_ANY_GDN = (
-    *NORMS,
-    fused(("q_conv1d", "k_conv1d", "v_conv1d"), "linear_attn.conv1d.weight", form="conv"),
-    *weights("mixer.", "linear_attn.", o_norm="norm", o_proj="out_proj"),
-    *gates("linear_attn."),
-)
-QWEN3_NEXT_GDN = (
-    *_ANY_GDN,
-    fused(("q_proj", "k_proj", "v_proj", "g_proj"), "linear_attn.in_proj_qkvz.weight", groups="heads"),
-    fused(("b_proj", "a_proj"), "linear_attn.in_proj_ba.weight", groups="heads"),
-)
-QWEN3_5_GDN = (
-    *_ANY_GDN,
-    fused(("q_proj", "k_proj", "v_proj"), "linear_attn.in_proj_qkv.weight"),
-    *weights("mixer.", "linear_attn.", g_proj="in_proj_z", b_proj="in_proj_b", a_proj="in_proj_a"),
-)
-EXPERTS = (
-    *weights("mlp.", "mlp.", router="gate", shared_gate="shared_expert_gate"),
-    *each_expert(("mlp.", "mlp."), "gate_proj", "up_proj", "down_proj"),
-    *swiglu("mlp.shared.", "mlp.shared_expert."),
-)
 
 # --- config.json -----------------------------------------------------------------------------------------------------
 
@@ -173,51 +130,15 @@ def _is_qwens(tokenizer: Json) -> bool:
     )
 
 
-_TOKENIZER = OwnTokenizer(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"), _is_qwens)
+TOKENIZER = OwnTokenizer(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"), _is_qwens)
 
 # --- The families ----------------------------------------------------------------------------------------------------
 
-_MTP = MTP(
-    "mtp_num_hidden_layers",
-    weights("", "mtp.", enorm="pre_fc_norm_embedding", hnorm="pre_fc_norm_hidden", eh_proj="fc", final_norm="norm"),
-    most=1,  # further ones would share these
-)
-_VISION = dict(
-    prefixes=("model.", "model.language_model."),
-    ignored=(r"model\.visual\..*",),
-    mtp=_MTP,
-    own_tokenizer=_TOKENIZER,
-)
-_QWEN3_5_LAYERS = {(GDN,): QWEN3_5_GDN, (Attention,): ATTENTION}
-
-QWEN3_5 = Family(
-    MODEL,
-    _QWEN3_5_LAYERS,
-    MLP,
-    (),
-    _keys("qwen3_5_text", HIDDEN_DIM),
-    wrappers=("Qwen3_5ForConditionalGeneration",),
-    **_VISION,
-)
-QWEN3_5_MOE = Family(
-    MODEL,
-    _QWEN3_5_LAYERS,
-    MLP,
-    EXPERTS,
-    _keys("qwen3_5_moe_text", WIDTH_OF_MLPS, _experts()),
-    wrappers=("Qwen3_5MoeForConditionalGeneration",),
-    **_VISION,
-)
-QWEN3_NEXT = Family(
-    MODEL,
-    {(GDN,): QWEN3_NEXT_GDN, (Attention,): ATTENTION},
-    MLP,
-    EXPERTS,
-    _keys(
-        "qwen3_next",
-        HIDDEN_DIM,
-        _experts(plain(normalise=("norm_topk_prob", True))),  # Qwen3.5 always does, without a key
-        Row(_read_dense_layers, _write_dense_layers),
-    ),
-    mtp=replace(_MTP, key="num_nextn_predict_layers", implied=1),
+QWEN3_5 = _keys("qwen3_5_text", HIDDEN_DIM)
+QWEN3_5_MOE = _keys("qwen3_5_moe_text", WIDTH_OF_MLPS, _experts())
+QWEN3_NEXT = _keys(
+    "qwen3_next",
+    HIDDEN_DIM,
+    _experts(plain(normalise=("norm_topk_prob", True))),  # Qwen3.5 always does, without a key
+    Row(_read_dense_layers, _write_dense_layers),
 )

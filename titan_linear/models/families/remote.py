@@ -6,7 +6,7 @@ from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 
 from titan_linear.models.config import MixerOptions
-from titan_linear.models.families.keys import Json, Keys, Row, changed, plain, written
+from titan_linear.models.families.keys import Json, Keys, Row, changed, plain, table, written
 from titan_linear.models.mixers import MIXERS
 from titan_linear.models.rope import RopeScaling
 
@@ -54,3 +54,7 @@ def _mixer(options: Json) -> MixerOptions:
     if rope := options.get("rope_scaling"):
         options = {**options, "rope_scaling": RopeScaling(**rope)}
     return kind(**{name: value for name, value in options.items() if name != "kind"})
+
+
+# Of models that no published architecture holds: any order of KDA, GDN and softmax layers, with FLA's tensor names.
+KEYS = table("titan_linear", *remote_code("TitanLinear"))

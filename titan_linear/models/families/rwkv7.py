@@ -24,47 +24,7 @@ from titan_linear.models.families.keys import (
     table,
     written,
 )
-from titan_linear.models.families.layout import Family, Layout, Spellings, spelled, weights
 from titan_linear.models.mixers import RWKV7
-
-# --- Tensors ---------------------------------------------------------------------------------------------------------
-
-
-def _normed(ours: str, theirs: str) -> tuple[Spellings, ...]:
-    return tuple(spelled(f"{ours}.{leaf}", f"{theirs}.{leaf}") for leaf in ("weight", "bias"))
-
-
-def _low_rank(name: str) -> tuple[Spellings, ...]:
-    parts = {"down.weight": "0.weight", "up.weight": "2.weight", "bias": "2.bias"}
-    return tuple(spelled(f"mixer.{name}.{ours}", f"attn.{name}.lora.{theirs}") for ours, theirs in parts.items())
-
-
-_MIXES = tuple(f"x_{name}" for name in "rwkvag")
-_OURS = tuple(f"mixer.{mix}" for mix in _MIXES)
-
-MODEL = (
-    *weights("", "", embedding="embeddings"),
-    *_normed("embedding_norm", "layers.0.pre_norm"),
-    *_normed("head.norm", "norm"),
-    *weights("", "", head="lm_head"),
-)
-TIME_MIXING = (
-    *_normed("mixer_norm", "attn_norm"),
-    *_normed("mlp_norm", "ffn_norm"),
-    (
-        Layout(_OURS, tuple(f"attn.{mix}" for mix in _MIXES), form="vector"),
-        Layout(_OURS, ("attn.x_x",), form="vectors"),  # FLA's first version
-    ),
-    *(spelled(f"mixer.{name}", f"attn.{name}") for name in ("k_k", "k_a")),
-    spelled("mixer.r_k", "attn.r_k", groups="heads", form="by group"),
-    *weights("mixer.", "attn.", "r_proj", "k_proj", "v_proj", "o_proj"),
-    *(spellings for name in "wavg" for spellings in _low_rank(f"{name}_lora")),
-    *_normed("mixer.g_norm", "attn.g_norm"),
-)
-CHANNEL_MIXING = (
-    spelled("mlp.x_k", "ffn.x_k"),
-    *weights("mlp.", "ffn.", up_proj="key", down_proj="value"),
-)
 
 # --- config.json -----------------------------------------------------------------------------------------------------
 
@@ -107,8 +67,6 @@ KEYS = table(
     written(fuse_norm=False),  # FLA's fused norms add 1e-6 to the squares of keys
     **OPTIONS,
 )
-RWKV7_FAMILY = Family(MODEL, {(RWKV7,): TIME_MIXING}, CHANNEL_MIXING, (), KEYS)
-
 # --- RWKV-LM's files -------------------------------------------------------------------------------------------------
 
 _RWKV_LM = {  # parts of our names -> of theirs
