@@ -113,3 +113,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for flavor, model in OWN_FLAVORS.items():
             patch.setitem(OWN["hybrid"], flavor, model)
         yield folder / "corpus.jsonl"
+
+
+@pytest.fixture(params=["contiguous", "zigzag"])
+def layout(request: pytest.FixtureRequest) -> str:
+    """How ranks share a stream."""
+    return request.param

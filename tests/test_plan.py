@@ -161,7 +161,6 @@ def test_predictions_beside_what_was_measured():
     assert f"Memory is within {memory:.0%}, time within {time:.0%}. " in page
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("mean", [None, 100])
 def test_pairs_that_a_rank_attends(layout, mean):
     """Each token sees those of its document up to itself; the last rank has most."""

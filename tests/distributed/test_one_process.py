@@ -62,12 +62,10 @@ def results(op: str, x: dict[str, Tensor], mine: Tensor, **where: object) -> dic
         (2, 2, ("kda", "gdn", *OVER_HEADS, *METHODS)),
     ],
 )
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_any_degree_equals_one_rank(world_size, heads, ops, layout):
     check(world_size, heads, ops, layout)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("heads", [4, 16])
 def test_states_level_by_level(heads, layout, monkeypatch):
     """As if heads were of 128 x 128."""
@@ -256,7 +254,6 @@ def test_rounding_in_float32(op):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 def test_rounding_in_bfloat16(op, layout):
     check_rounding(op, 131072, 128, (2, 8, 64), layout, "cuda", torch.bfloat16, "triton")

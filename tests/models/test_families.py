@@ -106,14 +106,12 @@ def test_model_is_theirs(name, documents, case):
     check(run(c.config, c.state, c.tokens, labels_of(c.tokens, bounds), plan), c.references[documents])
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("name", hf_models.MODELS)
 def test_model_is_theirs_at_cp_2(name, documents, layout, case, worlds):
     check_at_cp_2(case(name), documents, layout, "auto", worlds)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("method", ["ring", "allgather", "ulysses"])
 def test_latent_attention_by_every_method(method, layout, case, worlds):
     check_at_cp_2(case("Kimi-Linear"), "packed", layout, method, worlds)

@@ -147,7 +147,6 @@ def test_packed_documents(theirs, tokens, wanted):
     check(computed(theirs, tokens, labels_of(tokens, BOUNDS), plan), wanted)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_context_parallelism(ranks, layout, theirs, tokens, wanted):
     """The token before and the state come from other ranks; each rank has the first layer's values of its tokens."""

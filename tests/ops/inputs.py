@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 
@@ -45,6 +46,17 @@ GATES = {"slow": 1e-3, "usual": 1.0, "safe": 5.0, "fast": 20.0}  # largest decay
 JUMPS = [{20: -168.0}, dict.fromkeys(range(3, 23), -5.0), {3: -100.0}, {3: -100.0, 70: -168.0, 90: -100.0}]
 
 
+@contextmanager
+def new_memory_of_nan() -> Iterator[None]:
+    """What is read before it is written shows; and only deterministic algorithms run."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(4, device=DEVICE).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def boundaries(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)])
 
@@ -73,10 +85,7 @@ def make_inputs(
 ) -> dict[str, Tensor]:
     """Float64 inputs of chunk_kda ("kda") or chunk_gated_delta_rule ("gdn") with q, k normalised and log gates."""
     rng = torch.Generator().manual_seed(seed)
-
-    def randn(*shape):
-        return torch.randn(*shape, generator=rng, dtype=torch.float64)
-
+    randn = partial(torch.randn, generator=rng, dtype=torch.float64)
     g_shape = (B, T, HV, K) if op == "kda" else (B, T, HV)
     x = {"q": l2norm(randn(B, T, H, K)), "k": l2norm(randn(B, T, H, K)), "v": randn(B, T, HV, V)}
     x["g"] = -GATES[gate] * torch.rand(*g_shape, generator=rng, dtype=torch.float64)
@@ -111,10 +120,7 @@ def decaying_inputs(
     """Float64 inputs of chunk_ssd ("ssd"), raw time steps with `dt_bias` about `bias`, or of chunk_simple_gla ("gla")
     with the decays of such time steps; they differ from head to head."""
     rng = torch.Generator().manual_seed(seed)
-
-    def randn(*shape):
-        return torch.randn(*shape, generator=rng, dtype=torch.float64)
-
+    randn = partial(torch.randn, generator=rng, dtype=torch.float64)
     C, B_, x = randn(B, T, G, N), randn(B, T, G, N), randn(B, T, heads, P)
     rates = torch.linspace(0.2, 2.0, heads, dtype=torch.float64)
     if op == "gla":
@@ -129,10 +135,7 @@ def dplr_inputs(
     """Float64 inputs of chunk_dplr_delta_rule as RWKV-7 has them: a reads along a unit vector, b takes a share of its
     own from each channel."""
     rng = torch.Generator().manual_seed(seed)
-
-    def randn(*shape):
-        return torch.randn(*shape, generator=rng, dtype=torch.float64)
-
+    randn = partial(torch.randn, generator=rng, dtype=torch.float64)
     x = {"q": randn(B, T, H, K), "k": randn(B, T, H, K), "v": randn(B, T, H, V)}
     removed = l2norm(randn(B, T, H, K))
     x |= {"a": -removed, "b": removed * randn(B, T, H, K).sigmoid()}

@@ -49,7 +49,6 @@ POSITIONS = {
     ),
 }
 TOLERANCE = 1e-9
-OPS = pytest.mark.parametrize("op", ["kda", "gdn"])
 
 
 @pytest.mark.parametrize("fn", POSITIONS, ids=lambda fn: fn.__name__)
@@ -59,7 +58,6 @@ def test_the_order_of_the_arguments(fn):
     assert all(p.kind is not p.VAR_KEYWORD for p in parameters)  # an argument that nobody knows is a TypeError
 
 
-@OPS
 @pytest.mark.parametrize("allow_neg_eigval", [False, True])
 def test_beta_by_its_sigmoid(op, allow_neg_eigval):
     x = leaves(raw_gate_inputs(op, 70) | {"initial_state": torch.randn(1, 4, 16, 24, dtype=torch.float64)})
@@ -69,7 +67,6 @@ def test_beta_by_its_sigmoid(op, allow_neg_eigval):
     assert all(relative_error(a, b) < TOLERANCE for a, b in zip(got, want, strict=True))
 
 
-@OPS
 def test_beta_by_its_sigmoid_of_one_token(op):
     x = raw_gate_inputs(op, 1, B=2)
     got = call(op, x, output_final_state=True, use_beta_sigmoid_in_kernel=True)
@@ -77,7 +74,6 @@ def test_beta_by_its_sigmoid_of_one_token(op):
     assert all(relative_error(a, b) < TOLERANCE for a, b in zip(got, want, strict=True))
 
 
-@OPS
 def test_states_with_v_first(op):
     cu = boundaries([5, 65])
     x = leaves(make_inputs(op, 70) | {"initial_state": torch.randn(2, 4, 16, 24, dtype=torch.float64)})
@@ -90,7 +86,6 @@ def test_states_with_v_first(op):
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-@OPS
 def test_a_state_in_another_order_is_named_as_it_was_given(op):
     x = make_inputs(op, 8, H=1, HV=2, K=16, V=32)
     for shape, v_first, want in (
@@ -113,7 +108,6 @@ def test_the_bounded_gate_without_a_rate():
     assert relative_error(want, recurrent_delta_rule(q, k, x["v"], gate, x["beta"])[0]) < TOLERANCE
 
 
-@OPS
 def test_boundaries_on_the_cpu(op):
     x, cu = make_inputs(op, 70), boundaries([5, 65])
     want = call(op, x, cu_seqlens=cu)[0]

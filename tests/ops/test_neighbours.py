@@ -42,7 +42,6 @@ def documents(packed: bool, device: str) -> Tensor | None:
 @pytest.mark.parametrize("raw", [True, False], ids=["raw", "normalised"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 @pytest.mark.parametrize("impl", ["triton", "torch"])
-@pytest.mark.parametrize("op", ["kda", "gdn"])
 def test_delta_rules(op, impl, dtype, raw, packed):
     """To the last bit. raw: norms and gates in the kernels."""
     device = device_of(impl)

@@ -43,7 +43,6 @@ def test_document_lists_of_context_parallelism(op, lengths):
     compare(op, MAKERS[op](sum(lengths), **SMALL[op]), boundaries(lengths))
 
 
-@pytest.mark.parametrize("op", ["kda", "gdn"])
 @pytest.mark.parametrize("lengths", FLA_CP2 + FLA_CP4, ids=str)
 def test_document_lists_of_fla(op, lengths):
     compare(op, MAKERS[op](sum(lengths), **SMALL[op]), boundaries(lengths))

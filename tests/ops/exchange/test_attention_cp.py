@@ -17,7 +17,7 @@ from titan_linear.distributed.one_process import run_ranks
 from titan_linear.ops.attention import attention, choose_method, pairs_computed
 from titan_linear.ops.exchange import allgather
 from titan_linear.ops.exchange.collectives import group_named
-from titan_linear.ops.exchange.ulysses import heads_to_tokens, tokens_to_heads
+from titan_linear.ops.exchange.ulysses import tokens_to_heads
 from titan_linear.ops.layout.build_context import build_cp_context
 from titan_linear.ops.layout.spans import ALL, SOME
 from titan_linear.ops.reference.attention import attention as reference
@@ -25,6 +25,7 @@ from titan_linear.ops.reference.attention import attention as reference
 HEADS = (4, 2, 6, 10)  # Hq, Hkv, D, Dv
 LAYOUTS = ("contiguous", "zigzag")
 METHODS = ("ring", "allgather", "ulysses")
+NODES = ("ulysses+ring",)  # of two ranks each
 
 
 def lengths(*sizes):
@@ -50,6 +51,10 @@ STREAMS = {
     "two streams": (lengths(32, 9, 23), 2),
     "two streams, packed": (lengths(3, 29, 7, 15, 10), 2),
 }
+
+
+def nodes_of(method):
+    return {"node_size": 2} if method in NODES else {}
 
 
 def context(name, rank, world_size, layout, group=None, **more):
@@ -93,14 +98,13 @@ def all_errors(rank, world_size, layout, method, causal, expected):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(allgather, "LEAST", 1.0)
         return {
-            name: errors_on_rank(rank, world_size, name, layout, method, causal, result)
+            name: errors_on_rank(rank, world_size, name, layout, method, causal, result, **nodes_of(method))
             for name, result in expected.items()
         }
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METHODS + NODES)
 @pytest.mark.parametrize("causal", [True, False])
 def test_every_rank_equals_one_process(worlds, world_size, layout, method, causal):
     expected = {name: on_one_process(name, causal) for name in STREAMS}
@@ -109,7 +113,6 @@ def test_every_rank_equals_one_process(worlds, world_size, layout, method, causa
         assert not wrong, f"rank {rank}: {wrong}"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("method", "causal"), [("allgather", True), ("allgather", False), ("ring", True), ("ulysses", True)]
 )
@@ -117,12 +120,10 @@ def test_eight_ranks_equal_one(layout, method, causal):
     check_in_one_process(8, STREAMS, layout, method, causal, (8, *HEADS[1:]) if method == "ulysses" else HEADS)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_sixty_four_ranks_share_heads(layout):
     check_in_one_process(64, ["FLA, three"], layout, "ulysses", True, (64, 2, 6, 10))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("node_size", "causal", "heads"), [(2, True, HEADS), (4, True, (8, 2, 6, 10)), (4, False, HEADS), (1, True, HEADS)]
 )
@@ -131,19 +132,6 @@ def test_nodes_on_a_ring(layout, node_size, causal, heads):
     check_in_one_process(8, STREAMS, layout, "ulysses+ring", causal, heads, node_size=node_size)
 
 
-def errors_on_nodes_of_two(rank, world_size, layout, expected):
-    case = (layout, "ulysses+ring", True)
-    return [errors_on_rank(rank, world_size, name, *case, want, node_size=2) for name, want in expected.items()]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_processes_on_two_nodes(worlds, layout):
-    expected = {name: on_one_process(name, True) for name in STREAMS}
-    for errors in worlds(4).run(errors_on_nodes_of_two, layout, expected):
-        assert max(map(max, errors)) <= 1e-12
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_many_nodes_on_a_ring(layout, monkeypatch):
     monkeypatch.setitem(STREAMS, "long", (lengths(700, 1, 300, 23), 1))
     where = {"node_size": 8, "attention": ("ulysses+ring",)}
@@ -164,16 +152,15 @@ def run_as_promised(rank, world_size, layout, method, expected):
         all_errors(rank, world_size, layout, method, True, expected)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("method", METHODS)
 def test_operators_return_what_compiled_code_expects(worlds, layout, method):
     names = "one document", "seed 001", "two streams, packed"
     worlds(4).run(run_as_promised, layout, method, {name: on_one_process(name, True) for name in names})
 
 
-def poisoned_runs(rank, world_size, layout, method, name, group=None):
+def poisoned_runs(rank, world_size, layout, method, name):
     """The tokens outside document i, before and after document i becomes NaN, for each i."""
-    cp = context(name, rank, world_size, layout, group or dist.group.WORLD, node_size=group and 2)
+    cp = context(name, rank, world_size, layout, dist.group.WORLD, **nodes_of(method))
     boundaries = STREAMS[name][0]
     before = run(attention, *local_leaves(inputs(name), cp), cp_context=cp, method=method)
     unchanged = []
@@ -190,21 +177,13 @@ def poisoned_runs(rank, world_size, layout, method, name, group=None):
     return unchanged
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METHODS + NODES)
 def test_documents_do_not_see_each_other(worlds, layout, method):
     names = ("over three and more ranks", "after the edges", "two streams, packed")
     assert any(context(name, 0, 4, layout).gathered.queries.moves for name in names)
     for name in names:
         for unchanged in worlds(4).run(poisoned_runs, layout, method, name):
             assert all(unchanged), name
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_documents_do_not_see_each_other_on_a_ring_of_nodes(layout):
-    for name in ("over three and more ranks", "after the edges", "two streams, packed"):
-        work = lambda g, name=name: poisoned_runs(g.rank(), 4, layout, "ulysses+ring", name, g)  # noqa: E731
-        assert all(map(all, run_ranks(work, 4))), name
 
 
 def test_bytes_between_nodes():
@@ -292,7 +271,6 @@ def pairs_of_spans(ranks, causal):
     return count
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("pairs", [pairs_of_blocks, pairs_of_spans])
 def test_each_visible_pair_is_covered_once(layout, causal, pairs):
@@ -445,24 +423,6 @@ def test_what_the_ring_sends(worlds):
     assert worlds(4).run(sent_messages, "one document", "zigzag") == [(3, 9)] * 4
     assert worlds(4).run(sent_messages, "after the edges", "contiguous") == [(1, 3)] * 4
     assert worlds(4).run(sent_messages, "on the edges", "contiguous") == [(0, 0)] * 4
-
-
-def heads_there_and_back(rank, world_size, layout, trailing):
-    """tokens_to_heads gives all tokens of my heads, heads_to_tokens undoes it, gradients follow."""
-    cp = context("two streams", rank, world_size, layout, dist.group.WORLD)
-    x = torch.arange(64.0 * 8 * 3).reshape(1, 64, 8, 3) if trailing else torch.arange(64.0 * 8).reshape(1, 64, 8)
-    mine = x[:, :, rank * 8 // world_size : (rank + 1) * 8 // world_size]
-    local = shard(x, cp).requires_grad_()
-    heads = tokens_to_heads(local, cp)
-    back = heads_to_tokens(heads, cp)
-    (gradient,) = torch.autograd.grad(back, local, 2 * local.detach())
-    return [torch.equal(heads, mine), torch.equal(back, local), torch.equal(gradient, 2 * local)]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_tokens_to_heads(worlds, layout):
-    for trailing in (True, False):
-        assert all(all(ok) for ok in worlds(4).run(heads_there_and_back, layout, trailing))
 
 
 def bf16_errors(rank, world_size, layout, method, expected):

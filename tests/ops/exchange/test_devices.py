@@ -43,7 +43,6 @@ def on_rank(rank, world_size, method, layout):
 
 
 @pytest.mark.cuda(2)
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("method", ["ring", "allgather", "ulysses"])
 def test_two_devices(worlds, method, layout):
     assert worlds(2, "nccl").run(on_rank, method, layout) == [{}, {}]

@@ -19,7 +19,6 @@ from tests.ops.inputs import (
     decaying_inputs,
     gradients,
     leaves,
-    make_inputs,
     raw_gate_inputs,
     relative_error,
     tokens_of,
@@ -145,19 +144,15 @@ def test_streams_side_by_side(worlds):
 
 @pytest.mark.parametrize(("world_size", "lists"), [(2, FLA_CP2), (4, FLA_CP4)])
 def test_the_cases_of_fla(worlds, world_size, lists):
-    check(worlds(world_size), [(op, lengths, "contiguous", 1) for op in ("kda", "gdn") for lengths in lists])
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_the_convolution_cases_of_fla(worlds, world_size):
-    check(worlds(world_size), [("conv", lengths, layout, 1) for lengths in FLA_CONV for layout in LAYOUTS])
+    convolutions = [("conv", lengths, layout, 1) for lengths in FLA_CONV for layout in LAYOUTS]
+    rules = [(op, lengths, "contiguous", 1) for op in ("kda", "gdn") for lengths in lists]
+    check(worlds(world_size), [*rules, *convolutions])
 
 
 def test_fragments_shorter_than_the_convolution(worlds):
     check(worlds(4), [("conv", lengths, layout, 1) for lengths in ([8], [1, 7], [3, 5]) for layout in LAYOUTS])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_gradients_of_a_token_in_several_halos_are_added_in_order(monkeypatch, size, layout):
     """`index_add_` on GPUs adds rows that one call names twice in any order, so none does; where no fragment is shorter
@@ -186,36 +181,6 @@ def test_gradients_of_a_token_in_several_halos_are_added_in_order(monkeypatch, s
     assert all(len(set(rows)) == len(rows) for rows in calls) and (len(calls) == 4) != shared
 
 
-def perturbed(rank, world_size, op, lengths, layout):
-    """Output and gradients on this rank, as is, then with each document in turn replaced."""
-    cu = boundaries(lengths)
-    ctx = build_cp_context(cu, dist.group.WORLD, layout=layout)
-    mine = tokens_of(ctx)
-    base, other = inputs_of(op, lengths), make_inputs(op, sum(lengths), H=1, HV=2, K=8, V=6, gate="slow", seed=9)
-    results = []
-    for i in [None, *range(len(lengths))]:
-        x = {n: t.clone() for n, t in base.items()}
-        for n in x if i is not None else ():
-            x[n][:, cu[i] : cu[i + 1]] = other[n][:, cu[i] : cu[i + 1]]
-        x = leaves({n: t[:, mine] for n, t in x.items()})
-        results.append([t.detach() for t in gradients([run_op(op, x, cp_context=ctx)], x)])
-    return results
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_documents_do_not_touch_each_other(worlds, layout):
-    lengths = [100, 28, 1, 200, 183]
-    cu = boundaries(lengths)
-    ranks = worlds(4).run(perturbed, "kda", lengths, layout)
-    for rank, (before, *after) in enumerate(ranks):
-        mine = tokens_of(build_cp_context(cu, rank=rank, world_size=4, layout=layout))
-        for i, changed in enumerate(after):
-            outside = (mine < cu[i]) | (mine >= cu[i + 1])
-            for a, b in zip(changed, before, strict=True):
-                assert torch.equal(a[:, outside], b[:, outside])
-            assert outside.all() or not torch.equal(changed[0], before[0])
-
-
 def outside(group: LocalGroup, i: int, op: str, lengths: list[int], layout: str) -> list[list[Tensor]]:
     """Output and gradients of this rank's tokens outside document i, as is and with all inputs of i NaN."""
     cu, results = boundaries(lengths), []
@@ -241,7 +206,6 @@ LEVELS = (Level(1, 2, True), Level(2, 4))
 @pytest.mark.parametrize(
     ("op", "levels"), [*((op, levels) for op in ("kda", "gdn", "ssd", "dplr") for levels in ((), LEVELS)), ("conv", ())]
 )
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_nan_stays_in_its_document(monkeypatch, op, levels, layout):
     """States and gradients of NaN arrive, on ranks whose fragments hold other documents too; these are as without."""
     monkeypatch.setattr(kcp, "route", lambda *_: levels)

@@ -42,7 +42,6 @@ def states_by(
     return results
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("world_size", [2, 8])
 def test_every_way_brings_the_same_states(world_size, layout):
     """Of matrices and of diagonals."""
@@ -67,7 +66,6 @@ def test_every_way_brings_the_same_states(world_size, layout):
                     assert all((x - want).abs().max() < 1e-12 for x in found), (lengths, transition)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("transition", [(2, 16, 16), (2, 1)], ids=str)
 def test_kernels_fold_as_float64(monkeypatch, transition, layout):
     lengths, ways = [40, 8, 80], [(Level(1, 2, True), Level(2, 2)), (Level(1, 2), Level(2, 2))]
@@ -84,7 +82,6 @@ def test_kernels_fold_as_float64(monkeypatch, transition, layout):
             assert x.dtype == torch.float32 and (x - y).norm() <= 2e-6 * y.norm()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("world_size", "heads"), [(64, 16), (64, 4), (64, 10), (256, 9)])
 def test_ranks_have_equal_shares(monkeypatch, world_size, heads, layout):
     """One document over all ranks: bytes that a rank sends and receives, of others, and multiplications in products

@@ -16,7 +16,6 @@ from tests.refusals import refused
 from titan_linear.ops import build_cp_context
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("lengths", EDGES.values(), ids=EDGES)
 def test_fragments_positions_and_entries(lengths, world_size, layout):
@@ -63,7 +62,6 @@ def test_fragments_positions_and_entries(lengths, world_size, layout):
     assert sorted(seen) == list(range(512))
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_each_stream_is_cut_by_itself(layout):
     alone = [build_cp_context(torch.tensor([0, 10, 32]), rank=1, world_size=2, layout=layout)]
     alone.append(build_cp_context(torch.tensor([0, 32]), rank=1, world_size=2, layout=layout))
@@ -106,7 +104,6 @@ def cost_to_build(documents: int, world_size: int, layout: str) -> tuple[int, in
     return calls, elements
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_the_cost_is_linear(layout):
     """64 ranks, four streams, 10,000 documents each: calls grow with ranks, and hardly with documents, which NumPy
     counts; its arrays grow with documents, and not with documents times ranks."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.ops.layout.documents import packed
-from titan_linear.ops.layout.fragments import LAYOUTS, Fragment, cut_streams, owned
+from titan_linear.ops.layout.fragments import Fragment, cut_streams, owned
 from titan_linear.ops.layout.rectangles import Rectangle, _append, _rectangles, rectangles
 from titan_linear.ops.layout.tables import padded
 
@@ -30,7 +30,6 @@ def searched(fragments: Sequence[Fragment], rank: int, world_size: int, causal: 
     return padded(rows, 2 * len(fragments), 5)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_tables_are_those_of_a_search_through_all_fragments(layout, causal):
     for seed, (kind, world_size, streams) in enumerate([("web", 4, 3), ("mixed", 8, 2), ("one", 4, 2), ("web", 1, 2)]):

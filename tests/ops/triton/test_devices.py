@@ -68,7 +68,6 @@ def found_on_rank(rank, op, lengths, layout):
 
 
 @pytest.mark.cuda(2)
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("lengths", [[4096], [1, 15, 63, 64, 65, 1000, 3, 837], [2, 2043, 3]])
 @pytest.mark.parametrize("op", ["kda", "gdn", "conv"])
 def test_two_devices(worlds, op, lengths, layout):
@@ -85,8 +84,6 @@ def test_two_devices(worlds, op, lengths, layout):
         pytest.param((Level(1, 2, True), Level(2, 2)), marks=pytest.mark.cuda(4)),
     ],
 )
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("op", ["kda", "gdn"])
 def test_states_level_by_level(worlds, op, layout, levels):
     for lengths in ([4096], [2, 2043, 3]):
         for found in worlds(2 * len(levels), "nccl").run(on_rank, op, lengths, layout, levels):

@@ -15,7 +15,6 @@ from tests.ops.inputs import DEVICE, boundaries, call, compare_four_ranks, dplr_
 from tests.ops.triton.bfloat16 import interpret_bfloat16
 from tests.ops.triton.well_formed import check_stages
 from titan_linear.ops.reference.delta_rule import l2norm
-from titan_linear.ops.triton import rules
 from titan_linear.ops.triton.rwkv7 import RWKV7
 
 TOLERANCE = 2e-5  # float32 sums of up to 130 terms, through exponentials
@@ -94,13 +93,11 @@ def test_long_documents(decay, options):
     compare(rwkv7_inputs(sum(lengths), decay=decay, K=64, H=4), lengths, torch.bfloat16, **options)
 
 
-def test_documents_in_segments(monkeypatch):
-    monkeypatch.setattr(rules, "segment_length", lambda *_: 64)
+def test_documents_in_segments(short_segments):
     lengths = [0, 10, 64, 129]
     compare(rwkv7_inputs(sum(lengths), decay=1e-3), lengths)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_ranks(layout):
     """Four of them: one document goes through two, and a rank has several; little of the state decays on the way."""
     compare_four_ranks("rwkv7", rwkv7_inputs(320, decay=1e-3), boundaries([10, 280, 30]), layout, TOLERANCE)

@@ -63,9 +63,8 @@ def test_packed_documents(op, programs, monkeypatch):
 
 
 @OPS
-def test_documents_in_segments(op, monkeypatch):
+def test_documents_in_segments(op, short_segments):
     """Of three, one, none and two segments; little of the state decays on the way."""
-    monkeypatch.setattr(rules, "segment_length", lambda *_: 64)
     lengths = [150, 64, 0, 65]
     compare(op, decaying_inputs(op, sum(lengths), bias=-5.0, **SMALL), boundaries(lengths))
 
@@ -149,7 +148,6 @@ def test_neighbours_of_what_is_not_finite(op, monkeypatch):
 
 
 @pytest.mark.parametrize("segments", [False, True])
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @OPS
 def test_ranks(op, layout, segments, monkeypatch):
     """Four of them: one document goes through two, and a rank has several; little of the state decays on the way. Also
