@@ -88,9 +88,9 @@ class MixerOptions(ABC):
         """The numbers that contradict each other or the op, worded for a message; None if none do."""
         return None
 
-    @abstractmethod
-    def flops(self, dim: int, documents: Documents) -> int:
-        """FLOPs of the products in forward, in a model of width `dim` (see titan_linear/step/flops.py)."""
+    def flops(self, documents: Documents) -> int:
+        """FLOPs of forward's products of tokens with tokens and with states (see titan_linear/step/flops.py)."""
+        return 0
 
     def scan_programs(self, ranks: int) -> int | None:
         """Programs of a scan of its kernels over one entry, with the heads shared out among `ranks`; None: no scan."""

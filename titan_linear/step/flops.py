@@ -3,17 +3,22 @@
 Only products count, a multiplication and its addition as two operations: projections, convolutions, attention on the
 pairs that the mask leaves, the delta rule by chunks, SwiGLU or the experts that a token is sent to, the head. Backward
 is twice forward: a product for each of the two gradients. Not counted: elementwise work, the embedding's lookup, and
-recomputation, by activation checkpointing or inside a kernel's backward pass. Mixers and MLPs state their own FLOPs.
+recomputation, by activation checkpointing or inside a kernel's backward pass. Products with weights follow from these;
+mixers state the others.
 """
 
 from __future__ import annotations
 
 import re
+from functools import cache
 
 import torch
+from torch import nn
 
 from titan_linear.config import Config
 from titan_linear.models.config import Documents, ModelConfig
+from titan_linear.models.decoder import Decoder
+from titan_linear.models.mlps.moe import MoE
 
 # Dense bfloat16 TFLOP/s of a GPU, from NVIDIA's data sheets, by words of its name; the first match counts.
 PEAK_TFLOPS = {
@@ -40,11 +45,27 @@ def training_flops(model: ModelConfig, documents: Documents) -> int:
 
 
 def forward_flops(model: ModelConfig, documents: Documents) -> int:
-    layers = model.layers
-    mixers = sum(mixer.flops(model.dim, documents) for layer in layers for mixer in layer.mixers)
-    per_token = sum(layer.mlp.flops(model.dim) for layer in layers if layer.mlp is not None)
-    per_token += model.mtp_layers * 4 * model.dim**2  # of embedding and hidden state, joined
-    return mixers + documents.tokens * (per_token + (1 + model.mtp_layers) * 2 * model.dim * model.vocab_size)
+    mixers = sum(mixer.flops(documents) for layer in model.layers for mixer in layer.mixers)
+    return mixers + documents.tokens * _with_weights(model.base)
+
+
+@cache
+def _with_weights(model: ModelConfig) -> int:
+    """Per token, of all products with weights."""
+    with torch.device("meta"):
+        decoder = Decoder(model)
+    heads = (1 + model.mtp_layers) * token_flops(decoder.head)
+    return token_flops(decoder.layers) + heads
+
+
+def token_flops(module: nn.Module) -> int:
+    """Of products with the module's matrices and convolutions, per token: twice their elements; of experts, those that
+    a token is sent to."""
+    elements = sum(p.numel() for p in module.parameters() if p.dim() > 1)
+    for moe in (m for m in module.modules() if isinstance(m, MoE)):
+        experts = sum(p[0].numel() for p in moe.experts.parameters())
+        elements -= (moe.config.num_experts - moe.config.top_k) * experts
+    return 2 * elements
 
 
 def peak_tflops(config: Config, device: torch.device) -> float | None:

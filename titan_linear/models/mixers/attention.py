@@ -64,11 +64,9 @@ class Attention(MixerOptions):
             return f"{self.name} rope_theta = {self.rope_theta}, which rope_scaling needs above 1"
         return None
 
-    def flops(self, dim: int, documents: Documents) -> int:
-        """Projections to q, k, v, the output gate and o; scores and their use, on pairs that the mask leaves."""
-        heads = (2 + self.output_gate) * self.heads + 2 * self.kv_heads
-        attended = 4 * self.head_dim * self.heads * documents.pairs
-        return 2 * dim * heads * self.head_dim * documents.tokens + attended
+    def flops(self, documents: Documents) -> int:
+        """Scores and their use, on pairs that the mask leaves."""
+        return 4 * self.head_dim * self.heads * documents.pairs
 
     @property
     def head_counts(self) -> dict[str, int]:

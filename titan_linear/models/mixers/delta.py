@@ -6,7 +6,6 @@ apply a delta rule, norm and gate each head's output, and project back. Their ga
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -63,25 +62,15 @@ class DeltaOptions(RecurrentOptions):
             return f"{self.name} v_heads = {self.v_heads}, which must be a multiple of heads = {self.heads}"
         return None
 
-    def flops(self, dim: int, documents: Documents) -> int:
-        """Projections to q, k, v, β, the gates and o, the convolution of q, k and v, the delta rule.
-
-        The rule is counted by chunks, for each value head. Per token: 6 K V for reading the state with q and with k and
-        for adding to it. Per pair of tokens in a chunk: 4 K for the matrices q kᵀ and k kᵀ, and 4 V for applying them,
-        where the inverse of the second counts as a product. Chunks count as full squares, as kernels compute them.
-        """
+    def flops(self, documents: Documents) -> int:
+        """By chunks, for each value head. Per token: 6 K V for reading the state with q and k and for adding to it. Per
+        pair of tokens in a chunk: 4 K for the matrices q kᵀ and k kᵀ, and 4 V for applying them, where the inverse
+        of the second counts as a product. Chunks count as full squares, as kernels compute them."""
         K, V = self.head_dim, self.v_head_dim
-        qkv = 2 * self.heads * K + self.v_heads * V
-        projections = 2 * dim * (qkv + self.v_heads * (V + 1)) + self.gate_flops(dim)
-        rule = self.v_heads * (6 * K * V * documents.tokens + 4 * (K + V) * documents.chunk_pairs)
-        return (projections + 2 * self.conv_size * qkv) * documents.tokens + rule
+        return self.v_heads * (6 * K * V * documents.tokens + 4 * (K + V) * documents.chunk_pairs)
 
     def scan_programs(self, ranks: int) -> int:
         return scan_programs(self.v_heads // ranks, kernel_dims(self.head_dim, self.v_head_dim)[1])
-
-    @abstractmethod
-    def gate_flops(self, dim: int) -> int:
-        """FLOPs per token of the projections to the decay and to the output gate."""
 
 
 class DeltaMixer(RecurrentMixer):
@@ -157,12 +146,6 @@ class KDA(DeltaOptions):
             return f"{self.name} lower_bound = {self.lower_bound}, which must be null or lie in [-5, 0)"
         return super().contradiction
 
-    def gate_flops(self, dim: int) -> int:
-        """Each gate is a projection to `v_head_dim` channels, followed by one from them; or one projection."""
-        rank = self.v_head_dim
-        widths = self.v_heads * (self.head_dim + self.v_head_dim)
-        return 2 * rank * (2 * dim + widths) if self.low_rank_gates else 2 * dim * widths
-
     def build(self, config: ModelConfig, layer: int) -> KDAMixer:
         return KDAMixer(self, config)
 
@@ -215,9 +198,6 @@ class KDAMixer(DeltaMixer):
 class GDN(DeltaOptions):
     name: ClassVar[str] = "gdn"
     op: ClassVar[str] = "chunk_gated_delta_rule"
-
-    def gate_flops(self, dim: int) -> int:
-        return 2 * dim * self.v_heads * (1 + self.v_head_dim)
 
     def build(self, config: ModelConfig, layer: int) -> GDNMixer:
         return GDNMixer(self, config)

@@ -30,13 +30,9 @@ class Lightning(RecurrentOptions):
     def ops(self) -> OpDims:
         return {self.op: {"K": self.head_dim, "V": self.head_dim}}
 
-    def flops(self, dim: int, documents: Documents) -> int:
-        """Projections to q, k, v, the output gate and from the output; per token 4 K V for the state, per pair of a
-        chunk 4 K."""
-        width = self.heads * self.head_dim
-        return 10 * dim * width * documents.tokens + 4 * width * (
-            self.head_dim * documents.tokens + documents.chunk_pairs
-        )
+    def flops(self, documents: Documents) -> int:
+        """By chunks: per token 4 K V for the state, per pair of a chunk 4 K."""
+        return 4 * self.heads * self.head_dim * (self.head_dim * documents.tokens + documents.chunk_pairs)
 
     def scan_programs(self, ranks: int) -> int:
         return scan_programs(self.heads // ranks, self.head_dim)

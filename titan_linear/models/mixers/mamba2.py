@@ -57,16 +57,11 @@ class Mamba2(RecurrentOptions):
         """Channels of x, B and C."""
         return self.heads * self.head_dim, self.groups * self.state_dim, self.groups * self.state_dim
 
-    def flops(self, dim: int, documents: Documents) -> int:
-        """Projections to x, B, C, z, Δ and from the output; the convolution; the recurrence by chunks. Per token and
-        head: 4 N P for reading the state and adding to it. Per pair of tokens in a chunk: 2 N for each group's C Bᵀ,
-        and 2 P for each head's use of it."""
-        channels = sum(self.widths)
-        inner = self.heads * self.head_dim
-        per_token = 2 * dim * (channels + 2 * inner + self.heads) + 2 * self.conv_size * channels
-        per_token += 4 * inner * self.state_dim
-        pairs = 2 * (self.groups * self.state_dim + inner) * documents.chunk_pairs
-        return per_token * documents.tokens + pairs
+    def flops(self, documents: Documents) -> int:
+        """By chunks. Per token and head: 4 N P for reading the state and adding to it. Per pair of tokens in a chunk:
+        2 N for each group's C Bᵀ, and 2 P for each head's use of it."""
+        inner, N = self.heads * self.head_dim, self.state_dim
+        return 4 * inner * N * documents.tokens + 2 * (self.groups * N + inner) * documents.chunk_pairs
 
     def scan_programs(self, ranks: int) -> int:
         return scan_programs(self.heads // ranks, self.head_dim)

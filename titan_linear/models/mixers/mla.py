@@ -55,12 +55,9 @@ class MLA(MixerOptions):
     def ops(self) -> OpDims:
         return {"attention": {"D": self.head_dim, "Dv": self.v_dim}}
 
-    def flops(self, dim: int, documents: Documents) -> int:
-        """Projections to q, the latent, k and v from it, the gate and o; scores and their use, on pairs that the mask
-        leaves."""
-        widths = self.heads * (self.head_dim + self.v_dim + self.head_gate) + self.kv_rank + self.shared_k_dim
-        per_token = 2 * dim * widths + 2 * self.kv_rank * self.heads * (self.nope_dim + self.v_dim)
-        return per_token * documents.tokens + 2 * (self.head_dim + self.v_dim) * self.heads * documents.pairs
+    def flops(self, documents: Documents) -> int:
+        """Scores and their use, on pairs that the mask leaves."""
+        return 2 * (self.head_dim + self.v_dim) * self.heads * documents.pairs
 
     @property
     def head_counts(self) -> dict[str, int]:

@@ -48,13 +48,11 @@ class RWKV7(RecurrentOptions):
     def ops(self) -> OpDims:
         return {self.op: {"K": self.head_dim, "V": self.head_dim}, **SHIFT_OPS}
 
-    def flops(self, dim: int, documents: Documents) -> int:
-        """Projections to r, k, v and from the output, the low-rank MLPs, the recurrence by chunks. Per token and head:
-        8 K² for reading the state with r and a and for adding to it along k and b. Per pair of tokens in a chunk: 8 K
-        for the matrices of r and a with k and b, and 8 K for applying them, where an inverse counts as a product."""
-        K, width = self.head_dim, self.heads * self.head_dim
-        projections = 8 * dim * width + 2 * (self.w_rank + self.a_rank + self.v_rank + self.g_rank) * (dim + width)
-        return projections * documents.tokens + width * (8 * K * documents.tokens + 16 * documents.chunk_pairs)
+    def flops(self, documents: Documents) -> int:
+        """By chunks. Per token and head: 8 K² for reading the state with r and a and for adding to it along k and b.
+        Per pair of tokens in a chunk: 8 K for the matrices of r and a with k and b, and 8 K for applying them, where an
+        inverse counts as a product."""
+        return self.heads * self.head_dim * (8 * self.head_dim * documents.tokens + 16 * documents.chunk_pairs)
 
     @property
     def contradiction(self) -> str | None:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from titan_linear.models.config import Documents, MixerOptions, ModelConfig
+from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.models.layers import Cache, ConvWeight, OpDims, Size, convolve, project_each, projection
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.runtime.support import Choice
@@ -24,10 +24,6 @@ class ShortConv(MixerOptions):
     @property
     def ops(self) -> OpDims:
         return {"causal_conv1d": {"W": self.conv_size}}
-
-    def flops(self, dim: int, documents: Documents) -> int:
-        """Projections to B, C, x and from the output; the convolution."""
-        return (8 * dim + 2 * self.conv_size) * self.channels * documents.tokens
 
     @property
     def head_counts(self) -> dict[str, int]:

@@ -38,17 +38,9 @@ class Dense(MLPOptions):
     def ops(self, dim: int, tp: int) -> OpDims:
         return {"swiglu": {"swiglu": {}}, "relu2": {}, "shifted_relu2": SHIFT_OPS}[self.activation]
 
-    def flops(self, dim: int) -> int:
-        return matrices(self.activation) * 2 * dim * self.hidden_dim
-
     @property
     def split_counts(self) -> dict[str, int]:
         return {"hidden channels": self.hidden_dim}
-
-
-def matrices(activation: DenseActivation) -> int:
-    """The number of projections."""
-    return 3 if activation == "swiglu" else 2
 
 
 class SwiGLU(nn.Module):

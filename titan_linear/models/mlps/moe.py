@@ -28,7 +28,7 @@ from titan_linear.models.layers import (
     projection,
     widen,
 )
-from titan_linear.models.mlps.dense import Activation, Dense, matrices
+from titan_linear.models.mlps.dense import Activation, Dense
 from titan_linear.models.mlps.options import MLPOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.experts import by_expert, collect, grouped_linear, spread, stream_means
@@ -88,13 +88,6 @@ class MoEConfig(MLPOptions):
         }  # of the last product; the first has O, then 2 I or I
         swiglu = {"swiglu": {}} if self.shared_hidden_dim and self.activation == "swiglu" else {}
         return {**swiglu, "expert_copies": {}, "grouped_linear": sizes}
-
-    def flops(self, dim: int) -> int:
-        """The router, `top_k` experts, projections to and from the latent, the shared expert and its gate."""
-        width = self.width(dim)
-        products = matrices(self.activation)
-        routed = 2 * dim * self.num_experts + self.top_k * 2 * products * width * self.hidden_dim
-        return routed + 4 * dim * self.latent_dim + 2 * dim * (products * self.shared_hidden_dim + self.shared_gate)
 
     @property
     def split_counts(self) -> dict[str, int]:

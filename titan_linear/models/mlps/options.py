@@ -25,10 +25,6 @@ class MLPOptions(ABC):
     def ops(self, dim: int, tp: int) -> OpDims:
         """What each of `tp` ranks calls."""
 
-    @abstractmethod
-    def flops(self, dim: int) -> int:
-        """FLOPs per token of the products in forward."""
-
     @property
     @abstractmethod
     def split_counts(self) -> dict[str, int]:
