@@ -1,7 +1,8 @@
-"""Layers that predict further tokens, against their definition: each document by itself, all logits at once."""
+"""Layers that predict further tokens: their definition, each document by itself, all logits at once; their folders."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,8 +12,11 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+from tests.models import hf_models
 from tests.models.ours import labels_of, positions, relative
 from titan_linear.data import Batch
 from titan_linear.losses import CrossEntropy
@@ -22,6 +26,8 @@ from titan_linear.models.init import initialise
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from titan_linear.step.feed import later_of
+from titan_linear.storage.hf_io import load_weights, read_model
+from titan_linear.storage.hf_writing import gather, write_folder
 
 BOUNDS = [0, 1, 3, 6, 40, 64]  # of documents shorter than the depth, too
 DEPTH, WEIGHT = 3, 0.3
@@ -100,3 +106,80 @@ def test_loss_and_gradients_are_those_of_the_definition(name):
     for n, p in model.named_parameters():
         if p.requires_grad and not n.endswith("selection_bias"):
             assert p.grad.any() and relative(found[n], p.grad) < 1e-10, n
+
+
+# --- Folders ---------------------------------------------------------------------------------------------------------
+
+# family: the key of config.json; (of an MTP layer, the layer that is like it); names of what else it has
+PUBLISHED = {
+    "Qwen3.5, tied": (
+        "mtp_num_hidden_layers",
+        {"mtp.layers.0.": "layers.1."},
+        ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"),
+    ),
+    "Nemotron 3": (
+        "num_nextn_predict_layers",
+        {"mtp.layers.0.": "layers.2.", "mtp.layers.1.": "layers.3."},
+        ("mtp.layers.0.enorm", "mtp.layers.0.hnorm", "mtp.layers.0.eh_proj", "mtp.layers.1.final_layernorm"),
+    ),
+    "Ling 3": (
+        "num_nextn_predict_layers",
+        {"model.layers.2.": "layers.1."},
+        tuple(f"model.layers.2.{name}" for name in ("enorm", "hnorm", "eh_proj", "final_layernorm")),
+    ),
+}
+
+
+@pytest.fixture(params=PUBLISHED)
+def folder(request, tmp_path):
+    """With the layers that published models have, and transformers leaves out."""
+    key, layers, others = PUBLISHED[request.param]
+    hf_models.build(request.param).save_pretrained(tmp_path / "folder")
+    config = json.loads((tmp_path / "folder/config.json").read_text())
+    (tmp_path / "folder/config.json").write_text(json.dumps(config | {key: 1}))
+    tensors = load_file(tmp_path / "folder/model.safetensors")
+    draw = partial(torch.rand, generator=torch.Generator().manual_seed(0))
+    of_layers = [
+        (mtp + name.partition(layer)[2], tensor.shape)
+        for mtp, layer in layers.items()
+        for name, tensor in tensors.items()
+        if layer in name
+    ]
+    more = [(f"{name}.weight", (32, 64) if name.endswith(("fc", "eh_proj")) else (32,)) for name in others]
+    tensors |= {name: draw(shape).bfloat16() for name, shape in of_layers + more}
+    save_file(tensors, tmp_path / "folder/model.safetensors", {"format": "pt"})
+    return tmp_path / "folder"
+
+
+def test_in_and_out_gives_the_same_bytes(folder, tmp_path):
+    """And what was trained comes back, by the names of published folders, with one beside it or without."""
+    family, config = read_model(folder, 1)
+    model = Decoder(config)
+    load_weights(folder, model)
+    write_folder(tmp_path / "same", config, family, gather(model), dtype=None, like=folder)
+    before, same = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "same"))
+    assert before.keys() == same.keys()
+    assert all(torch.equal(same[n], x) and same[n].dtype == x.dtype for n, x in before.items())
+    with torch.no_grad():
+        for layer in model.layers[config.num_layers :]:
+            for p in layer.parameters():
+                p += 1
+    for like in (folder, None):
+        write_folder(tmp_path / "out", config, family, gather(model), dtype=torch.float32, like=like)
+        assert read_model(tmp_path / "out", 1) == (family, config)
+        again = Decoder(config)
+        load_weights(tmp_path / "out", again)
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+        assert load_file(tmp_path / "out/model.safetensors").keys() == before.keys()
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_a_depth_that_a_folder_lacks_is_refused(folder):
+    with pytest.raises(ValueError, match=r"model.mtp_layers = 2, but .* config.json predict 1 .*set it to 1"):
+        read_model(folder, 2)
+    tensors = load_file(folder / "model.safetensors")
+    name = next(n for n in tensors if n.endswith(("mtp.fc.weight", "eh_proj.weight")))
+    save_file({n: x for n, x in tensors.items() if n != name}, folder / "model.safetensors")
+    _, config = read_model(folder, 1)
+    with pytest.raises(ValueError, match=rf"{name}: missing, \[32, 64\]"):
+        load_weights(folder, Decoder(config))
