@@ -251,6 +251,16 @@ def at_positions_of_before(load, checkpointer, step, model, *rest):
     return load(checkpointer, step, model, *rest)
 
 
+def of_each_fragment(shift, batch, depth):
+    """As if ranks shifted what they have."""
+    edges = torch.arange(0, batch.tokens.shape[1] + 1, 256 // 4, dtype=torch.int32)
+    return shift(replace(batch, cu_seqlens=torch.cat([batch.cu_seqlens, edges]).unique()), depth)
+
+
+def over_documents(shift, batch, depth):
+    return shift(replace(batch, cu_seqlens=batch.cu_seqlens[[0, -1]]), depth)
+
+
 ONE_LAYER = {"model.pattern": '["attention"]', "model.num_layers": 1, CP: 2}
 
 
@@ -347,6 +357,22 @@ SABOTAGES = {
         two_documents_in_one,
         data.labels,
         r"tokens within a document that have none .*stream 0, document 0",
+    ),
+    "further tokens at a cut": (
+        feed,
+        "later_of",
+        of_each_fragment,
+        data.cut,
+        r"cut: (tokens|labels) 1 later of 8 ranks .* \(rank \d, stream \d, document \d, token",
+        {"model.mtp_layers": 1},
+    ),
+    "further tokens over a document's end": (
+        feed,
+        "later_of",
+        over_documents,
+        model.split,
+        r"split, float64: 70 gradients.*the embeddings of later tokens, forward, rank \d, stream \d, document \d, token",
+        {"model.mtp_layers": 1},
     ),
     "the streams of each rank": (
         data,

@@ -19,7 +19,7 @@ from titan_linear.config import load_config
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig, MoEConfig
 from titan_linear.models.decoder import Block
 from titan_linear.models.mixers import GDN, KDA, MLA, RWKV7, Attention, Lightning, Mamba2, ShortConv
-from titan_linear.models.plan import BatchPlan
+from titan_linear.models.plan import BatchPlan, Later
 from titan_linear.models.presets import preset
 from titan_linear.step import flops
 from titan_linear.step.flops import forward_flops, known_peak, peak_tflops, token_flops, training_flops
@@ -151,11 +151,14 @@ def test_mlps_and_experts(moe, activation):
     assert products.total == documents.tokens * token_flops(decoder.layers[0].mlp)
 
 
-def test_backward_is_twice_forward():
+@pytest.mark.parametrize("depth", [0, 2])
+def test_backward_is_twice_forward(depth):
     """Of a whole model's loss, head included; attention's kernel computes scores again, which does not count."""
-    config, (plan, documents) = model_of(MIXERS["attention"]), plan_of(PACKED)
+    config, (plan, documents) = model_of(MIXERS["attention"], mtp_layers=depth), plan_of(PACKED)
     decoder, tokens = initialised(config), torch.arange(documents.tokens) % 40
     labels = labels_of(tokens, np.cumsum([0, *PACKED]).tolist())
+    if depth:
+        plan.later = Later(*(torch.stack([x] * depth) for x in (tokens, labels, torch.ones(len(tokens)))))
     with Products() as products, torch.autograd.set_multithreading_enabled(False):
         decoder(tokens[None], plan, labels[None]).backward()
     attended = products.counts.pop("attention")

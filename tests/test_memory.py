@@ -20,7 +20,9 @@ from titan_linear.step.optimizer import hidden_matrices
 
 ROOT = Path(__file__).parents[1]
 LATENT = MLA(heads=4, kv_rank=16, nope_dim=16, shared_k_dim=8, v_dim=16)
-MIXED = replace(preset("hybrid", "debug"), pattern=(*preset("hybrid", "debug").pattern, LATENT), num_layers=4)
+MIXED = replace(
+    preset("hybrid", "debug"), pattern=(*preset("hybrid", "debug").pattern, LATENT), num_layers=4, mtp_layers=1
+)
 
 
 def owned_bytes(rank, world_size, tp):

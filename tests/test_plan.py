@@ -190,7 +190,7 @@ def test_time_of_parts():
     """Recomputation, accumulation, a slow network and the host show where they should."""
     run, model = [*RUN, "--training.global_batch_size", "16"], preset("kda", "340M")
 
-    def parts(*keys, gpus=16, on=None):
+    def parts(*keys, gpus=16, on=None, model=model):
         config = load_config([*run, "--model.name=kda", "--model.flavor=340M", *keys], cuda=True)
         return step(config, model, gpus, on or machine()).parts
 
@@ -198,6 +198,9 @@ def test_time_of_parts():
     assert again["products"] == pytest.approx(plain["products"] * 4 / 3) and again["head"] == plain["head"]
     selective = parts("--activation_checkpoint.mode=selective")
     assert plain["recurrence"] < selective["recurrence"] < again["recurrence"]
+    further = parts(model=replace(model, mtp_layers=1))
+    assert further["head"] == 2 * plain["head"]  # a layer more, which joins two inputs: 2 / 15 of its products
+    assert 1 + 1 / 24 < further["products"] / plain["products"] < 1 + 1.25 / 24
     fourth = parts("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=4")
     assert fourth["products"] == pytest.approx(plain["products"] * (1 + 1 / 12))  # of 24 layers six
     assert parts(gpus=4)["products"] == pytest.approx(4 * plain["products"])

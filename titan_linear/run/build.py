@@ -104,7 +104,7 @@ def model_without_tokenizer(config: Config) -> ModelConfig:
     model = resized(model, config.model.model_dump())
     if config.loss.mtp_weight != ModelConfig.mtp_weight and not model.mtp_layers:
         raise ValueError(
-            f"loss.mtp_weight = {config.loss.mtp_weight}, but model.mtp_layers = 0: no layer predicts further tokens; set it"
+            f"loss.mtp_weight = {config.loss.mtp_weight}, but model.mtp_layers = 0, the number of tokens it is for"
         )
     model = balance_experts(replace(model, mtp_weight=config.loss.mtp_weight), config)
     return with_adapter(model, config)
