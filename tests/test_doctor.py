@@ -371,7 +371,7 @@ SABOTAGES = {
         "later_of",
         over_documents,
         model.split,
-        r"split, float64: 70 gradients.*the embeddings of later tokens, forward, rank \d, stream \d, document \d, token",
+        r"split, float64: 70 gradients.*the embeddings of later tokens, forward, rank \d, stream \d, document \d",
         {"model.mtp_layers": 1},
     ),
     "the streams of each rank": (

@@ -199,7 +199,7 @@ def test_time_of_parts():
     selective = parts("--activation_checkpoint.mode=selective")
     assert plain["recurrence"] < selective["recurrence"] < again["recurrence"]
     further = parts(model=replace(model, mtp_layers=1))
-    assert further["head"] == 2 * plain["head"]  # a layer more, which joins two inputs: 2 / 15 of its products
+    assert further["head"] == 2 * plain["head"]  # and a layer more, with the product that joins its inputs
     assert 1 + 1 / 24 < further["products"] / plain["products"] < 1 + 1.25 / 24
     fourth = parts("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=4")
     assert fourth["products"] == pytest.approx(plain["products"] * (1 + 1 / 12))  # of 24 layers six
