@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from enum import Enum, auto
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -539,28 +540,5 @@ OTHER = "other"  # in metrics.loss_by_source: the files that fit no group
 SMALLEST_SHARE = 1 << 16  # a source of a mixture gives at least one in this many streams
 SMALLEST_EPS = 1.2e-38  # float32 and bfloat16 hold smaller numbers with fewer digits only, and devices take them for 0
 
-# What others call keys.
-MEANT = {
-    **dict.fromkeys(("learning_rate", "max_lr", "peak_lr"), "optimizer.lr"),
-    **dict.fromkeys(("max_steps", "num_steps", "num_train_steps", "epochs"), "training.steps"),
-    **dict.fromkeys(("max_length", "max_seq_len", "seq_length", "context_length", "block_size"), "training.seq_len"),
-    **dict.fromkeys(("batch_size", "gradient_accumulation_steps"), "training.global_batch_size"),
-    **dict.fromkeys(("grad_clip", "max_grad_norm", "clip_grad_norm"), "training.max_norm"),
-    **dict.fromkeys(("output_dir", "out_dir", "save_dir"), "job.dump_folder"),
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd"), "model.dim"),
-    **dict.fromkeys(("checkpoint.freq", "save_freq", "save_interval", "save_steps"), "checkpoint.interval"),
-    **dict.fromkeys(("validation.interval", "eval_freq", "eval_interval", "eval_steps"), "validation.freq"),
-    "enable_float8_linear": "float8.enable",
-    **{name: f"parallelism.{kind}_parallel_degree" for name, kind in (("cp", "context"), ("tp", "tensor"))},
-}
-
-# Keys and sections of TorchTitan for what does not exist here, and what there is instead.
-ABSENT = {
-    "pipeline_parallel_degree": "there is no pipeline parallelism; parallelism.data_parallel_shard_degree splits the "
-    "parameters",
-    "recipe_name": "float8 has one recipe, rowwise_with_gw_hp",
-    **dict.fromkeys(
-        ("heads", "n_heads", "num_heads", "kv_heads", "head_dim"),
-        "each mixer has its own, model.kda.heads, model.attention.kv_heads, ... (--help flavors lists them)",
-    ),
-}
+# What others call keys; and keys and sections of TorchTitan for what does not exist here, and what there is instead.
+MEANT, ABSENT = json.loads(Path(__file__).with_name("other_names.json").read_text()).values()
