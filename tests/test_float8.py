@@ -31,8 +31,8 @@ from titan_linear.ops import build_cp_context
 from titan_linear.ops.float8 import emulated_linear, float8_linear, scaled_rows
 from titan_linear.planner import machine, memory, timing
 from titan_linear.proof import definitions
-from titan_linear.run.build import check_float8, check_float8_device, unallocated
-from titan_linear.run.preflight import preflight
+from titan_linear.run.build import unallocated
+from titan_linear.run.preflight import check_float8, check_float8_device, preflight
 
 ON = {"float8.enable": "true", "float8.emulate": "true"}
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()

@@ -17,16 +17,19 @@ from titan_linear.data import build_tokenizer
 from titan_linear.models.config import fingerprint
 from titan_linear.models.presets import preset
 from titan_linear.run import preflight as preflight_module
-from titan_linear.run.build import (
+from titan_linear.run.data import check_content
+from titan_linear.run.preflight import (
     check_checkpointing,
     check_expert_parallel,
     check_heads,
+    check_mixture_step,
     check_node_heads,
+    check_prompts,
+    check_schedule,
     check_tensor_parallel,
+    preflight,
     spans_nodes,
 )
-from titan_linear.run.data import check_content
-from titan_linear.run.preflight import check_mixture_step, check_prompts, check_schedule, preflight
 from titan_linear.storage.step_folders import Content, Progress
 
 

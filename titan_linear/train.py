@@ -50,7 +50,6 @@ from titan_linear.run.export import export_last
 from titan_linear.run.generate import Evaluation
 from titan_linear.run.preflight import cleared
 from titan_linear.run.start import build_checkpointer, build_loader, open_subject, saved_progress, set_weights
-from titan_linear.step.feed import FeedStats
 from titan_linear.step.optimizer import build_optimizer
 from titan_linear.step.update import Update, rate_at
 from titan_linear.storage.rundir import CONFIG, RECORDERS
@@ -146,7 +145,9 @@ class Trainer:
         coming = self.update.run(losses, self.begun, self.stop.received)
         self.step = self.begun
         self.loader.advance()
-        fed = self._prepare_next()
+        fed = self.feed.take(prefetch=not self._ended)  # while the device computes
+        if not self._ended and self._next_follows():
+            self.passes.begin()
         numbers = coming.wait()
         self.stop.agreed = int(numbers.signal)
         if self.stop.agreed:
@@ -169,19 +170,6 @@ class Trainer:
         for hook in self.hooks:
             hook.after_step(done)
         return done.numbers
-
-    def _prepare_next(self) -> FeedStats:
-        """While the device computes, fetch the next step's batches and, if nothing comes between, queue its first
-        forward.
-
-        Returns: what was in this step.
-        """
-        if not self._ended:
-            self.feed.prefetch()
-        fed = self.feed.take()
-        if not self._ended and self._next_follows():
-            self.passes.begin()
-        return fed
 
     def _next_follows(self) -> bool:
         """Whether the next step follows at once: no validation or save is due, streams keep their length, and telemetry

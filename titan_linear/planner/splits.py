@@ -11,7 +11,7 @@ from titan_linear.models.config import ModelConfig
 from titan_linear.planner.machine import Machine
 from titan_linear.planner.memory import GIB, checkpointings, memory
 from titan_linear.planner.timing import Step, step
-from titan_linear.run.build import check_checkpointing, check_float8, check_splits
+from titan_linear.run.preflight import check_checkpointing, check_float8, check_splits
 
 LOCAL = 4  # the largest local batch to try
 LONGEST = 1 << 24  # tokens; longer streams are not tried

@@ -23,17 +23,9 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.draws import generator
 from titan_linear.models.init import count_parameters, initialise
 from titan_linear.ops.layout.boundaries import CHUNK
-from titan_linear.run.build import (
-    DTYPES,
-    allocated,
-    check_float8,
-    check_float8_device,
-    check_splits,
-    implementations,
-    model_config,
-    open_tokenizer,
-)
+from titan_linear.run.build import DTYPES, allocated, implementations, model_config, open_tokenizer
 from titan_linear.run.data import build_streams, check_size, open_corpora, tokens_of
+from titan_linear.run.preflight import check_float8, check_float8_device, check_splits
 
 LENGTH = {"cpu": 256, "cuda": 2048}  # tokens of a stream, at least
 CPU_PARAMETERS = 4_000_000  # with this many, a few float64 passes take two cores seconds

@@ -302,9 +302,12 @@ class Feed:
             with self._timed(reads=False):
                 self._ahead.counting.wait()
 
-    def take(self) -> FeedStats:
-        """What was in the step whose micro-batches were asked for since the last call. Every rank calls this. They
-        wait for each other, but no longer than they would have to for the next step's count of tokens."""
+    def take(self, prefetch: bool = False) -> FeedStats:
+        """What was in the step whose micro-batches were asked for since the last call. Every rank calls this, and may
+        `prefetch` first. They wait for each other, but no longer than they would have to for the next step's count of
+        tokens."""
+        if prefetch:
+            self.prefetch()
         most = np.array([self._pairs])
         with self._timed(reads=False):
             dist.all_reduce(torch.from_numpy(most), dist.ReduceOp.MAX, group=self.host)
