@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from titan_linear.models.config import ModelConfig
-from titan_linear.models.families.granite_h import MAMBA2, MAMBA2_KEYS
+from titan_linear.models.families.granite_h import EXPAND, MAMBA2
 from titan_linear.models.families.keys import (
     COMMON,
     HEAD_DIM,
@@ -12,7 +12,6 @@ from titan_linear.models.families.keys import (
     Json,
     Part,
     layer_types,
-    mixer,
     only,
     rope,
     written,
@@ -33,6 +32,5 @@ KEYS = Part(
     only("mlp_bias mamba_proj_bias", False),
     HIDDEN_DIM,
     layer_types(ATTENTION, MAMBA2, lambda key, i: i in (key("attn_layer_indices", None) or []), _softmax_layers),
-    *MAMBA2_KEYS,
-    mixer(ATTENTION),
+    EXPAND,
 )

@@ -15,7 +15,6 @@ from titan_linear.models.families.keys import (
     derived,
     experts,
     layer_types,
-    mixer,
     only,
     plain,
     rope,
@@ -26,12 +25,12 @@ from titan_linear.models.families.keys import (
 from titan_linear.models.mixers import Attention, Mamba2
 
 POSITIONS = rope(1e4)
-MAMBA2_SIZES = Part(
+MAMBA2 = Part(
     Mamba2,
     MAMBA2_DIMS,
     derived(head_dim=lambda key: key("mamba_expand", 2) * key("hidden_size") // key("mamba_n_heads")),
+    TIME_STEP_LIMIT,
 )
-MAMBA2 = Part(Mamba2, *MAMBA2_SIZES.rows, TIME_STEP_LIMIT)
 
 
 def _write_expand(model: ModelConfig) -> Json:
@@ -40,7 +39,7 @@ def _write_expand(model: ModelConfig) -> Json:
     return {"mamba_expand": widths[0] // model.dim} if widths else {}
 
 
-MAMBA2_KEYS = (mixer(MAMBA2_SIZES), Row(write=_write_expand), mixer(Part(Mamba2, TIME_STEP_LIMIT)))
+EXPAND = Row(write=_write_expand)
 
 
 def _read_scale(key: Keys) -> Json:
@@ -64,6 +63,7 @@ ATTENTION = Part(Attention, *UNGROUPED, Row(_read_scale, _write_scale), Row(_rea
 KEYS = table(
     "granitemoehybrid",
     *COMMON,
+    written(position_embedding_type="nope"),
     layer_types(ATTENTION, MAMBA2, lambda key, i: False, mamba="linear_attention", attention="full_attention"),
     only("mamba_proj_bias", False),
     plain(hidden_dim="shared_intermediate_size"),
@@ -79,7 +79,5 @@ KEYS = table(
         logits_divisor=("logits_scaling", 1.0),
     ),
     only("position_embedding_type", None, "nope", "rope"),
-    written(position_embedding_type="nope"),
-    *MAMBA2_KEYS,
-    mixer(ATTENTION),
+    EXPAND,
 )

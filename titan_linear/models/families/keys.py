@@ -257,7 +257,7 @@ def layer_types(
     write: Callable[[ModelConfig], Json] = write_layer_types,
     **names: str,
 ) -> Row:
-    """The mixers of one period of the layers. Only the keys of mixers that occur are required.
+    """The mixers of one period of the layers, and their keys. Only those of mixers that occur are required.
 
     is_full: which layers are, without layer_types; names: further ones of the two types.
     """
@@ -275,7 +275,7 @@ def layer_types(
         mixers = {t: parts[t].read(key) for t in set(types)}
         return {"pattern": shortest([mixers[t] for t in types])}
 
-    return Row(read, write)
+    return Row(read, lambda model: write(model) | mixer(linear).write(model) | mixer(full).write(model))
 
 
 def as_many_as_layers(name: str, listed: list[str], count: int) -> None:

@@ -13,7 +13,6 @@ from titan_linear.models.families.keys import (
     always,
     experts,
     layer_types,
-    mixer,
     only,
     plain,
     table,
@@ -123,6 +122,4 @@ KEYS = table(
     only("rope_scaling", None),
     only("mla_use_nope", True),
     only("moe_router_activation_func", "sigmoid"),
-    mixer(LINEAR),
-    mixer(ATTENTION),
 )

@@ -13,7 +13,6 @@ from titan_linear.models.families.keys import (
     always,
     derived,
     layer_types,
-    mixer,
     overruled,
     plain,
     rope,
@@ -59,6 +58,4 @@ KEYS = Part(
     derived(hidden_dim=_hidden_dim),
     Row(write=lambda model: dict(intermediate_size=model.hidden_dim, block_auto_adjust_ff_dim=False)),
     always("conv_bias", False),
-    mixer(CONVOLUTION),
-    mixer(ATTENTION),
 )

@@ -3,18 +3,7 @@
 from __future__ import annotations
 
 from titan_linear.models.config import ModelConfig
-from titan_linear.models.families.keys import (
-    HIDDEN_DIM,
-    Json,
-    Keys,
-    Row,
-    always,
-    experts,
-    layer_types,
-    mixer,
-    plain,
-    table,
-)
+from titan_linear.models.families.keys import HIDDEN_DIM, Json, Keys, Row, always, experts, layer_types, plain, table
 from titan_linear.models.families.lfm2 import ATTENTION, COMMON, CONVOLUTION, NORM_EPS, write_types
 
 
@@ -57,6 +46,4 @@ KEYS = table(
         score="sigmoid",
         normalise_eps=1e-6,
     ),
-    mixer(CONVOLUTION),
-    mixer(ATTENTION),
 )

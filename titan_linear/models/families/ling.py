@@ -2,19 +2,7 @@
 
 from __future__ import annotations
 
-from titan_linear.models.families.keys import (
-    COMMON,
-    Json,
-    Keys,
-    Part,
-    Row,
-    always,
-    layer_types,
-    mixer,
-    only,
-    overruled,
-    table,
-)
+from titan_linear.models.families.keys import COMMON, Json, Keys, Part, Row, always, layer_types, only, overruled, table
 from titan_linear.models.families.kimi import LATENT, mlps
 from titan_linear.models.mixers import KDA, MLA
 
@@ -61,6 +49,4 @@ KEYS = table(
     always("q_lora_rank", None),
     only("no_kda_lora rope_interleave", True),
     only("score_function", "sigmoid"),
-    mixer(LINEAR),
-    mixer(ATTENTION),
 )

@@ -12,7 +12,6 @@ from titan_linear.models.families.keys import (
     Row,
     experts,
     layer_types,
-    mixer,
     only,
     plain,
     table,
@@ -56,8 +55,6 @@ KEYS = table(
     ),
     _of_all("kept_factor", "alpha"),
     _of_all("residual_factor", "beta"),
-    mixer(LIGHTNING),
-    mixer(ATTENTION),
     hidden_dim=0,
     normed_residual=True,
 )

@@ -15,7 +15,6 @@ from titan_linear.models.families.keys import (
     beta_range,
     either,
     layer_types,
-    mixer,
     plain,
     table,
     write_rope,
@@ -66,7 +65,5 @@ KEYS = table(
     *COMMON,
     Row(_both_types, TYPES.write),
     HIDDEN_DIM,
-    mixer(ATTENTION),
-    mixer(GATED_DELTA_NET),
     post_norm=(Attention.name,),
 )

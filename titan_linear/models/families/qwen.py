@@ -13,7 +13,6 @@ from titan_linear.models.families.keys import (
     Row,
     experts,
     layer_types,
-    mixer,
     only,
     plain,
     rope,
@@ -91,8 +90,6 @@ def _keys(model_type: str, *rows: Row) -> Part:
         layer_types(FULL, LINEAR, _is_full),
         only("attn_output_gate", True),
         only("output_gate_type", "swish", "silu"),  # of linear layers
-        mixer(FULL),
-        mixer(LINEAR),
         *rows,
         zero_centred_norm=True,
     )
