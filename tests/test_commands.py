@@ -34,7 +34,7 @@ def test_without_a_command_all_are_listed(capsys):
 
 def test_a_misspelt_command_is_refused(capsys):
     assert is_refused(main, ["planner"], capsys) == "'planner' is not a command; use plan\n"
-    assert is_refused(main, ["serve"], capsys).startswith("'serve' is not a command; use train, doctor, ")
+    assert is_refused(main, ["deploy"], capsys).startswith("'deploy' is not a command; use train, doctor, ")
 
 
 def test_the_installed_script_is_this_entry():

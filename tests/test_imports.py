@@ -23,6 +23,7 @@ LAYERS = (
     ("planner", "proof"),
     ("commands",),
     ("train", "launch"),
+    ("score",),
     ("__main__",),
     ("tools",),
 )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable
-from functools import partial
+from copy import copy
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -53,19 +55,71 @@ def weighted(n: int, rng: random.Random) -> dict:
     return {"tokens": rng.choices(range(256), k=n), "weights": weights}
 
 
-# loss: (keys, records)
-CASES = {
-    "weights": {"training.dataset_columns": '["weights"]', "model.mtp_layers": 1},
-    "by document, smoothed": {
-        "training.dataset_columns": '["weights"]',
-        "loss.normalise": "document",
-        "cross_entropy.label_smoothing": 0.1,
-        "cross_entropy.z_loss": 0.01,
-    },
-    "by stream": {"training.dataset_columns": '["weights"]', "loss.normalise": "stream"},
+def logprobs(n: int, rng: random.Random) -> list[float]:
+    return [-5.5 - rng.random() for _ in range(n)]
+
+
+def preferred(n: int, rng: random.Random) -> dict:
+    """Pairs, some of whose texts reach over three ranks; every fifth one counts nothing, others by other weights."""
+    sizes = n, rng.randint(1, 15)
+    texts = {name: "".join(rng.choices("abcdef", k=size)) for name, size in zip(("chosen", "rejected"), sizes)}
+    reference = [logprobs(2 + size + 1, rng) for size in sizes]  # the prompt, the text and its end
+    weights = [0, 0] if n % 5 == 0 else [rng.choice([1e-3, 1]), rng.choice([1, 1e3])]
+    return {"prompt": "x:", **texts, "reference": reference, "weights": weights}
+
+
+def rolled_out(n: int, rng: random.Random) -> dict:
+    weights = [0.0 if i < n // 3 else 1.0 for i in range(n)]  # of a prompt, and its answer
+    numbers = {name: logprobs(n, rng) for name in ("behaviour", "reference")}
+    return {"tokens": rng.choices(range(256), k=n), "weights": weights, "advantages": rng.gauss(0, 1), **numbers}
+
+
+def taught(n: int, rng: random.Random) -> dict:
+    ids = [rng.sample(range(256), 5) for _ in range(n)]
+    teacher = [sorted((math.log(rng.random() / 5) for _ in range(5)), reverse=True) for _ in range(n)]
+    return {"tokens": rng.choices(range(256), k=n), "teacher_ids": ids, "teacher_logprobs": teacher}
+
+
+WEIGHED = {"training.dataset_columns": '["weights"]'}
+PAIRS = {
+    "training.dataset_columns": '["weights", "reference"]',
+    "training.dataset_format": "preference",
+    "loss.name": "dpo",
 }
-RECORDS: dict[str, Callable[[int, random.Random], dict]] = {"cross_entropy": weighted}
-TERMS: dict[str, Callable] = {"cross_entropy": reference.cross_entropy}
+ROLLED_OUT = {
+    "training.dataset_columns": '["weights", "advantages", "behaviour", "reference"]',
+    "loss.name": "policy",
+    "policy.clip_low": 0.05,
+    "policy.clip_high": 0.1,
+}
+CASES = {
+    "weights": WEIGHED | {"model.mtp_layers": 1},
+    "by document, smoothed": WEIGHED
+    | {"loss.normalise": "document", "cross_entropy.label_smoothing": 0.1, "cross_entropy.z_loss": 0.01},
+    "by stream": WEIGHED | {"loss.normalise": "stream"},
+    "DPO": PAIRS | {"dpo.beta": 0.5},
+    "SimPO": PAIRS
+    | {
+        "loss.normalise": "token",
+        "dpo.beta": 2.0,
+        "dpo.margin": 0.5,
+        "dpo.length_normalised": "true",
+        "dpo.reference_free": "true",
+    },
+    "GRPO": ROLLED_OUT | {"policy.kl": 0.1},
+    "GSPO": ROLLED_OUT | {"policy.kl": 0.1, "policy.level": "sequence"},
+    "distillation": {
+        "training.dataset_columns": '["teacher_ids", "teacher_logprobs"]',
+        "loss.name": "distillation",
+        "distillation.temperature": 2.0,
+    },
+}
+RECORDS: dict[str, Callable[[int, random.Random], dict]] = {
+    "cross_entropy": weighted,
+    "dpo": preferred,
+    "policy": rolled_out,
+    "distillation": taught,
+}
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +141,8 @@ def definition(config: Config, trainer: Trainer, i: int) -> float:
     """The loss of step i by its definition, with the weights that the trainer has."""
     documents = []
     streams, size = trainer.loader.streams, config.training.global_batch_size
-    raw = streams.of_lengths(streams.lengths)
-    raw.targets = type(raw.targets)(columns=raw.targets.columns)
+    raw = copy(streams)
+    raw.targets = replace(streams.targets, normalise="token")
     for n in range(i * size, (i + 1) * size):
         stream = raw[n]
         for begin, end in pairwise(stream.cu_seqlens.tolist()):
@@ -98,9 +152,10 @@ def definition(config: Config, trainer: Trainer, i: int) -> float:
             valid = labels != IGNORE
             columns = {name: torch.from_numpy(x[begin:end])[valid].double() for name, x in stream.columns.items()}
             documents.append(Document(n, logits[valid], labels[valid], columns))
+        if config.loss.name == "dpo":
+            del documents[len(documents) // 2 * 2 :]  # padding
     name = config.loss.name
-    terms = partial(TERMS[name], keys=getattr(config, name))
-    return reference.mean(documents, terms, config.loss.normalise).item()
+    return reference.loss(name, documents, getattr(config, name), streams.targets.normalise).item()
 
 
 def first_losses(rank: int, world_size: int, argv: list[str]) -> list[tuple[float, float]]:

@@ -23,6 +23,7 @@ COMMANDS = {
     "batch": Command("titan_linear.commands.batch", "what a step trains on, and which of its tokens are learnt"),
     "convert": Command("titan_linear.commands.convert", "checkpoints to Hugging Face folders, and back"),
     "generate": Command("titan_linear.commands.generate", "text from a run, a checkpoint or a Hugging Face folder"),
+    "score": Command("titan_linear.score", "log-probabilities of texts, as losses read them, or compared"),
     "report": Command("titan_linear.commands.report", "runs side by side: losses, rates, and the keys that differ"),
 }
 

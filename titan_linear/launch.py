@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -122,8 +123,9 @@ def _number(name: str, default: str, least: int) -> int:
 # --- Workers ---------------------------------------------------------------------------------------------------------
 
 
-def run_workers(config: Config, node: Node, module: str = "titan_linear.train") -> int:
-    """Run `python -m module` in this node's processes, by torchrun, and return the exit code of the whole.
+def run_workers(config: Config, node: Node, module: str = "titan_linear.train", more: Sequence[str] = ()) -> int:
+    """Run `python -m module`, with `more` arguments, in this node's processes, by torchrun, and return the exit code of
+    the whole.
 
     Workers read the configuration as it was checked, also when they start again: its file may have changed by then.
 
@@ -138,7 +140,7 @@ def run_workers(config: Config, node: Node, module: str = "titan_linear.train") 
         agreed = Path(folder, "agreed")
         checked.write_text(config_to_toml(config), encoding="utf-8")
         os.environ.update(_environment(node.processes) | {LAUNCHER: str(os.getpid()), AGREED: str(agreed)})
-        workers = Workers(node, config, folder, [module, "--job.config_file", str(checked)])
+        workers = Workers(node, config, folder, [module, "--job.config_file", str(checked), *more])
         workers.run_to_end()
         stopped_for = workers.stop or (int(agreed.read_text()) if agreed.exists() else 0)  # a signal of another node
     failures = workers.failures

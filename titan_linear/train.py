@@ -163,7 +163,8 @@ class Trainer:
             finite=finite,
             stops=bool(self.stop.agreed),
             fed=fed,
-            losses=losses,
+            losses=losses.view(len(losses), -1)[:, 0],
+            reports=dict(zip(self.passes.loss.reports, numbers.reports)),
             streams=streams,
             seen=numbers.seen,
         )
@@ -235,14 +236,15 @@ class Trainer:
             if saves:  # first, so that an error in validation costs no steps
                 self.save()
             if validates:
-                v, loss = self.config.validation, self.validate()
+                v, (loss, *reports) = self.config.validation, self.evaluation.validate()
+                named = dict(zip(self.passes.loss.reports, reports))
                 text = self.evaluation.text(v.sample_prompt, v.sample_tokens)
                 for hook in self.hooks:
-                    hook.after_validation(self.step, loss, text)
+                    hook.after_validation(self.step, loss, named, text)
 
     def validate(self) -> float:
         """Nats per token over the held-out documents."""
-        return self.evaluation.validate()
+        return self.evaluation.validate()[0]
 
     def save(self) -> None:
         if self.checkpointer is None:

@@ -23,6 +23,7 @@ from titan_linear.config.schema import (
     OTHER,
     SMALLEST_EPS,
     SMALLEST_SHARE,
+    WHOLE,
     ActivationCheckpoint,
     Checkpoint,
     Config,
@@ -122,6 +123,11 @@ def _check_float8(config: Config) -> None:
 
 def _check_batch(config: Config, dp: int) -> None:
     t = config.training
+    if t.seq_len_schedule and config.loss.name in WHOLE:
+        raise ValueError(
+            f"training.seq_len_schedule cuts documents, and loss.name = {config.loss.name!r} takes them "
+            "whole; remove it"
+        )
     _check_length(config, "seq_len", t.seq_len)
     for n, part in enumerate(t.seq_len_schedule):
         if part.seq_len > t.seq_len:

@@ -97,7 +97,7 @@ class Model(Section):
 
 
 Dataset = Literal["stdlib", "text", "jsonl", "parquet", "arrow", "tokens"]
-DatasetFormat = Literal["text", "tokens", "messages", "completion"]
+DatasetFormat = Literal["text", "tokens", "messages", "completion", "preference"]
 
 
 class Source(Section):
@@ -131,7 +131,8 @@ class Training(Section):
     """Field (jsonl) or column (parquet, arrow) that holds a document's text."""
     dataset_format: DatasetFormat = "text"
     """What a record of jsonl, parquet or arrow is: a text; a list of tokens; a conversation, written by the tokenizer's
-    chat template; or a prompt and its completion. Of the last two only the answers are trained on."""
+    chat template; a prompt and its completion; or a prompt and two completions, the chosen and the rejected one. Of
+    the last three only the answers are trained on."""
     dataset_columns: list[str] = []
     """Fields of records (columns of corpora of tokens) that hold numbers of the document's tokens, as losses read them:
     one for all of its tokens, or a list with one for each. ["weights"], for example."""
@@ -180,8 +181,11 @@ class Training(Section):
     """Threads that read batches ahead on each rank, two batches each; 0: batches are read when a step asks for them."""
 
 
-LOSSES = ("cross_entropy",)
-COLUMNS = {"weights": "<f4"}  # that losses read, and their dtypes
+LOSSES = ("cross_entropy", "dpo", "distillation", "policy")
+WHOLE = ("dpo", "policy")  # those that take documents whole
+# Columns that losses read, and their dtypes.
+COLUMNS = dict.fromkeys(("weights", "reference", "advantages", "behaviour", "teacher_logprobs"), "<f4")
+COLUMNS |= {"teacher_ids": "<i4"}
 
 
 class Loss(Section):
@@ -189,9 +193,12 @@ class Loss(Section):
 
     name: Literal[LOSSES] = "cross_entropy"  # type: ignore[valid-type]
     """The loss."""
-    normalise: Literal["token", "document", "stream"] = "token"
+    normalise: Literal["auto", "token", "document", "stream"] = "auto"
     """Terms are divided by the number of tokens with a label: of the step; or first within each document (or stream),
-    whose means count alike. With weights, by the sum of these in place of the number of tokens or documents."""
+    whose means count alike. With weights, by the sum of these in place of the number of tokens or documents.
+    auto: document for dpo and policy, token for the others."""
+    scores: list[str] = []
+    """Folders of columns that titan-linear score wrote for the corpus."""
     mtp_weight: float = Field(0.1, ge=0)
     """Weight of the mean cross-entropy of further tokens (model.mtp_layers), which is in the gradient, not in the
     printed loss."""
@@ -204,6 +211,40 @@ class CrossEntropy(Section):
     """Share of the loss that is the mean over the vocabulary instead of the label's."""
     z_loss: float = Field(0.0, ge=0)
     """Coefficient of the square of the logits' log-sum-exp, which is added to the loss."""
+
+
+class DPO(Section):
+    """Preferences, of pairs of documents; reads the column reference."""
+
+    beta: float = Field(0.1, gt=0)
+    """Factor of a document's log-probability, relative to the reference's."""
+    length_normalised: bool = False
+    """Of means over a document's tokens instead of sums."""
+    reference_free: bool = False
+    """Without a reference."""
+    margin: float = Field(0.0, ge=0)
+    """By which the chosen text's is to be above the rejected one's. SimPO: a margin, length_normalised and
+    reference_free."""
+
+
+class Distillation(Section):
+    """Divergence from a teacher; reads the columns teacher_ids and teacher_logprobs."""
+
+    temperature: float = Field(1.0, gt=0)
+    """Of the softmax; that at which the columns were scored."""
+
+
+class Policy(Section):
+    """Clipped ratio to a behaviour; reads the columns advantages, behaviour and, with kl, reference."""
+
+    level: Literal["token", "sequence"] = "token"
+    """What has a ratio: each token (GRPO), or each document (GSPO)."""
+    clip_low: float = Field(0.2, ge=0, lt=1)
+    """The ratio counts down to 1 less this where the advantage is negative."""
+    clip_high: float = Field(0.2, ge=0)
+    """The ratio counts up to 1 plus this where the advantage is positive."""
+    kl: float = Field(0.0, ge=0)
+    """Coefficient of the divergence from the reference."""
 
 
 class Optimizer(Section):
@@ -508,6 +549,9 @@ class Config(Section):
     training: Training = Training()
     loss: Loss = Loss()
     cross_entropy: CrossEntropy = CrossEntropy()
+    dpo: DPO = DPO()
+    distillation: Distillation = Distillation()
+    policy: Policy = Policy()
     optimizer: Optimizer = Optimizer()
     lr_scheduler: LRScheduler = LRScheduler()
     adapter: Adapter = Adapter()

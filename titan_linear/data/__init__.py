@@ -38,3 +38,4 @@ from titan_linear.data.streams.loader import Batch, StreamLoader, num_labels, va
 from titan_linear.data.streams.mixture import MixedStreams, Phase, Streams
 from titan_linear.data.streams.packing import IGNORE, Length, PackedStreams, Stream, Targets
 from titan_linear.data.streams.split import Side, split_corpus
+from titan_linear.data.streams.whole import WholeStreams

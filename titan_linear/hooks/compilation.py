@@ -53,7 +53,7 @@ class Compilation(Hook):
             dist.all_reduce(torch.zeros(1))  # a barrier of the hosts
             set_timeout(self.dims.groups, self._timeout)
 
-    def after_validation(self, step: int, loss: float, text: str) -> None:
+    def after_validation(self, step: int, loss: float, reports: dict[str, float], text: str) -> None:
         self._look("validation", step)
 
     def between_steps(self) -> AbstractContextManager[None]:

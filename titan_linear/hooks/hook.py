@@ -25,6 +25,7 @@ class StepResult:
     losses: Tensor  # [micro-steps] float64, this rank's parts of the loss
     streams: list[tuple[int, ...]]  # of each micro-step
     seen: list[float]  # what telemetry asked for
+    reports: dict[str, float]  # of the loss
 
     @property
     def has_labels(self) -> bool:
@@ -35,7 +36,8 @@ class StepResult:
     def numbers(self) -> dict[str, float | None]:
         """What is reported of every step."""
         loss = self.loss if self.has_labels else None
-        return {"loss": loss, "grad_norm": self.grad_norm, "lr": self.lr, "skipped_steps": self.skipped}
+        reports = {name: value if self.has_labels else None for name, value in self.reports.items()}
+        return {"loss": loss, **reports, "grad_norm": self.grad_norm, "lr": self.lr, "skipped_steps": self.skipped}
 
 
 class Hook:
@@ -51,8 +53,9 @@ class Hook:
         """A context around a validation, a save, and what else takes time between two steps."""
         return nullcontext()
 
-    def after_validation(self, step: int, loss: float, text: str) -> None:
-        """A validation ended with this loss, nats per token, and with this sample of the model, if one is asked for."""
+    def after_validation(self, step: int, loss: float, reports: dict[str, float], text: str) -> None:
+        """A validation ended with this loss, nats per token, with what else the loss reports, and with this sample of
+        the model, if one is asked for."""
 
     def after_save(self, step: int) -> None:
         """A checkpoint of this step is saved, or is being saved."""

@@ -146,10 +146,11 @@ class MetricsLogger:
                         board.add_histogram(_tag(quantity, where), finite, step)
             board.flush()
 
-    def log_validation(self, step: int, loss: float) -> None:
-        """Report a validation after `step`: the loss in nats per token."""
-        self._write(step, {"validation_loss": loss})
-        self._print(step, [("validation loss", f"{loss:.4f}", 35)])
+    def log_validation(self, step: int, loss: float, **reports: float) -> None:
+        """Report a validation after `step`: the loss in nats per token, and what else the loss reports."""
+        self._write(step, {f"validation_{name}": value for name, value in {"loss": loss, **reports}.items()})
+        shown = [(name, f"{value:.4f}", 0) for name, value in reports.items()]
+        self._print(step, [("validation loss", f"{loss:.4f}", 35), *shown])
 
     def log_sample(self, step: int, text: str) -> None:
         """Report a text after `step`."""

@@ -77,8 +77,8 @@ class Report(Hook):
     def between_steps(self) -> AbstractContextManager[None]:
         return self.logger.untimed()
 
-    def after_validation(self, step: int, loss: float, text: str) -> None:
-        self.logger.log_validation(step, loss)
+    def after_validation(self, step: int, loss: float, reports: dict[str, float], text: str) -> None:
+        self.logger.log_validation(step, loss, **reports)
         if text:
             self.logger.log_sample(step, text)
 

@@ -8,9 +8,17 @@ reference.py defines each again, for whole logits in one process.
 
 from titan_linear.config import Config
 from titan_linear.losses.cross_entropy import CrossEntropy
+from titan_linear.losses.distillation import Distillation
+from titan_linear.losses.dpo import DPO
 from titan_linear.losses.loss import Loss, Targets
+from titan_linear.losses.policy import Policy
 
-LOSSES: dict[str, type[Loss]] = {"cross_entropy": CrossEntropy}
+LOSSES: dict[str, type[Loss]] = {
+    "cross_entropy": CrossEntropy,
+    "distillation": Distillation,
+    "dpo": DPO,
+    "policy": Policy,
+}
 
 
 def build_loss(config: Config) -> Loss:

@@ -11,13 +11,17 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from titan_linear.config import schema
-from titan_linear.losses.loss import Targets
+from titan_linear.losses.loss import Loss, Targets
 from titan_linear.ops.cross_entropy import ChunkedLogits, Rows, cross_entropy
 
 
 @dataclass(frozen=True)
-class CrossEntropy:
+class CrossEntropy(Loss):
     keys: schema.CrossEntropy = field(default_factory=schema.CrossEntropy)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return ()
 
     def __call__(self, logits: ChunkedLogits, batch: Targets) -> Tensor:
         smoothing, z_loss = self.keys.label_smoothing, self.keys.z_loss

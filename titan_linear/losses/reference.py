@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,27 +19,65 @@ class Document(NamedTuple):
     labels: Tensor  # [n]
     columns: dict[str, Tensor]  # "weights" [n], others [n] or [n, k]
 
+    @property
+    def logprobs(self) -> Tensor:
+        return self.logits.log_softmax(-1).gather(1, self.labels[:, None])[:, 0]
 
-def mean(documents: Sequence[Document], terms: Callable[[Document], Tensor], normalise: str) -> Tensor:
-    """The mean of the terms of tokens [n], by their weights; of documents or streams if these count alike."""
-    groups = {
-        "token": [[*documents]],
-        "document": [[document] for document in documents],
-        "stream": [[d for d in documents if d.stream == i] for i in {d.stream for d in documents}],
+
+def loss(name: str, documents: Sequence[Document], keys: Any, normalise: str) -> Tensor:
+    """The mean over tokens, or over documents, by their weights."""
+    counts = {
+        "token": [1 for _ in documents],
+        "document": [len(d.labels) for d in documents],
+        "stream": [sum(len(other.labels) for other in documents if other.stream == d.stream) for d in documents],
     }[normalise]
-    loss = weight = torch.tensor(0.0, dtype=torch.float64)
-    for group in groups:
-        weights = torch.cat([document.columns["weights"] for document in group])
-        values = torch.cat([terms(document) for document in group])
-        count = max(len(weights), 1) if normalise != "token" else 1
-        loss = loss + (weights * values).sum() / count
-        weight = weight + weights.sum() / count
-    return loss / weight
+    weights = [d.columns["weights"] / max(count, 1) for d, count in zip(documents, counts)]
+    total = torch.cat(weights).sum()
+    if name == "dpo":
+        pairs = zip(documents[0::2], documents[1::2], weights[0::2], weights[1::2])
+        parts = [((w.sum() + v.sum()), chosen, rejected) for chosen, rejected, w, v in pairs]
+        return sum(weight * dpo(chosen, rejected, keys) for weight, chosen, rejected in parts if weight) / total
+    terms = {"cross_entropy": cross_entropy, "distillation": distillation, "policy": policy}[name]
+    return sum((w * terms(d, keys)).sum() for d, w in zip(documents, weights) if len(w)) / total
 
 
 def cross_entropy(document: Document, keys: schema.CrossEntropy) -> Tensor:
     """[n]"""
-    logprobs = document.logits.log_softmax(-1)
-    of_label = -logprobs.gather(1, document.labels[:, None])[:, 0]
-    smooth = (1 - keys.label_smoothing) * of_label - keys.label_smoothing * logprobs.mean(-1)
+    uniform = document.logits.log_softmax(-1).mean(-1)
+    smooth = -(1 - keys.label_smoothing) * document.logprobs - keys.label_smoothing * uniform
     return smooth + keys.z_loss * document.logits.exp().sum(-1).log() ** 2
+
+
+def distillation(document: Document, keys: schema.Distillation) -> Tensor:
+    """[n]"""
+    p = (document.logits / keys.temperature).softmax(-1)
+    ids, q = document.columns["teacher_ids"].long(), document.columns["teacher_logprobs"].exp()
+    among = torch.zeros_like(p, dtype=torch.bool).scatter(1, ids, True)
+    p_rest, q_rest = (p * ~among).sum(-1), 1 - q.sum(-1)
+    kl = (q * (q / p.gather(1, ids)).log()).sum(-1) + q_rest * (q_rest / p_rest).log()
+    return keys.temperature**2 * kl
+
+
+def dpo(chosen: Document, rejected: Document, keys: schema.DPO) -> Tensor:
+    def reward(document: Document) -> Tensor:
+        ratio = document.logprobs
+        if not keys.reference_free:
+            ratio = ratio - document.columns["reference"]
+        return ratio.mean() if keys.length_normalised else ratio.sum()
+
+    return -torch.sigmoid(keys.beta * (reward(chosen) - reward(rejected)) - keys.margin).log()
+
+
+def policy(document: Document, keys: schema.Policy) -> Tensor:
+    """[n]; of sequences n times the same."""
+    ratio = (document.logprobs - document.columns["behaviour"]).exp()
+    advantages = document.columns["advantages"]
+    if keys.level == "sequence":
+        ratio = ratio.prod() ** (1 / len(ratio)) * torch.ones_like(ratio)
+        advantages = advantages.mean() * torch.ones_like(ratio)
+    clipped = ratio.clamp(1 - keys.clip_low, 1 + keys.clip_high)
+    objective = torch.minimum(ratio * advantages, clipped * advantages)
+    if not keys.kl:
+        return -objective
+    to_reference = document.columns["reference"] - document.logprobs
+    return -objective + keys.kl * (to_reference.exp() - to_reference - 1)

@@ -242,7 +242,8 @@ class Decoder(nn.Module):
         """
         if labels is not None:
             loss = partial(ChunkedLogits.sum, ids=labels.flatten(), terms=cross_entropy)
-        later = plan.later if loss is not None else None
+        learns = loss is not None and torch.is_grad_enabled()
+        later = plan.later if learns else None
         x, *embedded = self.embedded(tokens if later is None else torch.cat([tokens, later.tokens])).split(len(tokens))
         between = Between()
         x = self.through(range(self.config.num_layers), x, plan, caches, between)
@@ -256,7 +257,7 @@ class Decoder(nn.Module):
         out = self.head(
             x if logits_to_keep is None else x[:, -logits_to_keep:], loss, loss_chunk, further if later else None
         )
-        for balance in between.balances if loss is not None else []:
+        for balance in between.balances if learns else []:
             out = out + balance_weight * (balance - balance.detach())
         return out
 

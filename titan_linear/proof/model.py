@@ -80,13 +80,15 @@ def in_one_process(subject: Subject, whole: Decoder) -> Step:
     device = subject.device
     plan = plan_of(subject, bounds, batch.num_streams, to_device(later(batch, subject.model.mtp_layers), device))
     columns = {name: column.to(device) for name, column in batch.columns.items()}
-    micro = MicroBatch(batch.tokens.to(device), batch.labels.to(device), plan, batch.streams, columns)
+    micro = MicroBatch(
+        batch.tokens.to(device), batch.labels.to(device), plan, batch.streams, columns, batch.num_documents
+    )
     of = partial(build_loss(subject.config), batch=micro)
     chunk = subject.config.training.loss_chunk_size
     whole.use(subject.config.model.impl, device, subject.dtype).zero_grad(set_to_none=True)
     with torch.autograd.set_multithreading_enabled(False), Trace(whole) as trace, ComputeCopies(whole, subject.dtype):
         balance = weight / batch.tokens.numel()
-        loss = whole(micro.tokens, plan, loss=of, loss_chunk=chunk, balance_weight=balance) / weight
+        loss = whole(micro.tokens, plan, loss=of, loss_chunk=chunk, balance_weight=balance).flatten()[0] / weight
         loss.backward()
     gradients = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
     whole.zero_grad(set_to_none=True)
@@ -111,7 +113,7 @@ def on_all_ranks(subject: Subject, whole: Decoder) -> Split:
             losses, _ = passes_of(subject, model, dims, dims.groups["world"], STREAMS).run()
         sum_as_fsdp(model, dims)
         sum_gradients(gradient_sums(model, dims))
-        return losses.sum(), dims, model, trace
+        return losses.view(len(losses), -1)[:, 0].sum(), dims, model, trace
 
     ranks = on_ranks(subject.degrees, on_rank)
     passed = _together(subject, [(dims, trace) for _, dims, _, trace in ranks])

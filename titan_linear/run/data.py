@@ -33,11 +33,14 @@ from titan_linear.data import (
     Targets,
     Texts,
     Tokenizer,
+    WholeStreams,
     cached_corpus,
     open_corpus,
     split_corpus,
 )
+from titan_linear.data.corpus.scores import with_scores
 from titan_linear.distributed.groups import of_all_ranks
+from titan_linear.losses import Loss, build_loss
 from titan_linear.models.config import ModelConfig, fingerprint
 from titan_linear.run.build import under_key
 from titan_linear.storage.hf_io import open_folder
@@ -53,7 +56,8 @@ def open_corpora(config: Config, tokenizer: Tokenizer) -> list[Corpus]:
     if v.enable and v.dataset_path:
         own = texts_of(config.training, config, tokenizer)
         wanted.append((replace(own, path=v.dataset_path, path_key="validation.dataset_path"), False))
-    return [open_corpus(texts, with_paths=with_paths) for texts, with_paths in wanted]
+    corpora = [open_corpus(texts, with_paths=with_paths) for texts, with_paths in wanted]
+    return with_scores(corpora, config.loss.scores)
 
 
 def texts_of(source: Training | Source, config: Config, tokenizer: Tokenizer) -> Texts:
@@ -103,21 +107,42 @@ def build_streams(config: Config, tokenizer: Tokenizer, progress: Progress | Non
     corpora = open_corpora(config, tokenizer)
     trained = corpora[: len(given)]
     own = corpora[len(given) :]
-    targets = Targets(config.loss.normalise)
+    loss = build_loss(config)
+    for corpus in corpora:
+        check_columns(config, loss, corpus)
+    normalise = config.loss.normalise
+    auto = "document" if loss.group else "token"
+    targets = Targets(auto if normalise == "auto" else normalise, loss.columns, loss.group)
+    make = WholeStreams if loss.group else PackedStreams
     holdout = v.holdout if v.enable and not own else 0.0
 
     def sides(split: str) -> list[Side]:
         return [_side(source, corpus, holdout, split) for source, corpus in zip(given, trained, strict=True)]
 
-    packed = [PackedStreams(side, seq_len=t.seq_len, seed=seed, targets=targets) for side in sides("train")]
+    packed = [make(side, seq_len=t.seq_len, seed=seed, targets=targets) for side in sides("train")]
     streams = _mixed(config, packed, progress) if t.mixture else packed[0].of_lengths(lengths(config))
     if not v.enable:
         return streams, None
     held_out = [split_corpus(corpus, 0.0, "train") for corpus in own] or sides("validation")
-    passes = [PackedStreams(side, seq_len=t.seq_len, seed=seed, repeat=False, targets=targets) for side in held_out]
+    passes = [make(side, seq_len=t.seq_len, seed=seed, repeat=False, targets=targets) for side in held_out]
     if not t.mixture:
         return streams, passes[0]
     return streams, MixedStreams(dict(zip(streams.sources, passes, strict=True)), seed=seed, repeat=False)
+
+
+def check_columns(config: Config, loss: Loss, corpus: Corpus) -> None:
+    """Raise ValueError if a corpus has not what the loss reads."""
+    name = f"loss.name = {config.loss.name!r}"
+    if corpus.group != max(loss.group, 1):
+        kinds = {1: "single documents", 2: "pairs of documents (training.dataset_format = 'preference')"}
+        raise ValueError(
+            f"{name} takes {kinds[max(loss.group, 1)]}, and {corpus.folder} holds {kinds[corpus.group]}; change one"
+        )
+    if missing := [column for column in loss.columns if column not in corpus.columns]:
+        raise ValueError(
+            f"{name} reads the column {missing[0]!r}, and {corpus.folder} has none; name the records' field in "
+            "training.dataset_columns, or have titan-linear score write it"
+        )
 
 
 def _side(source: Training | Source, corpus: Corpus, holdout: float, split: str) -> Side:

@@ -297,8 +297,9 @@ class Evaluation:
     ask: Callable[[], None]
 
     @torch.no_grad()
-    def validate(self) -> float:
-        """The loss, in nats per token, over the held-out documents (or the first validation.steps streams of them)."""
+    def validate(self) -> list[float]:
+        """The loss, in nats per token, and its reports, over the held-out documents (or the first validation.steps
+        streams of them)."""
         v = self.config.validation
         chunk = self.config.training.loss_chunk_size
         batches = validation_batches(
@@ -308,16 +309,16 @@ class Evaluation:
             dp_degree=self.dims.dp,
             limit=v.steps,
         )
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        total = torch.zeros(2 + len(self.loss.reports), dtype=torch.float64, device=self.device)
         for batch in batches:
             self.ask()
             micro = self.sharding(batch)
             loss = partial(self.loss, batch=micro)
             with self.precision:
-                total[0] += self.model(micro.tokens, micro.plan, loss=loss, loss_chunk=chunk)
-            total[1] += batch.weight / self.dims.copies
+                total[1:] += self.model(micro.tokens, micro.plan, loss=loss, loss_chunk=chunk)
+            total[0] += batch.weight / self.dims.copies
         dist.all_reduce(total)
-        return (total[0] / total[1]).item()
+        return (total[1:] / total[0]).tolist()
 
     def text(self, prompt: str, tokens: int) -> str:
         """The prompt and the model's continuation; "" if no tokens are asked for."""

@@ -158,6 +158,7 @@ class StepNumbers(NamedTuple):
     loss: Tensor
     grad_norm: Tensor  # 2-norm of all gradients
     signal: Tensor
+    reports: tuple[Tensor, ...] = ()  # of the loss
 
     def finite(self) -> Tensor:
         """Whether loss and norm are."""
@@ -168,16 +169,18 @@ def step_numbers(loss: Tensor, parameters: Iterable[nn.Parameter], signal: int) 
     """The step's numbers, from one collective. The host does not wait.
 
     Args:
-        loss: this rank's part of the sum.
+        loss: this rank's part of the sum; [1 + reports] with those of the loss's reports.
         parameters: those whose gradients, or shards of them, this rank counts (`counted_parameters`).
         signal: this rank's; the highest of all ranks is taken.
     """
     grads = [p.grad for p in parameters if p.grad is not None]
-    row = torch.stack([loss.double(), sum_of_squares(grads, loss.device), torch.full_like(loss, signal).double()])
+    sums = loss.double().flatten()
+    row = torch.stack([*sums, sum_of_squares(grads, loss.device), torch.full_like(sums[0], signal)])
     rows = row.new_empty(dist.get_world_size() * len(row))
     dist.all_gather_into_tensor(rows, row)
-    losses, squares, signals = rows.view(-1, len(row)).unbind(1)
-    return StepNumbers(losses.sum(), squares.sum().sqrt(), signals.max())
+    *sums, squares, signals = rows.view(-1, len(row)).unbind(1)
+    loss, *reports = (x.sum() for x in sums)
+    return StepNumbers(loss, squares.sum().sqrt(), signals.max(), tuple(reports))
 
 
 @torch.no_grad()
@@ -216,7 +219,7 @@ def update(optimizer: torch.optim.AdamW, numbers: StepNumbers, lr: float, max_no
     read; with Muon too.
     """
     if any(group["params"][0].device.type != numbers.loss.device.type for group in optimizer.param_groups):
-        numbers = StepNumbers(*torch.stack(numbers).cpu())
+        numbers = StepNumbers(*torch.stack(numbers[:3]).cpu())
     for group in optimizer.param_groups:
         group["lr"] = lr
         scale_gradients(group["params"], numbers.grad_norm, max_norm)
@@ -240,6 +243,7 @@ class Reading(NamedTuple):
     loss: float
     grad_norm: float
     signal: float
+    reports: list[float]  # of the loss
     seen: list[float]  # what telemetry asked for
 
 
@@ -247,7 +251,8 @@ class HostCopy:
     """A step's numbers on their way from the device to the host, which may go on working until it calls `wait`."""
 
     def __init__(self, step: StepNumbers, *seen: Tensor):
-        numbers = torch.cat([torch.stack(step), *seen])
+        numbers = torch.cat([torch.stack([*step[:3], *step.reports]), *seen])
+        self.reports = len(step.reports)
         self.arrived = torch.cuda.Event() if numbers.is_cuda else None
         self.numbers = torch.empty_like(numbers, device="cpu", pin_memory=numbers.is_cuda)
         self.numbers.copy_(numbers, non_blocking=True)
@@ -257,5 +262,5 @@ class HostCopy:
     def wait(self) -> Reading:
         if self.arrived is not None:
             self.arrived.synchronize()
-        loss, grad_norm, signal, *seen = self.numbers.tolist()
-        return Reading(loss, grad_norm, signal, seen)
+        loss, grad_norm, signal, *more = self.numbers.tolist()
+        return Reading(loss, grad_norm, signal, more[: self.reports], more[self.reports :])

@@ -53,9 +53,9 @@ class Forward:
             self.inside = inside.pop_all()
 
     def backward(self) -> Tensor:
-        """Return this rank's part of the loss; gradients accumulate, as sums over the step's tokens."""
+        """Return this rank's part of the loss and of its reports; gradients accumulate, as sums over the step."""
         with self.inside, torch.autograd.set_multithreading_enabled(False):  # a separate thread doubles the host's time
-            self.loss.backward()
+            self.loss.flatten()[0].backward()
         return self.loss.detach()
 
     def drop(self) -> None:
@@ -106,7 +106,8 @@ class Passes:
 
     def run(self, ask: Callable[[int], None] = lambda done: None) -> tuple[Tensor, list[tuple[int, ...]]]:
         """Compute the next step's gradients; return for each micro-batch this rank's part of the loss, [micro-steps]
-        float64, and its streams. `ask` is called before each micro-step with the number of those done, and may raise.
+        float64 (with reports [micro-steps, 1 + reports]), and its streams. `ask` is called before each micro-step with
+        the number of those done, and may raise.
         """
         tokens, batches = self.begun[:2] if self.begun else self.feed.next_step()
         losses, streams = [], []

@@ -56,7 +56,7 @@ class Update:
         The host does not wait for the device, except with offload or Muon.
 
         Args:
-            losses: [micro-steps], this rank's parts (`Passes.run`).
+            losses: [micro-steps], or [micro-steps, 1 + reports], this rank's parts (`Passes.run`).
             step: the step's number, from 1.
             signal: this rank's; the highest of all ranks is taken.
 
@@ -64,7 +64,7 @@ class Update:
         """
         sum_gradients(self.sums)
         # The signal goes with the loss, so that all ranks stop at the same step.
-        numbers = step_numbers(losses.sum(), self.counted, signal)
+        numbers = step_numbers(losses.sum(0), self.counted, signal)
         watching = self.telemetry is not None and self.telemetry.on
         if watching:
             self.telemetry.gradients(self.counted)

@@ -215,14 +215,19 @@ def _stored(run: Path) -> Config:
 
 
 def config_of(checkpoint: Path) -> Config:
-    """The configuration of the run that a step-N folder belongs to.
+    """The configuration of the run that a step-N folder belongs to (`config_path`)."""
+    return load_config(["--job.config_file", str(config_path(checkpoint))])
+
+
+def config_path(checkpoint: Path) -> Path:
+    """The config.toml of the run that a step-N folder belongs to.
 
     Raises:
         ValueError: no folder above it is a run's.
     """
     for folder in checkpoint.resolve().parents:
         if (folder / CONFIG).is_file():
-            return load_config(["--job.config_file", str(folder / CONFIG)])
+            return folder / CONFIG
     raise ValueError(
         f"no folder above '{checkpoint}' has the {CONFIG} of its run; keep checkpoints in their run's folder, and of "
         "one that titan-linear convert from-hf made give the Hugging Face folder"

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from titan_linear.data.corpus.chat import Completions, Conversations, Ids, MaskedTokens
+from titan_linear.data.corpus.chat import Completions, Conversations, Ids, MaskedTokens, Preferences
 from titan_linear.data.corpus.columns import with_columns
 from titan_linear.data.corpus.corpus import (
     ANSWERS_FORMAT,
@@ -97,13 +97,17 @@ class Texts:
     @cached_property
     def encoder(self) -> Encoder:
         """What encodes documents: for texts the tokenizer, for conversations a `RecordEncoder`."""
-        makers = {"messages": Conversations, "completion": Completions, "tokens": Ids}
+        makers = {"messages": Conversations, "completion": Completions, "tokens": Ids, "preference": Preferences}
         return self.tokenizer if self.dataset_format == "text" else makers[self.dataset_format](self.tokenizer)
 
     @property
     def format(self) -> str:
         plain = self.dataset_format == "text" and "weights" not in self.columns
         return FORMAT if plain else ANSWERS_FORMAT
+
+    @property
+    def group(self) -> int:
+        return 2 if self.dataset_format == "preference" else 1
 
     @cached_property
     def content(self) -> str:
@@ -269,7 +273,7 @@ def _same_texts(caches: Path, texts: Texts) -> Path | None:
 
 def _tokenise_into(folder: Path, texts: Texts) -> None:
     columns = {name: dtype for name, dtype in texts.columns.items() if name != "weights"}
-    new = Journal(texts.key, texts.content, answers=texts.format == ANSWERS_FORMAT, columns=columns)
+    new = Journal(texts.key, texts.content, answers=texts.format == ANSWERS_FORMAT, columns=columns, group=texts.group)
     journal = _resumable(folder, texts) or new
     if journal.read:
         print(f"continuing where tokenising was stopped, after {journal.num_documents:,} documents")
@@ -296,7 +300,7 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Tokens, None, None]:
     doing = f"tokenising {texts.dataset}"
     bar = progress(None, doing, total, initial=journal.size, unit="B", unit_scale=True, smoothing=0)
     # A chat template runs in a worker (chat.py).
-    least = int(texts.dataset_format == "messages" and may_have_children())
+    least = int(texts.dataset_format in ("messages", "preference") and may_have_children())
     with bar, closing(tokenise(texts.encoder, documents, max(least, worker_count(total)))) as encoded:
         for document, tokens in encoded:
             bar.update(min(document.size, total - bar.n))  # sizes of rows are fractions, whose sum may pass the total
@@ -307,10 +311,12 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Tokens, None, None]:
             journal.size += document.size
             if isinstance(tokens, np.ndarray):
                 tokens = _ended(document, tokens, eos)
-            if isinstance(tokens, MaskedTokens) and texts.columns:
-                tokens = with_columns(tokens, document.columns, texts.columns, journal.widths)
+            parts = tokens if isinstance(tokens, list) else [tokens]
+            if texts.columns and not isinstance(tokens, str):
+                parts = with_columns(parts, document.columns, texts, journal.widths)
+                tokens = parts if isinstance(parts, str) else tokens
             if not isinstance(tokens, str):
-                yield tokens
+                yield from parts
             elif tokens:  # what is wrong with it
                 _meet_bad_document(f"{document.origin}: {tokens}", texts, journal)
             else:

@@ -6,6 +6,8 @@
     completion   `prompt` and `completion`, two texts, each tokenised by itself, without a space that the tokenizer puts
                  before texts, and the end token; what follows the prompt is trained on
     tokens       `tokens`, a list of ids, all of which are trained on
+    preference   `chosen` and `rejected`, two documents: texts that follow `prompt`, or lists of messages, of which only
+                 the answers count that the other one lacks
 
 A chat template is somebody else's jinja2 program. It runs in jinja2's sandbox, in a process of its own, which ends if
 one text takes SECONDS, and sees the record and the names of special tokens, and nothing else: no clock either
@@ -32,7 +34,7 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
-from itertools import compress
+from itertools import compress, takewhile
 from typing import Any, NamedTuple, Protocol
 
 import jinja2
@@ -118,6 +120,38 @@ class Ids:
         if not (isinstance(tokens, list) and tokens and all(type(x) is int and 0 <= x < size for x in tokens)):
             return f"'tokens' is no list of numbers from 0 to {size - 1}, those of the tokenizer's tokens"
         return MaskedTokens(np.array(tokens), np.ones(len(tokens), dtype=bool))
+
+
+class Preferences:
+    """`chosen` and `rejected`: texts that follow a `prompt`, or messages (those of a `prompt`, and more)."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._texts = Completions(tokenizer)
+        has_template = isinstance(tokenizer, HuggingFaceTokenizer) and "default" in tokenizer.chat_templates
+        self._chats = Conversations(tokenizer) if has_template else None
+        self.fingerprint = f"preference-1 {self._chats.fingerprint if self._chats else ''}"
+
+    def encode_batch(self, records: Sequence[Record]) -> list[list[MaskedTokens] | str]:
+        return [self._encode(record) for record in records]
+
+    def _encode(self, record: Record) -> list[MaskedTokens] | str:
+        prompt, texts = record.get("prompt"), [record["chosen"], record["rejected"]]
+        if isinstance(texts[0], str):
+            pair = self._texts.encode_batch([{"prompt": prompt or "", "completion": text} for text in texts])
+        elif self._chats is None or not all(map(_are_objects, texts)):
+            return "'chosen' and 'rejected' are no two texts, nor messages for a tokenizer with a chat template"
+        else:
+            before = prompt if _are_objects(prompt) else []
+            shared = sum(takewhile(bool, (a == b for a, b in zip(*texts))))
+            chats = [[*before, *messages] for messages in texts]
+            shared += len(before)
+            pair = self._chats.encode_batch(
+                [
+                    {**record, "messages": [*({**m, "weight": 0} for m in messages[:shared]), *messages[shared:]]}
+                    for messages in chats
+                ]
+            )
+        return next((problem for problem in pair if isinstance(problem, str)), pair)
 
 
 class Conversations:

@@ -1,19 +1,25 @@
 """Columns: numbers beside a document's tokens, one or several for each, as a record has them.
 
 A record's field is one number, for all of its tokens, or a list with one for each token; or with a list of n numbers
-for each. The number beside a token is about predicting this token. The column "weights" says how much each token
-counts: it multiplies what the conversation itself says of its answers.
+for each. A record of two documents has a list of two such. The number beside a token is about predicting this token.
+The column "weights" says how much each token counts: it multiplies what the conversation itself says of its answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from titan_linear.data.corpus.chat import MaskedTokens
+from titan_linear.data.corpus.tokenizer import Tokenizer
+
+
+class Texts(Protocol):
+    columns: Mapping[str, str]  # fields that are read, and their dtypes
+    tokenizer: Tokenizer
 
 
 class DocumentTokens(NamedTuple):
@@ -25,32 +31,44 @@ class DocumentTokens(NamedTuple):
 
 
 def with_columns(
-    document: MaskedTokens, values: Mapping[str, Any], dtypes: Mapping[str, str], widths: MutableMapping[str, int]
-) -> DocumentTokens | str:
-    """The document with these columns, or what is wrong with one.
+    documents: Sequence[MaskedTokens], values: Mapping[str, Any], texts: Texts, widths: MutableMapping[str, int]
+) -> list[DocumentTokens] | str:
+    """A record's documents with their columns, or what is wrong with one.
 
     widths: numbers for each token in the documents so far, 0 for columns without lists; this one's are added.
     """
-    ids, loss_mask = document
-    columns = {}
-    for name, dtype in dtypes.items():
-        try:
-            column = np.asarray(values[name], dtype=np.float64)
-        except (TypeError, ValueError):
-            return f"{name!r} is no number and no list of numbers, or of lists that are equally long"
-        if column.ndim == 0:
-            column = np.full(len(ids), column)
-        if len(column) != len(ids) or column.ndim > 2:
-            return (
-                f"{name!r} has {len(column):,} rows, and the document {len(ids):,} tokens with its end; give one each"
-            )
-        width = column.shape[1] if column.ndim == 2 else 0
-        if widths.setdefault(name, width) != width:
-            return (
-                f"{name!r} has {width} numbers for a token, and {widths[name]} in documents before; let all have those"
-            )
-        if not np.isfinite(column).all() or (name == "weights" and (width or column.min() < 0)):
-            return f"{name!r} has a number that is not finite, or a weight below 0, or several; correct it"
-        columns[name] = column.astype(dtype)
-    weights = columns.pop("weights", None)
-    return DocumentTokens(ids, loss_mask if weights is None else loss_mask * weights, columns)
+    columns: list[dict[str, np.ndarray]] = [{} for _ in documents]
+    for name, dtype in texts.columns.items():
+        of_each = [values[name]] if len(documents) == 1 else values[name]
+        if len(documents) > 1 and not (isinstance(of_each, list) and len(of_each) == len(documents)):
+            return f"{name!r} is no list of {len(documents)}, one for each of its documents; give that"
+        for document, value, into in zip(documents, of_each, columns):
+            column = _column(name, value, len(document.tokens), widths)
+            if isinstance(column, str):
+                return f"{name!r} {column}"
+            if dtype == "<i4" and not ((column >= 0) & (column < texts.tokenizer.vocab_size)).all():
+                return f"{name!r} has ids outside the vocabulary, 0 to {texts.tokenizer.vocab_size - 1}; correct it"
+            into[name] = column.astype(dtype)
+    weights = [of_document.pop("weights", None) for of_document in columns]
+    return [
+        DocumentTokens(ids, loss_mask if weight is None else loss_mask * weight, of_document)
+        for (ids, loss_mask), weight, of_document in zip(documents, weights, columns)
+    ]
+
+
+def _column(name: str, value: Any, tokens: int, widths: MutableMapping[str, int]) -> np.ndarray | str:
+    """The numbers beside a document's tokens, [tokens] or [tokens, width], or what is wrong with them."""
+    try:
+        column = np.asarray(value, dtype=np.float64)
+    except (TypeError, ValueError):
+        return "is no number and no list of numbers, or of lists that are equally long"
+    if column.ndim == 0:
+        column = np.full(tokens, column)
+    if len(column) != tokens or column.ndim > 2:
+        return f"has {len(column):,} rows, and the document {tokens:,} tokens with its end; give one each"
+    width = column.shape[1] if column.ndim == 2 else 0
+    if widths.setdefault(name, width) != width:
+        return f"has {width} numbers for a token, and {widths[name]} in documents before; let all have those"
+    if not np.isfinite(column).all() or (name == "weights" and (width or column.min() < 0)):
+        return "has a number that is not finite, or a weight below 0, or several; correct it"
+    return column

@@ -79,6 +79,11 @@ class Corpus:
         return len(self.tokens)
 
     @property
+    def group(self) -> int:
+        """How many documents belong together: 2 in a corpus of pairs."""
+        return self.info.get("group", 1)
+
+    @property
     def fingerprint(self) -> str:
         """Identifies the content: these tokens, as these documents, in this order, and which of them are trained
         on. The tokenizer has a fingerprint of its own."""

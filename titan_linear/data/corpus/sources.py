@@ -46,6 +46,7 @@ RECORD_FIELDS = {
     "messages": (("messages",), ("conversations", "system", "tools", "chat_template_kwargs")),
     "completion": (("prompt", "completion"), ()),
     "tokens": (("tokens",), ()),
+    "preference": (("chosen", "rejected"), ("prompt", "tools", "chat_template_kwargs")),
 }
 _OTHER_NAMES = {"messages": "conversations"}  # ShareGPT's
 FORMATS = ("text", *RECORD_FIELDS)

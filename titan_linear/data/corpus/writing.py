@@ -58,11 +58,13 @@ def write_corpus(
     *,
     answers: bool = False,
     columns: Mapping[str, str] = MappingProxyType({}),
+    pairs: bool = False,
 ) -> None:
     """Writes a corpus from documents that are tokens already, each [n] integers with its eos if it is to have one.
 
     answers: each document is its tokens and their loss mask, [n] bool, or float32: their weights; otherwise all tokens
     are trained on. columns: names and dtypes of columns that each document has, as a `DocumentTokens`.
+    pairs: each two documents are one, the chosen one first.
     ValueError: the folder exists, there is no document, a document is empty, of another shape or type, or has an id
     outside the vocabulary.
     """
@@ -70,7 +72,7 @@ def write_corpus(
     with locked(folder):
         if folder.exists():
             raise ValueError(f"{folder} exists already; choose another folder")
-        write_into(folder, iter(documents), tokenizer, Journal(answers=answers, columns=dict(columns)))
+        write_into(folder, iter(documents), tokenizer, Journal(answers=answers, columns=dict(columns), group=1 + pairs))
 
 
 class BadDocument(ValueError):
@@ -96,6 +98,7 @@ class Journal:
     weighted: bool = False  # some of these have another weight than 1
     columns: dict[str, str] = field(default_factory=dict)  # name → dtype
     widths: dict[str, int] = field(default_factory=dict)  # name → numbers for each token; 0: one, without a list
+    group: int = 1  # documents that belong together
     num_ended: int = 0  # documents whose last answer ends in the end token
     files_read: int = 0  # text files that have been read to their ends
     num_files: int = 0  # those of them whose ends are in files.bin
@@ -177,6 +180,8 @@ def _info(
         "source": source,
         "files": files,
     }
+    if journal.group > 1:
+        info["group"] = journal.group
     if journal.columns:
         info["columns"] = {name: [dtype, journal.widths[name]] for name, dtype in journal.columns.items()}
     if journal.texts:
@@ -215,6 +220,8 @@ def _write_arrays(folder: Path, documents: Iterator[Tokens], tokenizer: Tokenize
                 journaled = time.monotonic()
         if not journal.num_documents:
             raise ValueError(f"no documents to write to {folder}; give one at least")
+        if journal.num_documents % journal.group:
+            raise ValueError(f"{journal.num_documents:,} documents for {folder} are no pairs; give each its other one")
         if FILE_ENDS in files:
             files[FILE_ENDS].write(_file_ends(journal))
         _sync_files(files)

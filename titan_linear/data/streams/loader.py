@@ -142,6 +142,10 @@ def _collate(streams: list[Stream], indices: tuple[int, ...]) -> Batch:
 
     seq_len = len(streams[0].tokens)
     edges = [stream.cu_seqlens[1:] + j * seq_len for j, stream in enumerate(streams)]
+    columns = {name: joined(stream.columns[name] for stream in streams) for name in streams[0].columns}
+    counts = [len(stream.cu_seqlens) // 2 * 2 for stream in streams]  # documents, with padding so that pairs stay pairs
+    if "document" in columns:
+        columns["document"] += torch.from_numpy(np.repeat(np.cumsum([0, *counts[:-1]]), seq_len))
     return Batch(
         tokens=joined(stream.tokens for stream in streams),
         labels=joined(stream.labels for stream in streams),
@@ -149,5 +153,6 @@ def _collate(streams: list[Stream], indices: tuple[int, ...]) -> Batch:
         position_ids=joined(stream.position_ids for stream in streams),
         num_streams=len(streams),
         streams=indices,
-        columns={name: joined(stream.columns[name] for stream in streams) for name in streams[0].columns},
+        columns=columns,
+        num_documents=sum(counts),
     )

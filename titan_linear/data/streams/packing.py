@@ -90,7 +90,9 @@ class Pooled:
     def _pool(self, epoch: int, pool: int) -> tuple[np.ndarray, np.ndarray]:
         """A pool's documents in their order [n], and their lengths [n]."""
         documents = self.side.documents(self._bundles(epoch, pool * POOL, (pool + 1) * POOL))
-        order = documents[np.argsort(_draws(self.seed, epoch, len(documents), stream=pool + 1), kind="stable")]
+        groups = documents.reshape(-1, self.side.corpus.group)
+        order = np.argsort(_draws(self.seed, epoch, len(groups), stream=pool + 1), kind="stable")
+        order = groups[order].ravel()
         return order, document_lengths(self.side.corpus, order)
 
     def _pool_ends(self, epoch: int) -> np.ndarray:
@@ -179,10 +181,12 @@ class Targets:
 
     normalise: what weights of labels are divided by: the number of labels in their document or stream, or nothing.
     columns: of the corpus.
+    group: number of documents that follow each other and are whole in one stream; 0: streams cut documents.
     """
 
     normalise: str = "token"
     columns: tuple[str, ...] = ()
+    group: int = 0
 
 
 @dataclass(frozen=True)
@@ -252,9 +256,7 @@ class PackedStreams:
         i = operator.index(i)
         if i < 0 or (not self.repeat and i >= len(self)):
             raise IndexError(f"stream {i}")
-        start, seq_len = self.place(i)
-        stop = start + seq_len
-        starts, lengths, next_token = self._runs(start, stop if self.repeat else min(stop, self.num_tokens))
+        starts, lengths, next_token = self._parts(i)
         edges = np.concatenate([[0], np.cumsum(lengths)])
         within = np.arange(edges[-1]) - np.repeat(edges[:-1], lengths)
         positions = np.repeat(starts, lengths) + within
@@ -268,7 +270,15 @@ class PackedStreams:
             column = self.corpus.columns[name][np.minimum(positions + 1, self.corpus.num_tokens - 1)]
             column[labels == IGNORE] = 0
             columns[name] = column
-        return self._padded(tokens, labels, edges, within, columns, seq_len)
+        if self.targets.group:
+            columns["document"] = np.repeat(np.arange(len(lengths)), lengths)
+        return self._padded(tokens, labels, edges, within, columns, self.place(i)[1])
+
+    def _parts(self, i: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """`_runs` of stream i."""
+        start, seq_len = self.place(i)
+        stop = start + seq_len
+        return self._runs(start, stop if self.repeat else min(stop, self.num_tokens))
 
     def _divided(self, weights: np.ndarray, edges: np.ndarray) -> np.ndarray:
         """The weights of labels, divided as `targets.normalise` says, [T]."""
@@ -280,17 +290,14 @@ class PackedStreams:
 
     def runs(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """Where the documents of stream i begin in the corpus's tokens [n], and how many tokens of each it has [n]."""
-        assert self.repeat
-        start, seq_len = self.place(i)
-        starts, lengths, _ = self._runs(start, start + seq_len)
-        return starts, lengths
+        return self._parts(i)[:2]
 
     def padding(self) -> Stream:
         """A stream of padding only: it gives a rank as many streams as the others have."""
         none = np.zeros(0, dtype=np.int64)
-        columns = {"weights": none.astype(np.float32)} | {
-            name: self.corpus.columns[name][:0] for name in self.targets.columns
-        }
+        columns = {"weights": none.astype(np.float32)}
+        columns |= {name: self.corpus.columns[name][:0] for name in self.targets.columns}
+        columns |= {"document": none} if self.targets.group else {}
         return self._padded(none, none, np.zeros(1, dtype=np.int64), none, columns, self.seq_len)
 
     def _padded(

@@ -56,7 +56,8 @@ class Side:
         documents = documents[documents < self.corpus.num_documents]
         if not self.holdout:  # all are trained on
             return documents
-        return documents[(self.corpus.hashes[documents] < _threshold(self.holdout)) == (self.split == "validation")]
+        first = documents // self.corpus.group * self.corpus.group  # of a pair, both go with the first
+        return documents[(self.corpus.hashes[first] < _threshold(self.holdout)) == (self.split == "validation")]
 
 
 def split_corpus(corpus: Corpus, holdout: float, split: str) -> Side:
@@ -149,7 +150,8 @@ def _sums(corpus: Corpus, threshold: np.uint64) -> np.ndarray:
         all_of_it = np.diff(np.append(offsets[:-1:BUNDLE], offsets[-1]))
         held_out = np.zeros_like(all_of_it)
         if threshold:
-            lengths = np.diff(offsets) * (read(corpus.hashes, low, high) < threshold)
+            hashes = read(corpus.hashes, low, high)[:: corpus.group].repeat(corpus.group)
+            lengths = np.diff(offsets) * (hashes < threshold)
             held_out = np.add.reduceat(lengths, np.arange(0, high - low, BUNDLE))
         ends[:, first + 1 : first + 1 + len(all_of_it)] = all_of_it - held_out, held_out
 

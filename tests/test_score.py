@@ -1,0 +1,121 @@
+"""titan-linear score: the log-probabilities of whole logits, under splits, resumed; and the runs that read them."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from tests.keys import argv_of
+from tests.records import change_json, write_lines
+from tests.test_train import OWN_FLAVORS, SPLITS
+from titan_linear import score
+from titan_linear.config import load_config
+from titan_linear.data import ByteTokenizer, open_corpus
+from titan_linear.data.corpus.corpus import column_file, open_column
+from titan_linear.data.corpus.scores import SCORES, differences
+from titan_linear.models.plan import BatchPlan
+from titan_linear.models.presets import OWN
+from titan_linear.run.build import open_tokenizer
+from titan_linear.run.data import open_corpora, texts_of
+from titan_linear.train import Trainer
+
+TOP = 4
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    """Of pairs, the longest of which fills a stream."""
+    folder, rng = tmp_path_factory.mktemp("texts"), random.Random(0)
+    texts = lambda n: "".join(rng.choices("abcdef", k=n))  # noqa: E731
+    records = [{"chosen": texts(rng.randint(1, 30)), "rejected": texts(rng.randint(1, 30))} for _ in range(20)]
+    records.append({"chosen": texts(50), "rejected": texts(12)})
+    return {
+        "model.name": "hybrid",
+        "model.flavor": "small",
+        "training.dataset": "jsonl",
+        "training.dataset_format": "preference",
+        "training.dataset_path": write_lines(folder / "pairs.jsonl", records),
+        "training.dtype": "float64",
+        "training.seq_len": 64,
+        "training.loss_chunk_size": 48,
+        "checkpoint.enable": "false",
+        "metrics.enable_tensorboard": "false",
+        "job.dump_folder": folder / "run",
+    }
+
+
+def scored(rank, world_size, argv):
+    OWN["hybrid"] |= OWN_FLAVORS
+    args, keys = score.parse(argv)
+    score.Scorer(args, load_config(keys)).run()
+
+
+def exact(rank, world_size, argv):
+    """Of each document: log p of its tokens but the first, and the likeliest."""
+    OWN["hybrid"] |= OWN_FLAVORS
+    config = load_config(argv)
+    model, found = Trainer(config).model, {}
+    corpus = open_corpus(texts_of(config.training, config, open_tokenizer(config)))
+    for begin, end in zip(corpus.offsets[:-1], corpus.offsets[1:]):
+        tokens = torch.from_numpy(corpus.tokens[begin:end].astype(np.int64))
+        with torch.no_grad():
+            logprobs = model(tokens[None], BatchPlan(torch.arange(len(tokens))))[0, :-1].log_softmax(-1)
+        found[begin] = logprobs.gather(1, tokens[1:, None])[:, 0].numpy(), *map(np.array, logprobs.topk(TOP))
+    return found
+
+
+def columns(folder):
+    kinds = {"reference": ("<f4", 0), "teacher_ids": ("<i4", TOP), "teacher_logprobs": ("<f4", TOP)}
+    return {name: open_column(folder, name, *kind) for name, kind in kinds.items()}
+
+
+@pytest.mark.parametrize("name", ["one process", "dp 2", "cp 2 zig-zag", "tp 2 x cp 2 zig-zag"])
+def test_scores_are_those_of_whole_logits(name, keys, tmp_path, worlds):
+    processes, split = SPLITS.get(name, (1, {}))
+    argv = ["--output", str(tmp_path / "scores"), "--top-k", str(TOP), *argv_of(keys | split)]
+    worlds(processes).run(scored, argv)
+    got = columns(tmp_path / "scores")
+    for begin, (logprobs, best, ids) in (
+        worlds(1).run(exact, argv_of(keys, loss__name="dpo", dpo__reference_free="true"))[0].items()
+    ):
+        rows = slice(begin + 1, begin + 1 + len(logprobs))
+        np.testing.assert_allclose(got["reference"][rows], logprobs, rtol=1e-7)
+        np.testing.assert_allclose(got["teacher_logprobs"][rows], best, rtol=1e-7)
+        assert (got["teacher_ids"][rows] == ids).all() and got["reference"][begin] == 0
+
+
+def test_it_goes_on_where_it_was_stopped_and_is_compared(keys, tmp_path, worlds):
+    def run(name, *more):
+        worlds(1).run(scored, ["--output", str(tmp_path / name), "--top-k", str(TOP), *more, *argv_of(keys)])
+        return tmp_path / name
+
+    whole, half = run("whole"), run("half")
+    assert differences(whole, half) == {name: (0.0, 0) for name in columns(whole)}
+    column = np.memmap(half / column_file("reference"), "<f4", mode="r+")
+    before = column.copy()
+    column[:] = 7
+    column.flush()
+    change_json(half / SCORES, {"next_stream": 2})
+    with pytest.raises(ValueError, match=r"is scored to stream 2 of \d+; run the same titan-linear score again"):
+        differences(whole, half)
+    run("half")
+    kept = columns(half)["reference"] == 7
+    assert kept.any() and not kept.all() and (kept | (columns(half)["reference"] == before)).all()
+    apart, token = differences(whole, half)["reference"]
+    assert kept[token] and apart == (7 - before)[kept].max()
+    with pytest.raises(AssertionError, match="holds scores of other weights, texts or columns; choose another"):
+        run("half", "--temperature", "2")
+
+
+def test_a_loss_reads_scores_of_its_own_texts_alone(keys, tmp_path, worlds):
+    worlds(1).run(scored, ["--output", str(tmp_path), *argv_of(keys)])
+    config = load_config(argv_of(keys, loss__name="dpo", loss__scores=f'["{tmp_path}"]'))
+    (corpus,) = open_corpora(config, ByteTokenizer())
+    assert corpus.columns["reference"].any()
+    other = write_lines(tmp_path / "other.jsonl", [{"chosen": "yes", "rejected": "no"}])
+    config = load_config(argv_of(keys | {"training.dataset_path": other}, loss__scores=f'["{tmp_path}"]'))
+    with pytest.raises(ValueError, match=r"loss\.scores: .* is of another corpus or tokenizer"):
+        open_corpora(config, ByteTokenizer())

@@ -1,0 +1,41 @@
+"""Distillation: KL(teacher ‖ student) over the teacher's likeliest k tokens and all others as one class.
+
+At temperature τ both are softmax(z / τ), and the loss is τ² times as large, which keeps gradients' size (Hinton et al.
+2015). The columns hold the teacher's log-probabilities at that temperature.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from titan_linear.config import schema
+from titan_linear.losses.loss import Loss, Targets, column
+from titan_linear.ops.cross_entropy import ChunkedLogits, Rows
+
+
+@dataclass(frozen=True)
+class Distillation(Loss):
+    keys: schema.Distillation = field(default_factory=schema.Distillation)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return ("teacher_ids", "teacher_logprobs")
+
+    def __call__(self, logits: ChunkedLogits, batch: Targets) -> Tensor:
+        tau = self.keys.temperature
+        ids = torch.cat([batch.labels.unsqueeze(-1), batch.columns["teacher_ids"]], -1)[0]
+
+        def terms(rows: Rows, tokens: slice) -> Tensor:
+            student = rows.logprobs[:, 1:]
+            teacher = column(batch, "teacher_logprobs", student)[tokens]
+            q = teacher.exp()
+            others_q = (1 - q.sum(1)).clamp(min=0)
+            others_p = (1 - student.exp().sum(1)).clamp(min=torch.finfo(student.dtype).eps)
+            others = torch.xlogy(others_q, others_q) - others_q * others_p.log()
+            kl = (q * (teacher - student)).sum(1) + others
+            return tau**2 * column(batch, "weights", kl)[tokens] * kl
+
+        return replace(logits, x=logits.x / tau).sum(ids, terms)
