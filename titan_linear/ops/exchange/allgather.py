@@ -25,6 +25,7 @@ from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.torch.attention import (
     Attention,
+    Rows,
     attend_spans,
     attend_spans_backward,
     empty_gradients,
@@ -155,19 +156,10 @@ def allgather_backward(
     gradients, gradients_of_keys = _Arrivals(), _Arrivals()
 
     def compute(came: Came) -> Triple:
-        k_slice, v_slice, (lse_rows, *rest) = came
-        do_rows, q_rows, o_rows = (x[None] for x in rest)
-        return attend_spans_backward(
-            do_rows,
-            q_rows,
-            k_slice[None],
-            v_slice[None],
-            o_rows,
-            lse_rows.T[None].contiguous(),
-            scale,
-            causal,
-            Spans(*spans),
-        )
+        k_slice, v_slice, (lse_rows, do_rows, q_rows, o_rows) = came
+        lse_rows = lse_rows.T.contiguous()
+        rows = Rows(*(x[None] for x in (do_rows, q_rows, k_slice, v_slice, o_rows, lse_rows)))
+        return attend_spans_backward(rows, scale, causal, Spans(*spans))
 
     rows_of = [lse[0].T, do[0], q[0], o[0]]
     heads = heads_of_slice(pairs, q, k, v)

@@ -23,6 +23,7 @@ from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.torch.attention import (
     Attention,
+    Rows,
     attend,
     attend_backward,
     attend_spans,
@@ -104,15 +105,17 @@ def ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     acc, D = accumulator_dtype(q.dtype), k.shape[-1]
     kv = _Travelling(k, v, group, stride, int(hops))
-    grads = attend_spans_backward(do, q, k, v, o, lse, scale, causal, Spans(*squares))
+    rows = Rows(do, q, k, v, o, lse)
+    grads = attend_spans_backward(rows, scale, causal, Spans(*squares))
     dq = grads[0].to(acc)
     home = torch.cat(grads[1:], dim=-1).to(acc)  # home: dK|dV of this rank's keys
     gradient = _FollowingGradient(home, group, stride, kv.hops)
     for hop, blocks in enumerate(_by_hop(by_hop, kv.hops)):
         k_hop, v_hop = kv.arrive(hop)
+        rows = rows._replace(k=k_hop, v=v_hop)
         dkv = home if hop == 0 else gradient.blank(hop)
         for rectangle in blocks:
-            _add_rectangle(rectangle, do, q, k_hop, v_hop, o, lse, scale, dq, dkv)
+            _add_rectangle(rectangle, rows, scale, dq, dkv)
         if hop:
             gradient.depart(hop)
     gradient.come_home()
@@ -130,14 +133,14 @@ def _by_hop(by_hop: Tensor, hops: int) -> Iterator[list[Rectangle]]:
         yield [Rectangle((a, b), (c, d)) for h, a, b, c, d in rows if h == hop]
 
 
-def _add_rectangle(rectangle: Rectangle, do, q, k, v, o, lse, scale: float, dq, dkv) -> None:
+def _add_rectangle(rectangle: Rectangle, rows: Rows, scale: float, dq: Tensor, dkv: Tensor) -> None:
     """Add the gradients of one rectangle to dq [1, T, Hq, D] and dkv [1, T, Hkv, D + Dv]."""
     (a, b), (c, d) = rectangle
-    rows = do[:, a:b], q[:, a:b], k[:, c:d], v[:, c:d], o[:, a:b], lse[:, :, a:b]
-    dq_block, dk_block, dv_block = attend_backward(*rows, scale, causal=False)
+    D = rows.k.shape[-1]
+    dq_block, dk_block, dv_block = attend_backward(rows.block(slice(a, b), slice(c, d)), scale, causal=False)
     dq[:, a:b] += dq_block
-    dkv[:, c:d, :, : k.shape[-1]] += dk_block
-    dkv[:, c:d, :, k.shape[-1] :] += dv_block
+    dkv[:, c:d, :, :D] += dk_block
+    dkv[:, c:d, :, D:] += dv_block
 
 
 class _Travelling:

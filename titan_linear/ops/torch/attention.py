@@ -17,7 +17,7 @@ k [B, Tk, Hkv, D], v [B, Tk, Hkv, Dv], o like q with Dv, lse [B, Hq, Tq] in fp32
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,6 +71,21 @@ def empty_gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> 
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+class Rows(NamedTuple):
+    """What backward reads of some queries, and of keys."""
+
+    do: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor  # merged
+    lse: Tensor  # [B, Hq, Tq], merged
+
+    def block(self, i: slice, j: slice) -> Rows:
+        """Queries i and keys j."""
+        return Rows(self.do[:, i], self.q[:, i], self.k[:, j], self.v[:, j], self.o[:, i], self.lse[:, :, i])
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Pair:
     """One block: (o, lse). `causal` needs Tq <= Tk and is aligned to the end; every length is at least 1."""
     assert q.shape[1] and k.shape[1] and (q.shape[1] <= k.shape[1] or not causal)
@@ -84,24 +99,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Pair:
     return o.to(q.dtype), lse
 
 
-def attend_backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    scale: float,
-    causal: bool,
-) -> Triple:
-    """(dq, dk, dv) of one block, given the merged o [B, Tq, Hq, Dv] and lse [B, Hq, Tq]."""
-    past = k.shape[1] - q.shape[1] if causal else 0
-    kernel = _kernel_of(q, k, v)
+def attend_backward(x: Rows, scale: float, causal: bool) -> Triple:
+    """(dq, dk, dv) of one block."""
+    past = x.k.shape[1] - x.q.shape[1] if causal else 0
+    kernel = _kernel_of(x.q, x.k, x.v)
     if not past or kernel in TO_THE_END:
-        return ATTENTION.load(kernel).backward(do, q, k, v, o, lse, scale, causal)
-    dq, *square = attend_backward(do, q, k[:, past:], v[:, past:], o, lse, scale, causal)
-    dq_past, *rectangle = attend_backward(do, q, k[:, :past], v[:, :past], o, lse, scale, causal=False)
-    acc = accumulator_dtype(q.dtype)
+        return ATTENTION.load(kernel).backward(*x, scale, causal)
+    dq, *square = attend_backward(x.block(slice(None), slice(past, None)), scale, causal)
+    dq_past, *rectangle = attend_backward(x.block(slice(None), slice(past)), scale, causal=False)
+    acc = accumulator_dtype(x.q.dtype)
     dk, dv = (torch.cat(parts, dim=1) for parts in zip(rectangle, square, strict=True))
     return dq.to(acc) + dq_past.to(acc), dk, dv
 
@@ -117,27 +123,14 @@ def attend_spans(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, sp
     return torch.cat([o for o, _ in parts], dim=1), torch.cat([lse for _, lse in parts], dim=2)
 
 
-def attend_spans_backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    scale: float,
-    causal: bool,
-    spans: Spans | None,
-) -> Triple:
-    """(dq, dk, dv) of `attend_spans`, given the merged o and lse."""
+def attend_spans_backward(x: Rows, scale: float, causal: bool, spans: Spans | None) -> Triple:
+    """(dq, dk, dv) of `attend_spans`."""
     if spans is None or len(spans.q) == 2:
-        return attend_backward(do, q, k, v, o, lse, scale, causal)
-    kernel = _packed_kernel(q, v, spans)
+        return attend_backward(x, scale, causal)
+    kernel = _packed_kernel(x.q, x.v, spans)
     if kernel in TO_THE_END:
-        return ATTENTION.load(kernel).backward(do, q, k, v, o, lse, scale, causal, spans.varlen())
-    parts = [
-        attend_backward(do[:, i], q[:, i], k[:, j], v[:, j], o[:, i], lse[:, :, i], scale, causal)
-        for i, j in spans.rows()
-    ]
+        return ATTENTION.load(kernel).backward(*x, scale, causal, spans.varlen())
+    parts = [attend_backward(x.block(i, j), scale, causal) for i, j in spans.rows()]
     dq, dk, dv = (torch.cat(grads, dim=1) for grads in zip(*parts, strict=True))
     return dq, dk, dv
 
@@ -200,7 +193,7 @@ def attention_backward(
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads = attend_spans_backward(do, q, k, v, o, lse, scale, causal, Spans(*spans) if spans else None)
+    grads = attend_spans_backward(Rows(do, q, k, v, o, lse), scale, causal, Spans(*spans) if spans else None)
     dq, dk, dv = (grad.to(x.dtype).contiguous() for grad, x in zip(grads, (q, k, v), strict=True))
     return dq, dk, dv
 
