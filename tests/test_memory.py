@@ -80,7 +80,7 @@ def test_checkpointing_takes_memory_in_order(name):
     model, kept, sums = preset(name, "debug"), [], []
     for mode in ("full", "attention", "selective", "none"):
         config = load_config(["--model.name", name, "--activation_checkpoint.mode", mode], cuda=True)
-        kept.append(sum(memory.saved(config, memory.layers(model, memory.Batch.of(config)))))
+        kept.append(sum(memory.saved(config, memory.layers(model, memory.Batch.of(config)))[0]))
         sums.append(sum(memory.moments(config, model, gpus=1)["fullest layer"].values()))
     assert kept == sorted(set(kept)) and sums == sorted(sums) and sums[0] < sums[-1]
 
@@ -96,7 +96,7 @@ def test_layers_that_are_not_recomputed_keep_what_they_keep(compiled):
         config = changed(load_config([f"--compile.enable={compiled}"], cuda=True), keys)
         counted = memory.layers(model, memory.Batch.of(config))
         fullest = memory.moments(config, model, 1)["fullest layer"]
-        return memory.saved(config, counted), fullest["activations"] + fullest["working"]
+        return list(memory.saved(config, counted)[0]), fullest["activations"] + fullest["working"]
 
     counted = memory.layers(model, memory.Batch.of(load_config([], cuda=True)))
     working = [(layer.compiled if compiled == "true" else layer.plain).working for layer in counted]

@@ -13,13 +13,13 @@
 Milliseconds on the GPU, forward and forward + backward, with a cold L2 cache and the host ahead, as in a training step
 (`timed`); q and k are normalised beforehand; all in bfloat16. --gates log: float32 log decays, computed beforehand;
 raw: bfloat16 projections, as our mixers and FLA's give them, of which the op computes the decays; "ssd" always takes
-raw time steps, beside mamba_ssm; FLA's simple_gla and RWKV-7 come behind what makes decays of these. Heads are K × V as
+raw time steps, beside mamba_ssm; FLA's RWKV-7 comes behind what makes decays of these. Heads are K × V as
 `--dims` says; 16/64: 16 query and 64 value heads. "packed" has ten documents. The floor is the bytes of inputs, outputs
 and gradients divided by the copy bandwidth measured in the same run; GB/s are those bytes divided by the time, TFLOP/s
 count the chunked algorithm's products (`Op.flops`). "kept": bytes per token and value head held between forward and
 backward, apart from inputs and output. "peak": GiB above the inputs. "host": the milliseconds that the host takes to
-queue forward + backward; if they exceed the GPU's time, the GPU waits. FLA's GDN and simple_gla run without their guard
-against wrong numbers on Hopper: times only.
+queue forward + backward; if they exceed the GPU's time, the GPU waits. FLA's GDN runs without its guard against wrong
+numbers on Hopper: times only.
 
 --candidates: also rows of the op with one of its kernels launched by each combination of these values, in place of the
 configuration for these dims (ops/triton/configs.py); one that does not fit gives its reason. The numbers of one that
@@ -33,7 +33,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain, product
@@ -43,7 +42,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, randn
-from torch.nn.functional import normalize, softplus
+from torch.nn.functional import normalize
 from triton.testing import do_bench
 
 from titan_linear.commands import command_parser, line, table
@@ -158,7 +157,7 @@ def delta_flops(K: int, V: int) -> tuple[int, int]:
 # --- Peers -----------------------------------------------------------------------------------------------------------
 
 
-LIBRARIES = {"FLA": "fla", "FLA safe_gate": "fla", "mamba_ssm": "mamba_ssm", "FlashQLA": "flash_qla", "cuDNN": "cudnn"}
+LIBRARIES = {"FLA": "fla", "mamba_ssm": "mamba_ssm", "FlashQLA": "flash_qla", "cuDNN": "cudnn"}
 
 
 def late(module: str, name: str) -> Callable[..., Any]:
@@ -173,30 +172,6 @@ def fla_gdn(**x: Any) -> tuple[Tensor, Tensor | None]:
 
     chunk_o.TRITON_ABOVE_3_7_1 = True
     return chunk_gated_delta_rule(**x)
-
-
-def fla_ssd(
-    *,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    dt_bias: Tensor,
-    dt_softplus: bool,
-    cu_seqlens: Tensor,
-) -> tuple[Tensor, Tensor | None]:
-    """FLA's recurrence of this form, which has as many keys as values, under chunk_ssd's arguments; as in fla_gdn."""
-    from fla.ops.common import chunk_o
-    from fla.ops.simple_gla import chunk_simple_gla
-
-    chunk_o.TRITON_ABOVE_3_7_1 = True
-    dt = softplus(dt + dt_bias)
-    q, k = (t.repeat_interleave(x.shape[2] // t.shape[2], dim=2) for t in (C, B))
-    v = (x * dt.unsqueeze(-1)).to(x.dtype)
-    o, _ = chunk_simple_gla(q, k, v, g=dt * A, scale=1.0, cu_seqlens=cu_seqlens)
-    return o + D.unsqueeze(-1).to(x.dtype) * x, None
 
 
 def mamba_ssd(*, cu_seqlens: Tensor, **x: Any) -> tuple[Tensor, None]:
@@ -257,7 +232,7 @@ OPS = {
         raw=None,
         inputs=ssd_inputs,
         flops=ssd_flops,
-        peers={"FLA": fla_ssd, "mamba_ssm": mamba_ssd},
+        peers={"mamba_ssm": mamba_ssd},
     ),
     "rwkv7": Op(
         chunk_rwkv7,
@@ -265,7 +240,7 @@ OPS = {
         raw={"use_gate_in_kernel": True},
         inputs=rwkv7_inputs,
         flops=rwkv7_flops,
-        peers={"FLA": fla_rwkv7, "FLA safe_gate": partial(fla_rwkv7, safe_gate=True, chunk_size=64)},
+        peers={"FLA": fla_rwkv7},
         dims=(64, 64),  # the widest heads that its kernels take
     ),
 }

@@ -215,7 +215,7 @@ def memory_table(config: Config, setting: Setting) -> str:
     rows.append(("sum", *(f"{sums[name] / GIB:.2f}" for name in at)))
     verdict = "fits" if total <= (1 - SPARE) * size else "does not fit"
     counted = layers(model, Batch.of(config, mean))
-    each = Counter(zip((of.name for of in model.layers), saved(config, counted), strict=True))
+    each = Counter(zip((of.name for of in model.layers), saved(config, counted)[0], strict=True))
     kept = ", ".join(f"{number} {name} {number * value / GIB:.2f}" for (name, value), number in each.items())
     host = host_memory(config, model, gpus) / GIB
     ranks = min(gpus, machine.node_size)

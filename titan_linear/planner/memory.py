@@ -54,7 +54,7 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import CPContext, build_cp_context
 from titan_linear.ops.registry import OPS
 from titan_linear.ops.runtime.support import Target, short
-from titan_linear.planner.counting import Layer, Memory, count
+from titan_linear.planner.counting import Layer, count
 from titan_linear.run.build import DTYPES, unallocated
 from titan_linear.step.optimizer import hidden_matrices
 
@@ -299,11 +299,12 @@ def moments(config: Config, model: ModelConfig, gpus: int, mean: int | None = No
     stored = here + u.whole * widened(DTYPES[config.training.dtype]).itemsize
     accumulates = micro_steps(config, gpus) > 1
     accumulated = stored if accumulates else 0
-    kept, copies = saved(config, counted), _copies(config, u)
+    kept, again, working = saved(config, counted)
+    copies = _copies(config, u)
     held = list(accumulate(kept))  # when a layer's backward begins
-    again, working = zip(*(_in_backward(config, i, layer) for i, layer in enumerate(counted)), strict=True)
     fullest = max(range(len(counted)), key=lambda i: held[i] + again[i] + working[i])
-    around = _around(model, u, batch)
+    # The gradient of the residual stream (for the final norm in float32 too) and that of the head's weight.
+    around = model.dim * batch.tokens * (u.types.compute + 4) + u.vocabulary * u.types.compute
     optimizer = 2 * stored - (0 if u.offloaded else u.muon * u.types.stored)
     begins = {"gradients": accumulated, "copies": copies, "activations": sum(kept)}
     ends = {"gradients": stored, "copies": copies, "activations": held[0] + again[0], "working": around + working[0]}
@@ -334,32 +335,16 @@ def host_memory(config: Config, model: ModelConfig, gpus: int) -> int:
     return sum(2 * (1 << (n - 1).bit_length()) + 2 * n for n in each) - u.muon * u.types.stored
 
 
-def saved(config: Config, counted: list[Layer]) -> list[int]:
-    """Bytes that each layer keeps from forward until its backward begins."""
-    return [_saved(config, i, layer) for i, layer in enumerate(counted)]
-
-
-def _saved(config: Config, i: int, layer: Layer) -> int:
-    of = _memory_of(config, layer)
-    mode = layer_checkpointing(config.activation_checkpoint, i)
-    kept = {"selective": of.selective, "attention": of.attention, "full": 0}
-    return of.kept if mode == "none" else layer.given + kept[mode]
-
-
-def _memory_of(config: Config, layer: Layer) -> Memory:
-    return layer.compiled if config.compile.enable else layer.plain
-
-
-def _in_backward(config: Config, i: int, layer: Layer) -> tuple[int, int]:
-    """What layer i keeps while it is recomputed, 0 if it is not, and the most that its backward takes beside that."""
-    of = _memory_of(config, layer)
-    recomputed = layer_checkpointing(config.activation_checkpoint, i) != "none"
-    return of.kept if recomputed else 0, of.working
-
-
-def _around(model: ModelConfig, u: Units, batch: Batch) -> int:
-    """The gradient of the residual stream (for the final norm in float32 too) and the gradient of the head's weight."""
-    return model.dim * batch.tokens * (u.types.compute + 4) + u.vocabulary * u.types.compute
+def saved(config: Config, counted: list[Layer]) -> list[tuple[int, ...]]:
+    """Bytes of each layer: kept from forward until its backward begins; kept while it is recomputed, 0 if it is not;
+    the most that its backward takes beside that."""
+    found = []
+    for i, layer in enumerate(counted):
+        of = layer.compiled if config.compile.enable else layer.plain
+        mode = layer_checkpointing(config.activation_checkpoint, i)
+        kept = {"selective": of.selective, "attention": of.attention, "full": 0}
+        found.append((of.kept, 0, of.working) if mode == "none" else (layer.given + kept[mode], of.kept, of.working))
+    return [*zip(*found, strict=True)]
 
 
 def _copies(config: Config, u: Units) -> int:
