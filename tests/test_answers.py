@@ -1,9 +1,5 @@
 """Runs that learn answers alone: the same losses on any number of processes, and after a restart."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -66,7 +62,7 @@ def test_losses(tmp_path, worlds):
         assert begins_from == 1 and losses == pytest.approx(alone[1:], rel=1e-9)
 
 
-def long_prompts(folder: Path, **more: object) -> list[str]:
+def long_prompts(folder, **more):
     """The arguments of a run in most of whose streams there is no answer."""
     records = [{"prompt": f"{n}" + " and so on" * 30, "completion": "."} for n in range(20)]
     keys = {

@@ -1,7 +1,5 @@
 """A model's vocabulary and its tokenizer's; what a run says of its layers."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +13,7 @@ from titan_linear.run.data import check_alike
 from titan_linear.storage.step_folders import Content
 
 
-def tokenizer(size: int) -> SimpleNamespace:
+def tokenizer(size):
     return SimpleNamespace(vocab_size=size, fingerprint=str(size))
 
 

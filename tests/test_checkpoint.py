@@ -1,7 +1,5 @@
 """Checkpoints: bitwise under any mesh, whole or absent, damage noticed."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import errno
@@ -23,14 +21,14 @@ import time
 import types
 import zlib
 from functools import partial
-from pathlib import Path, PosixPath
+from pathlib import PosixPath
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.device_mesh import init_device_mesh
@@ -68,16 +66,7 @@ WRAPS = {
 # --- A sharded model, and gradients that depend on the weights alone -------------------------------------------------
 
 
-def build(
-    mesh: tuple[int, ...],
-    *,
-    seed: int = 0,
-    tied: bool = True,
-    wrap: str = "ac",
-    lr: float = LR,
-    fused: bool = True,
-    **changes,
-):
+def build(mesh, *, seed=0, tied=True, wrap="ac", lr=LR, fused=True, **changes):
     """As the trainer builds it: blocks wrapped and sharded; A_log and dt_bias replicated and plain.
 
     fused: AdamW takes one operation, whose last bits depend on where a shard ends.
@@ -95,19 +84,19 @@ def build(
     return model, torch.optim.AdamW(groups, lr=lr, weight_decay=0.1, fused=fused)
 
 
-def nowhere(tied: bool = True, **changes) -> Decoder:
+def nowhere(tied=True, **changes):
     """On the meta device, as before processes start."""
     return unallocated(ModelConfig(**CONFIG | dict(tie_embeddings=tied) | changes), torch.float32)
 
 
-def fill(model: nn.Module, seed: int) -> None:
+def fill(model, seed):
     initialise(model, seed)
     with torch.no_grad():
         for p in model.parameters():  # norms are ones: tell them apart
             p.add_(torch.sin(seed + 3 * p) if p.numel() else p)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def step(model, optimizer):
     """A real optimizer step, elementwise in the weights, so that it is the same under every mesh."""
     for p in model.parameters():
         p.grad = torch.sin(3 * p.detach()) + 0.1
@@ -115,7 +104,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def digests(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, str]:
+def digests(model, optimizer):
     """A hash of each whole tensor: weights, and the optimizer's state."""
     tensors = {}
     for name, p in model.named_parameters():
@@ -320,13 +309,13 @@ def test_missing_step(worlds, tmp_path):
 # --- Damage ----------------------------------------------------------------------------------------------------------
 
 
-def zero(file: Path) -> None:
+def zero(file):
     """The first 4 KB, or what there is."""
     with file.open("r+b") as stream:
         stream.write(bytes(min(4096, file.stat().st_size)))
 
 
-def flip(file: Path) -> None:
+def flip(file):
     data = bytearray(file.read_bytes())
     data[-2] ^= 1
     file.write_bytes(data)
@@ -388,14 +377,14 @@ def test_a_signal_ends_the_reading(monkeypatch, tmp_path):
     assert len(blocks) < 2 * 1024
 
 
-def write_manifest(folder: Path, files: dict, tensors: dict) -> None:
+def write_manifest(folder, files, tensors):
     """As whoever has the program can write it."""
     manifest = Manifest.model_construct(files=files, tensors=tensors)
     (folder / "manifest.json").write_text(manifest.signed().model_dump_json())
 
 
 @pytest.fixture
-def small(tmp_path) -> Path:
+def small(tmp_path):
     """A checkpoint of two tensors in one process."""
     checkpoints, state = tmp_path / "checkpoint", {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2)}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -455,7 +444,7 @@ def test_a_manifest_that_is_none(small, content):
 class Payload:
     """Unpickled, it makes a file."""
 
-    def __init__(self, file: Path):
+    def __init__(self, file):
         self.file = file
 
     def __reduce__(self):
@@ -507,13 +496,13 @@ def test_half_written_is_passed_over_and_removed(worlds, tmp_path):
 class Reading:
     """A data loader's state."""
 
-    def __init__(self, next_stream: int):
+    def __init__(self, next_stream):
         self.next_stream = next_stream
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self):
         return {"next_stream": torch.tensor(self.next_stream)}
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state):
         self.next_stream = int(state["next_stream"])
 
 

@@ -1,7 +1,5 @@
 """`titan-linear COMMAND …`: one entry for all commands."""
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 from pathlib import Path

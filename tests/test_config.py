@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys
@@ -40,7 +38,7 @@ def toml(tmp_path):
     return write
 
 
-def overrides(**keys: object) -> list[str]:
+def overrides(**keys):
     """overrides(training__steps=3): the command line that says so."""
     text = {True: "true", False: "false"}
     return [f"--{k.replace('__', '.')}={text[v] if isinstance(v, bool) else v}" for k, v in keys.items()]

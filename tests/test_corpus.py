@@ -1,10 +1,7 @@
 """titan-linear corpus: corpora written, and caches listed, checked and removed, and nothing else."""
 
-from __future__ import annotations
-
 import json
 import os
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +12,7 @@ from titan_linear.data.corpus.writing import locked
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     """A cache of texts, last used 40 days ago, in the user's folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(10)) + "[]\n")

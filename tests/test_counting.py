@@ -1,7 +1,5 @@
 """What is counted on the meta device against what layers compute and keep."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 
@@ -22,7 +20,7 @@ from titan_linear.ops import build_cp_context
 from titan_linear.ops.runtime.costs import Recurrence
 from titan_linear.ops.runtime.operators import SPECS, contexts
 from titan_linear.ops.triton import ssd
-from titan_linear.planner.counting import Layer, _OneKernelNorms, count
+from titan_linear.planner.counting import _OneKernelNorms, count
 from titan_linear.planner.memory import Batch, layers
 
 if not torch.cuda.is_available():
@@ -39,13 +37,13 @@ PLAIN = Batch(1024, 1, None, 1, "contiguous", "auto", "kcp", 1, 1, torch.bfloat1
 MODEL = replace(preset("hybrid", "debug"), dim=64, hidden_dim=96, pattern=MIXERS, num_layers=4)
 
 
-def plan(device: str) -> BatchPlan:
+def plan(device):
     cu_seqlens = torch.tensor([0, 100, T], dtype=torch.int32)
     context = build_cp_context(cu_seqlens, rank=0, world_size=1, device=torch.device(device))
     return BatchPlan(context.position_ids, cp_context=context)
 
 
-def counted(layer: int) -> Layer:
+def counted(layer):
     """By itself, in float32."""
     with torch.device("meta"):
         block = Decoder(MODEL).layers[layer]
@@ -115,7 +113,7 @@ class Backward(Inside):
         self.planned = SPECS[op.name().removeprefix("titan_linear::")].temporary(**given)
         return out
 
-    def ran(self, op, args, kwargs, out) -> None:
+    def ran(self, op, args, kwargs, out):
         if "empty" in op.name():
             self.found += out.nbytes
 

@@ -1,7 +1,5 @@
 """Streams that become longer: the same line of documents, the same run however it is split, resumed or compiled."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -30,7 +28,7 @@ KEYS = {
 LENGTHS, G = [16, 16, 24, 32, 48], 4
 
 
-def tokens(streams: PackedStreams | MixedStreams, indices: range) -> np.ndarray:
+def tokens(streams, indices):
     return np.concatenate([streams[i].tokens for i in indices])
 
 
@@ -65,7 +63,7 @@ def test_a_mixture_goes_on_in_each_source(corpus):
     short = {name: PackedStreams(one.line.side, seq_len=8, seed=seed) for seed, name in enumerate("ab")}
     phases = [Phase(0, {"a": 1.0, "b": 3.0}), Phase(10, {"a": 1.0, "b": 1.0})]
     mixed = MixedStreams(short, phases, seed=0, lengths=one.lengths)
-    own: dict[str, list[np.ndarray]] = {"a": [], "b": []}
+    own = {"a": [], "b": []}
     for i in range(G * 5):
         assert len(mixed[i].tokens) == LENGTHS[i // G]
         own[mixed.source(i)[0]].append(mixed[i].tokens)

@@ -1,7 +1,5 @@
 """What README and docs/ show runs and exists: programs, configurations, files."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
@@ -11,7 +9,6 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -39,7 +36,7 @@ from titan_linear.run.preflight import preflight
 ROOT = Path(__file__).parents[1]
 
 
-def program(page: str) -> dict[str, Any]:
+def program(page):
     """The names that the page's first Python program defines, as a module."""
     (code, *_) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL)
     module = sys.modules[page] = ModuleType(page)
@@ -98,7 +95,7 @@ TOMLS = sorted((ROOT / "train_configs").glob("*.toml"))
 PARSERS = {"convert": convert.parse, "corpus": corpora.parse, "generate": generate.parse}
 
 
-def commands_of(page: Path) -> list[str]:
+def commands_of(page):
     """Those in indented blocks, those of four words or more in a sentence, and those in a TOML's comments."""
     text = re.sub(r" *\\\n[ #]*", " ", page.read_text(encoding="utf-8") + "\n")
     lines = re.findall(r"^(?:#   |    )(.*)$", text, re.MULTILINE)
@@ -108,7 +105,7 @@ def commands_of(page: Path) -> list[str]:
 
 
 @pytest.fixture
-def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def checkout(tmp_path, monkeypatch):
     """run_train.sh and the configurations, where commands record their arguments and do nothing."""
     shutil.copy(ROOT / "run_train.sh", tmp_path)
     (tmp_path / "train_configs").symlink_to(ROOT / "train_configs")
@@ -125,7 +122,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def ran(checkout: Path, script: str) -> list[list[str]]:
+def ran(checkout, script):
     """Program, NGPU and arguments of each command."""
     done = subprocess.run(["bash", "-euc", script], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
@@ -157,7 +154,7 @@ def test_commands_are_complete_as_they_stand(page, checkout, capfd):
             starts(argv, ngpu, capfd)
 
 
-def starts(argv: list[str], ngpu: str, capfd: pytest.CaptureFixture) -> None:
+def starts(argv, ngpu, capfd):
     if "--help" in argv or "--print-config" in argv:
         with own_handlers():
             assert exit_of(launch.main, argv, capfd)[0] == 0
@@ -205,7 +202,7 @@ def test_the_demo_is_short_and_shows_everything(monkeypatch):
 MINE = ['--model.pattern=["gla", "attention"]', "--model.num_layers=2", "--model.gla={heads = 4, head_dim = 16}"]
 
 
-def mixer_of_the_page(patch: pytest.MonkeyPatch) -> dict[str, Any]:
+def mixer_of_the_page(patch):
     names = program("adding_a_mixer.md")
     patch.setitem(MIXERS, "gla", names["GLA"])
     return names

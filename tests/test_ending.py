@@ -4,8 +4,6 @@ On the CPU, what NCCL does is put in: `destroy_process_group` never returns, and
 one that is gone. The test is what torchrun is to the ranks: it has their store, and sends SIGTERM to what is left.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -40,7 +38,7 @@ RUN = {
 TIMEOUT = float(KEYS["hang"]["comm.train_timeout_seconds"])  # after which a hang is to be heard
 
 
-def rank_of_a_run(place: str, argv: list[str], output: Path, environment: dict[str, str]) -> None:
+def rank_of_a_run(place, argv, output, environment):
     os.setsid()
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
@@ -63,7 +61,7 @@ class Seen:
     ended: float  # seconds from the fault to the end
 
 
-def run(place: str, argv: list[str], folder: Path) -> Seen:
+def run(place, argv, folder):
     """The ranks of a run, as torchrun starts and ends them, but for the 30 seconds after which it kills."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
     here = {
@@ -87,7 +85,7 @@ def run(place: str, argv: list[str], folder: Path) -> Seen:
             rank.kill()
 
 
-def watch(place: str, ranks: list, output: Path) -> Seen:
+def watch(place, ranks, output):
     told, heard = False, Heard(place, output)
     while any(rank.exitcode is None for rank in ranks):
         heard.look()
@@ -102,20 +100,20 @@ def watch(place: str, ranks: list, output: Path) -> Seen:
 class Heard:
     """Waits for the line that a place has to give, in a run's output."""
 
-    def __init__(self, place: str, output: Path):
+    def __init__(self, place, output):
         self.place, self.output, self.at = place, output, None
 
-    def look(self) -> None:
+    def look(self):
         """Call it again and again while the run goes on."""
         time.sleep(0.05)
         if self.at is None and self._is_said():
             self.at = time.time()
 
-    def _is_said(self) -> bool:
+    def _is_said(self):
         after = self.output.read_text().partition(FAULT)[2]
         return any(part in after for part in says(self.place))
 
-    def seen(self, codes: list[int], timeout: float = TIMEOUT) -> Seen:
+    def seen(self, codes, timeout=TIMEOUT):
         ended, said = time.time(), self.output.read_text()
         after = said.partition(FAULT)[2]
         assert self._is_said(), said
@@ -143,7 +141,7 @@ COMMANDS = {
 ON_GPUS = {"comm.train_timeout_seconds": 20}  # kernels are compiled, of several runs at a time
 
 
-def launched(place: str, how: str, corpus: Path, folder: Path) -> Seen:
+def launched(place, how, corpus, folder):
     """A run of two processes, by a command of COMMANDS."""
     folder.mkdir()
     more = ON_GPUS if place == "hang" else {}
@@ -167,7 +165,7 @@ def launched(place: str, how: str, corpus: Path, folder: Path) -> Seen:
     return heard.seen([process.returncode], float(ON_GPUS["comm.train_timeout_seconds"]))
 
 
-def table(corpus: Path, folder: Path, processes: int) -> list[str]:
+def table(corpus, folder, processes):
     """All places by all commands; the rows, also written to the file that FAILURES names, that are not as they should
     be."""
     cases, wrong = list(product(PLACES, COMMANDS)), []

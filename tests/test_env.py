@@ -1,12 +1,9 @@
 """The set-up that run_train.sh and tests/run.sh share, without installing anything."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,7 +22,7 @@ esac
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path):
     """The set-up's files in a folder with a space in its name."""
     checkout = tmp_path / "a checkout"
     (checkout / "tools").mkdir(parents=True)
@@ -35,7 +32,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def find(checkout: Path, tmp_path: Path) -> Callable[..., tuple[subprocess.CompletedProcess, list[str]]]:
+def find(checkout, tmp_path):
     """find_python with the fake Python: what it says, and the commands that it ran."""
     (folder := tmp_path / "bin").mkdir()
     executable(folder / "python", FAKE)
@@ -48,12 +45,12 @@ def find(checkout: Path, tmp_path: Path) -> Callable[..., tuple[subprocess.Compl
     return find
 
 
-def executable(file: Path, text: str) -> None:
+def executable(file, text):
     file.write_text(text)
     file.chmod(0o755)
 
 
-def find_python(checkout: Path, path: Path, *extras: str, **environment: str) -> subprocess.CompletedProcess:
+def find_python(checkout, path, *extras, **environment):
     """find_python's PYTHON and PYTHONPATH, called elsewhere, with this PATH."""
     shell = 'set -euo pipefail; source "$0/tools/env.sh"; find_python "$@"; echo "$PYTHON|$PYTHONPATH"'
     command = [shutil.which("bash"), "-c", shell, checkout, *extras]

@@ -1,7 +1,5 @@
 """Hugging Face folders written beside the training: the same bytes as a conversion gives, and never in its way."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
@@ -11,7 +9,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 from safetensors.torch import load_file
@@ -21,10 +18,10 @@ from tests.processes import gone, until
 from tests.records import write_json
 from tests.test_train import arguments
 from titan_linear.commands import convert
-from titan_linear.config import Config, check_config, load_config
+from titan_linear.config import check_config, load_config
 from titan_linear.data import ByteTokenizer
 from titan_linear.distributed.process import StopSignal
-from titan_linear.hooks import Exports, Hook, StepResult, exports
+from titan_linear.hooks import Exports, Hook, exports
 from titan_linear.run.build import model_config
 from titan_linear.run.preflight import _check_checkpoint, preflight
 from titan_linear.train import Trainer
@@ -65,7 +62,7 @@ def test_a_checkpoint_is_exported_while_training_goes_on(corpus, worlds, tmp_pat
 
 
 class SignalAtStep2(Hook):
-    def after_step(self, done: StepResult) -> None:
+    def after_step(self, done):
         if done.step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -87,13 +84,13 @@ def test_a_stop_waits_for_no_export(corpus, worlds, tmp_path):
     assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-3"]
 
 
-def exported(config: Config, step: int) -> None:
+def exported(config, step):
     """Its name and its config.json."""
     exports.export_folder(config, step).mkdir()
     (exports.export_folder(config, step) / "config.json").touch()
 
 
-def saved(folder: Path, *steps: int) -> Config:
+def saved(folder, *steps):
     """A run that exports every second step; its checkpoints are but names."""
     for step in steps:
         (folder / "checkpoint" / f"step-{step}").mkdir(parents=True)
@@ -108,7 +105,7 @@ def saved(folder: Path, *steps: int) -> Config:
     return load_config(argv_of(keys))
 
 
-def runs(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+def runs(monkeypatch, code):
     """In place of the export: code that knows the folder that it is to write."""
     monkeypatch.setattr(exports, "command", lambda _, folder, __: [sys.executable, "-c", code, str(folder)])
 
@@ -193,7 +190,7 @@ def test_an_export_that_cannot_start_is_a_warning(lacking, said, monkeypatch, ca
     )
 
 
-def _raise(error: OSError) -> NoReturn:
+def _raise(error):
     raise error
 
 
@@ -233,7 +230,7 @@ signal.pause()
 """
 
 
-def begin_export(folder: Path) -> None:
+def begin_export(folder):
     """As a rank does, in a folder whose torch is SLOW."""
     os.chdir(folder)
     os.environ["PYTHONPATH"] = str(ROOT)

@@ -1,7 +1,5 @@
 """One function reads JSON, and says in a line what is wrong with a file."""
 
-from __future__ import annotations
-
 from itertools import count
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Products in float8: rounding, products and gradients, which projections take part, splits, compiled layers, plans."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.utils import counters
 
 from tests.keys import argv_of
 from tests.refusals import refused
 from tests.test_train import FLOAT64, SMALL_HYBRID, SPLITS, arguments, train_on_rank, worst
-from titan_linear.config import Config, check_config, load_config
+from titan_linear.config import check_config, load_config
 from titan_linear.distributed.compiling import apply_compile
 from titan_linear.models import float8
 from titan_linear.models.config import ModelConfig
@@ -41,11 +39,11 @@ E4M3 = torch.cat([E4M3[::2], E4M3[1::2]])  # of two that are as near, the one wi
 TALL = torch.logspace(-20, 8, 61, base=2.0)[:, None]  # rows of sizes far apart
 
 
-def draw(*shape: int, seed: int = 0) -> Tensor:
+def draw(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def rounded(x: Tensor) -> Tensor:
+def rounded(x):
     """The definition, by search: rows of x [R, C] float64 with the largest power of two that keeps them within 448,
     then the nearest of all numbers of e4m3."""
     scale = torch.exp2(torch.floor(torch.log2(448 / x.abs().amax(1, keepdim=True))))
@@ -53,7 +51,7 @@ def rounded(x: Tensor) -> Tensor:
     return E4M3[nearest] / scale
 
 
-def product(x: Tensor, w: Tensor) -> Tensor:
+def product(x, w):
     return rounded(x.flatten(0, -2)) @ rounded(w).T
 
 
@@ -100,20 +98,20 @@ class Two(nn.Module):
 
     float8 = (("one", "two"),)
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.one, self.two = projection(32, 16), projection(32, 48)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return project(x, self.one, self.two)
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch):
     monkeypatch.setattr(float8, "SMALLEST", 16)
 
 
-def in_float8(module: nn.Module) -> nn.Module:
+def in_float8(module):
     """As a layer of a model."""
     model = nn.Module()
     model.layers = nn.ModuleList([module])
@@ -121,18 +119,18 @@ def in_float8(module: nn.Module) -> nn.Module:
     return module
 
 
-def gradients(module: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
+def gradients(module, x, dy):
     x = x.clone().requires_grad_()
     y = module(x)
     return [y.detach(), *torch.autograd.grad(y, [x, *module.parameters()], dy)]
 
 
-def of_two(module: Two, x: Tensor, dy: Tensor) -> list[Tensor]:
+def of_two(module, x, dy):
     w = torch.cat([module.one.weight, module.two.weight]).detach()
     return [product(x, w), product(dy, w.T), *(dy.T @ x).split([16, 48])]
 
 
-def of_swiglu(module: SwiGLU, x: Tensor, dy: Tensor) -> list[Tensor]:
+def of_swiglu(module, x, dy):
     gate, up, down = (p.detach() for p in module.parameters())
     w = torch.cat([gate, up])
     gate_up = product(x, w).requires_grad_()
@@ -142,7 +140,7 @@ def of_swiglu(module: SwiGLU, x: Tensor, dy: Tensor) -> list[Tensor]:
     return [product(h.detach(), down), product(d, w.T), *(d.T @ x).chunk(2), dy.T @ h.detach()]
 
 
-def of_relu2(module: ReLU2, x: Tensor, dy: Tensor) -> list[Tensor]:
+def of_relu2(module, x, dy):
     up, down = (p.detach() for p in module.parameters())
     given = product(x, up).requires_grad_()
     h = F.relu(given).square()
@@ -255,7 +253,7 @@ def test_a_layer_is_one_graph():
 # --- What is refused -------------------------------------------------------------------------------------------------
 
 
-def config_of(**keys: object) -> Config:
+def config_of(**keys):
     given = {"model.name": "hybrid", "model.flavor": "1.3B", "float8.enable": "true"}
     return load_config(argv_of(given, **keys), cuda=True)
 

@@ -1,12 +1,9 @@
 """FLOPs as stated, against a count of what the PyTorch implementation dispatches."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import chain, pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 from tests.dispatch import Inside
 from tests.models.ours import initialised, labels_of, positions
 from titan_linear.config import load_config
-from titan_linear.models.config import Documents, MixerOptions, ModelConfig, MoEConfig
+from titan_linear.models.config import Documents, ModelConfig, MoEConfig
 from titan_linear.models.decoder import Block
 from titan_linear.models.mixers import GDN, KDA, MLA, RWKV7, Attention, Lightning, Mamba2, ShortConv
 from titan_linear.models.plan import BatchPlan, Later
@@ -27,7 +24,7 @@ from titan_linear.step.flops import forward_flops, known_peak, peak_tflops, toke
 aten = torch.ops.aten
 CHUNKED, PACKED = [64, 192, 128], [1, 70, 64, 150]  # documents of whole chunks, and of any length
 DIM = 24
-MIXERS: dict[str, MixerOptions] = {
+MIXERS = {
     "attention": Attention(heads=4, kv_heads=2, head_dim=8, qk_norm="head", output_gate=True),
     "plain attention": Attention(heads=2, kv_heads=2, head_dim=12),
     "mla": MLA(heads=4, kv_rank=16, nope_dim=8, shared_k_dim=4, v_dim=12),  # the CPU pads v to the keys
@@ -48,11 +45,11 @@ LATENT = replace(MOE, latent_dim=12)
 class Products(Inside):
     """Counts the operations of products by operator."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.counts: Counter[str] = Counter()
+        self.counts = Counter()
 
-    def ran(self, op: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
+    def ran(self, op, args, kwargs, out):
         packet = aten.addmm if op.overloadpacket is aten.addmm_ else op.overloadpacket
         if packet is aten._scaled_dot_product_flash_attention_for_cpu:
             (B, H, T, D), Dv, causal = args[0].shape, args[2].shape[-1], args[4]
@@ -66,15 +63,15 @@ class Products(Inside):
             self.counts[name] += flop_registry[packet](*args, **kwargs, out_val=out)
 
     @property
-    def total(self) -> int:
+    def total(self):
         return sum(self.counts.values())
 
 
-def model_of(mixer: MixerOptions, **options: object) -> ModelConfig:
+def model_of(mixer, **options):
     return ModelConfig(vocab_size=40, dim=DIM, pattern=(mixer,), num_layers=1, hidden_dim=32, **options)
 
 
-def plan_of(lengths: list[int]) -> tuple[BatchPlan, Documents]:
+def plan_of(lengths):
     bounds = np.cumsum([0, *lengths])
     cu = torch.from_numpy(bounds.astype(np.int32))
     return BatchPlan(positions(bounds.tolist()), cu_seqlens=cu), Documents.of(cu.numpy())
@@ -88,7 +85,7 @@ def stated(mixer: MixerOptions, documents: Documents) -> int:
 
 
 @torch.no_grad()
-def counted(model: ModelConfig, lengths: list[int]) -> Products:
+def counted(model, lengths):
     """Of the mixer's forward."""
     decoder, (plan, documents) = initialised(model), plan_of(lengths)
     with Products() as products:

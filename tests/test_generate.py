@@ -1,7 +1,5 @@
 """Generation: prefill and decoding give what one forward gives; sampling is a function of the seed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -13,7 +11,7 @@ from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer
 from titan_linear.distributed.mesh import build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
-from titan_linear.models.config import ModelConfig, MoEConfig
+from titan_linear.models.config import MoEConfig
 from titan_linear.models.decoder import Between, Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.mixers import MLA
@@ -48,7 +46,7 @@ MODELS = {
 }
 
 
-def build(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Decoder:
+def build(config, dtype=torch.float64):
     model = initialised(config, 1, dtype)
     return model
 
@@ -139,7 +137,7 @@ def test_drafts_change_no_text(name, monkeypatch):
     model = build(replace(preset(name, "debug"), mtp_layers=1, init_std=0.3))
     draft = _Reader.draft
 
-    def noted(reader: _Reader, tokens: list[int]) -> int:
+    def noted(reader, tokens):
         made[reader.length] = draft(reader, tokens)
         return made[reader.length]
 

@@ -3,16 +3,11 @@
 `pytest -m cuda tests/test_gpus.py -rP` prints how far each is off.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from tests.test_train import worst
-from tests.worlds import Worlds
 from titan_linear.config import load_config
 from titan_linear.hooks.compilation import Graphs
 from titan_linear.models.presets import MODELS
@@ -81,7 +76,7 @@ RUNS = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for name, flavor in FLAVORS.items():
             patch.setitem(MODELS[name], "gpus", flavor)
@@ -99,9 +94,9 @@ def train_on_rank(rank, world_size, argv):
 
 
 @pytest.fixture(scope="module")
-def run(folder: Path, worlds: Worlds) -> Callable[..., list[float]]:
+def run(folder, worlds):
     """Losses of a model, on so many GPUs, with keys; of each only once."""
-    done: dict[str, list[float]] = {}
+    done = {}
 
     def losses(model, processes, keys):
         keys = BASE | SLOWLY.get(model, {}) | {"model.name": model} | keys

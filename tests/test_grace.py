@@ -1,10 +1,7 @@
 """A signal with little time left: what was begun is given up, and the run goes on from there as if nothing had been."""
 
-from __future__ import annotations
-
 import json
 import signal
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -47,7 +44,7 @@ def train_on_rank(rank, world_size, argv, step_seconds):
     return trainer.stop.agreed
 
 
-def reported(folder: Path) -> list[tuple[int, float, float]]:
+def reported(folder):
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [(line["step"], line["loss"], line.get("grad_norm")) for line in lines if "loss" in line]
 

@@ -1,7 +1,5 @@
 """Hugging Face folders in and out: by rows on several ranks, whole runs, conversion, and folders that are refused."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json
@@ -14,7 +12,6 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +19,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
-from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -47,13 +43,12 @@ from tests.models.ours import initialised
 from tests.processes import until
 from tests.records import change_json, write_json, write_texts
 from tests.refusals import is_refused, refused
-from tests.worlds import Worlds
 from titan_linear.commands import convert, generate
 from titan_linear.config import check_config, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.models import mixers
 from titan_linear.models.adapters import config_to_hf, ignored, placements
-from titan_linear.models.config import ModelConfig, differences
+from titan_linear.models.config import differences
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.presets import MODELS, preset
 from titan_linear.run import export
@@ -73,7 +68,7 @@ CASES = [*hf_models.MODELS, *FLA]
 PROCESSORS = ("preprocessor_config", "video_preprocessor_config", "processor_config", "chat_template")
 
 
-def save_model(name: str, folder: Path) -> None:
+def save_model(name, folder):
     """The model of a case, in float32."""
     if name in FLA:
         model = initialised(FLA[name], 1)
@@ -82,7 +77,7 @@ def save_model(name: str, folder: Path) -> None:
         hf_models.build(name).save_pretrained(folder)
 
 
-def loaded(folder: Path) -> tuple[str, ModelConfig, Decoder]:
+def loaded(folder):
     """The family, the configuration and the weights of a folder."""
     family, config = read_model(folder)
     model = Decoder(config)
@@ -90,12 +85,12 @@ def loaded(folder: Path) -> tuple[str, ModelConfig, Decoder]:
     return family, config, model
 
 
-def change_tensors(folder: Path, change: Callable[[dict], dict], file: str = "model.safetensors") -> None:
+def change_tensors(folder, change, file="model.safetensors"):
     save_file(change(load_file(folder / file)), folder / file, {"format": "pt"})
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def folders(tmp_path_factory):
     """A folder of each family, in bfloat16 but for the gates' parameters, as published models are."""
     root, done = tmp_path_factory.mktemp("folders"), {}
 
@@ -110,7 +105,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return get
 
 
-def tensor_bytes(folder: Path) -> dict[str, tuple]:
+def tensor_bytes(folder):
     return {
         name: (t.code, t.shape, t.file.read_bytes()[t.begin : t.end]) for name, t in open_folder(folder).tensors.items()
     }
@@ -120,9 +115,7 @@ def tensor_bytes(folder: Path) -> dict[str, tuple]:
 
 
 @pytest.fixture(scope="module")
-def rewritten(
-    folders: Callable[[str], Path], worlds: Worlds, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[Path, Path, list[dict]]]:
+def rewritten(folders, worlds, tmp_path_factory):
     """case -> (folder, the same loaded on two ranks and written again in small files, parameters on each rank)."""
     root = tmp_path_factory.mktemp("rewritten")
     paths = [(folders(name), root / str(i)) for i, name in enumerate(CASES)]
@@ -158,7 +151,7 @@ def test_in_and_out_with_replicas(folders, worlds, tmp_path, degrees):
     assert tensor_bytes(tmp_path / "out") == tensor_bytes(source)
 
 
-def with_even_vocabulary(source: Path, folder: Path) -> Path:
+def with_even_vocabulary(source, folder):
     """A folder without the last row of the vocabulary."""
     shutil.copytree(source, folder)
     rows = hf_models.VOCAB - 1
@@ -297,7 +290,7 @@ def test_a_folder_of_another_model_is_no_pattern_for_an_export(folders, tmp_path
 # --- Whole runs ------------------------------------------------------------------------------------------------------
 
 
-def make_tokenizer(folder: Path) -> None:
+def make_tokenizer(folder):
     """A byte-level tokenizer of 300 tokens."""
     tokenizer = byte_bpe(["def import class self return " * 9], 300, ["<|endoftext|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -305,7 +298,7 @@ def make_tokenizer(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def kimi(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def kimi(tmp_path_factory):
     """KDA, latent attention and experts, with a tokenizer."""
     folder = tmp_path_factory.mktemp("kimi")
     sizes = hf_models.KIMI | hf_models.KIMI_MOE | {"vocab_size": 301}
@@ -316,12 +309,12 @@ def kimi(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus(tmp_path_factory):
     file = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
     return write_texts(file, (f"def f{i}(self): return {i * i}" for i in range(300)))
 
 
-def arguments(corpus: Path, run: Path, **keys: object) -> list[str]:
+def arguments(corpus, run, **keys):
     base = {
         "job.dump_folder": run,
         "training.dataset": "jsonl",
@@ -521,20 +514,20 @@ SHARD = "model-00001-of-00005.safetensors"
 BETA = "model.layers.0.attn.b_proj.weight"
 
 
-def remove_pickles(folder: Path) -> None:
+def remove_pickles(folder):
     for file in folder.glob("model*"):
         file.unlink()
     (folder / "pytorch_model.bin").write_bytes(b"never read")
 
 
-def make_large_tokenizer(folder: Path) -> None:
+def make_large_tokenizer(folder):
     make_tokenizer(folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["zz"] = 400
     write_json(folder / "tokenizer.json", tokenizer)
 
 
-def change_beta(change: Callable[[Tensor], Tensor]) -> Callable[[Path], None]:
+def change_beta(change):
     return lambda folder: change_tensors(folder, lambda x: x | {BETA: change(x[BETA]).contiguous()}, SHARD)
 
 
@@ -637,7 +630,7 @@ GOOD = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 REFUSED = r"is cut short or no safetensors file \(.*\); fetch it again$"  # in the brackets: what the library says
 
 
-def write_file(file: Path, header: object, size: int) -> None:
+def write_file(file, header, size):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(size))
 
@@ -790,7 +783,7 @@ def test_a_failed_export_is_an_error_on_every_rank(folders, worlds, tmp_path):
         assert list(tmp_path.iterdir()) == []
 
 
-def value_of(folder: Path) -> float:
+def value_of(folder):
     """Of every tensor of a whole folder."""
     (value,) = {v for t in load_file(folder / "model.safetensors").values() for v in t.unique().tolist()}
     read_model(folder)
@@ -865,7 +858,7 @@ def test_a_folder_behind_a_link_is_replaced_as_a_link(tmp_path):
 # --- Memory ----------------------------------------------------------------------------------------------------------
 
 
-def make_large_folder(folder: Path) -> int:
+def make_large_folder(folder):
     """A folder of several shards, of which only marked values take up the disk; its tensors' bytes."""
     folder.mkdir()
     plan = {s.name: s.shape for placement in placements(LARGE, "KDAForCausalLM") for s in placement.sources}

@@ -1,16 +1,13 @@
 """AutoTokenizer gives the tokens that a run was trained on, and its end of a document, from a folder of any family."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from tests.bpe import byte_bpe
@@ -19,7 +16,6 @@ from titan_linear.commands import convert
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, build_tokenizer
 from titan_linear.models.adapters import placements
-from titan_linear.models.config import ModelConfig
 from titan_linear.models.families import FAMILIES
 from titan_linear.models.families.qwen import _WORDS
 from titan_linear.models.presets import preset
@@ -38,7 +34,7 @@ EXACT = TEXT + "\u2028".join(map(chr, [*range(1, 0xD800, 37), *range(0xE000, 0x1
 _QWEN = replace(preset("qwen3.5", "debug"), vocab_size=VOCAB)
 _DENSE = replace(_QWEN, moe=None)
 _GDN, _ATTENTION = _QWEN.pattern
-MODELS: dict[str, ModelConfig] = {
+MODELS = {
     "Qwen3_5ForCausalLM": _DENSE,
     "Qwen3_5MoeForCausalLM": _QWEN,
     "Qwen3NextForCausalLM": _QWEN,
@@ -71,11 +67,11 @@ MODELS: dict[str, ModelConfig] = {
 SPECIAL = ["<s>", "<|endoftext|>", "<|im_end|>"]
 
 
-def plain(**parts: object) -> Tokenizer:
+def plain(**parts):
     return byte_bpe([SOURCE], 600, SPECIAL, **parts)
 
 
-def adding() -> Tokenizer:
+def adding():
     """Begins a text by <s>, cuts it and fills it up."""
     tokenizer = plain()
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
@@ -84,14 +80,14 @@ def adding() -> Tokenizer:
     return tokenizer
 
 
-def pieces() -> Tokenizer:
+def pieces():
     spaces = {"pre_tokenizer": pre_tokenizers.Metaspace(), "decoder": decoders.Metaspace()}
     tokenizer = plain(**spaces, normalizer=normalizers.NFKC())
     tokenizer.add_tokens([AddedToken("decoder", normalized=False, lstrip=True)])
     return tokenizer
 
 
-def qwens() -> Tokenizer:
+def qwens():
     words = pre_tokenizers.Split(Regex(_WORDS), "isolated")
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return plain(pre_tokenizer=pre_tokenizers.Sequence([words, level]), normalizer=normalizers.NFC())
@@ -112,7 +108,7 @@ BESIDE = {
     "clean_up_tokenization_spaces": True,
     "auto_map": {"AutoTokenizer": ["tokenization_theirs.Theirs", None]},
 }
-TOKENIZERS: dict[str, tuple[Callable[[], Tokenizer] | None, dict[str, dict]]] = {
+TOKENIZERS = {
     "bytes": (None, {}),
     "plain": (plain, {}),
     "settings beside it": (plain, {"tokenizer_config.json": BESIDE}),
@@ -144,7 +140,7 @@ TOKENIZERS: dict[str, tuple[Callable[[], Tokenizer] | None, dict[str, dict]]] = 
 
 
 @pytest.fixture(scope="module")
-def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def tokenizers(tmp_path_factory):
     """name -> model.tokenizer_path."""
     paths = {}
     for name, (make, beside) in TOKENIZERS.items():
@@ -157,7 +153,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return paths
 
 
-def exported(folder: Path, family: str, path: str) -> None:
+def exported(folder, family, path):
     tokenizer, config = build_tokenizer(path), MODELS[family]
     shapes = {entry.name: entry.shape for entry in placements(config, family)}
     write_folder(
@@ -171,7 +167,7 @@ def exported(folder: Path, family: str, path: str) -> None:
     )
 
 
-def check(folder: Path, path: str, text: str = TEXT) -> None:
+def check(folder, path, text=TEXT):
     ours, theirs = build_tokenizer(path), AutoTokenizer.from_pretrained(folder)
     ids = ours.encode(text).tolist()
     assert theirs(text)["input_ids"] == theirs.encode(text) == ids

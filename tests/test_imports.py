@@ -1,7 +1,5 @@
 """Imports flow one way: upward never, and not in a circle. Imports inside functions count."""
 
-from __future__ import annotations
-
 import ast
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -34,13 +32,13 @@ EXCEPT = {
 PACKAGE = "titan_linear"
 
 
-def modules(root: Path) -> dict[str, Path]:
+def modules(root):
     """Dotted name → file, of the package and the tools."""
     files = [file for folder in (PACKAGE, "tools") for file in (root / folder).rglob("*.py")]
     return {".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
 
 
-def imports(name: str, file: Path, known: dict[str, Path]) -> set[str]:
+def imports(name, file, known):
     """The modules of ours that a module imports, anywhere in it."""
     package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
     found = set()
@@ -54,17 +52,17 @@ def imports(name: str, file: Path, known: dict[str, Path]) -> set[str]:
     return {other for other in found if other in known} - {name}
 
 
-def _short(*names: str) -> tuple[str, ...]:
+def _short(*names):
     return tuple(name.removeprefix(f"{PACKAGE}.") for name in names)
 
 
-def room(name: str) -> str:
+def room(name):
     """titan_linear.ops.exchange.kcp → ops; tools.peers → tools."""
     parts = name.split(".")
     return parts[0] if parts[0] != PACKAGE else parts[1] if len(parts) > 1 else ""
 
 
-def problems(root: Path) -> list[str]:
+def problems(root):
     known = modules(root)
     graph = {name: imports(name, file, known) for name, file in known.items()}
     level = {name: i for i, layer in enumerate(LAYERS) for name in layer} | {"": -1}  # "": the package's own file

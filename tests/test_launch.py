@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
@@ -7,7 +5,6 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,7 +113,7 @@ while True:
 """
 
 
-def launch_workers(mode: str, folder: Path, node: Node, repeat: float, config: Config) -> None:
+def launch_workers(mode, folder, node, repeat, config):
     """`run_workers` with processes of WORKER, in a process of its own that has a terminal's session."""
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
@@ -131,25 +128,25 @@ def launch_workers(mode: str, folder: Path, node: Node, repeat: float, config: C
 class Run:
     """A launcher, forked from a server that has imported torch, and its workers."""
 
-    def __init__(self, folder: Path, mode: str, node: Node, *options: object):
+    def __init__(self, folder, mode, node, *options):
         (folder / "worker.py").write_text(WORKER)
         (folder / "tmp").mkdir(exist_ok=True)
         self.folder, self.node = folder, node
         self.process = FORKSERVER.Process(target=launch_workers, args=(mode, folder, node, *options))
         self.process.start()
 
-    def events(self, rank: int) -> list[str]:
+    def events(self, rank):
         path = self.folder / f"rank-{rank}"
         return path.read_text().split() if path.exists() else []
 
-    def wait_for(self, event: str) -> None:
+    def wait_for(self, event):
         """Until each worker has noted `event`, or with "ready" its process id."""
         until(lambda: all(event in self.events(rank) or self.ready(rank, event) for rank in range(2)))
 
-    def ready(self, rank: int, event: str) -> bool:
+    def ready(self, rank, event):
         return event == "ready" and bool(self.events(rank))
 
-    def end(self) -> tuple[int, str]:
+    def end(self):
         """(exit code, stderr)"""
         self.process.join()
         err = (self.folder / f"stderr-{self.node.rank}").read_text()
@@ -159,13 +156,13 @@ class Run:
         return self.process.exitcode, err
 
 
-def alive(events: list[str]) -> bool:
+def alive(events):
     """The process whose id a worker noted first runs."""
     return bool(events) and not gone(int(events[0]))
 
 
 @pytest.fixture
-def start(tmp_path) -> Iterator[Callable[..., Run]]:
+def start(tmp_path):
     runs = []
 
     def start(mode, repeat=0.3, node=ALONE, max_restarts=0, saves=True):
@@ -322,7 +319,7 @@ def test_a_worker_whose_launcher_died_before_it_asked_ends_itself(start):
     assert [run.events(rank)[1:] for rank in range(2)] == [["orphaned"]] * 2
 
 
-def listening(process: int) -> dict[int, str]:
+def listening(process):
     """The TCP ports on which a process listens, and each one's address, as the kernel writes it."""
     links = [os.readlink(file) for file in Path(f"/proc/{process}/fd").iterdir()]
     sockets = {link[8:-1] for link in links if link.startswith("socket:[")}
@@ -402,7 +399,7 @@ def test_a_port_in_use_is_a_mistake(monkeypatch):
 
 
 @pytest.fixture
-def calls(monkeypatch, tmp_path) -> Iterator[list]:
+def calls(monkeypatch, tmp_path):
     """What main calls, in a folder of its own, with no GPU and two processes."""
     calls = []
     monkeypatch.setattr(preflight, "preflight", lambda config, *sizes: calls.append(("preflight", *sizes)))

@@ -1,17 +1,13 @@
 """Nothing is written through a link: in a folder from elsewhere, names that this program uses may lead anywhere."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.refusals import refused
-from titan_linear.config import Config, load_config
+from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, write_corpus
 from titan_linear.data.corpus.cache import remove_cache
 from titan_linear.data.corpus.writing import Journal, write_into
@@ -26,53 +22,53 @@ DOCUMENT = np.array([72, 105])
 CACHE = f"text-{'0' * 24}"
 
 
-def config(folder: Path, *more: str) -> Config:
+def config(folder, *more):
     return load_config(["--job.dump_folder", str(folder), "--metrics.enable_tensorboard", "false", *more])
 
 
-def refused_start(folder: Path) -> None:
+def refused_start(folder):
     with claimed(config(folder)):
         raise ValueError("refused")
 
 
-def start_with_checkpoints_elsewhere(folder: Path) -> None:
+def start_with_checkpoints_elsewhere(folder):
     with claimed(config(folder / "run", "--checkpoint.enable=true", "--checkpoint.folder", str(folder))):
         pass
 
 
-def lock(folder: Path) -> None:
+def lock(folder):
     with lock_folder(str(folder)):
         pass
 
 
-def export(folder: Path) -> None:
+def export(folder):
     with alone(folder / "step-1-hf"):
         pass
 
 
-def log(folder: Path) -> None:
+def log(folder):
     logger = MetricsLogger(config(folder))
     logger.log(1, loss=1.0, grad_norm=1.0, lr=1.0, tokens=1, memory_gib=1.0)
     logger.close()
 
 
-def telemetry(folder: Path) -> None:
+def telemetry(folder):
     MetricsLogger(config(folder)).log_telemetry(1, {"rms": {"0": 1.0}})
 
 
-def resume_tokenising(folder: Path) -> None:
+def resume_tokenising(folder):
     journal = Journal(key="key", read=1, num_documents=1, num_tokens=2)
     write_into(folder / "web", iter([DOCUMENT]), ByteTokenizer(), journal)
 
 
-def record_a_hang(folder: Path) -> None:
+def record_a_hang(folder):
     watch = Watch.__new__(Watch)
     watch.folder, watch.rank = folder, 0
     watch._dump()
 
 
 # What writes → the name in the folder that is a link.
-WRITERS: dict[str, tuple[Callable[[Path], None], str]] = {
+WRITERS = {
     "a run's lock": (lock, ".lock"),
     "of a start that is refused": (refused_start, ".lock"),
     "of checkpoints elsewhere": (start_with_checkpoints_elsewhere, ".lock"),

@@ -1,7 +1,5 @@
 """Planned numbers against a real model's."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

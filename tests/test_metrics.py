@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import io
 import json
 import math
@@ -14,7 +12,7 @@ import pytest
 import torch
 
 from titan_linear import train
-from titan_linear.config import Config, load_config
+from titan_linear.config import load_config
 from titan_linear.hooks import metrics
 from titan_linear.hooks.compilation import Graphs
 from titan_linear.hooks.metrics import MetricsLogger, Work
@@ -25,25 +23,25 @@ VALUES = {"loss": 2.5, "grad_norm": 0.75, "lr": 1e-3, "memory_gib": 1.5}
 
 
 @pytest.fixture
-def config(tmp_path) -> Config:
+def config(tmp_path):
     return configured(tmp_path)
 
 
-def configured(folder: Path, *overrides: str) -> Config:
+def configured(folder, *overrides):
     return load_config(
         [f"--job.dump_folder={folder}", "--training.steps=25", "--metrics.enable_tensorboard=false", *overrides]
     )
 
 
 @pytest.fixture
-def clock(monkeypatch) -> list[float]:
+def clock(monkeypatch):
     """The time in seconds, which only a test moves."""
     now = [100.0]
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
     return now
 
 
-def lines(config: Config) -> list[dict]:
+def lines(config):
     return [json.loads(line) for line in (Path(config.job.dump_folder) / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -1,9 +1,6 @@
 """Runs on mixtures: the same losses on any number of processes, and changes by name alone."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,19 +17,19 @@ from titan_linear.storage.step_folders import Content, Progress
 from titan_linear.train import Trainer
 
 
-def mixture(folder: Path, **weights: float) -> str:
+def mixture(folder, **weights):
     parts = (f'{{name="{n}", weight={w}, dataset="tokens", dataset_path="{folder / n}"}}' for n, w in weights.items())
     return f"[{', '.join(parts)}]"
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     for n, name in enumerate(["a", "b", "c"]):
         write_corpus(tmp_path / name, random_documents([20 + n] * 50, seed=n), ByteTokenizer())
     return tmp_path
 
 
-def keys(folder: Path, **more: object) -> list[str]:
+def keys(folder, **more):
     given = {
         "model.pattern": '["attention"]',
         "model.num_layers": 1,

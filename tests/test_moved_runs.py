@@ -1,7 +1,5 @@
 """A run that moves: other paths to the same content, a copied config.toml, a folder begun anew."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -9,7 +7,6 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,9 +14,8 @@ import pytest
 from tests.keys import argv_of
 from tests.records import write_texts
 from tests.refusals import exit_of, own_handlers, refused
-from tests.worlds import Worlds
 from titan_linear import launch
-from titan_linear.config import Config, changed, check_config, load_config
+from titan_linear.config import changed, check_config, load_config
 from titan_linear.run.console import finished, unwarmed
 from titan_linear.run.preflight import preflight
 from titan_linear.storage.rundir import (
@@ -35,11 +31,11 @@ from titan_linear.train import Trainer
 ROOT = Path(__file__).parents[1]
 
 
-def run(folder: Path | str, *overrides: str) -> Config:
+def run(folder, *overrides):
     return load_config([f"--job.dump_folder={folder}", *overrides])
 
 
-def trained(folder: Path, *overrides: str) -> Config:
+def trained(folder, *overrides):
     """A folder whose run has logged step 3 of 3."""
     folder.mkdir()
     config = run(folder, "--training.steps=3", *overrides)
@@ -49,7 +45,7 @@ def trained(folder: Path, *overrides: str) -> Config:
     return config
 
 
-def save(folder: Path, step: int) -> None:
+def save(folder, step):
     (folder / f"checkpoint/step-{step}").mkdir(parents=True)
     (folder / f"checkpoint/step-{step}/manifest.json").write_text("{}")
 
@@ -185,9 +181,7 @@ def train_on_rank(rank, world_size, config):
 
 
 @pytest.fixture
-def launched(
-    worlds: Worlds, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[Callable[..., str]]:
+def launched(worlds, capfd, monkeypatch, tmp_path):
     """launched(corpus, folder, code, **keys): what a run of four steps in one process prints; "__" stands for the dot.
     The launcher is this process, its worker one that other tests use too."""
     monkeypatch.setenv("NGPU", "1")
@@ -207,7 +201,7 @@ def launched(
         yield launched
 
 
-def arguments(corpus: Path, folder: Path, **keys: object) -> list[str]:
+def arguments(corpus, folder, **keys):
     given = {
         "training.dataset": "jsonl",
         "training.dataset_path": corpus,
@@ -277,7 +271,7 @@ def test_a_restart_after_the_last_save_does_what_is_left(tmp_path, launched, wor
 
 
 @pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def installed(tmp_path, monkeypatch):
     """An environment in .venv of the folder in which one is, and not active."""
     (scripts := tmp_path / ".venv/bin").mkdir(parents=True)
     for name in ("titan-linear", "tensorboard"):

@@ -1,7 +1,5 @@
 """Muon under every split, beside torch's own on one process. Whole runs are in test_train.py and test_resume.py."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import replace
@@ -9,17 +7,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.test_train import FLOAT64, OWN_FLAVORS, SMALL_HYBRID, SPLITS, arguments, train_on_rank, whole_weights, worst
 from titan_linear.config import Optimizer, load_config
 from titan_linear.distributed.matrices import WholeMatrices
-from titan_linear.distributed.mesh import ParallelDims, build_mesh
+from titan_linear.distributed.mesh import build_mesh
 from titan_linear.distributed.parts import local_tensor
 from titan_linear.hooks.norms import squares_of_each, update_squares
-from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.presets import OWN, preset
@@ -53,27 +50,27 @@ CUTS = {
 }
 
 
-def device() -> torch.device:
+def device():
     """In worlds of the CPU no GPU is seen."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def dims_of(**degrees: int) -> ParallelDims:
+def dims_of(**degrees):
     return build_mesh(device().type, **{"dp_replicate": 1, "dp_shard": 1, "cp": 1} | degrees)
 
 
-def built(config: ModelConfig, dims: ParallelDims) -> Decoder:
+def built(config, dims):
     keys = ["--training.dtype=float64", f"--training.enable_cpu_offload={str(dims.cpu_offload).lower()}"]
     return build_model(load_config(keys), config, dims, device())
 
 
-def drawn(model: Decoder, seed: int) -> list[nn.Parameter]:
+def drawn(model, seed):
     """Its parameters that learn, drawn anew."""
     initialise(model, seed, named_parameters(model))
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def trained(config: ModelConfig, dims: ParallelDims) -> tuple[Decoder, float]:
+def trained(config, dims):
     """A model after some updates whose gradients are other models' weights, none of them zero; and how far off the
     squares of what the last one added are. One before and one after, of losses that are not finite, change nothing."""
     model, other = built(config, dims), built(config, dims)
@@ -93,7 +90,7 @@ def trained(config: ModelConfig, dims: ParallelDims) -> tuple[Decoder, float]:
     return model, off.item()
 
 
-def unchanged_by_nan(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> bool:
+def unchanged_by_nan(optimizer, parameters):
     """Of this rank's parts of weights and momenta, which begin at zero. Telemetry looks at such a step, too."""
     before = tensors(parameters, optimizer)
     for p in parameters:
@@ -103,7 +100,7 @@ def unchanged_by_nan(optimizer: torch.optim.Optimizer, parameters: list[nn.Param
     return all(torch.equal(a, b) for a, b in zip(tensors(parameters, optimizer), before, strict=True))
 
 
-def tensors(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def tensors(parameters, optimizer):
     """Copies of this rank's parts of weights and momenta."""
     own = [p for group in optimizer.param_groups if "momentum" in group for p in group["params"]]
     momenta = [optimizer.state[p].get("momentum_buffer", torch.zeros_like(p)) for p in own]
@@ -125,7 +122,7 @@ def on_ranks(rank, world_size, name, split):
     return {n: get(n).cpu() for n, _ in model.named_parameters()}, seen[0]
 
 
-def by_torch(name: str, device: str = "cpu") -> dict[str, Tensor]:
+def by_torch(name, device="cpu"):
     """The same updates by torch's optimizers, of which Muon is given each matrix as a parameter."""
     config = MODELS[name]
     plain = [Decoder(config).double() for _ in range(1 + STEPS)]
@@ -161,7 +158,7 @@ def by_torch(name: str, device: str = "cpu") -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def reference(request: pytest.FixtureRequest) -> tuple[str, dict[str, Tensor]]:
+def reference(request):
     return request.param, by_torch(request.param)
 
 

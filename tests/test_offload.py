@@ -1,10 +1,7 @@
 """Runs whose parameters lie in the host's memory: bit for bit those of runs without, resumed either way."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +13,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from tests.test_train import FLOAT64, OWN_FLAVORS, SMALL_HYBRID, arguments, early, train_on_rank, whole_weights, worst
-from tests.worlds import Worlds
 from titan_linear.config import Optimizer, load_config
 from titan_linear.distributed.parallelize import replicated_parameters
 from titan_linear.distributed.parts import Parts, local_tensor
@@ -168,7 +164,7 @@ def train_on_gpus(rank, world_size, argv):
         torch.use_deterministic_algorithms(False)
 
 
-def on_gpus(processes: int, corpus: Path, worlds: Worlds, split: dict) -> None:
+def on_gpus(processes, corpus, worlds, split):
     """Host and GPU round an update's numbers in float32 differently. So some weights' copies in bfloat16 become others,
     by 2^-8 of themselves, and the loss after one update is off by 1e-4 (as much as an ulp of noise in all weights makes
     it, on the CPU). What training then makes of that, while the loss falls to a quarter in ten steps, was 3e-3."""

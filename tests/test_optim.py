@@ -1,7 +1,5 @@
 """The schedule, the groups of the optimizer, and norms over sharded and replicated gradients."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -61,9 +59,9 @@ def test_only_matrices_decay():
 class Kinds(TorchDispatchMode):
     """What the optimizer's kernels are given."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.seen: set[type] = set()
+        self.seen = set()
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if op in (torch.ops.aten._fused_adamw_.default, torch.ops.aten._foreach_add_.Scalar):

@@ -1,7 +1,5 @@
 """The planner as a command, and what it plans beside what was measured."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -33,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 RUN = ["--training.seq_len", "4096", "--compile.enable", "true"]
 
 
-def machine(network: float = 50e9, node_size: int = 8) -> Machine:
+def machine(network=50e9, node_size=8):
     return Machine(read_rates(shipped()["H200"]), node_size, network, "cudnn")
 
 

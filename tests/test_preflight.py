@@ -1,7 +1,5 @@
 """A run's schedule and degrees of parallelism. Whole preflights are in test_resume.py and test_hf_io.py."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from dataclasses import replace
@@ -12,7 +10,7 @@ import pytest
 from tests.keys import argv_of
 from tests.records import write_json, write_texts
 from tests.refusals import refused
-from titan_linear.config import Config, load_config, schedule_steps
+from titan_linear.config import load_config, schedule_steps
 from titan_linear.data import build_tokenizer
 from titan_linear.models.config import fingerprint
 from titan_linear.models.presets import preset
@@ -33,7 +31,7 @@ from titan_linear.run.preflight import (
 from titan_linear.storage.step_folders import Content, Progress
 
 
-def run(folder: Path, **keys: object) -> Config:
+def run(folder, **keys):
     base = {"job.dump_folder": folder, "training.steps": 100, "lr_scheduler.warmup_steps": 10}
     return load_config(argv_of(base, **keys))
 

@@ -1,7 +1,5 @@
 """Signals of one process; what binds it to its parent is in test_launch.py."""
 
-from __future__ import annotations
-
 import ctypes
 import io
 import os

@@ -1,7 +1,5 @@
 """When traces and memory snapshots are written, and what is written beside a trace."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal
@@ -11,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from titan_linear.config import Config, load_config
+from titan_linear.config import load_config
 from titan_linear.hooks.profiling import MemorySnapshots, Profiler
 
 
-def profiler(config: Config, done: int) -> Profiler:
+def profiler(config, done):
     return Profiler(config, done, lambda: None)
 
 

@@ -1,17 +1,14 @@
 """The reference runs: another model gets the run's weights, streams, schedule and updates, and so the run's curve."""
 
-from __future__ import annotations
-
 import json
 import sys
 from itertools import pairwise
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from tests.refusals import is_refused
 from tests.test_train import arguments
@@ -35,14 +32,14 @@ def losses_on_rank(rank, world_size, argv):
     return [trainer.train_step()["loss"] for _ in range(STEPS)]
 
 
-def exported_model(folder: Path, device: torch.device) -> nn.Module:
+def exported_model(folder, device):
     """The model of an exported folder in transformers alone, in place of FLA's, whose kernels need a GPU."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).train()
 
 
-def document_by_document(model: nn.Module, batch: Batch) -> Tensor:
+def document_by_document(model, batch):
     """The sum of cross-entropies: this model knows of no documents, so each is run by itself."""
     total = torch.zeros(())
     for begin, end in pairwise(batch.cu_seqlens.tolist()):
@@ -51,7 +48,7 @@ def document_by_document(model: nn.Module, batch: Batch) -> Tensor:
     return total
 
 
-def curve(folder: Path) -> list[float]:
+def curve(folder):
     return [numbers["loss"] for numbers in reference_run.read_run(folder).values()]
 
 
@@ -90,7 +87,7 @@ def test_documents_as_fla_takes_them(edges, monkeypatch):
     assert seen["input_ids"].shape == ((1, 16) if packed else (2, 8)) and ("cu_seqlens" in seen) == packed
 
 
-def write_run(folder: Path, losses: list[float]) -> Path:
+def write_run(folder, losses):
     folder.mkdir(parents=True)
     lines = [json.dumps({"step": step, "loss": loss, "mfu": step / 100}) for step, loss in enumerate(losses, 1)]
     validations = ['{"step": 2, "validation_loss": 9.0}', '{"step": 4, "validation_loss": 8.0}']

@@ -1,7 +1,5 @@
 """The table of several runs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from titan_linear.storage.rundir import write_config
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> list[str]:
+def runs(tmp_path):
     """A run with all there is, and one that has just begun, its last line being written."""
     folders = [tmp_path / "a", tmp_path / "b"]
     for n, folder in enumerate(folders):

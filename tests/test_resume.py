@@ -4,8 +4,6 @@ Starting processes is most of what a run costs here. What is no question to the 
 other tests use too (`train_in`), and what the launcher refuses before it starts a process is asked of its `main`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -13,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +20,7 @@ from tests.commands import Launch
 from tests.keys import argv_of
 from tests.processes import children, gone, until
 from tests.refusals import exit_of, own_handlers
-from tests.worlds import World, Worlds, free_port
+from tests.worlds import free_port
 from titan_linear import launch
 from titan_linear.config import load_config
 from titan_linear.storage.rundir import unused
@@ -46,7 +43,7 @@ KEYS = {
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
     rng = torch.Generator().manual_seed(0)
     with open(folder / "corpus.jsonl", "w") as file:
@@ -58,9 +55,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "corpus.jsonl"
 
 
-def start(
-    corpus: Path, folder: Path, node: tuple[int, int] | None = None, fresh: bool = False, **overrides: object
-) -> Launch:
+def start(corpus, folder, node=None, fresh=False, **overrides):
     """The launcher, as run_train.sh execs it, with two processes; or with one, as one of two nodes: (rank, port)."""
     place = {}
     if node is not None:  # with a cache of its own
@@ -77,35 +72,35 @@ def start(
     return Launch(arguments(corpus, folder, **overrides), output, environment(**place), fresh)
 
 
-def arguments(corpus: Path, folder: Path, **overrides: object) -> list[str]:
+def arguments(corpus, folder, **overrides):
     return argv_of(KEYS | {"training.dataset_path": corpus, "job.dump_folder": folder}, **overrides)
 
 
-def environment(**variables: object) -> dict[str, str]:
+def environment(**variables):
     found = os.environ | {"NGPU": "2", "OMP_NUM_THREADS": "1"}
     found |= {name: str(value) for name, value in variables.items()}
     found.pop("TRITON_INTERPRET", None)  # as a user would have it
     return found | {"PYTHONPATH": str(ROOT)}
 
 
-def command(argv: list[str]) -> subprocess.Popen:
+def command(argv):
     argv, output = [sys.executable, "-m", *argv], {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return subprocess.Popen(argv, env=environment(), text=True, **output)
 
 
-def finish(process: subprocess.Popen | Launch, code: int = 0) -> str:
+def finish(process, code=0):
     output, _ = process.communicate()
     assert process.returncode == code, output
     return output
 
 
-def losses(folder: Path) -> dict[int, float]:
+def losses(folder):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == sorted({line["step"] for line in lines})  # each once, in order
     return {line["step"]: line["loss"] for line in lines}
 
 
-def wait_for_step(process: Launch, folder: Path, step: int) -> None:
+def wait_for_step(process, folder, step):
     """Until `step` is reported."""
     while process.poll() is None:
         metrics = folder / "metrics.jsonl"
@@ -122,7 +117,7 @@ def train_on_rank(rank, world_size, argv):
     return begins_from
 
 
-def train_in(world: World, begins_from: int, corpus: Path, folder: Path, **overrides: object) -> dict[int, float]:
+def train_in(world, begins_from, corpus, folder, **overrides):
     """The same run without the command, which must go on from a given step; its losses."""
     steps = world.run(train_on_rank, arguments(corpus, folder, **overrides))
     assert steps == [begins_from] * world.world_size
@@ -130,7 +125,7 @@ def train_in(world: World, begins_from: int, corpus: Path, folder: Path, **overr
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(corpus: Path, worlds: Worlds, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+def uninterrupted(corpus, worlds, tmp_path_factory):
     folder = tmp_path_factory.mktemp("uninterrupted")
     found = train_in(worlds(2), 0, corpus, folder)
     assert set(found) == set(range(1, STEPS + 1))
@@ -141,7 +136,7 @@ STARTS = "starts workers"
 
 
 @pytest.fixture
-def answer(corpus: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
+def answer(corpus, capfd, monkeypatch):
     """answer(code, folder, **keys): what the launcher says in this process before it exits with `code`, or where that
     is STARTS, before it would start workers."""
     monkeypatch.setattr(launch, "run_workers", lambda *_: STARTS)
@@ -156,7 +151,7 @@ def answer(corpus: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.Monke
         yield answer
 
 
-def newest_step(folder: Path) -> int:
+def newest_step(folder):
     return max(int(path.name.removeprefix("step-")) for path in (folder / "checkpoint").glob("step-*[0-9]"))
 
 
@@ -237,7 +232,7 @@ def test_a_run_moves_twice(name, corpus, worlds, tmp_path):
     assert max(abs(resumed[s] / whole[s] - 1) for s in resumed) < 1e-5
 
 
-def stopped(process: Launch, folder: Path, number: int, code: int) -> int:
+def stopped(process, folder, number, code):
     """A run that a signal ended with a save: the step it reached."""
     process.send_signal(number)
     said, reached = finish(process, code), max(losses(folder))
@@ -270,7 +265,7 @@ REFUSED = [
 ]
 
 
-def is_refused(output: str, message: str, folder: Path) -> None:
+def is_refused(output, message, folder):
     assert message in output and "Traceback" not in output and "\nerror: " in f"\n{output}"
     assert not (folder / "metrics.jsonl").exists()
 

@@ -1,7 +1,5 @@
 """checkpoint.load_step: back once, whatever interrupts it, and on from there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -12,19 +10,19 @@ from titan_linear.storage.step_folders import find_step, rewind, whole_steps
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """Whole checkpoints of steps 3, 6, 9 and 12."""
     make_steps(tmp_path, 3, 6, 9, 12)
     return tmp_path
 
 
-def make_steps(folder: Path, *steps: int) -> None:
+def make_steps(folder, *steps):
     for step in steps:
         (folder / f"step-{step}").mkdir()
         (folder / f"step-{step}" / "manifest.json").write_text("{}")
 
 
-def start(folder: Path, load_step: int) -> int:
+def start(folder, load_step):
     """What a run does with its checkpoints when it begins; the step that it resumes from."""
     step = find_step(folder, load_step)
     rewind(folder, step, load_step)

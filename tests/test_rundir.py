@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -11,7 +9,7 @@ import pytest
 
 from tests.processes import elsewhere
 from tests.refusals import refused
-from titan_linear.config import Config, load_config
+from titan_linear.config import load_config
 from titan_linear.storage import files, run_manifest
 from titan_linear.storage.run_lock import claimed, lock_folder
 from titan_linear.storage.run_manifest import write_manifest
@@ -25,7 +23,7 @@ from titan_linear.storage.rundir import (
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
+def folder(tmp_path):
     """A folder that holds a run which has logged a step."""
     folder = tmp_path / "a run"
     with lock_folder(str(folder)):
@@ -86,7 +84,7 @@ def test_a_start_beside_another_run_leaves_its_lock(tmp_path):
     assert names == {"outputs", "outputs/.lock", "disk", "disk/.lock"}
 
 
-def run(folder: Path, *overrides: str) -> Config:
+def run(folder, *overrides):
     return load_config([f"--job.dump_folder={folder}", *overrides])
 
 

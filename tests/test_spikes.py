@@ -1,9 +1,6 @@
 """Steps whose loss stands out are written down, and can be looked at."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,7 +40,7 @@ def spiking(rank, world_size, argv):
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     for name in "ab":
         texts = [f"{name} text {n} ".encode() * (1 + n % 5) for n in range(40)]
         write_corpus(tmp_path / name, map(ByteTokenizer().encode, map(bytes.decode, texts)), ByteTokenizer())

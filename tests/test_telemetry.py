@@ -1,37 +1,29 @@
 """What is seen inside a step: the same on any number of processes, and nothing of the step changes by it."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
 import string
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 
 from tests.data.conftest import random_documents
 from tests.keys import argv_of
 from tests.ops.inputs import tokens_of
 from tests.steps import FedTotals
 from tests.test_train import SMALL, whole_weights
-from tests.worlds import Worlds
 from titan_linear.config import load_config
 from titan_linear.data import IGNORE, ByteTokenizer, write_corpus
-from titan_linear.hooks.telemetry import Observed
 from titan_linear.models.mixers.delta import DeltaMixer, KDAMixer
 from titan_linear.models.mixers.lightning import LightningMixer
 from titan_linear.models.mixers.mamba2 import Mamba2Mixer
 from titan_linear.models.mixers.mla import MLAMixer
 from titan_linear.models.mixers.recurrent import RecurrentMixer
 from titan_linear.models.mixers.rwkv7 import RWKV7Mixer
-from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.reference.convolution import direct_causal_conv1d
@@ -55,7 +47,7 @@ SPLITS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("telemetry")
     for n, name in enumerate(["a", "b"]):
         write_corpus(path / name, random_documents([30 + 50 * n] * 60, seed=n), ByteTokenizer())
@@ -68,9 +60,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def arguments(folder: Path, *overrides: dict) -> list[str]:
+def arguments(folder, *overrides):
     parts = (f'{{name="{n}", weight=1, dataset="tokens", dataset_path="{folder / n}"}}' for n in "ab")
-    keys: dict[str, object] = {
+    keys = {
         "training.mixture": f"[{', '.join(parts)}]",
         "training.seq_len": 64,
         "training.dtype": "float64",
@@ -109,13 +101,13 @@ def two_steps(rank, world_size, argv):
     return losses, trainer.telemetry.seen, {name: (after[name] - before[name], after[name]) for name in after}, balance
 
 
-def close(got: dict, want: dict, rel: float = 1e-9) -> bool:
+def close(got, want, rel=1e-9):
     flat = [{k: v if isinstance(v, list) else [v] for k, v in each.items()} for each in (got, want)]
     return flat[0].keys() == flat[1].keys() and all(flat[0][k] == pytest.approx(v, rel=rel) for k, v in flat[1].items())
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path, worlds: Worlds) -> tuple[list[float], Observed, dict]:
+def alone(folder, worlds):
     return worlds(1).run(two_steps, arguments(folder))[0]
 
 
@@ -123,7 +115,7 @@ def test_of_one_process(folder, alone, worlds):
     losses, seen, weights, balance = alone
     layers = [f"layers.{i}" for i in range(SMALL.num_layers)]
     for n, quantity in enumerate(("update_norm", "weight_norm")):
-        squares: dict[str, float] = {}
+        squares = {}
         for name, both in weights.items():
             unit = ".".join(name.split(".")[: 2 if name.startswith("layers") else 1])
             squares[unit] = squares.get(unit, 0.0) + both[n].square().sum().item()
@@ -143,7 +135,7 @@ def test_of_one_process(folder, alone, worlds):
     assert all(torch.equal(both[1], weights[name][1]) for name, both in without[2].items())
 
 
-def rule_inputs(mixer: DeltaMixer, x: Tensor, edges: Tensor) -> tuple[Tensor, ...]:
+def rule_inputs(mixer, x, edges):
     """q, k, v, g, β of a delta rule."""
     projected = [
         (proj(x), conv.weight)
@@ -161,15 +153,12 @@ def rule_inputs(mixer: DeltaMixer, x: Tensor, edges: Tensor) -> tuple[Tensor, ..
     return q, k, v, g, beta.sigmoid() * mixer.beta_range
 
 
-Definition = tuple[Callable, dict[str, Tensor], Tensor]  # a recurrence, its inputs by token, log decays
-
-
-def delta_rule(mixer: DeltaMixer, x: Tensor, edges: Tensor) -> Definition:
+def delta_rule(mixer, x, edges):
     q, k, v, g, beta = rule_inputs(mixer, x, edges)
     return recurrent_delta_rule, {"v": v, "q": q, "k": k, "g": g, "beta": beta}, g
 
 
-def ssd(mixer: Mamba2Mixer, x: Tensor, edges: Tensor) -> Definition:
+def ssd(mixer, x, edges):
     convolved = (
         direct_causal_conv1d(proj(x) * conv.factor, conv.weight, conv.bias, activation="silu", cu_seqlens=edges)[0]
         for proj, conv in (
@@ -185,7 +174,7 @@ def ssd(mixer: Mamba2Mixer, x: Tensor, edges: Tensor) -> Definition:
     return partial(recurrent_ssd, A=A, D=mixer.D), {"x": x_, "dt": dt, "B": B, "C": C}, dt * A
 
 
-def lightning(mixer: LightningMixer, x: Tensor, layer: int, layers: int) -> Definition:
+def lightning(mixer, x, layer, layers):
     q, k, v = (F.silu(p(x)).unflatten(-1, (mixer.heads, -1)) for p in (mixer.q_proj, mixer.k_proj, mixer.v_proj))
     depth = 1 - layer / (layers - 1 + 1e-5) + 1e-5
     slopes = torch.tensor([2 ** (-8 * (h + 1) / mixer.heads) * depth for h in range(mixer.heads)], dtype=x.dtype)
@@ -193,7 +182,7 @@ def lightning(mixer: LightningMixer, x: Tensor, layer: int, layers: int) -> Defi
     return partial(recurrent_simple_gla, scale=1.0), {"v": v, "q": q, "k": k, "g": g}, g
 
 
-def rwkv7(mixer: RWKV7Mixer, x: Tensor, edges: Tensor, first: Tensor | None) -> Definition:
+def rwkv7(mixer, x, edges, first):
     """first: [1, T, heads·K], the first layer's values, in others."""
     before = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
     before[:, edges[:-1]] = 0
@@ -209,9 +198,7 @@ def rwkv7(mixer: RWKV7Mixer, x: Tensor, edges: Tensor, first: Tensor | None) -> 
     return partial(recurrent_dplr, scale=1.0), tokens, w
 
 
-def definition(
-    layers: int, i: int, mixer: nn.Module, x: Tensor, values: Tensor | None, edges: Tensor
-) -> Definition | None:
+def definition(layers, i, mixer, x, values, edges):
     """That of a mixer of layer i, which is given x and the first layer's values; of softmax attention there is none."""
     match mixer:
         case DeltaMixer():
@@ -225,7 +212,7 @@ def definition(
     return None
 
 
-def of_recurrence(definition: Definition, edges: Tensor) -> dict[str, Tensor]:
+def of_recurrence(definition, edges):
     """By head, token by token. What the longest document's second half has of its first is its output if it adds
     nothing to the state that it gets."""
     rule, inputs, g = definition
@@ -245,12 +232,12 @@ def of_recurrence(definition: Definition, edges: Tensor) -> dict[str, Tensor]:
     }
 
 
-def g_of_heads(g: Tensor) -> Tensor:
+def g_of_heads(g):
     """Means [HV] of log decays [1, T, HV] or [1, T, HV, K]."""
     return g.movedim(2, 0).flatten(1).mean(1)
 
 
-def of_attention(mixer: nn.Module, x: Tensor, edges: Tensor, plan: BatchPlan) -> dict[str, Tensor]:
+def of_attention(mixer, x, edges, plan):
     """By head, of 32 queries at equal distances, one after the other."""
     if isinstance(mixer, MLAMixer):
         latent, shared = mixer.kv_a_proj(x).split(mixer.latent_dims, -1)
@@ -275,7 +262,7 @@ def of_attention(mixer: nn.Module, x: Tensor, edges: Tensor, plan: BatchPlan) ->
     return {"attention_entropy": torch.stack(shares).mean(0)}
 
 
-def turned_by(turns: Tensor, x: Tensor) -> Tensor:
+def turned_by(turns, x):
     """Neighbouring channels of x [.., D] as complex numbers, turned by turns [.., D / 2]."""
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(pairs * torch.polar(torch.ones_like(turns), turns)).flatten(-2)
@@ -287,7 +274,7 @@ def second_step(rank, world_size, argv):
     trainer = Trainer(load_config(argv))
     trainer.train_step()
     valid, (batch,) = trainer.feed.next_step()
-    want: dict = {}
+    want = {}
     edges = batch.plan.cp_context.cu_seqlens_cpu.long()
 
     def note(i, layer, inputs):
@@ -305,7 +292,7 @@ def second_step(rank, world_size, argv):
         losses = F.cross_entropy(trainer.model(batch.tokens, batch.plan)[0], batch.labels[0], reduction="none")
     for hook in hooks:
         hook.remove()
-    buckets: dict[str, list[float]] = {}
+    buckets = {}
     for t in (batch.labels[0] != IGNORE).nonzero().flatten().tolist():
         position = t - int(edges[edges <= t].max()) + 1
         buckets.setdefault(str(2 ** int(math.log2(position))), []).append(losses[t].item())
@@ -429,7 +416,7 @@ def by_letters(rank, world_size, argv):
     with torch.no_grad():
         logits = trainer.model(batch.tokens, batch.plan)[0]
     losses, letters = F.cross_entropy(logits, batch.labels[0], reduction="none"), bytes(batch.tokens[0].clamp(max=255))
-    found: dict[str, list[float]] = {}
+    found = {}
     for loss, label, letter in zip(losses.tolist(), batch.labels[0].tolist(), letters.decode("latin-1"), strict=True):
         if label != IGNORE:  # of an end token there is none
             sums = found.setdefault("up" if letter.isupper() else "low" if letter.islower() else "other", [0.0, 0])

@@ -1,13 +1,11 @@
 """What is made of a trace's events."""
 
-from __future__ import annotations
-
 import pytest
 
 from tools.traces import busy, exposed, on_device
 
 
-def event(name: str, ts: float, dur: float, cat: str = "kernel") -> dict:
+def event(name, ts, dur, cat="kernel"):
     return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur}
 
 

@@ -1,14 +1,11 @@
 """Whole runs: the same losses, gradient norms and weights however the work is split."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math
 import re
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,12 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.keys import argv_of
 from tests.refusals import refused
 from tests.steps import after_backward
-from tests.worlds import Worlds
 from titan_linear.config import Training, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.distributed.process import be_deterministic
 from titan_linear.hooks.spikes import NonFinite
-from titan_linear.models.config import ModelConfig, MoEConfig
+from titan_linear.models.config import MoEConfig
 from titan_linear.models.mixers import RWKV7, Attention, Mamba2, ShortConv
 from titan_linear.models.presets import MODELS, OWN
 from titan_linear.models.rope import RopeScaling
@@ -87,7 +83,7 @@ EXPERTS = replace(
 )
 
 
-def cut(model: ModelConfig) -> ModelConfig:
+def cut(model):
     """Four of its layers, softmax among them if it has some, a 16th as wide: a quarter of the experts, and of Mamba-2's
     heads and groups; as many heads of other mixers."""
 
@@ -261,8 +257,8 @@ EXPERT_SPLITS = {
 FLOAT32 = ("dp 2", "cp 4", "cp 2 zig-zag", "cp 4 sharded over 2", "tp 2", "accumulation", "cp 2 ring contiguous")
 
 
-def arguments(corpus: Path, *overrides: dict) -> list[str]:
-    keys: dict[str, object] = {"training.dataset_path": corpus, "job.dump_folder": corpus.parent / "run"}
+def arguments(corpus, *overrides):
+    keys = {"training.dataset_path": corpus, "job.dump_folder": corpus.parent / "run"}
     for more in (BASE, *overrides):
         keys |= more
     return argv_of(keys)
@@ -277,15 +273,15 @@ def train_on_rank(rank, world_size, argv):
     return [n["loss"] for n in numbers], [n["grad_norm"] for n in numbers], whole_weights(trainer)
 
 
-def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
+def whole_weights(trainer):
     get = gather(trainer.model)
     return {name: get(name) for name, _ in trainer.model.named_parameters()}
 
 
 @pytest.fixture(scope="module")
-def one_process(corpus: Path, worlds: Worlds) -> Callable[[dict], tuple]:
+def one_process(corpus, worlds):
     """The reference for some keys, computed once."""
-    done: dict[str, tuple] = {}
+    done = {}
 
     def get(keys):
         if str(keys) not in done:
@@ -297,14 +293,14 @@ def one_process(corpus: Path, worlds: Worlds) -> Callable[[dict], tuple]:
     return get
 
 
-def check_equal(run: tuple, one: tuple) -> None:
+def check_equal(run, one):
     """Losses, gradient norms and weights of a float64 run are those of one process."""
     assert worst(run[0], one[0]) < 1e-9 and worst(run[1], one[1]) < 1e-9
     errors = {n: ((run[2][n] - w).norm() / w.norm()).item() for n, w in one[2].items()}
     assert max(errors.values()) < 1e-9, errors
 
 
-def worst(a: list[float], b: list[float]) -> float:
+def worst(a, b):
     a, b = torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)
     return ((a - b).abs() / b.abs()).max().item()
 
@@ -495,7 +491,7 @@ def poisoned(rank, world_size, argv):
     return message, same, trainer.skipped
 
 
-def _local(x: Tensor) -> Tensor:
+def _local(x):
     return x.to_local() if isinstance(x, DTensor) else x
 
 
@@ -587,7 +583,7 @@ def test_a_step_that_begins_early_changes_nothing(processes, corpus, worlds):
 class Reads(TorchDispatchMode):
     """Counts the times that a tensor's numbers are asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.count = 0
 
@@ -595,17 +591,17 @@ class Reads(TorchDispatchMode):
         self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
         return func(*args, **(kwargs or {}))
 
-    def __enter__(self) -> Reads:
+    def __enter__(self):
         self.patch = pytest.MonkeyPatch()
         for name in ("tolist", "numpy", "cpu"):  # on a CPU they are not dispatched
             self.patch.setattr(Tensor, name, self._counted(getattr(Tensor, name)))
         return super().__enter__()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error):
         super().__exit__(*error)
         self.patch.undo()
 
-    def _counted(self, read: Callable) -> Callable:
+    def _counted(self, read):
         def counted(*args, **kwargs):
             self.count += 1
             return read(*args, **kwargs)
@@ -643,7 +639,7 @@ def slow_disk(rank, world_size, argv, seconds):
         Trainer(load_config(argv)).train()
 
 
-def delayed(work: Callable, seconds: float) -> Callable:
+def delayed(work, seconds):
     def slow(*args, **kwargs):
         time.sleep(seconds)
         return work(*args, **kwargs)
@@ -683,7 +679,7 @@ def train_on_gpus(rank, world_size, argv):
         torch.use_deterministic_algorithms(False)
 
 
-def reported(folder: Path) -> list[tuple[int, float, float]]:
+def reported(folder):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
 

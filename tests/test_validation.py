@@ -1,9 +1,5 @@
 """Validation: the same loss on any number of processes."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from tests.keys import argv_of
@@ -13,7 +9,7 @@ from titan_linear.train import Trainer
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus(tmp_path_factory):
     file = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
     texts = [" ".join(["def", "return", "self", "import"][i % (n % 4 + 1)] for i in range(n % 37)) for n in range(100)]
     write_texts(file, (f"{n} {text}" for n, text in enumerate(texts)))

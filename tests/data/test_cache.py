@@ -1,12 +1,9 @@
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
 import signal
 import time
 from itertools import count
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,7 +28,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture
-def lines(tmp_path: Path) -> Path:
+def lines(tmp_path):
     """3000 documents: three batches of the tokenizer."""
     file = tmp_path / "lines.jsonl"
     write_texts(file, (f"line {i}" for i in range(3000)))
@@ -41,10 +38,10 @@ def lines(tmp_path: Path) -> Path:
 class SlowTokenizer(ByteTokenizer):
     """Notes who tokenises, slowly enough that processes meet; dies at the batch `die_at`."""
 
-    def __init__(self, log: Path, delay: float = 0, die_at: int | None = None):
+    def __init__(self, log, delay=0, die_at=None):
         self.log, self.delay, self.die_at, self.batches = log, delay, die_at, 0
 
-    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+    def encode_batch(self, texts):
         if self.batches == self.die_at:
             os.kill(os.getpid(), signal.SIGKILL)
         self.batches += 1
@@ -54,7 +51,7 @@ class SlowTokenizer(ByteTokenizer):
         return super().encode_batch(texts)
 
 
-def _open(file: Path, cache_dir: Path, tokenizer: ByteTokenizer, results: multiprocessing.Queue) -> None:
+def _open(file, cache_dir, tokenizer, results):
     corpus = open_corpus(Texts("jsonl", str(file), tokenizer), cache_dir=cache_dir)
     verify_corpus(corpus)
     results.put((corpus.fingerprint, corpus.num_documents))
@@ -180,7 +177,7 @@ def test_a_tokenizer_without_an_end_token_is_a_warning(lines, tmp_path):
 
 
 @pytest.fixture
-def few_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def few_lines(tmp_path, monkeypatch):
     """30 documents: three batches; the journal is written after each document."""
     monkeypatch.setattr("titan_linear.data.corpus.tokenise.BLOCK_DOCUMENTS", 10)
     monkeypatch.setattr("titan_linear.data.corpus.writing.JOURNAL_SECONDS", 0)
@@ -218,18 +215,18 @@ def test_it_goes_on_where_it_was_stopped(few_lines, tmp_path):
 
 
 class Interrupted(SlowTokenizer):
-    def __init__(self, log: Path, how: type[BaseException]):
+    def __init__(self, log, how):
         super().__init__(log)
         self.how = how
 
-    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+    def encode_batch(self, texts):
         if self.batches == 1:
             raise self.how
         return super().encode_batch(texts)
 
 
 @pytest.fixture
-def folder(few_lines: Path) -> Path:
+def folder(few_lines):
     """Files with 9, 0, 0 and 18 documents; others are empty or bad, and skipped."""
     lines = few_lines.read_text().splitlines(keepends=True)
     few_lines.unlink()

@@ -1,9 +1,6 @@
 """Conversations: transformers' tokens, their loss masks, in the cache and in streams."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +19,6 @@ from titan_linear.config import check_config, load_config
 from titan_linear.data import (
     IGNORE,
     ByteTokenizer,
-    Corpus,
     Texts,
     build_tokenizer,
     load_corpus,
@@ -60,7 +56,7 @@ THINKING = UNMARKED.replace("{{- message.content }}", "{{- '<think>' if loop.las
 
 TOOLS = [{"type": "function", "function": {"name": "area", "parameters": {"é": ["<", "number"]}}}]
 CALL = {"name": "area", "arguments": {"r": 2}}
-CHATS: list[dict] = [
+CHATS = [
     {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]},
     {
         "messages": [
@@ -87,7 +83,7 @@ SAID = [
 ]
 
 
-def make_tokenizer(path: Path, template: str | list | None, beside: bool = False) -> None:
+def make_tokenizer(path, template, beside=False):
     """A folder with a tokenizer of Qwen's kind and a chat template."""
     parts = {"normalizer": normalizers.NFC(), "post_processor": processors.ByteLevel(trim_offsets=True)}
     special = ["<|bos|>", "<|im_start|>", "<|im_end|>"]
@@ -103,7 +99,7 @@ def make_tokenizer(path: Path, template: str | list | None, beside: bool = False
 
 
 @pytest.fixture
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def folder(tmp_path_factory):
     """folder(template): that of a tokenizer."""
 
     def make(template=MARKED, beside=False):
@@ -114,16 +110,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def tokenizer(folder: Callable[..., Path]) -> object:
+def tokenizer(folder):
     """That of a folder whose template marks answers."""
     return build_tokenizer(str(folder()))
 
 
-def conversations(path: Path) -> Conversations:
+def conversations(path):
     return Conversations(build_tokenizer(str(path)))
 
 
-def opened(file: Path, tokenizer: object = None, cache: str = "cache", **options: object) -> Corpus:
+def opened(file, tokenizer=None, cache="cache", **options):
     """The corpus of a file of conversations or, with a tokenizer of bytes, of completions."""
     form = "messages" if tokenizer else "completion"
     options = {"dataset_format": form, **options}
@@ -133,7 +129,7 @@ def opened(file: Path, tokenizer: object = None, cache: str = "cache", **options
     return corpus
 
 
-def equals_transformers(path: Path, records: list[dict], reader: Path | None = None) -> None:
+def equals_transformers(path, records, reader=None):
     """Ours of a folder, and transformers' of the same folder, or of the reader's."""
     theirs = AutoTokenizer.from_pretrained(reader or path)
     for record, (ids, _) in zip(records, conversations(path).encode_batch(records), strict=True):
@@ -142,12 +138,12 @@ def equals_transformers(path: Path, records: list[dict], reader: Path | None = N
         assert ids.tolist() == expected["input_ids"], record
 
 
-def documents(corpus: Corpus) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def documents(corpus):
     for begin, end in zip(corpus.offsets[:-1], corpus.offsets[1:]):
         yield corpus.tokens[begin:end], corpus.weights(np.arange(begin, end)) > 0
 
 
-def runs(ids: np.ndarray, loss_mask: np.ndarray) -> list[list[int]]:
+def runs(ids, loss_mask):
     """The tokens of each answer."""
     edges = np.flatnonzero(np.diff(loss_mask, prepend=False, append=False)).reshape(-1, 2)
     return [ids[begin:end].tolist() for begin, end in edges]
@@ -174,20 +170,20 @@ def test_transformers_tokens(folder, template, beside):
     assert said == SAID  # with the end of the turn, and nothing after it
 
 
-def page_template() -> str:
+def page_template():
     """What docs/data.md offers."""
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     lines = [line.removeprefix("    ") for line in page.splitlines() if line.startswith("    ")]
     return "\n".join(line for line in lines if line.lstrip().startswith(("{%-", "{{-")))
 
 
-def export(tokenizer: object, folder: Path) -> None:
+def export(tokenizer, folder):
     for name, content in tokenizer.hugging_face_files().items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
 
 
-def learnt(path: Path, record: dict) -> list[str] | str:
+def learnt(path, record):
     """The texts of a record's answers, or what is wrong with it."""
     encoder = conversations(path)
     (found,) = encoder.encode_batch([record])
@@ -199,7 +195,7 @@ def learnt(path: Path, record: dict) -> list[str] | str:
 CITY = {"city": "Åbo", "n": [1, None]}
 
 
-def calling(arguments: object, **fields: object) -> dict:
+def calling(arguments, **fields):
     return {"role": "assistant", **fields, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
 
 
@@ -667,14 +663,14 @@ def test_records_of_each_kind(folder, tokenizer, tmp_path):
     assert whole.fingerprint != other.fingerprint and whole.folder != other.folder
 
 
-def called(name: str, arguments: dict) -> dict:
+def called(name, arguments):
     """A conversation whose answer calls a tool."""
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}
     answer = {"role": "assistant", "content": "", "tool_calls": [call]}
     return {"messages": [{"role": "user", "content": "?"}, answer], "tools": [call]}
 
 
-def as_table(records: list[dict], kind: pa.DataType | None = None) -> pa.Table:
+def as_table(records, kind=None):
     """A table of these records, of which tools and tool calls are structs, or of the type `kind`, texts of JSON."""
     table = pa.Table.from_pylist(records)
     if kind is None:

@@ -1,7 +1,5 @@
 """Groups of text files: which tokens belong to which."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -9,7 +7,7 @@ import pytest
 from tests.data.conftest import packed, random_documents
 from tests.records import write_texts
 from tests.refusals import refused
-from titan_linear.data import ByteTokenizer, FileGroups, MixedStreams, PackedStreams, Phase, Texts, open_corpus
+from titan_linear.data import ByteTokenizer, FileGroups, MixedStreams, Phase, Texts, open_corpus
 from titan_linear.data.streams.file_groups import _fits
 
 PATHS = [
@@ -48,7 +46,7 @@ def test_globs(glob, fitting):
 
 
 @pytest.fixture
-def texts(tmp_path: Path) -> Path:
+def texts(tmp_path):
     """Documents of one letter each; a file's name begins with what its documents are of. Some files have none."""
     lines = {"code/a.jsonl": "aaa", "code/b.jsonl": "", "books/c.jsonl": "c", "books/d.jsonl": "d-dd", "x.jsonl": "xx"}
     for n, (name, documents) in enumerate(lines.items()):
@@ -60,7 +58,7 @@ def texts(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def streams(texts: Path) -> PackedStreams:
+def streams(texts):
     corpus = open_corpus(Texts("jsonl", str(texts), ByteTokenizer()), cache_dir=texts / "cache", with_paths=True)
     return packed(corpus, seq_len=32, seed=3)
 
@@ -69,7 +67,7 @@ GROUPS = {"code": "code/*, x.jsonl", "books": "**/*s/*.jsonl"}
 OF_LETTER = {"a": 0, "x": 0, "c": 1, "d": 1}
 
 
-def check(groups: FileGroups, i: int, tokens: list[int], of_letter: dict[str, int]) -> None:
+def check(groups, i, tokens, of_letter):
     """By the letters; an end token is its document's, which began before it unless it begins the stream."""
     found, before = groups.of_stream(i).tolist(), None
     for token, group in zip(tokens, found, strict=True):

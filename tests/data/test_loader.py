@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
 
@@ -11,7 +8,7 @@ import torch
 
 from tests.data.conftest import packed, random_documents
 from tests.refusals import refused
-from titan_linear.data import IGNORE, Batch, PackedStreams, StreamLoader, validation_batches
+from titan_linear.data import IGNORE, StreamLoader, validation_batches
 from titan_linear.data.streams import packing, split
 
 G, T = 8, 16
@@ -19,15 +16,15 @@ SPLITS = [(1, 1), (1, 8), (2, 1), (2, 4), (4, 2), (8, 1)]  # (dp, L)
 
 
 @pytest.fixture
-def streams(make_corpus: Callable) -> PackedStreams:
+def streams(make_corpus):
     return packed(make_corpus(random_documents([5, 40, 1, 17, 33, 8])), seq_len=T, seed=0)
 
 
-def loader(streams: PackedStreams, dp: int, local: int, rank: int, **kwargs: int):
+def loader(streams, dp, local, rank, **kwargs):
     return StreamLoader(streams, global_batch_size=G, local_batch_size=local, dp_rank=rank, dp_degree=dp, **kwargs)
 
 
-def rank_by_rank(per_rank: list[list[Batch]]) -> list[int]:
+def rank_by_rank(per_rank):
     """Global stream indices in the order micro-step, rank, position."""
     return list(chain.from_iterable(batch.streams for step in zip(*per_rank) for batch in step))
 
@@ -89,10 +86,10 @@ def test_it_resumes_where_finished_steps_end(streams, num_workers):
 class Failing:
     """Streams of which stream 20 cannot be read."""
 
-    def __init__(self, streams: PackedStreams):
+    def __init__(self, streams):
         self.streams = streams
 
-    def __getitem__(self, i: int) -> object:
+    def __getitem__(self, i):
         if i == 20:
             raise ValueError("line 3 is not JSON; repair it")
         return self.streams[i]
@@ -135,7 +132,7 @@ def test_bad_sizes(streams):
         loader(streams, 1, 1, 0, next_stream=12)
 
 
-def validated(streams: PackedStreams, dp: int, local: int, limit: int = -1) -> list[list[Batch]]:
+def validated(streams, dp, local, limit=-1):
     """Batches of each rank."""
     per_rank = [
         list(validation_batches(streams, local_batch_size=local, dp_rank=rank, dp_degree=dp, limit=limit))

@@ -1,15 +1,12 @@
 """Mixtures: exact shares, each source's own streams in their order."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from tests.data.conftest import packed, random_documents
-from titan_linear.data import MixedStreams, PackedStreams, Phase, validation_batches
+from titan_linear.data import MixedStreams, Phase, validation_batches
 from titan_linear.data.streams.mixture import Interleaving
 
 WEIGHTS = [0.7, 0.1, 0.2, 1e-3]
@@ -57,7 +54,7 @@ def test_a_pass_has_each_once(counts):
 
 
 @pytest.fixture
-def sources(make_corpus: Callable) -> dict[str, PackedStreams]:
+def sources(make_corpus):
     corpora = {name: make_corpus(random_documents([9, 30, 4, 50], seed=n)) for n, name in enumerate(["a", "b", "c"])}
     return {name: packed(corpus, seq_len=16, seed=5) for name, corpus in corpora.items()}
 
@@ -69,7 +66,7 @@ def test_streams_are_the_sources_own(sources):
         name, own = first.source(i)
         assert np.array_equal(first[i].tokens, sources[name][own].tokens)
     changed = MixedStreams(sources, [*first.phases, Phase(300, {"b": 2.0, "c": 1.0}), Phase(900, {"a": 1})], seed=5)
-    seen: Counter[str] = Counter()
+    seen = Counter()
     for i in range(1200):
         name, own = changed.source(i)
         assert own == seen[name]  # a source goes on with the stream after its last

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 
@@ -14,7 +12,7 @@ from titan_linear.data.streams.split import _threshold
 LENGTHS = [1, 7, 30, 2, 1, 13, 64, 5]  # 123 tokens: streams end before, on and after documents' ends
 
 
-def brute_force_line(documents: list, seed: int, epochs: int) -> tuple[list[int], list[int]]:
+def brute_force_line(documents, seed, epochs):
     """The line token by token: its tokens, and for each the number of the document it lies in, counted on the line.
 
     So few documents are one pool.
@@ -30,7 +28,7 @@ def brute_force_line(documents: list, seed: int, epochs: int) -> tuple[list[int]
     return tokens, owners
 
 
-def check_stream(stream: object, tokens: list[int], owners: list[int], start: int, seq_len: int) -> None:
+def check_stream(stream, tokens, owners, start, seq_len):
     """Stream [start, start + seq_len) against the line, by definition."""
     labels, positions, edges = [], [], [0]
     for t in range(start, start + seq_len):

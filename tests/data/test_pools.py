@@ -1,11 +1,8 @@
 """The order of documents, and the sums that it is found by, at any size."""
 
-from __future__ import annotations
-
 import multiprocessing
 import tracemalloc
 from concurrent.futures import ProcessPoolExecutor
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,14 +21,14 @@ PINNED_BUNDLES = [418, 850, 605, 651, 536, 951, 633, 732, 990, 889, 439, 788]
 
 
 @pytest.fixture
-def small_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_pools(monkeypatch):
     """Few documents are many pools."""
     monkeypatch.setattr(split, "BUNDLE", 4)
     monkeypatch.setattr(split, "SPAN", 3)
     monkeypatch.setattr(packing, "POOL", 3)
 
 
-def brute_force_order(corpus: SimpleNamespace, chosen: np.ndarray, epoch: int) -> list[int]:
+def brute_force_order(corpus, chosen, epoch):
     """Bundles of 4 documents in the permuted order, three to a pool, the documents of a pool by their draws."""
     key, found = np.array([SEED, epoch], dtype=np.uint64), []
     bundles = permuted(np.arange(-(-corpus.num_documents // 4)), -(-corpus.num_documents // 4), drawn(key, 0, ROUNDS))
@@ -42,7 +39,7 @@ def brute_force_order(corpus: SimpleNamespace, chosen: np.ndarray, epoch: int) -
     return found
 
 
-def drawn(key: np.ndarray, stream: int, count: int) -> np.ndarray:
+def drawn(key, stream, count):
     return np.random.Philox(key=key, counter=np.array([0, stream, 0, 0], dtype=np.uint64)).random_raw(count)
 
 
@@ -124,7 +121,7 @@ def test_sums_of_a_large_corpus_are_kept(make_corpus, tmp_path, monkeypatch):
         split_corpus(corpus, 0.1, "train")
 
 
-def peak_of_a_large_corpus() -> tuple[int, int]:
+def peak_of_a_large_corpus():
     """(bytes at most beside the corpus, streams that differ less streams that were asked for)"""
     corpus = simulated_corpus(1 << 22)
     tracemalloc.start()

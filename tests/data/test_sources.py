@@ -1,12 +1,9 @@
-from __future__ import annotations
-
 import bz2
 import gzip
 import json
 import lzma
 import os
 import warnings
-from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
@@ -17,12 +14,12 @@ from tqdm import TqdmWarning
 
 from tests.records import write_json, write_lines, write_table, write_texts
 from tests.refusals import refused
-from titan_linear.data import ByteTokenizer, Corpus, Texts, load_corpus, open_corpus, tokenise_corpus, write_corpus
+from titan_linear.data import ByteTokenizer, Texts, load_corpus, open_corpus, tokenise_corpus, write_corpus
 from titan_linear.data.corpus.sources import read_documents, source_files
 
 
 @pytest.fixture
-def texts(tmp_path: Path) -> Callable[..., list[bytes]]:
+def texts(tmp_path):
     """texts(dataset, path, …): the documents of the corpus that open_corpus makes of them, eos checked and cut off."""
 
     def read(dataset, path, tokenizer=None, **kwargs):
@@ -33,7 +30,7 @@ def texts(tmp_path: Path) -> Callable[..., list[bytes]]:
     return read
 
 
-def documents(corpus: Corpus) -> list[bytes]:
+def documents(corpus):
     found = [corpus.tokens[a:b] for a, b in zip(corpus.offsets[:-1], corpus.offsets[1:])]
     assert all(document[-1] == 256 for document in found)
     return [document[:-1].astype(np.uint8).tobytes() for document in found]
@@ -44,7 +41,7 @@ class AsciiTokenizer(ByteTokenizer):
 
     fingerprint = "ascii"
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text):
         text.encode("utf-8")
         return super().encode(text)
 
@@ -348,7 +345,7 @@ def test_globs_below_a_folder_with_brackets(texts, tmp_path, monkeypatch):
         assert texts("text", pattern) == [b"x"]
 
 
-def zstd(data: bytes) -> bytes:
+def zstd(data):
     sink = pa.BufferOutputStream()
     with pa.CompressedOutputStream(sink, "zstd") as stream:
         stream.write(data)
@@ -394,7 +391,7 @@ def test_several_files_and_globs(texts, tmp_path):
 # --- folders of Hugging Face's `datasets` ----------------------------------------------------------------------------
 
 
-def save_dataset(folder: Path, shards: list[list[str]], **state: object) -> None:
+def save_dataset(folder, shards, **state):
     """What `Dataset.save_to_disk` leaves, and a cache of its `map`."""
     folder.mkdir(parents=True)
     names = [f"data-{i:05}-of-{len(shards):05}.arrow" for i in range(len(shards))]
@@ -440,7 +437,7 @@ def test_arrow_bad(texts, tmp_path):
         texts("arrow", tmp_path / "missing")
 
 
-def hostile_arrow(file: Path, offsets: list[int], kind: str) -> None:
+def hostile_arrow(file, offsets, kind):
     """Two texts at these offsets in a buffer of 4 bytes: rows, or contents of one message each."""
     column = pa.array(["ab", "cd"])
     if kind == "messages":

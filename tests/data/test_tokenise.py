@@ -1,7 +1,5 @@
 """Tokenising in worker processes: the same tokens in the same order, and an end whenever one is asked for."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
@@ -21,22 +19,22 @@ from titan_linear.data.corpus import tokenise as module
 from titan_linear.data.corpus.sources import Document
 from titan_linear.data.corpus.tokenise import tokenise, worker_count
 
-OTHERS: set[int] = set()  # processes that tests of other files share
+OTHERS = set()  # processes that tests of other files share
 
 
 @pytest.fixture(autouse=True)
-def notice_others() -> None:
+def notice_others():
     OTHERS.update(process.pid for process in multiprocessing.active_children())
 
 
-def workers() -> list[multiprocessing.Process]:
+def workers():
     return [process for process in multiprocessing.active_children() if process.pid not in OTHERS]
 
 
 class Uneven(ByteTokenizer):
     """Takes longest for what comes first; refuses surrogates; dies, fails or never ends on request."""
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text):
         text.encode("utf-8")
         if text == "die":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -49,12 +47,12 @@ class Uneven(ByteTokenizer):
         return super().encode(text)
 
 
-def documents(*texts: str) -> list[Document]:
+def documents(*texts):
     return [Document(text, f"document {i}", len(text)) for i, text in enumerate(texts)]
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_blocks(monkeypatch):
     monkeypatch.setattr(module, "BLOCK_DOCUMENTS", 3)
 
 

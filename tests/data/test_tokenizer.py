@@ -1,7 +1,4 @@
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +14,7 @@ TEXT = "def f(x):\n    return 'naïve café', x  # 日本語 <|endoftext|>"
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     """A byte-level BPE with one special token."""
     byte_bpe([TEXT] * 20, 300, ["<|endoftext|>"]).save(str(tmp_path / "tokenizer.json"))
     return tmp_path / "tokenizer.json"

@@ -1,7 +1,5 @@
 """Activation checkpointing of every n-th layer. ops/runtime/test_operators.py tests what a checkpointed layer keeps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -16,7 +14,7 @@ from titan_linear.models.presets import preset
 LAYERS = 5
 
 
-def gradients(ac: ActivationCheckpoint) -> tuple[list[torch.Tensor], list[int]]:
+def gradients(ac):
     """Of all parameters, and how often each layer's MLP ran."""
     model = initialised(replace(preset("hybrid", "debug"), num_layers=LAYERS), dtype=torch.float64)
     ran = [0] * LAYERS

@@ -1,15 +1,12 @@
 """Compiled layers, where FSDP2 manages them: each kind has graphs of its own, made in the first pass of its sort."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from functorch.compile import default_partition, min_cut_rematerialization_partition, nop
-from torch import Tensor, fx
+from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._inductor.decomposition import select_decomp_table
@@ -22,11 +19,10 @@ from tests.models.ours import initialised
 from tests.ops.inputs import boundaries
 from titan_linear.distributed.compiling import apply_compile, compile_kernels, compute_again
 from titan_linear.distributed.tensor_parallel import apply_tp
-from titan_linear.models.config import MixerOptions, ModelConfig
+from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.mixers import GDN, KDA, RWKV7, Attention, Lightning
-from titan_linear.models.mixers.delta import DeltaOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.exchange.collectives import Ranks
@@ -39,7 +35,7 @@ UNEQUAL = (
 )  # of head dims that differ
 
 
-def compiled_and_sharded(pattern: tuple[MixerOptions, ...], tp: Ranks) -> Decoder:
+def compiled_and_sharded(pattern, tp):
     model = Decoder(ModelConfig(vocab_size=64, dim=32, num_layers=3, hidden_dim=32, pattern=pattern))
     initialise(model.use("triton", torch.device("cpu"), torch.float32), seed=0)
     torch.compiler.reset()
@@ -120,7 +116,7 @@ def test_other_code_is_compiled_as_its_owner_wants(worlds):
     assert first == second != 0.0
 
 
-def ahead(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+def ahead(graph, inputs):
     """A backend that compiles the kernels of a layer's joint graph, and nothing else."""
 
     def partition(joint, *args, **kwargs):
@@ -130,7 +126,7 @@ def ahead(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
     return aot_autograd(fw_compiler=nop, partition_fn=partition)(graph, inputs)
 
 
-def partitioned() -> Callable[..., object]:
+def partitioned():
     """A backend that divides a layer's joint graph as for a GPU, and generates no code."""
 
     def partition(joint, *args, **kwargs):
@@ -140,7 +136,7 @@ def partitioned() -> Callable[..., object]:
     return aot_autograd(fw_compiler=nop, partition_fn=partition)
 
 
-def small(kind: type[DeltaOptions], num_layers: int, backend: Callable[..., object]) -> Decoder:
+def small(kind, num_layers, backend):
     """A model of these layers, compiled."""
     mixer = kind(heads=1, v_heads=2, head_dim=32, v_head_dim=32)
     model = Decoder(ModelConfig(vocab_size=64, dim=32, num_layers=num_layers, hidden_dim=32, pattern=(mixer,)))
@@ -151,7 +147,7 @@ def small(kind: type[DeltaOptions], num_layers: int, backend: Callable[..., obje
     return model
 
 
-def planned(lengths: list[int], W: int = 4) -> BatchPlan:
+def planned(lengths, W=4):
     cp = build_cp_context(boundaries(lengths), rank=0, world_size=1, conv1d_kernel_size=W, programs=(2,))
     cp.mark_dynamic()
     return BatchPlan(cp.position_ids, cp_context=cp)
@@ -159,7 +155,7 @@ def planned(lengths: list[int], W: int = 4) -> BatchPlan:
 
 def launches_and_gradients(rank, world_size, kind):
     """Of three compiled layers of one kind: kernels launched in forward and backward, and graphs; gradients."""
-    seen: Counter[str] = Counter()
+    seen = Counter()
     run = launch.Kernel._launch
 
     def note(self, grid, *args, **kwargs):
@@ -212,7 +208,7 @@ def test_mixes_are_computed_again(worlds):
     assert len(kept) <= 12, kept
 
 
-def specialisation(x: object) -> object:
+def specialisation(x):
     """What of an argument a kernel is compiled for, but its alignment, which tables on the CPU need not have."""
     if isinstance(x, tuple):
         return tuple(map(specialisation, x))
@@ -225,7 +221,7 @@ def specialisation(x: object) -> object:
 
 def compiled_and_launched(rank, world_size, kind, segment):
     """Kernels with what they are specialised for: those compiled ahead, and those that the layer then launches."""
-    seen: list[set[object]] = [set(), set()]
+    seen = [set(), set()]
     run = launch.Kernel._launch
 
     def note(self, grid, *args, **kwargs):

@@ -1,7 +1,5 @@
 """Rows that travel to the ranks of their experts. Whole runs are in test_train.py."""
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 import pytest
@@ -23,7 +21,7 @@ from titan_linear.ops.exchange.collectives import Ranks
 MOE = MoEConfig(num_experts=4, top_k=2, hidden_dim=6, shared_hidden_dim=10, selection_bias=True)
 
 
-def layer(bias: list[float]) -> Decoder:
+def layer(bias):
     model = Decoder(
         ModelConfig(8, 16, (Attention(heads=1, kv_heads=1, head_dim=8, rope_theta=None),), 1, 24, moe=MOE)
     ).double()

@@ -1,8 +1,5 @@
 """Steps of micro-batches: counted over all ranks, and fetched ahead."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import torch
@@ -16,7 +13,7 @@ T, MICRO_STEPS = 8, 2
 CPU = torch.device("cpu")
 
 
-def batches(data_rank: int, log: list[str]) -> Iterator[Batch]:
+def batches(data_rank, log):
     """Batch n has n + data_rank labels (modulo T) that are not ignored."""
     for n in range(100):
         log.append(f"fetch {n}")
@@ -27,7 +24,7 @@ def batches(data_rank: int, log: list[str]) -> Iterator[Batch]:
 
 def two_steps(rank, world_size, cp):
     """What happened in order, each step's count and streams, and what the feed says of both."""
-    log: list[str] = []
+    log = []
 
     def cut(batch):
         log.append(f"cut {batch.streams[0] % 10}")

@@ -1,7 +1,5 @@
 """What FSDP2 does between layers, beyond gathering parameters."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -1,7 +1,5 @@
 """What rank 0 does for all, and who waits for how long."""
 
-from __future__ import annotations
-
 import time
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """What a run that hangs says, and that one that does not hang says nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import time
@@ -99,7 +97,7 @@ def test_a_rank_that_reads_no_more_is_missed(corpus, tmp_path):
     assert raised == "gone" and nothing == ([], "EOFError()")
 
 
-def entry(group: int, began: float, *, retired: bool) -> dict[str, object]:
+def entry(group, began, *, retired):
     return {"pg_id": group, "time_created_ns": int(began * 1e9), "timeout_ms": 100_000, "retired": retired}
 
 

@@ -1,7 +1,5 @@
 """Groups whose ranks live in one process: any degree of context parallelism equals one rank, in float64."""
 
-from __future__ import annotations
-
 import math
 import threading
 from contextlib import nullcontext
@@ -10,10 +8,9 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from tests.ops.inputs import boundaries, call, leaves, raw_gate_inputs, relative_error, tokens_of
-from titan_linear.distributed.one_process import LocalGroup, RankFailed, run_ranks
+from titan_linear.distributed.one_process import RankFailed, run_ranks
 from titan_linear.ops import attention, build_cp_context, causal_conv1d
 from titan_linear.ops.exchange import kcp
 from titan_linear.ops.layout.boundaries import CHUNK
@@ -28,7 +25,7 @@ BOUNDS = {**dict.fromkeys(("kda", "gdn", "conv", *OVER_HEADS), 1e-9), **dict.fro
 
 
 @cache
-def inputs_of(op: str, heads: int) -> dict[str, Tensor]:
+def inputs_of(op, heads):
     rng, T = torch.Generator().manual_seed(0), sum(LENGTHS)
     if op == "conv":
         shapes = {"x": (1, T, 3), "weight": (3, 4)}
@@ -40,7 +37,7 @@ def inputs_of(op: str, heads: int) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=rng, dtype=torch.float64) for name, shape in shapes.items()}
 
 
-def results(op: str, x: dict[str, Tensor], mine: Tensor, **where: object) -> dict[str, Tensor]:
+def results(op, x, mine, **where):
     """The output and every gradient, of these tokens of inputs of all."""
     x = leaves({name: t if name in PARAMETERS else t[:, mine] for name, t in x.items()})
     if op == "conv":
@@ -89,7 +86,7 @@ def test_over_heads_with_rows_of_dt_bias_apart():
         assert torch.equal(got, want)
 
 
-def check(world_size: int, heads: int, ops: tuple[str, ...], layout: str, node_size: int | None = None) -> None:
+def check(world_size, heads, ops, layout, node_size=None):
     cu = boundaries(LENGTHS)
 
     def on_rank(group):
@@ -109,7 +106,7 @@ def check(world_size: int, heads: int, ops: tuple[str, ...], layout: str, node_s
             assert (got - want).norm() <= BOUNDS[op] * want.norm(), (op, name)
 
 
-def every_collective(group: LocalGroup) -> list[Tensor]:
+def every_collective(group):
     rank, W = group.rank(), group.size()
     x = torch.arange(2.0 * W) + 100 * rank
     summed, most = x.clone(), x.clone()
@@ -142,21 +139,21 @@ def test_the_collectives_are_those_of_processes(worlds):
     assert all(torch.equal(a, b) for x, y in zip(ours, gloo, strict=True) for a, b in zip(x, y, strict=True))
 
 
-def different(group: LocalGroup) -> None:
+def different(group):
     x = torch.ones(2)
     dist.all_reduce(x, group=group) if group.rank() else group.barrier().wait()
 
 
-def absent(group: LocalGroup) -> None:
+def absent(group):
     if group.rank() != 1:
         dist.all_reduce(torch.ones(2), group=group)
 
 
-def too_few(group: LocalGroup) -> None:
+def too_few(group):
     dist.all_to_all_single(torch.empty(2), torch.ones(3), [0, 1, 1], [1, 1, 1], group=group)
 
 
-def wrong(group: LocalGroup) -> None:
+def wrong(group):
     if group.rank() == 2:
         raise ValueError("what was wrong")
     group.barrier().wait()
@@ -184,13 +181,13 @@ def test_ranks_that_cannot_go_on_say_why(on_rank, message, default_group):
 # --- Rounding --------------------------------------------------------------------------------------------------------
 
 
-def slow_decay(op: str, T: int, K: int) -> dict[str, Tensor]:
+def slow_decay(op, T, K):
     """Gates of about −7e-4 a token, whose parameters have gradients: a state lasts over a thousand tokens."""
     x = raw_gate_inputs(op, T, H=2, HV=2, K=K, V=K)
     return x | {"A_log": torch.full_like(x["A_log"], math.log(1e-3)), "dt_bias": 0.1 * x["dt_bias"]}
 
 
-def of_one_document(op: str, x: dict[str, Tensor], dy: Tensor, size: int, layout: str, impl: str) -> dict[str, Tensor]:
+def of_one_document(op, x, dy, size, layout, impl):
     """The output and every gradient, of so many ranks together."""
     T, device = dy.shape[1], dy.device
 
@@ -208,9 +205,7 @@ def of_one_document(op: str, x: dict[str, Tensor], dy: Tensor, size: int, layout
     return {n: sum(p) if n in PARAMETERS else torch.cat(p, 1)[:, order] for n, p in parts.items()}
 
 
-def check_rounding(
-    op: str, T: int, K: int, sizes: tuple[int, ...], layout: str, device: str, dtype: torch.dtype, impl: str
-) -> None:
+def check_rounding(op, T, K, sizes, layout, device, dtype, impl):
     """Errors against float64 of the same, rounded, inputs: over ranks at most a tenth more than on one, whatever their
     number.
 

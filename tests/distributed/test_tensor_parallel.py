@@ -1,7 +1,5 @@
 """What a rank of tensor parallelism has, and that it says of what it is a part. Whole runs are in test_train.py."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 
@@ -32,7 +30,7 @@ MIXERS = {
 MOE = MoEConfig(num_experts=4, top_k=2, hidden_dim=6, shared_hidden_dim=10, shared_gate=True, selection_bias=True)
 
 
-def shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
+def shapes(model):
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 

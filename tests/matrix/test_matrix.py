@@ -6,11 +6,7 @@ takes two GPUs, or with --share-gpus one; a failed row is repeated by the comman
 losses of each are those of one process, uncompiled.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -39,7 +35,7 @@ ROWS = all_rows()
 TINY = Variant({"model.name": "hybrid", "model.flavor": "debug", "model.dim": 64, "model.impl": "torch"}, seq_len=256)
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+def pytest_generate_tests(metafunc):
     if "row" in metafunc.fixturenames:
         rows = part_of(ROWS, metafunc.config.getoption("--matrix-part"))
         marked = [pytest.param(row, id=row.name, marks=pytest.mark.cuda(row.processes)) for row in rows]
@@ -47,9 +43,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="module")
-def outcomes(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Future[Outcome]]]:
+def outcomes(request, tmp_path_factory):
     """By the rows' names. All that are to be tested begin at once."""
     option = request.config.getoption
     out = option("--matrix-out") and Path(option("--matrix-out")).absolute()
@@ -71,7 +65,7 @@ def test_a_row(row, outcomes):
 # --- The matrix itself -----------------------------------------------------------------------------------------------
 
 
-def values(row: Row) -> dict[str, str]:
+def values(row):
     return {factor: getattr(row, factor) for factor in FACTORS}
 
 
@@ -103,7 +97,7 @@ def test_the_largest_run_fits_and_sharing_ranks_take_twice(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
+def tiny(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     matrix = Matrix(
         folder, 0, 2, folder / "rows.jsonl", {"training.dataset": "jsonl", "training.dataset_path": "{documents}"}

@@ -1,9 +1,6 @@
 """The decoder: sizes, initial weights, documents that do not see each other, generation against one forward."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partialmethod
 
@@ -14,15 +11,15 @@ from tests.dispatch import AddsInAnyOrder
 from tests.models.ours import initialised
 from tests.refusals import refused
 from titan_linear.models.config import MoEConfig
-from titan_linear.models.decoder import Decoder, LayerCache
+from titan_linear.models.decoder import LayerCache
 from titan_linear.models.init import count_parameters
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import MODELS, preset
 from titan_linear.ops import build_cp_context
-from titan_linear.ops.runtime.support import Choice, Op
+from titan_linear.ops.runtime.support import Op
 
 
-def build(seed: int = 0) -> Decoder:
+def build(seed=0):
     model = initialised(preset("hybrid", "debug"), seed, dtype=torch.float64)
     return model
 
@@ -96,16 +93,14 @@ def test_the_ops_that_a_model_calls():
         ops = set(model.config.ops())
         assert ops == {"chunk_kda", "chunk_gated_delta_rule", "causal_conv1d", "cross_entropy", *own}
         chosen = model.use("auto", torch.device("cpu"), torch.float32).implementations
-        called: set[tuple[str, Choice]] = set()
+        called = set()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Op, "implementation", partialmethod(_noted, called, Op.implementation))
             model(tokens, BatchPlan(torch.arange(8)), tokens)
         assert called == set(chosen.items()) and set(chosen) == ops
 
 
-def _noted(
-    op: Op, called: set[tuple[str, Choice]], taken: Callable[..., str], impl: Choice, *on: object, **dims: int
-) -> str:
+def _noted(op, called, taken, impl, *on, **dims):
     called.add((op.name, impl))
     return taken(op, impl, *on, **dims)
 

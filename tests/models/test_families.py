@@ -1,15 +1,11 @@
 """The families of Hugging Face: our model is theirs, forward and backward, from their files and back to them."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,7 +27,6 @@ from tests.models.hf_states import state_from_hf, state_to_hf
 from tests.models.ours import State, initialised, labels_of, positions, relative, run, run_on_rank
 from tests.records import write_json
 from tests.refusals import refused
-from tests.worlds import Worlds
 from titan_linear.models.adapters import config_from_hf, config_to_hf, ignored, placements
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder, LayerCache
@@ -56,14 +51,14 @@ class Case:
     references: dict[str, tuple[Tensor, float, State]]  # documents -> logits, loss, gradients by our names
 
     @property
-    def state(self) -> State:
+    def state(self):
         return state_from_hf(self.disk, self.config, self.family)
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+def case(tmp_path_factory):
     """A family's model and what transformers computes with it, once."""
-    done: dict[str, Case] = {}
+    done = {}
 
     def get(name):
         if name not in done:
@@ -73,7 +68,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
     return get
 
 
-def _case(model: torch.nn.Module, folder: Path) -> Case:
+def _case(model, folder):
     written, disk = hf_models.save(model, folder)
     family, config = config_from_hf(written)
     tokens = torch.randint(hf_models.VOCAB, (T,), generator=torch.Generator().manual_seed(1))
@@ -86,12 +81,12 @@ def _case(model: torch.nn.Module, folder: Path) -> Case:
     return Case(family, config, disk, live, tokens, references)
 
 
-def not_ours(config: ModelConfig, family: str, names: Iterable[str]) -> set[str]:
+def not_ours(config, family, names):
     """Constants, and a head that is the embedding."""
     return ignored(config, family, dict.fromkeys(names, ()))
 
 
-def check(ours: tuple[Tensor, float, State], theirs: tuple[Tensor, float, State]) -> None:
+def check(ours, theirs):
     assert relative(ours[0], theirs[0]) < 1e-5
     assert abs(ours[1] - theirs[1]) < 1e-5 * theirs[1]
     errors = {name: relative(ours[2][name], grad) for name, grad in theirs[2].items()}
@@ -117,7 +112,7 @@ def test_latent_attention_by_every_method(method, layout, case, worlds):
     check_at_cp_2(case("Kimi-Linear"), "packed", layout, method, worlds)
 
 
-def check_at_cp_2(c: Case, documents: str, layout: str, method: str, worlds: Worlds) -> None:
+def check_at_cp_2(c, documents, layout, method, worlds):
     tokens = torch.cat([c.tokens, torch.zeros(1, dtype=torch.int64)])  # to a multiple of 4
     ranks = worlds(2).run(run_on_rank, c.config, c.state, tokens, DOCUMENTS[documents], layout, method)
     logits = torch.empty(T + 1, hf_models.VOCAB)
@@ -180,7 +175,7 @@ def test_every_row_is_used_once(name, case):
     """The table is a bijection, and pieces of a slice are the slice of the pieces."""
     c = case(name)
     for on_disk in (None, *({n: tuple(t.shape) for n, t in x.items()} for x in (c.disk, c.live))):
-        used: dict[str, Tensor] = {}
+        used = {}
         table = placements(c.config, c.family, on_disk)
         assert [e.name for e in table] == [n for n, _ in Decoder(c.config).named_parameters()]
         for placement in table:
@@ -259,7 +254,7 @@ def test_what_we_do_not_have_is_refused(change, words, case):
         config_from_hf(written)
 
 
-def with_options(name: str, kind: type, **options: object) -> ModelConfig:
+def with_options(name, kind, **options):
     """A family's debug model, whose mixers of this kind have other options."""
     model = MODELS[name]["debug"]
     return replace(model, pattern=tuple(replace(x, **options) if isinstance(x, kind) else x for x in model.pattern))
@@ -394,14 +389,14 @@ def test_what_is_not_as_we_have_it_is_refused(name, change, words):
         config_from_hf({key: value for key, value in written.items() if value is not None})
 
 
-def places(config: dict) -> Iterator[tuple[str, ...]]:
+def places(config):
     """Keys, and those of tables."""
     for key, value in config.items():
         yield (key,)
         yield from ((key, name) for name in (value if isinstance(value, dict) else ()))
 
 
-def at_place(config: dict, place: tuple[str, ...], how: str) -> dict:
+def at_place(config, place, how):
     """The config.json with nothing, or null, in this place."""
     changed = deepcopy(config)
     table = changed if len(place) == 1 else changed[place[0]]
@@ -409,7 +404,7 @@ def at_place(config: dict, place: tuple[str, ...], how: str) -> dict:
     return changed if how == "missing" else (table.update({place[-1]: None}) or changed)
 
 
-def as_we_read(config: dict) -> tuple[str, ModelConfig] | None:
+def as_we_read(config):
     """None: it is refused."""
     try:
         return config_from_hf(config)
@@ -507,7 +502,7 @@ def test_positions_are_said_or_refused():
     assert config_from_hf(written | {"rope_parameters": {"rope_theta": None}})[1].layers[3].mixers[0].rope_theta is None
 
 
-def without_shared_experts() -> dict[str, torch.nn.Module]:
+def without_shared_experts():
     """Their modules have tensors of no elements in the place of a shared expert, and Qwen's still has its gate."""
     types = dict(layer_types=["linear_attention", "full_attention"])
     kimi = KimiLinearConfig(**hf_models.KIMI, **hf_models.KIMI_MOE | types | dict(n_shared_experts=0))
@@ -571,7 +566,7 @@ def test_layers_that_predict_further_tokens(case):
 # --- flash-linear-attention: what its modules compute, in models of transformers after renaming ----------------------
 
 
-def rename(tensors: State, table: dict[str, str]) -> State:
+def rename(tensors, table):
     out = {}
     for name, tensor in tensors.items():
         for old, new in table.items():
@@ -589,7 +584,7 @@ BLOCK = {
 }
 
 
-def fla_kda(tmp_path: Path) -> tuple[Case, dict, State]:
+def fla_kda(tmp_path):
     """A Kimi-Linear of KDA and SwiGLUs alone."""
     types = dict(layer_types=["linear_attention"] * 2, mlp_layer_types=["dense"] * 2)
     c = _case(hf_models.randomise(KimiLinearForCausalLM(KimiLinearConfig(**hf_models.KIMI, **types))), tmp_path)
@@ -608,7 +603,7 @@ def fla_kda(tmp_path: Path) -> tuple[Case, dict, State]:
     return c, written, tensors
 
 
-def fla_gdn(tmp_path: Path) -> tuple[Case, dict, State]:
+def fla_gdn(tmp_path):
     """A Qwen3.5 of GDN alone, whose norms are zero-centred."""
     config = Qwen3_5TextConfig(
         **{**hf_models.QWEN, "layer_types": ["linear_attention"] * 2}, intermediate_size=48, linear_conv_kernel_dim=4
@@ -636,7 +631,7 @@ def fla_gdn(tmp_path: Path) -> tuple[Case, dict, State]:
     return c, written, tensors
 
 
-def fla_attention(tmp_path: Path) -> tuple[Case, dict, State]:
+def fla_attention(tmp_path):
     """A Llama: FLA's softmax layers alone."""
     sizes = hf_models.SIZES | hf_models.HEADS | dict(intermediate_size=48)
     rope = {"rope_theta": 5000.0, "rope_type": "default"}

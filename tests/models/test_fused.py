@@ -1,27 +1,23 @@
 """A block in bfloat16, its elementwise work fused by the compiler, against float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor, nn
 
 from tests.models.ours import initialised
 from titan_linear.distributed.parallelize import set_dtype
-from titan_linear.models.config import MixerOptions, ModelConfig
-from titan_linear.models.decoder import Block
+from titan_linear.models.config import ModelConfig
 from titan_linear.models.mixers import GDN, Attention
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import build_cp_context
 
 T, DIM = 384, 256
-MIXERS: dict[str, MixerOptions] = {
+MIXERS = {
     "gated norm": GDN(heads=2, v_heads=2, head_dim=64, v_head_dim=128),
     "QK-norm, RoPE": Attention(heads=4, kv_heads=2, head_dim=64, qk_norm="head", output_gate=True),
 }
 
 
-def plan_of(mixer: MixerOptions, device: torch.device, dtype: torch.dtype) -> BatchPlan:
+def plan_of(mixer, device, dtype):
     """Three documents. A wide plan has wide angles."""
     edges = torch.tensor([0, 100, 101, T], dtype=torch.int32)
     context = build_cp_context(edges, rank=0, world_size=1, conv1d_kernel_size=4, device=device)
@@ -31,7 +27,7 @@ def plan_of(mixer: MixerOptions, device: torch.device, dtype: torch.dtype) -> Ba
     return plan
 
 
-def block_of(mixer: MixerOptions, device: torch.device, dtype: torch.dtype) -> Block:
+def block_of(mixer, device, dtype):
     """With weights that bfloat16 holds, whatever dtype they are in; gate parameters are in float32 or wider."""
     model = initialised(ModelConfig(vocab_size=8, dim=DIM, pattern=(mixer,), num_layers=1, hidden_dim=512))
     for each in (torch.bfloat16, dtype):
@@ -39,7 +35,7 @@ def block_of(mixer: MixerOptions, device: torch.device, dtype: torch.dtype) -> B
     return model.layers[0].to(device)
 
 
-def errors(mixer: MixerOptions, device: torch.device, backend: str) -> dict[str, float]:
+def errors(mixer, device, backend):
     """Of a compiled block in bfloat16, relative in 2-norm: its output, the gradients of what it is given and of its
     weights; of the gate's parameters relative to the magnitudes of what they sum up, which has both signs."""
     draw = torch.Generator().manual_seed(0)
@@ -61,7 +57,7 @@ def errors(mixer: MixerOptions, device: torch.device, backend: str) -> dict[str,
     return {name: ((ours[name] - exact[name]).norm() / sizes.get(name, exact[name]).norm()).item() for name in exact}
 
 
-def listen(mixer: nn.Module) -> list[Tensor]:
+def listen(mixer):
     """What the mixer will make its decays of, [1, T, HV], once it runs."""
     gates, compute = [], mixer._gates
 
@@ -74,7 +70,7 @@ def listen(mixer: nn.Module) -> list[Tensor]:
     return gates
 
 
-def magnitudes(mixer: nn.Module, gate: Tensor, d_gate: Tensor) -> dict[str, Tensor]:
+def magnitudes(mixer, gate, d_gate):
     """Σ_t |·| of the terms of dA_log = Σ_t dg_t g_t and ddt_bias = Σ_t dg_t g'_t, for g = -exp(A_log) softplus."""
     raw = gate + mixer.dt_bias
     d_A_log = d_gate * torch.nn.functional.softplus(raw) / torch.sigmoid(raw)

@@ -1,16 +1,13 @@
 """Initial weights are a function of (seed, name, element), however parameters are split."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from titan_linear.models import init
 from titan_linear.models.decoder import Decoder
@@ -21,7 +18,7 @@ from titan_linear.models.presets import preset
 N = 1 << 20
 
 
-def drawn(name: str = "a", seed: int = 0, n: int = N) -> Tensor:
+def drawn(name="a", seed=0, n=N):
     return Elements(stream(seed, name), np.arange(n, dtype=np.uint64)).normal()
 
 
@@ -80,12 +77,12 @@ def test_decays_and_time_steps_are_in_their_ranges():
 
 
 @pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_blocks(monkeypatch):
     monkeypatch.setattr(init, "BLOCK", 1 << 15)
     monkeypatch.setattr(init, "BUFFER", 1 << 18)
 
 
-def part(shape: tuple[int, ...], box: tuple[slice, ...]) -> Tensor:
+def part(shape, box):
     local = torch.full([s.stop - s.start for s in box], float("nan"))
     with ThreadPoolExecutor(2) as pool:
         fill(local, shape, tuple(s.start for s in box), normal(1.0), stream(0, "a"), pool)
@@ -118,7 +115,7 @@ SHAPES = {"matrix": (13, 10), "long": (40, 3), "experts": (5, 6, 7), "vector": (
 class Parameters(nn.Module):
     """Parameters of these shapes, whole or as `split` gives them."""
 
-    def __init__(self, split: Callable[[Tensor], Tensor] = lambda tensor: tensor):
+    def __init__(self, split=lambda tensor: tensor):
         super().__init__()
         self.config = SimpleNamespace(init_std=0.02)
         self.initial = {"norm": ones, "vector": time_step_bias}
@@ -126,7 +123,7 @@ class Parameters(nn.Module):
             setattr(self, name, nn.Parameter(split(torch.full(shape, float("nan")))))
 
 
-def whole_parameters() -> dict[str, Tensor]:
+def whole_parameters():
     model = Parameters()
     initialise(model, 3)
     return {name: p.detach() for name, p in model.named_parameters()}

@@ -1,7 +1,5 @@
 """What each mixer states of itself is so."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -10,8 +8,8 @@ import torch
 from tests.models.ours import initialised
 from titan_linear.distributed.parallelize import replicated_parameters, set_dtype
 from titan_linear.models import layers
-from titan_linear.models.config import Entry, MixerOptions, differences, fingerprint
-from titan_linear.models.decoder import Decoder, LayerCache
+from titan_linear.models.config import differences, fingerprint
+from titan_linear.models.decoder import LayerCache
 from titan_linear.models.mixers import (
     GDN,
     KDA,
@@ -32,7 +30,7 @@ from titan_linear.models.mixers import (
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 
-OPTIONS: dict[str, MixerOptions] = {
+OPTIONS = {
     "kda": KDA(heads=2, v_heads=4, head_dim=8, v_head_dim=12),
     "gdn": GDN(heads=2, v_heads=4, head_dim=8, v_head_dim=12, conv_size=3),
     "mamba2": Mamba2(heads=4, head_dim=12, state_dim=8, groups=2),
@@ -44,7 +42,7 @@ OPTIONS: dict[str, MixerOptions] = {
 }
 
 
-def build(mixer: Entry) -> Decoder:
+def build(mixer):
     model = initialised(replace(preset("hybrid", "debug"), pattern=(mixer,), num_layers=1))
     return model
 
@@ -56,7 +54,7 @@ def test_there_is_a_case_of_each():
 
 @pytest.mark.parametrize("name", MIXERS)
 def test_ops_are_those_that_it_calls(name, monkeypatch):
-    called: dict[str, dict[str, int]] = {}
+    called = {}
 
     def record(module, op, sizes):
         original = getattr(module, op)

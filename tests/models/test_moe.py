@@ -1,13 +1,10 @@
 """Experts: the routing formulas one token at a time, and loads that do not depend on how the work is split."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.models.ours import initialised
 from tests.ops.inputs import tokens_of
@@ -37,7 +34,7 @@ CONFIGS = {
 }
 
 
-def build(config: MoEConfig) -> MoE:
+def build(config):
     moe = MoE(DIM, config).double()
     with torch.no_grad():
         for name, p in moe.named_parameters():
@@ -45,7 +42,7 @@ def build(config: MoEConfig) -> MoE:
     return moe
 
 
-def token_by_token(moe: MoE, x: Tensor) -> Tensor:
+def token_by_token(moe, x):
     """[T, dim] -> [T, dim], as the papers write it."""
     c, out = moe.config, []
     for x_t in x:
@@ -70,7 +67,7 @@ def token_by_token(moe: MoE, x: Tensor) -> Tensor:
     return torch.stack(out)
 
 
-def inputs(T: int) -> Tensor:
+def inputs(T):
     return torch.randn(T, DIM, generator=generator(1), dtype=torch.float64)
 
 
@@ -177,7 +174,7 @@ def test_grouped_mm_is_chosen_for_sizes_that_it_takes(hidden, dim):
     assert ("no multiple of 8" in at_start.why) == ("loop" in products)
 
 
-def grouped_mm_takes(I: int, O: int) -> bool:
+def grouped_mm_takes(I, O):
     x, weight = (torch.empty(*s, I, dtype=torch.bfloat16, device="meta").requires_grad_() for s in ([16], [4, O]))
     try:
         y = experts.GROUPED_LINEAR.load("grouped_mm")(x, weight, torch.empty(4, dtype=torch.int64, device="meta"))

@@ -1,11 +1,7 @@
 """modeling_titan_linear.py, which our folders take along: it is our models, in transformers alone."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +12,6 @@ from tests.models.ours import initialised
 from tests.records import write_json
 from tests.refusals import refused
 from titan_linear.models.adapters import config_from_hf, config_to_hf
-from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.families.remote import MODELING
 from titan_linear.models.mixers import KDA, MLA, Attention
@@ -35,7 +30,7 @@ HYBRID = preset("hybrid", "debug")
 _KDA, _GDN, _ATTENTION = HYBRID.pattern
 YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=24, mscale=1.0, mscale_all_dim=0.5)
 # Every option that the presets leave out, in models that no published architecture holds.
-MODELS: dict[str, ModelConfig] = {
+MODELS = {
     **{f"{name} debug": flavors["debug"] for name, flavors in OWN.items()},
     "hybrid 340M, small": replace(
         HYBRID,
@@ -77,7 +72,7 @@ FAMILIES = {"kda debug": "KDAForCausalLM", "gdn debug": "GatedDeltaNetForCausalL
 
 
 @torch.no_grad()
-def randomise(model: Decoder) -> None:
+def randomise(model):
     """Initial values of norms, gates and biases would hide a name in the place of another. Decay is slow."""
     rng = torch.Generator().manual_seed(0)
     for name, p in model.named_parameters():
@@ -91,7 +86,7 @@ def randomise(model: Decoder) -> None:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory, remote_code: None) -> Callable[[str], tuple[Path, Decoder]]:
+def folders(tmp_path_factory, remote_code):
     root, done = tmp_path_factory.mktemp("own"), {}
 
     def get(name):
@@ -106,7 +101,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, remote_code: None) -> Call
     return get
 
 
-def theirs(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+def theirs(folder, dtype=torch.float32):
     model, report = AutoModelForCausalLM.from_pretrained(
         folder, trust_remote_code=True, output_loading_info=True, dtype=dtype
     )
@@ -114,7 +109,7 @@ def theirs(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     return model.eval()
 
 
-def tokens_of(rows: int, length: int = T) -> torch.Tensor:
+def tokens_of(rows, length=T):
     return torch.randint(320, (rows, length), generator=torch.Generator().manual_seed(2))
 
 

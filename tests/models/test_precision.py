@@ -1,13 +1,10 @@
 """Of bfloat16 inputs reductions run in float32: results are those of float64, rounded once."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.layers import GatedRMSNorm, RMSNorm
@@ -17,7 +14,7 @@ from titan_linear.ops.cross_entropy import chunked_cross_entropy
 ONCE = 2**-8 * 1.001  # half a unit of the last place of bfloat16, relative
 
 
-def randn(*shape: int, seed: int = 0) -> Tensor:
+def randn(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 

@@ -1,7 +1,5 @@
 """Published sizes: their config.json is the same model to `transformers`, with as many parameters."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import replace
@@ -17,7 +15,7 @@ from titan_linear.config.reading import toml_value
 from titan_linear.config.schema import NAMES
 from titan_linear.models import families
 from titan_linear.models.adapters import config_from_hf, config_to_hf, placements
-from titan_linear.models.config import ModelConfig, MoEConfig, fingerprint, mistake
+from titan_linear.models.config import MoEConfig, fingerprint, mistake
 from titan_linear.models.init import count_parameters
 from titan_linear.models.presets import MODELS, OWN, flavors, preset, resized
 from titan_linear.models.rope import RopeScaling
@@ -63,11 +61,11 @@ BY_THEIR_AUTHORS = {  # of models that transformers lacks
 }
 
 
-def family_of(name: str, config: ModelConfig) -> str:
+def family_of(name, config):
     return FAMILY_OF.get(name) or find_family(config)
 
 
-def published(name: str, flavor: str) -> dict[str, object]:
+def published(name, flavor):
     """The config.json that the preset is read from."""
     return json.loads((Path(families.__file__).parent / f"configs/{name}.json").read_text())[flavor]
 
@@ -89,7 +87,7 @@ DIGESTS = {
 }
 
 
-def digest(sizes: dict[str, ModelConfig]) -> str:
+def digest(sizes):
     """Of every option of every flavor that is not its default."""
     training = [(m.init_std, m.moe and (m.moe.balance_coefficient, m.moe.bias_update_rate)) for m in sizes.values()]
     parts = [*sizes, *map(fingerprint, sizes.values()), training]
@@ -328,7 +326,7 @@ def test_wrong_keys_of_a_model_are_answered(keys, words):
         resized_by(keys)
 
 
-def resized_by(keys: list[str]) -> ModelConfig:
+def resized_by(keys):
     return model_without_tokenizer(load_config(keys))
 
 

@@ -1,7 +1,5 @@
 """Scaled rotary frequencies are those of transformers, and extend a model that is already there."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
@@ -41,7 +39,7 @@ class Float64:
 
     float = float32 = torch.float64
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name):
         return getattr(torch, name)
 
 

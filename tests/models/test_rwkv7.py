@@ -1,8 +1,6 @@
 """RWKV-7 against its equations (arXiv 2503.14456, section 4), computed token by token from the tensors of a folder of
 flash-linear-attention."""
 
-from __future__ import annotations
-
 import math
 import re
 from itertools import pairwise
@@ -11,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from tests.models.hf_states import state_from_hf, state_to_hf
-from tests.models.ours import State, initialised, labels_of, positions, relative
+from tests.models.ours import initialised, labels_of, positions, relative
 from tests.ops.inputs import tokens_of
 from titan_linear.__main__ import main
 from titan_linear.distributed.one_process import run_ranks
@@ -35,15 +32,15 @@ T, BOUNDS = 144, [0, 1, 38, 39, 104, 144]
 # --- The equations ---------------------------------------------------------------------------------------------------
 
 
-def below(tensors: State, prefix: str) -> State:
+def below(tensors, prefix):
     return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
 
 
-def layer_norm(x: Tensor, tensors: State, name: str) -> Tensor:
+def layer_norm(x, tensors, name):
     return F.layer_norm(x, x.shape, tensors[f"{name}.weight"], tensors[f"{name}.bias"], CONFIG.norm_eps)
 
 
-def time_mixing(p: State, x: Tensor, before: Tensor, S: Tensor, first: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def time_mixing(p, x, before, S, first):
     """x and that of the token before [dim], the state [heads, V, K], the first layer's v -> y, v, the next state."""
 
     def mixed(name):
@@ -74,11 +71,11 @@ def time_mixing(p: State, x: Tensor, before: Tensor, S: Tensor, first: Tensor | 
     return p["o_proj.weight"] @ ((o + bonus.flatten()) * g), v, S
 
 
-def channel_mixing(p: State, x: Tensor, before: Tensor) -> Tensor:
+def channel_mixing(p, x, before):
     return p["value.weight"] @ (p["key.weight"] @ (x + p["x_k"] * (before - x))).relu().square()
 
 
-def oracle(tensors: State, tokens: Tensor, bounds: list[int]) -> Tensor:
+def oracle(tensors, tokens, bounds):
     """Logits [T, vocab]."""
     logits, nothing = [], torch.zeros(CONFIG.dim, dtype=torch.float64)
     layers = [below(tensors, f"model.layers.{i}.") for i in range(CONFIG.num_layers)]
@@ -103,7 +100,7 @@ def oracle(tensors: State, tokens: Tensor, bounds: list[int]) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def theirs() -> State:
+def theirs():
     """The tensors of a folder, so large that every one matters."""
     rng = torch.Generator().manual_seed(0)
     shapes = {name: p.shape for name, p in Decoder(CONFIG).named_parameters()}
@@ -115,12 +112,12 @@ def theirs() -> State:
 
 
 @pytest.fixture(scope="module")
-def tokens() -> Tensor:
+def tokens():
     return torch.randint(CONFIG.vocab_size, (T,), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(scope="module")
-def wanted(theirs: State, tokens: Tensor) -> tuple[Tensor, State]:
+def wanted(theirs, tokens):
     """Logits, and the gradients of the summed loss by our names."""
     leaves = {name: x.clone().requires_grad_() for name, x in theirs.items()}
     logits = oracle(leaves, tokens, BOUNDS)
@@ -128,7 +125,7 @@ def wanted(theirs: State, tokens: Tensor) -> tuple[Tensor, State]:
     return logits.detach(), state_from_hf({name: x.grad for name, x in leaves.items()}, CONFIG, FAMILY)
 
 
-def computed(theirs: State, tokens: Tensor, labels: Tensor, plan: BatchPlan) -> tuple[Tensor, State]:
+def computed(theirs, tokens, labels, plan):
     model = Decoder(CONFIG).double()
     model.load_state_dict(state_from_hf(theirs, CONFIG, FAMILY))
     model(tokens.unsqueeze(0), plan, labels.unsqueeze(0), loss_chunk=48).backward()
@@ -136,7 +133,7 @@ def computed(theirs: State, tokens: Tensor, labels: Tensor, plan: BatchPlan) -> 
         return model(tokens.unsqueeze(0), plan)[0], {name: p.grad for name, p in model.named_parameters()}
 
 
-def check(got: tuple[Tensor, State], wanted: tuple[Tensor, State]) -> None:
+def check(got, wanted):
     assert relative(got[0], wanted[0]) < 1e-12
     errors = {name: relative(got[1][name], grad) for name, grad in wanted[1].items()}
     assert got[1].keys() == errors.keys() and max(errors.values()) < 1e-9, errors
@@ -225,7 +222,7 @@ RWKV_LM = {  # of names of flash-linear-attention; both factors of low-rank MLPs
 
 
 @pytest.fixture
-def of_rwkv_lm(theirs: State) -> State:
+def of_rwkv_lm(theirs):
     """What a .pth file of RWKV-LM holds."""
     tensors = {}
     for name, x in theirs.items():

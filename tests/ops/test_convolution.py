@@ -1,7 +1,5 @@
 """The causal convolution against the tap-by-tap oracle in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -14,7 +12,7 @@ from titan_linear.ops.reference.convolution import direct_causal_conv1d
 LENGTHS = [1, 2, 3, 40, 1, 17]
 
 
-def make(T: int, B: int = 1, D: int = 6, W: int = 4, N: int | None = None) -> dict[str, torch.Tensor]:
+def make(T, B=1, D=6, W=4, N=None):
     rng = torch.Generator().manual_seed(0)
     shapes = {"x": (B, T, D), "weight": (D, W), "bias": (D,)} | ({"initial_state": (N, D, W - 1)} if N else {})
     return leaves({n: torch.randn(s, generator=rng, dtype=torch.float64) for n, s in shapes.items()})

@@ -1,7 +1,5 @@
 """The chunked loss against cross-entropy on whole logits, in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

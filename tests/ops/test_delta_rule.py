@@ -1,7 +1,5 @@
 """What chunked KDA and GDN have of their own; what all recurrences share is in test_recurrences.py."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

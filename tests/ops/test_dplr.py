@@ -1,7 +1,5 @@
 """What chunk_dplr_delta_rule and chunk_rwkv7 have of their own; test_recurrences.py has what all recurrences share."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """The arguments that the ops share with FLA's functions of the same names: order, meaning, and what is refused."""
 
-from __future__ import annotations
-
 import inspect
 import re
 
@@ -114,7 +112,7 @@ def test_boundaries_on_the_cpu(op):
     assert torch.equal(call(op, x, cu_seqlens=cu, cu_seqlens_cpu=cu, chunk_size=64)[0], want)
 
 
-def on_70_tokens(op: str, B: int = 1, **options):
+def on_70_tokens(op, B=1, **options):
     """An op's function of 70 tokens, which takes boundaries."""
     if op == "conv":
         return causal_conv1d(torch.ones(B, 70, 6), torch.ones(6, 4), **options)[0]
@@ -196,6 +194,6 @@ def test_what_fla_has_and_is_not_here_is_refused():
 
 
 def test_importing_all_binds_functions_alone():
-    names: dict[str, object] = {}
+    names = {}
     exec("from titan_linear.ops import *", names)
     assert "torch" not in names and names["chunk_kda"] is chunk_kda

@@ -1,17 +1,12 @@
 """Inputs whose numbers lie anywhere in memory, and inputs of no tokens, in every op and implementation."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
-from torch import Tensor
 
 from tests.ops.inputs import device_of, gradients, leaves, make_inputs, raw_gate_inputs, relative_error
 from tests.refusals import refused
 from titan_linear.distributed.experts import _Exchange
-from titan_linear.distributed.one_process import LocalGroup, run_ranks
+from titan_linear.distributed.one_process import run_ranks
 from titan_linear.models.layers import project, projection
 from titan_linear.ops import attention, build_cp_context, causal_conv1d, chunk_gated_delta_rule, chunk_kda
 from titan_linear.ops.cross_entropy import chunked_cross_entropy
@@ -23,25 +18,25 @@ T = 70
 RULES = {"kda": chunk_kda, "gdn": chunk_gated_delta_rule}
 
 
-def of_rule(op: str) -> tuple[Callable, dict[str, Tensor]]:
+def of_rule(op):
     options = {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True}
     return lambda impl, **x: RULES[op](**x, **options, impl=impl)[0], raw_gate_inputs(op, T, K=16, V=16)
 
 
-def of_convolution() -> tuple[Callable, dict[str, Tensor]]:
+def of_convolution():
     x = {"x": torch.randn(1, T, 8), "weight": torch.randn(8, 4), "bias": torch.randn(8)}
     return lambda impl, **x: causal_conv1d(**x, activation="silu", impl=impl)[0], x
 
 
-def of_attention() -> tuple[Callable, dict[str, Tensor]]:
+def of_attention():
     return lambda impl, **x: attention(**x), {name: torch.randn(1, T, 2, 8) for name in "qkv"}
 
 
-def of_swiglu() -> tuple[Callable, dict[str, Tensor]]:
+def of_swiglu():
     return lambda impl, **x: swiglu(**x, impl=impl), {"gate_up": torch.randn(T, 16), "weight": torch.randn(4, 8)}
 
 
-def apart(x: Tensor) -> Tensor:
+def apart(x):
     """Its numbers, every second one of memory in the last dimension, the others NaN."""
     wide = x.new_full((*x.shape, 2), torch.nan)
     wide[..., 0] = x
@@ -190,10 +185,10 @@ def test_second_derivatives_are_refused(make, impl):
         torch.autograd.grad(op(impl, **x).sum(), list(x.values()), create_graph=True)
 
 
-def exchanged(group: LocalGroup) -> list[bool]:
+def exchanged(group):
     """Whether each exchange between ranks, and the loss, refuses a derivative of its gradient."""
     context = build_cp_context(torch.tensor([0, 8]), group, conv1d_kernel_size=3)
-    pending: list = []
+    pending = []
     calls = (
         lambda x: sum(y.sum() for y in with_halo(x**2, context.halo_of(2), context.cut.slots, 2, group.group_name)),
         lambda x: tokens_to_heads((x**2).view(1, 4, 2), context),

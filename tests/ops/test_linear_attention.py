@@ -1,7 +1,5 @@
 """What chunk_ssd and chunk_simple_gla have of their own; what all recurrences share is in test_recurrences.py."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

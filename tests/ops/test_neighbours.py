@@ -1,10 +1,7 @@
 """What one document holds reaches no other: NaN, Inf, or numbers so large that products overflow. "0 ×" is no mask."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 from tests.ops.inputs import boundaries, call, device_of, leaves, make_inputs, raw_gate_inputs
 from tests.ops.triton.bfloat16 import interpret_bfloat16
@@ -16,17 +13,17 @@ OWN, OTHERS = 70, 10  # tokens of the document that is looked at: its last chunk
 
 
 @pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+def interpreted(monkeypatch):
     if device_of("triton") == "cpu":
         interpret_bfloat16(monkeypatch)
 
 
-def spoilt(x: Tensor, own: Tensor, value: float) -> Tensor:
+def spoilt(x, own, value):
     """x [B, T, ...] with a value at the tokens that are not `own` [B, T]."""
     return torch.where(own.view(*own.shape, *[1] * (x.dim() - 2)), x, value)
 
 
-def own_tokens(packed: bool, device: str) -> Tensor:
+def own_tokens(packed, device):
     """[B, T] bool: the second of three packed documents, or the first of two rows."""
     own = torch.zeros((1, 2 * OTHERS + OWN) if packed else (2, OWN), dtype=torch.bool, device=device)
     own[0, OTHERS : OTHERS + OWN if packed else 0] = True
@@ -34,7 +31,7 @@ def own_tokens(packed: bool, device: str) -> Tensor:
     return own
 
 
-def documents(packed: bool, device: str) -> Tensor | None:
+def documents(packed, device):
     return boundaries([OTHERS, OWN, OTHERS]).to(device) if packed else None
 
 

@@ -1,7 +1,5 @@
 """Every chunked recurrence against its token-by-token oracle in float64: outputs, final states and all gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import time
 from collections import Counter
 from functools import cache
@@ -323,7 +321,7 @@ class PeakBytes(Inside):
             time.sleep(0.01)  # gloo's threads let go of what has travelled a moment after it came
             self.peak = max(self.peak, self.held())
 
-    def held(self) -> int:
+    def held(self):
         self.storages = {key: value for key, value in self.storages.items() if not value[0].expired()}
         return sum(size for _, size in self.storages.values())
 

@@ -3,8 +3,6 @@
 float64 shows that what travels through NCCL is right; bfloat16 runs the kernels that training does.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """KCP and the convolution's halo: every rank's outputs and gradients against one process, in float64."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 
 import pytest
@@ -25,8 +23,7 @@ from tests.ops.inputs import (
 )
 from tests.ops.layout.documents import EDGES, FLA_CONV, FLA_CP2, FLA_CP4
 from tests.refusals import refused
-from tests.worlds import World
-from titan_linear.distributed.one_process import LocalGroup, run_ranks
+from titan_linear.distributed.one_process import run_ranks
 from titan_linear.ops import build_cp_context, causal_conv1d
 from titan_linear.ops.exchange import kcp
 from titan_linear.ops.exchange.halo import return_halo
@@ -38,7 +35,7 @@ PARAMETERS = {"A_log", "A", "D", "dt_bias", "weight", "bias"}
 LAYOUTS = ["contiguous", "zigzag"]
 
 
-def inputs_of(op: str, lengths: list[int], streams: int = 1) -> dict[str, Tensor]:
+def inputs_of(op, lengths, streams=1):
     """Every rank and the reference draw the same tensors from the op's name and the documents."""
     T = sum(lengths) * streams
     if op == "conv":
@@ -52,13 +49,13 @@ def inputs_of(op: str, lengths: list[int], streams: int = 1) -> dict[str, Tensor
     return MAKERS[op](T, **SMALL[op])
 
 
-def run_op(op: str, x: dict[str, Tensor], **options) -> Tensor:
+def run_op(op, x, **options):
     if op == "conv":
         return causal_conv1d(**x, activation="silu", **options)[0]
     return call(op.partition("-")[0], x, cp_method="ulysses" if op == "ssd-heads" else "kcp", **options)[0]
 
 
-def output_gradient(op: str, like: Tensor) -> Tensor:
+def output_gradient(op, like):
     return torch.randn(like.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 
 
@@ -70,9 +67,7 @@ def on_rank(rank, world_size, cases, levels=()):
         return results_of(dist.group.WORLD, cases)
 
 
-def results_of(
-    group: dist.ProcessGroup | LocalGroup, cases: list[tuple[str, list[int], str, int]]
-) -> list[list[Tensor]]:
+def results_of(group, cases):
     results = []
     for op, lengths, layout, streams in cases:
         ctx = build_cp_context(boundaries(lengths * streams), group, layout=layout, num_streams=streams)
@@ -85,11 +80,11 @@ def results_of(
     return results
 
 
-def check(world: World, cases: list[tuple[str, list[int], str, int]], levels: tuple[Level, ...] = ()) -> None:
+def check(world, cases, levels=()):
     compare(world.run(on_rank, cases, levels), cases)
 
 
-def compare(ranks: list[list[list[Tensor]]], cases: list[tuple[str, list[int], str, int]]) -> None:
+def compare(ranks, cases):
     for i, (op, lengths, layout, streams) in enumerate(cases):
         cu = boundaries(lengths * streams)
         where = {"layout": layout, "num_streams": streams, "world_size": len(ranks)}
@@ -104,7 +99,7 @@ def compare(ranks: list[list[list[Tensor]]], cases: list[tuple[str, list[int], s
 
 
 @cache
-def by_one_process(op: str, lengths: tuple[int, ...], streams: int) -> dict[str, Tensor]:
+def by_one_process(op, lengths, streams):
     """The output and the gradients of all inputs, for every world and layout."""
     x = leaves(inputs_of(op, list(lengths), streams))
     y = run_op(op, x, cu_seqlens=boundaries(list(lengths) * streams))
@@ -181,7 +176,7 @@ def test_gradients_of_a_token_in_several_halos_are_added_in_order(monkeypatch, s
     assert all(len(set(rows)) == len(rows) for rows in calls) and (len(calls) == 4) != shared
 
 
-def outside(group: LocalGroup, i: int, op: str, lengths: list[int], layout: str) -> list[list[Tensor]]:
+def outside(group, i, op, lengths, layout):
     """Output and gradients of this rank's tokens outside document i, as is and with all inputs of i NaN."""
     cu, results = boundaries(lengths), []
     ctx = build_cp_context(cu, group, layout=layout)
@@ -269,7 +264,7 @@ def test_the_state_kept_for_backward_is_one_per_fragment(worlds):
 
 def kept_states(rank, world_size, lengths):
     ctx = build_cp_context(boundaries(lengths), dist.group.WORLD)
-    saved: list[Tensor] = []
+    saved = []
     x = leaves({n: t[:, tokens_of(ctx)] for n, t in inputs_of("kda", lengths).items()})
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         run_op("kda", x, cp_context=ctx)

@@ -1,20 +1,16 @@
 """KCP's states level by level: the same as directly, in equal shares, whatever the documents."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.ops.inputs import boundaries
-from titan_linear.distributed.one_process import LocalGroup, run_ranks
+from titan_linear.distributed.one_process import run_ranks
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.exchange import folds, kcp, levels
 from titan_linear.ops.exchange.collectives import group_named
@@ -22,12 +18,9 @@ from titan_linear.ops.layout.chains import STATE, STATE_AND_M
 from titan_linear.ops.layout.levels import Level, Sizes, direct_messages, duration, fastest, groupings, messages, route
 
 LAYOUTS = ["contiguous", "zigzag"]
-Ways = Sequence[tuple[Level, ...]]
 
 
-def states_by(
-    group: LocalGroup, ways: Ways, lengths: list[int], layout: str, streams: int, shapes: Sequence[tuple[int, ...]]
-) -> list[list[Tensor]]:
+def states_by(group, ways, lengths, layout, streams, shapes):
     """In both directions, the states that come directly and in each of these ways, where what nobody asked for is NaN;
     shapes: of a slot's S_ext and M."""
     context, results = build_cp_context(boundaries(lengths * streams), group, layout=layout, num_streams=streams), []
@@ -86,7 +79,7 @@ def test_kernels_fold_as_float64(monkeypatch, transition, layout):
 def test_ranks_have_equal_shares(monkeypatch, world_size, heads, layout):
     """One document over all ranks: bytes that a rank sends and receives, of others, and multiplications in products
     with M, which are within 10% of their mean; and as many bytes as the plan says."""
-    found: dict[str, Counter[int]] = defaultdict(Counter)  # what → rank, or its thread → sum
+    found = defaultdict(Counter)  # what → rank, or its thread → sum
     all_to_all, act = levels.all_to_all, folds.act
 
     def exchanged(x, sent, received, name):

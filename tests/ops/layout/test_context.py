@@ -1,7 +1,5 @@
 """The table of who owns what, against the definition."""
 
-from __future__ import annotations
-
 import sys
 from itertools import pairwise
 
@@ -81,7 +79,7 @@ def test_chunk_tables(size):
     assert offsets.tolist() == [rows.index([n, 0]) for n in range(len(lengths))] + [len(rows)]
 
 
-def cost_to_build(documents: int, world_size: int, layout: str) -> tuple[int, int]:
+def cost_to_build(documents, world_size, layout):
     """While four streams of that many documents are cut and planned: Python and C functions called, and elements of the
     arrays that Python functions hold when they return, which stand for the work inside NumPy."""
     T = world_size * 2 * 16384

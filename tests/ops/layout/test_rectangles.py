@@ -1,24 +1,21 @@
 """The ring's tables; that they cover each visible pair once is in test_attention_cp.py."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from tests.ops.layout.documents import packed
-from titan_linear.ops.layout.fragments import Fragment, cut_streams, owned
+from titan_linear.ops.layout.fragments import cut_streams, owned
 from titan_linear.ops.layout.rectangles import Rectangle, _append, _rectangles, rectangles
 from titan_linear.ops.layout.tables import padded
 
 
-def searched(fragments: Sequence[Fragment], rank: int, world_size: int, causal: bool) -> np.ndarray:
+def searched(fragments, rank, world_size, causal):
     """`by_hop` as it is defined: keys are looked for in every fragment of every rank."""
     rows = []
     for hop in range(world_size):
-        parts: list[Rectangle] = []
+        parts = []
         for q, (a, b) in _rectangles(owned(fragments, rank), causal):
             offset = 0
             for f in owned(fragments, (rank - hop) % world_size):

@@ -1,8 +1,6 @@
 """Which queries move so that ranks have equal work, and how keys travel to who needs them; which ones, and whose
 queries, is in test_attention_cp.py."""
 
-from __future__ import annotations
-
 import tracemalloc
 from itertools import product
 
@@ -11,18 +9,18 @@ import pytest
 
 from tests.ops.layout.documents import packed
 from titan_linear.ops.layout.fragments import cut_streams
-from titan_linear.ops.layout.spans import ALL, MARGIN, NOTHING, SOME, Runs, balanced, entries, gathered_spans
+from titan_linear.ops.layout.spans import ALL, MARGIN, NOTHING, SOME, balanced, entries, gathered_spans
 
 GIVES = 1.02  # the least of the degrees
 
 
-def work(runs: Runs, world_size: int, causal: bool = True) -> float:
+def work(runs, world_size, causal=True):
     """Pairs of the rank that has most over the mean."""
     pairs = np.bincount(runs.rank, runs.pairs(causal), world_size)
     return pairs.max() / pairs.mean()
 
 
-def moved(runs: Runs) -> float:
+def moved(runs):
     """The share of the queries that others compute."""
     lengths = runs.end - runs.start
     return lengths[runs.rank != runs.owner].sum() / lengths.sum()

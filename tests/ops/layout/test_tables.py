@@ -1,7 +1,5 @@
 """Trees of tables on their way to a device."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

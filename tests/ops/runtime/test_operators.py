@@ -1,26 +1,22 @@
 """Selective checkpointing: gradients to the last bit, and no kernel of an op or exchange that runs again."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.models.ours import initialised, use_methods
 from tests.ops.inputs import boundaries
-from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig
+from titan_linear.models.config import ModelConfig, MoEConfig
 from titan_linear.models.mixers import GDN, KDA, MLA, Attention
 from titan_linear.models.mixers.attention import AttentionMixer
 from titan_linear.models.mixers.mla import MLAMixer
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import build_cp_context
-from titan_linear.ops.runtime.operators import Run, contexts, kept
+from titan_linear.ops.runtime.operators import contexts, kept
 from titan_linear.ops.torch import attention, chunked
 from titan_linear.ops.triton import rules
 from titan_linear.ops.triton.launch import Kernel
@@ -28,7 +24,7 @@ from titan_linear.ops.triton.launch import Kernel
 LENGTHS = [5, 70, 37]  # of 112 tokens: one document crosses the cut of two ranks
 FEW = [3, 66]  # for the interpreter, which is slow
 AGAIN = ("swiglu_fwd_kernel",)  # which selective checkpointing computes again, as all that is elementwise
-MIXERS: dict[str, MixerOptions] = {
+MIXERS = {
     "kda": KDA(heads=2, v_heads=2, head_dim=32, v_head_dim=32),
     "gdn": GDN(heads=2, v_heads=2, head_dim=32, v_head_dim=32),
     "attention": Attention(heads=4, kv_heads=2, head_dim=8, qk_norm="head", output_gate=True),
@@ -40,7 +36,7 @@ MOE = MoEConfig(num_experts=4, top_k=2, hidden_dim=16, balance_coefficient=0.1)
 EXCHANGES = ("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor", "batch_isend_irecv", "all_reduce")
 
 
-def checkpointed(mode: str, block: nn.Module, *x: Any) -> Any:
+def checkpointed(mode, block, *x):
     if mode == "none":
         return block(*x)
     copied = hasattr(block.forward, "_torchdynamo_orig_callable")
@@ -48,15 +44,15 @@ def checkpointed(mode: str, block: nn.Module, *x: Any) -> Any:
     return checkpoint(block, *x, use_reentrant=False, preserve_rng_state=False, context_fn=keeping)
 
 
-def block_of(mixer: str, dtype: torch.dtype, moe: MoEConfig | None = None, impl: str = "auto") -> nn.Module:
+def block_of(mixer, dtype, moe=None, impl="auto"):
     config = ModelConfig(vocab_size=8, dim=32, pattern=(MIXERS[mixer],), num_layers=1, hidden_dim=32, moe=moe)
     model = initialised(config, dtype=dtype).use(impl, torch.device("cpu"), dtype)
     return model.layers[0]
 
 
-def counting(patch: pytest.MonkeyPatch) -> Counter[str]:
+def counting(patch):
     """Of kernels and exchanges, from here on."""
-    counts: Counter[str] = Counter()
+    counts = Counter()
 
     def count(owner, name, label):
         original = getattr(owner, name)
@@ -76,9 +72,7 @@ def counting(patch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-def plan_of(
-    *, lengths: list[int] = LENGTHS, group: dist.ProcessGroup | None = None, layout: str = "contiguous", **_: str
-) -> BatchPlan:
+def plan_of(*, lengths=LENGTHS, group=None, layout="contiguous", **_):
     ranks = {"group": group} if group is not None else {"rank": 0, "world_size": 1}
     context = build_cp_context(boundaries(lengths), conv1d_kernel_size=4, layout=layout, pairs_per_row=0, **ranks)
     context.mark_dynamic()  # as a compiled run does
@@ -87,7 +81,7 @@ def plan_of(
     return plan
 
 
-def results(mode: str, block: nn.Module, dtype: torch.dtype, **cut: Any) -> tuple[list[Tensor], Counter]:
+def results(mode, block, dtype, **cut):
     """Output, gradients, and the work of forward and backward."""
     use_methods([block.mixer], **cut)
     plan = plan_of(**cut)  # a plan of its own: the first layer that asks derives tables
@@ -103,7 +97,7 @@ def results(mode: str, block: nn.Module, dtype: torch.dtype, **cut: Any) -> tupl
         patch.undo()
 
 
-def compare(block: nn.Module, dtype: torch.dtype, again: tuple[str, ...] = (), **cut: Any) -> None:
+def compare(block, dtype, again=(), **cut):
     """again: kernels that cost too little to keep what they gave; cut: of `plan_of`. In mode "attention" all runs
     again, as in "full", but softmax attention."""
     modes = ("none", "selective", "attention", "full")
@@ -166,18 +160,18 @@ def test_exchanges_between_ranks(worlds):
 
 
 @kept
-def doubled(x: Tensor, calls: list[int]) -> tuple[Tensor, None]:
+def doubled(x, calls):
     calls.append(1)
     return tripled(2 * x, calls)
 
 
 @kept
-def tripled(x: Tensor, calls: list[int]) -> tuple[Tensor, None]:
+def tripled(x, calls):
     calls.append(1)
     return 3 * x, None
 
 
-def run_once(calls: list[int]) -> tuple[Run, Tensor]:
+def run_once(calls):
     first, again = contexts()
     with first:
         out, _ = doubled(torch.ones(2), calls)
@@ -185,7 +179,7 @@ def run_once(calls: list[int]) -> tuple[Run, Tensor]:
 
 
 def test_a_kept_result_comes_again_once():
-    calls: list[int] = []
+    calls = []
     again, out = run_once(calls)
     assert len(calls) == 2 and again.region.nbytes == 8  # what a kept function calls is part of it
     with again:
@@ -207,7 +201,7 @@ def test_what_is_not_the_same_is_noticed():
 
 
 def test_nothing_is_kept_without_gradients():
-    calls: list[int] = []
+    calls = []
     regions = []
 
     def noted():

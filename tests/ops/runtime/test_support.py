@@ -1,9 +1,6 @@
 """The table of what runs where: every row's reason, what "auto" takes, and what a run says of it at its start."""
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Callable, Iterator
 from timeit import timeit
 
 import pytest
@@ -40,7 +37,7 @@ HOPPER = Target("cuda", (9, 0), BF16, {})
 
 
 @pytest.fixture
-def on_gpu_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[tuple[int, int]], None]]:
+def on_gpu_of(monkeypatch):
     """on_gpu_of(capability): device "cuda" is such a GPU."""
 
     def set_capability(own):

@@ -9,17 +9,13 @@ interpreter do not compile. A few shapes of `shapes.py` are compiled here;
 compiles all whose names have these words, and prints the table.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
-from typing import Any
 
 import pytest
 from torch._C import DispatchKey, DispatchKeySet
@@ -35,7 +31,7 @@ MANY_TILES = "six to ten fp32 tiles are alive at once; splitting the kernel furt
 OCCUPANCY = "fewer registers let more programs run on a multiprocessor: KDA's prepare takes 1.4 ms instead of 1.9"
 DECAYS = "60 loads among 1,200 instructions; 8 warps have every sum pass through shared memory"
 # Bytes that a thread may spill in 16 bits with Triton 3.6 or 3.7, and why. float32 and dims of 256 may: not fast.
-ACCEPTED_SPILLS: dict[tuple[str, str], tuple[int, str]] = {
+ACCEPTED_SPILLS = {
     ("kda", "prepare_kernel"): (112, OCCUPANCY),
     ("kda", "solve_kernel"): (96, OCCUPANCY),
     ("kda", "gradient_kernel"): (512, MANY_TILES),
@@ -52,14 +48,14 @@ ACCEPTED_SPILLS: dict[tuple[str, str], tuple[int, str]] = {
 }
 
 
-def spills_accepted(name: str, kernel: str) -> float:
+def spills_accepted(name, kernel):
     if "float32" in name or "=256" in name:
         return float("inf")
     op, *_ = name.split()
     return ACCEPTED_SPILLS.get((op, kernel), (0, ""))[0]
 
 
-def _resources(cubin: bytes) -> dict[str, int]:
+def _resources(cubin):
     """Registers, and bytes of stack: all of it spills."""
     report = run_on(cubin, "cuobjdump", "-res-usage")
     return dict(zip(("registers", "spills"), map(int, re.search(r"REG:(\d+) STACK:(\d+)", report).groups())))
@@ -68,28 +64,28 @@ def _resources(cubin: bytes) -> dict[str, int]:
 class Chip:
     """In place of Triton's driver: a GPU to compile for, which need not be here."""
 
-    def __init__(self, target: int):
+    def __init__(self, target):
         self.target = target
 
-    def get_current_device(self) -> int:
+    def get_current_device(self):
         return self.target  # one for each target: kernels are remembered by device
 
-    def get_current_stream(self, device: int) -> None:
+    def get_current_stream(self, device):
         return None
 
-    def get_current_target(self) -> Any:
+    def get_current_target(self):
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", self.target, 32)
 
 
 @contextmanager
-def compiled_launches(target: int = 90, only: tuple[str, ...] = ()) -> Iterator[list[dict]]:
+def compiled_launches(target=90, only=()):
     """Launches inside (of the kernels in `only`, if any) compile for sm_<target>; the list collects their results."""
     from triton import JITFunction
     from triton.runtime import driver
 
-    results: list[dict] = []
+    results = []
     original = JITFunction.run
 
     def run(self, *args, grid, warmup, **kwargs):
@@ -112,24 +108,24 @@ def compiled_launches(target: int = 90, only: tuple[str, ...] = ()) -> Iterator[
 class OnTheChip(TorchDispatchMode):
     """Operators of kernels run on meta tensors as on a GPU, where they would run their fake implementations."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "titan_linear" and func.python.__module__.startswith("titan_linear.ops.triton"):
             return func.redispatch(DispatchKeySet(DispatchKey.CUDA), *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def compile_shape(name: str) -> list[dict]:
+def compile_shape(name):
     with compiled_launches() as launches, OnTheChip():
         results(SHAPES[name], "meta", "triton")
     return launches
 
 
-def compile_shapes(names: list[str]) -> dict[str, list[dict]]:
+def compile_shapes(names):
     with ProcessPoolExecutor(min(os.cpu_count() or 1, 4), mp_context=get_context("fork")) as pool:
         return with_wrong_instructions(dict(zip(names, pool.map(compile_shape, names), strict=True)))
 
 
-def with_wrong_instructions(made: dict[str, list[dict]], target: int = 90) -> dict[str, list[dict]]:
+def with_wrong_instructions(made, target=90):
     """Launches, by shape, with "wrong", the instructions that ptxas got wrong, in place of "cubin"."""
     launches = [launch for of_shape in made.values() for launch in of_shape]
     wrong = wrong_instructions([launch.pop("cubin") for launch in launches], target)
@@ -139,7 +135,7 @@ def with_wrong_instructions(made: dict[str, list[dict]], target: int = 90) -> di
 
 
 @pytest.fixture(scope="module")
-def compiled() -> dict[str, list[dict]]:
+def compiled():
     return results_of(__name__)
 
 
@@ -151,7 +147,7 @@ def test_compiles_within_the_chip(compiled, name):
         assert result["spills"] <= spills_accepted(name, result["kernel"]), result
 
 
-def main() -> None:
+def main():
     words = [word for word in sys.argv[1:] if word != "--json"]
     in_tests = "--json" in sys.argv
     shapes = [name for name, shape in SHAPES.items() if shape.op != "attention" and (shape.compiled or not in_tests)]

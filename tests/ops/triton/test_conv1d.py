@@ -1,7 +1,5 @@
 """The convolution's kernels against a dense fp64 convolution of each document alone."""
 
-from __future__ import annotations
-
 import os
 from itertools import pairwise
 

@@ -1,10 +1,7 @@
 """Copies of tokens for experts and their weighted sums, against the same in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 from tests.ops.inputs import DEVICE
 from titan_linear.ops.experts import Copies, by_expert, by_slot, collect, spread
@@ -15,7 +12,7 @@ CASES = [(7, 1, 5), (9, 3, 64), (5, 8, 200), (1, 22, 24), (0, 2, 8)]  # tokens, 
 IMPLS = ["torch", "triton", pytest.param("triton", marks=pytest.mark.cuda, id="on a GPU")]
 
 
-def given(N: int, k: int, D: int, here: float, dtype: torch.dtype) -> tuple[Tensor, Copies, Tensor]:
+def given(N, k, D, here, dtype):
     """x [N, D], copies, weights [N, k]: a share of copies is here."""
     draw = torch.Generator().manual_seed(N + k)
     experts = torch.randint(E, (N, k), generator=draw)
@@ -24,7 +21,7 @@ def given(N: int, k: int, D: int, here: float, dtype: torch.dtype) -> tuple[Tens
     return x.to(dtype), by_expert(experts, E, int((experts >= 0).sum())), weights
 
 
-def through(x: Tensor, copies: Copies, weights: Tensor | None, impl: str) -> list[Tensor]:
+def through(x, copies, weights, impl):
     """Copies, the sum of what becomes of them, and the gradients of x and weights."""
     leaves = [t for t in (x, weights) if t is not None]
     rows = spread(x, copies, impl)
@@ -33,7 +30,7 @@ def through(x: Tensor, copies: Copies, weights: Tensor | None, impl: str) -> lis
     return [rows, found, *torch.autograd.grad(found, leaves, x.detach().flip(0))]
 
 
-def exact(x: Tensor, slots: Tensor, weights: Tensor | None) -> list[Tensor]:
+def exact(x, slots, weights):
     leaves = [t for t in (x, weights) if t is not None]
     rows = int((slots >= 0).sum())
     n, j = (slots >= 0).nonzero(as_tuple=True)

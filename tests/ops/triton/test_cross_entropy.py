@@ -1,7 +1,5 @@
 """The kernels of the cross-entropy against the same in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from titan_linear.ops.cross_entropy import ELSEWHERE, IGNORE
 from titan_linear.ops.triton.cross_entropy import logits_gradient, row_statistics
 
 
-def logits_of(rows: int, vocab: int) -> torch.Tensor:
+def logits_of(rows, vocab):
     """Of all sizes: the largest of a row would overflow without its maximum taken off."""
     x = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0))
     return x * torch.logspace(-2, 2, rows).unsqueeze(1)

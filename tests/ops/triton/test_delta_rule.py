@@ -4,15 +4,11 @@ Small shapes and float32 here: the interpreter takes milliseconds for what a GPU
 products are wrong. The numbers in bfloat16 are in test_numbers.py, for a GPU.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -50,7 +46,7 @@ TOLERANCE = 2e-5  # float32 sums of up to 130 terms, through exponentials
 GATE_TOLERANCE = TOLERANCE * (4 if DEVICE == "cuda" else 1)
 
 
-def check(op: str, x: dict[str, Tensor], cu: Tensor | None = None, **options) -> None:
+def check(op, x, cu=None, **options):
     with new_memory_of_nan():
         found = errors(op, {name: t.float() for name, t in x.items()}, cu, impl="triton", **options)
     assert all(e < (GATE_TOLERANCE if n in ("A_log", "dt_bias") else TOLERANCE) for n, e in found.items()), found
@@ -167,7 +163,7 @@ def test_planned_segments_are_those_of_the_device():
         assert torch.equal(found.chunk_index[: len(rows)].cpu(), rows)
 
 
-def in_a_context(run: Callable, x: dict[str, Tensor], lengths: list[int], *programs: int) -> list[Tensor]:
+def in_a_context(run, x, lengths, *programs):
     """The output and gradients, in float32."""
     ctx = build_cp_context(boundaries(lengths), rank=0, world_size=1, device=DEVICE, programs=programs)
     ctx.mark_dynamic()
@@ -259,9 +255,9 @@ def test_compiles_without_a_break(op, K, V):
 class Calls(TorchDispatchMode):
     """The names of this project's operators, in the order in which they run."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.names: list[str] = []
+        self.names = []
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         if op.namespace == "titan_linear":

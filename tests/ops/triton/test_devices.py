@@ -4,24 +4,20 @@ Every rank's output and gradients are compared with its part of what one process
 parallelism; parameters' gradients with their sum over the ranks.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from tests.ops.inputs import boundaries, leaves, raw_gate_inputs, relative_error, tokens_of
 from tests.ops.triton.test_numbers import PROMISED, run, to_device
 from titan_linear.ops import build_cp_context, causal_conv1d
 from titan_linear.ops.exchange import kcp
-from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.layout.levels import Level
 
 PARAMETERS = ("dA_log", "ddt_bias", "dweight")
 
 
-def errors(ours: dict[str, Tensor], exact: dict[str, Tensor], mine: Tensor, rank: int) -> dict[str, float]:
+def errors(ours, exact, mine, rank):
     """This rank's part, and the sum over the ranks of what is shared."""
     for name in [n for n in PARAMETERS if n in ours]:  # in the same order on every rank
         dist.all_reduce(ours[name])
@@ -29,7 +25,7 @@ def errors(ours: dict[str, Tensor], exact: dict[str, Tensor], mine: Tensor, rank
     return {n: relative_error(ours[n], part[n]) for n in ours}
 
 
-def delta_rule(ctx: CPContext, mine: Tensor, rank: int, op: str, cu: Tensor) -> dict[str, float]:
+def delta_rule(ctx, mine, rank, op, cu):
     x = to_device(raw_gate_inputs(op, int(cu[-1]), H=2, HV=4, K=128, V=128, gate="usual"))
     do = torch.randn(x["v"].shape, device="cuda", generator=torch.Generator("cuda").manual_seed(7)).bfloat16()
     local = {n: t if n in ("A_log", "dt_bias") else t[:, mine] for n, t in x.items()}
@@ -38,7 +34,7 @@ def delta_rule(ctx: CPContext, mine: Tensor, rank: int, op: str, cu: Tensor) -> 
     return errors(ours, exact, mine, rank)
 
 
-def convolution(ctx: CPContext, mine: Tensor, rank: int, cu: Tensor) -> dict[str, float]:
+def convolution(ctx, mine, rank, cu):
     rng = torch.Generator("cuda").manual_seed(8)
     x, do = (torch.randn(1, int(cu[-1]), 256, device="cuda", generator=rng).bfloat16() for _ in range(2))
     weight = torch.randn(256, 4, device="cuda", generator=rng).bfloat16()

@@ -1,26 +1,23 @@
 """The folds of S ← M S + S_ext against the same in float64."""
 
-from __future__ import annotations
-
 from functools import reduce
 from itertools import chain, pairwise
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.ops.inputs import DEVICE, relative_error
 from titan_linear.ops.triton.fold import fold, fold_entries, fold_entries_back, fold_segments
 
 
-def transitions(count: int, K: int, of: str) -> tuple[Tensor, Tensor]:
+def transitions(count, K, of):
     """M [count, 2, ...] in float32: matrices, diagonals, or one number for each; and as matrices in float64."""
     shape = {"matrix": (K, K), "diagonal": (K,), "number": (1,)}[of]
     M = torch.randn(count, 2, *shape, generator=torch.Generator().manual_seed(1)) / K ** (0.5 if of == "matrix" else 0)
     return M, M.double() if of == "matrix" else torch.diag_embed(M.double().expand(count, 2, K))
 
 
-def folded(S_ext: Tensor, M: Tensor, chains: list[list[tuple[int, int]]], reverse: bool) -> Tensor:
+def folded(S_ext, M, chains, reverse):
     states = []
     for links in chains:
         S = torch.zeros_like(S_ext[0])

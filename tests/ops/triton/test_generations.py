@@ -4,8 +4,6 @@ A few kernels of each are compiled here; `python -m tests.ops.triton.test_genera
 bfloat16 with K = V = 64, 128 and 256, and prints their resources. As in test_compile.py, in a process of its own.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 
@@ -40,7 +38,7 @@ COMPILED = [  # here; K = V = 128
 ]
 
 
-def launches(target: int, op: str, K: int, only: tuple[str, ...] = ()) -> list[dict]:
+def launches(target, op, K, only=()):
     """Resources of every kernel of `op`, or of those in `only`, at sm_<target> in bfloat16."""
     from titan_linear.ops.triton import configs
 
@@ -50,7 +48,7 @@ def launches(target: int, op: str, K: int, only: tuple[str, ...] = ()) -> list[d
     return with_wrong_instructions({op: made}, target)[op]
 
 
-def shape_of(op: str, K: int) -> Shape:
+def shape_of(op, K):
     """In bfloat16."""
     heads = {"K": K, "V": K, "H": 2, "HV": 2}
     shapes = {
@@ -64,7 +62,7 @@ def shape_of(op: str, K: int) -> Shape:
 
 
 @pytest.fixture(scope="module")
-def compiled() -> dict[str, list[dict]]:
+def compiled():
     return results_of(__name__)
 
 
@@ -76,7 +74,7 @@ def test_fits_the_chip(compiled, target, op):
         assert r["shared"] <= SHARED[target] and r["spills"] <= MORE.get((target, op), FEW) and not r["wrong"], r
 
 
-def supported(target: int, op: str, K: int) -> bool:
+def supported(target, op, K):
     from titan_linear.ops.triton.configs import largest_dim, shipped_for
 
     if op not in ("kda", "gdn"):
@@ -84,7 +82,7 @@ def supported(target: int, op: str, K: int) -> bool:
     return largest_dim(shipped_for(divmod(target, 10)), op, 2) >= K
 
 
-def main() -> None:
+def main():
     if "--json" in sys.argv:
         print(json.dumps({f"{target} {op}": launches(target, op, 128, KERNELS[op]) for target, op in COMPILED}))
         return

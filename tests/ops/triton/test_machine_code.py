@@ -1,7 +1,5 @@
 """What ptxas was seen to get wrong is found, and not in the operators that it was seen in."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -45,11 +43,11 @@ def test_values_that_are_as_narrow_as_a_tile(name, narrow):
 
 
 @pytest.fixture(scope="module")
-def narrow() -> dict[str, list[dict]]:
+def narrow():
     return results_of(__name__)
 
 
-def main() -> None:
+def main():
     from tests.ops.triton.test_compile import compiled_launches, with_wrong_instructions
     from titan_linear.ops.triton.rwkv7 import RWKV7
 

@@ -5,11 +5,8 @@ Errors are ‖x − exact‖ / ‖exact‖. On random inputs and fast gates they
 that amplify any rounding, a kernel may have 1.25 times the error of `rounding.py`, which rounds the same operands.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.functional import normalize
 
 from tests.ops.inputs import (
@@ -41,11 +38,11 @@ GATE = {
 }
 
 
-def to_device(x: dict[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+def to_device(x, dtype=torch.bfloat16):
     return {n: t.to(DEVICE, torch.float32 if n in FLOAT32 else dtype) for n, t in x.items()}
 
 
-def run(op: str, x: dict[str, Tensor], weights: list[Tensor], **options) -> dict[str, Tensor]:
+def run(op, x, weights, **options):
     """Outputs and, of Σ weights·outputs, every gradient."""
     x = leaves(x)
     outputs = [y for y in call(op, x, **options) if y is not None]
@@ -54,7 +51,7 @@ def run(op: str, x: dict[str, Tensor], weights: list[Tensor], **options) -> dict
     return dict(zip(names, [y.detach() for y in outputs] + list(torch.autograd.grad(loss, list(x.values())))))
 
 
-def errors(op: str, x: dict[str, Tensor], **options) -> dict[str, float]:
+def errors(op, x, **options):
     """Of Triton's results for x, which is rounded to what the kernels get."""
     torch.manual_seed(0)
     shape = x["v"].shape
@@ -135,7 +132,7 @@ def test_long(op, gate):
     assert not {n: e for n, e in found.items() if not e <= PROMISED[n]}
 
 
-def hard_inputs(op: str, kind: str, T: int, K: int, H: int = 4) -> dict[str, Tensor]:
+def hard_inputs(op, kind, T, K, H=4):
     """Slow decay; nearly collinear keys with β near 1; one key repeated; q and k far from zero mean; keys that are
     alike with slow gates (q ~ N(1, 1), k ~ N(−50, 10): the case of docs/kernels.md)."""
     x = make_inputs(op, T, H=H, HV=H, K=K, V=K, gate="slow" if kind in ("slow", "repeated") else "usual")
@@ -173,7 +170,7 @@ def test_the_rounding_reference_without_rounding(op, kind, monkeypatch):
     assert max(relative_error(plain[n][None], exact[n]) for n in exact) < 1e-10
 
 
-def check_hard_case(x: dict[str, Tensor], lengths: list[int], **options) -> None:
+def check_hard_case(x, lengths, **options):
     x, cu = to_device(x), boundaries(lengths)
     do = torch.randn(x["v"].shape, generator=torch.Generator().manual_seed(5)).to(DEVICE, torch.bfloat16)
     op = "kda" if x["g"].dim() == 4 else "gdn"

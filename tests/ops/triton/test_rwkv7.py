@@ -5,11 +5,8 @@ inputs, packed, in segments and on ranks; leaks between documents; what they ref
     ./tests/run.sh tests/ops/triton/test_rwkv7.py -m cuda      # long documents in bfloat16, on a GPU
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 from tests.ops.inputs import DEVICE, boundaries, call, compare_four_ranks, dplr_inputs, errors, leaves
 from tests.ops.triton.bfloat16 import interpret_bfloat16
@@ -29,13 +26,13 @@ LENGTHS = [1, 70, 0, 64, 3]
 RAW = {"use_gate_in_kernel": True}
 
 
-def rwkv7_inputs(T: int, *, decay: float = 0.6065, K: int = 32, **dims: int) -> dict[str, Tensor]:
+def rwkv7_inputs(T, *, decay=0.6065, K=32, **dims):
     """decay: the largest −w of a token."""
     x = dplr_inputs(T, **{"H": 1, "K": K, "V": K} | dims)
     return {NAMES.get(name, name): t for name, t in (x | {"gk": decay * x["gk"]}).items()}
 
 
-def compare(x: dict[str, Tensor], lengths: list[int], dtype: torch.dtype = torch.float32, **options: bool) -> None:
+def compare(x, lengths, dtype=torch.float32, **options):
     found = errors("rwkv7", {name: t.to(dtype) for name, t in x.items()}, boundaries(lengths), impl="triton", **options)
     bounds = dict.fromkeys(found, TOLERANCE)
     if dtype != torch.float32:

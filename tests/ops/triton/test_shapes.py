@@ -5,14 +5,10 @@ what the rules accept is on that list, and what they refuse is said.
     ./tests/run.sh tests/ops/triton/test_shapes.py -m cuda -k rwkv7
 """
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from itertools import chain, product
 from multiprocessing import get_context
-from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,20 +18,7 @@ from torch import Tensor
 
 from tests.ops.inputs import relative_error
 from tests.ops.triton.machine_code import wrong_instructions
-from tests.ops.triton.shapes import (
-    BF16,
-    FAMILIES,
-    FP16,
-    FP32,
-    HOPPER,
-    SHAPES,
-    UNIT,
-    Results,
-    Shape,
-    attention_facts,
-    op_of,
-    results,
-)
+from tests.ops.triton.shapes import BF16, FAMILIES, FP16, FP32, HOPPER, SHAPES, UNIT, attention_facts, op_of, results
 from titan_linear.ops.convolution import MAX_WIDTH
 from titan_linear.ops.registry import OPS
 from titan_linear.ops.runtime.support import Target
@@ -66,7 +49,7 @@ HALF = {
 SUMS = ("dA_log", "ddt_bias", "dA")  # over tokens, whose errors in a chunk have one sign: twice the bound
 
 
-def bound(shape: Shape, name: str) -> float:
+def bound(shape, name):
     table = {"": EXACT} if shape.dtype == FP32 else HALF[shape.op]
     plain = name.removeprefix("ranks ")
     return table.get(plain, table[""]) * (2 if plain in SUMS else 1)
@@ -78,12 +61,12 @@ class Swept(NamedTuple):
     pool: ProcessPoolExecutor
 
 
-def head_dims(shape: Shape) -> tuple[int, int]:
+def head_dims(shape):
     """K and V."""
     return (shape.dims["N"], shape.dims["P"]) if shape.op in ("ssd", "gla") else (shape.dims["K"], shape.dims["V"])
 
 
-def target(shape: Shape) -> Target:
+def target(shape):
     dims = attention_facts(shape) if shape.op == "attention" else dict(zip("KV", head_dims(shape)))
     return Target("cuda", torch.cuda.get_device_capability() if shape.op == "attention" else HOPPER, shape.dtype, dims)
 
@@ -91,7 +74,7 @@ def target(shape: Shape) -> Target:
 # --- The rules -------------------------------------------------------------------------------------------------------
 
 
-def computed(family: str, dtype: torch.dtype, K: int, V: int) -> tuple[int, int, bool]:
+def computed(family, dtype, K, V):
     """What kernels compute for heads of K and V: K, the columns of a slice of V, and whether in 16 bits there are
     several."""
     if family != "ssd":
@@ -144,13 +127,13 @@ def test_convolutions_past_the_edge_are_refused():
 # --- The sweep -------------------------------------------------------------------------------------------------------
 
 
-def accepted(shape: Shape) -> bool:
+def accepted(shape):
     """All but attention are on the list because rules accept them; a kernel of attention may lack a width here, or a
     library."""
     return shape.op != "attention" or op_of(shape).reason_against(shape.options["kernel"], target(shape)) is None
 
 
-def sweep(name: str) -> dict[str, float] | str:
+def sweep(name):
     """Each result's relative error; or how the shape failed."""
     shape = SHAPES[name]
     if not accepted(shape):
@@ -164,7 +147,7 @@ def sweep(name: str) -> dict[str, float] | str:
         return f"{type(error).__name__}: {error}"
 
 
-def scale_of(name: str, exact: Results) -> Tensor:
+def scale_of(name, exact):
     """What a result's error is measured by: a gradient of gates' parameters is a sum over tokens, which may cancel; its
     terms are about as large as the gradient of the gates."""
     prefix, _, plain = name.rpartition(" ")
@@ -172,12 +155,12 @@ def scale_of(name: str, exact: Results) -> Tensor:
     return max([exact[n] for n in (name, *gates) if n in exact], key=Tensor.norm)
 
 
-def take_gpu(numbers: Queue) -> None:
+def take_gpu(numbers):
     torch.cuda.set_device(numbers.get() % torch.cuda.device_count())
 
 
 @pytest.fixture(scope="module")
-def swept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swept]:
+def swept(request, tmp_path_factory):
     """The shapes whose tests were selected, in several processes, which compile side by side."""
     tests = [item for item in request.session.items if item.originalname == "test_on_the_chip"]
     names = [item.callspec.params["name"] for item in tests]
@@ -193,7 +176,7 @@ def swept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             yield Swept({name: pool.submit(sweep, name) for name in sorted(names, key=cost, reverse=True)}, cache, pool)
 
 
-def cost(name: str) -> tuple[bool, int]:
+def cost(name):
     """What takes longest to compile comes first."""
     shape = SHAPES[name]
     return shape.dtype == FP32, max(shape.dims.values())
@@ -218,5 +201,5 @@ def test_machine_code_of_the_sweep(swept):
     assert binaries and not {str(path): found for path, found in wrong.items() if found}
 
 
-def wrong_in(binaries: list[Path]) -> list[list[str]]:
+def wrong_in(binaries):
     return wrong_instructions([path.read_bytes() for path in binaries])

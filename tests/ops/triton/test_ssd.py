@@ -5,11 +5,8 @@ they refuse.
     ./tests/run.sh tests/ops/triton/test_ssd.py                # in Triton's interpreter, or on a GPU if there is one
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 from tests.ops.inputs import (
     DEVICE,
@@ -37,14 +34,7 @@ OPS = pytest.mark.parametrize("op", ["ssd", "gla"])
 SMALL = {"G": 1, "heads": 2, "N": 16, "P": 16}
 
 
-def compare(
-    op: str,
-    x: dict[str, Tensor],
-    cu: Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
-    bounds: dict[str, float] | None = None,
-    **options,
-) -> None:
+def compare(op, x, cu=None, dtype=torch.float32, bounds=None, **options):
     wide = {"dt", "g"} if dtype != torch.float32 else set()  # as the mixer gives them
     x = {n: t.to(dtype if t.dim() > 2 and n not in wide else torch.float32) for n, t in x.items()}
     found = errors(op, x, cu, impl="triton", **options)

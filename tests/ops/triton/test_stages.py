@@ -1,15 +1,11 @@
 """The stages of both rules as the driver may ask for them: strided inputs, β as logits, states and boundaries by
 index."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops.inputs import DEVICE, boundaries, make_inputs, new_memory_of_nan, raw_gate_inputs, relative_error
@@ -27,29 +23,29 @@ OPTIONS = DeltaRuleOptions(scale=0.2)
 LENGTHS = [3, 66, 0]
 
 
-def flat_inputs(op: str, make: Any = make_inputs, **shape: int) -> Inputs:
+def flat_inputs(op, make=make_inputs, **shape):
     """float32 q, k, v, g, beta, A_log, dt_bias without a batch dimension."""
     x = make(op, sum(LENGTHS), **{"H": 1, "HV": 1, "K": 32, "V": 32} | shape)
     tokens = [x[n][0].float().to(DEVICE) for n in ("q", "k", "v", "g", "beta")]
     return Inputs(*tokens, *(x[n].float().to(DEVICE) if n in x else None for n in ("A_log", "dt_bias")))
 
 
-def rule(op: str, inputs: Inputs, options: DeltaRuleOptions = OPTIONS) -> TritonRule:
+def rule(op, inputs, options=OPTIONS):
     return RULES[op](inputs, options, chunks_of(boundaries(LENGTHS).to(DEVICE, torch.int32), sum(LENGTHS)), ())
 
 
-def numbers(values: list[int]) -> Tensor:
+def numbers(values):
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
-def randn(*shape: int) -> Tensor:
+def randn(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(5)).to(DEVICE)
 
 
 class Copies(TorchDispatchMode):
     """Counts the copies of tensors that this project's operators make."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inside, self.count = False, 0
 

@@ -1,7 +1,5 @@
 """SwiGLU against the same in float64."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
