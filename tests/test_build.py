@@ -17,7 +17,7 @@ def tokenizer(size):
     return SimpleNamespace(vocab_size=size, fingerprint=str(size))
 
 
-@pytest.mark.parametrize(("size", "rows"), [(257, 320), (320, 320), (321, 384), (50257, 50304), (151936, 151936)])
+@pytest.mark.parametrize("size, rows", [(257, 320), (320, 320), (321, 384), (50257, 50304), (151936, 151936)])
 def test_a_preset_follows_a_larger_tokenizer(size, rows):
     config = load_config([])
     model = model_config(config, tokenizer(size))
@@ -37,7 +37,7 @@ def unlike(rank, world_size, keys, corpus):
 
 
 @pytest.mark.parametrize(
-    ("keys", "corpus", "said"),
+    "keys, corpus, said",
     [
         ([], "a", ""),
         (["--model.tokenizer_path=x", "--job.dump_folder=y"], "a", ""),  # a node's own
@@ -52,7 +52,7 @@ def test_ranks_with_other_data_or_keys_are_refused(keys, corpus, said, worlds):
     assert found[0] == found[1] and found[0].startswith(said) and bool(found[0]) == bool(said)
 
 
-@pytest.mark.parametrize(("tp", "name"), [(8, "grouped_mm"), (16, "loop")])
+@pytest.mark.parametrize("tp, name", [(8, "grouped_mm"), (16, "loop")])
 def test_implementations_are_those_for_a_ranks_part_of_the_experts(tp, name):
     """Of 64 hidden channels."""
     keys = ["--model.name=qwen3.5", "--training.mixed_precision_param=bfloat16"]

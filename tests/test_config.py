@@ -157,7 +157,7 @@ def test_an_unknown_option_names_the_nearest_key(argument, nearest):
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    "argv, message",
     [
         (["train.toml"], "'train.toml' belongs to no key; keys are given as --section.key value"),
         (["training.steps", "5"], "'training.steps' belongs to no key"),
@@ -186,7 +186,7 @@ def test_tables_inside_a_section_are_merged_key_by_key(toml):
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"),
+    "argv, words",
     [
         (["--model.kda=3"], r"--model.kda=3 is not a key; did you mean the table of a mixer, \[model.kda\]\?"),
         (["--model.name=qwen35"], r"model.name = 'qwen35' must be 'bamba', .* or 'rwkv7'; did you mean 'qwen3.5'\?$"),
@@ -223,7 +223,7 @@ def test_a_file_as_windows_writes_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("value", "why"),
+    "value, why",
     [
         ("[" * 5000 + "]" * 5000, "nested too deeply"),
         ("{a = " * 600 + "1" + "}" * 600, "nested too deeply"),

@@ -119,7 +119,7 @@ class Backward(Inside):
 
 
 @pytest.mark.parametrize(
-    ("name", "dims"),
+    "name, dims",
     [
         *((name, {"H": H, "HV": 2, "K": 64, "V": 64}) for name in ("kda", "gdn") for H in (1, 2)),
         *(("ssd", {"G": G, "heads": 2, "N": 64, "P": 128}) for G in (1, 2)),

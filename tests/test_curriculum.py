@@ -101,7 +101,7 @@ def test_a_run_is_the_same_split_resumed_and_compiled(corpus, worlds, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "message"),
+    "schedule, message",
     [
         ("[{until_step = 2, seq_len = 64}]", r"seq_len = 64 is more than training.seq_len = 48"),
         ("[{until_step = 2, seq_len = 7}]", r"seq_len_schedule: seq_len = 7 cannot be cut into 2 .* for example 8"),

@@ -110,7 +110,7 @@ def test_an_environment_of_the_users_is_left_alone(checkout, find):
     assert (checkout / ".venv" / "mine").exists() and commands == []
 
 
-@pytest.mark.parametrize(("capability", "code", "tried"), [("8.0", 0, False), ("9.0", 0, True), ("10.0\n9.0", 1, True)])
+@pytest.mark.parametrize("capability, code, tried", [("8.0", 0, False), ("9.0", 0, True), ("10.0\n9.0", 1, True)])
 def test_flash_attention_4_is_tried_where_it_has_kernels(capability, code, tried, checkout, tmp_path, find):
     executable(tmp_path / "bin" / "nvidia-smi", f"#!/bin/sh\necho '{capability}'\n")
     fails = f'"-m pip"*gpu*) echo "$*" >>"$LOG"; exit {code} ;;\n  "-m pip"*)'

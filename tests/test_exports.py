@@ -176,7 +176,7 @@ def test_an_export_that_is_killed_starts_again_once(code, monkeypatch, capsys, t
     )
 
 
-@pytest.mark.parametrize(("lacking", "said"), [("tempfile.TemporaryFile", "full"), ("subprocess.Popen", "too many")])
+@pytest.mark.parametrize("lacking, said", [("tempfile.TemporaryFile", "full"), ("subprocess.Popen", "too many")])
 def test_an_export_that_cannot_start_is_a_warning(lacking, said, monkeypatch, capsys, tmp_path):
     """No room for temporary files, or for processes: what it does to one export it need not do to the next."""
     runs(monkeypatch, "import os, sys; os.mkdir(sys.argv[1])")

@@ -9,7 +9,7 @@ import pytest
 from titan_linear.storage.files import Unreadable, progress, read_json
 
 
-@pytest.mark.parametrize(("rank", "seconds", "shown"), [(0, 1, True), (1, 1, False), (0, 0.1, False)])
+@pytest.mark.parametrize("rank, seconds, shown", [(0, 1, True), (1, 1, False), (0, 0.1, False)])
 def test_progress_is_shown_by_one_rank_if_it_takes_time(rank, seconds, shown, monkeypatch, capsys):
     """Nine items, each of so many seconds."""
     monkeypatch.setattr("tqdm.std.time", count(0, seconds).__next__)
@@ -25,7 +25,7 @@ def test_json_is_read(begin, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "why"),
+    "content, why",
     [
         (None, "No such file or directory"),
         (b"", "Invalid JSON: EOF"),

@@ -204,7 +204,7 @@ def test_counting_is_nothing_to_the_host():
 
 
 @pytest.mark.parametrize(
-    ("name", "peak"),
+    "name, peak",
     [
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA H100 PCIe", 756),

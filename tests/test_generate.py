@@ -195,7 +195,7 @@ def sharded(rank, world_size, name, tp, ep):
 
 
 @pytest.mark.parametrize(
-    ("name", "tp", "ep"),
+    "name, tp, ep",
     [("bounded gates", 1, 1), ("bounded gates", 2, 1), ("side by side", 2, 1), ("latent attention, experts", 1, 2)],
 )
 def test_a_model_that_ranks_share_says_the_same(name, tp, ep, worlds):

@@ -111,7 +111,7 @@ def run(folder, worlds):
 
 
 @pytest.mark.parametrize(
-    ("model", "processes", "keys"),
+    "model, processes, keys",
     [
         pytest.param(model, processes, keys, id=f"{model}, {name}", marks=pytest.mark.cuda(processes))
         for model, name, processes, keys in RUNS
@@ -138,7 +138,7 @@ def compiled_on_rank(rank, world_size, argv):
 
 
 @pytest.mark.parametrize(
-    ("processes", "keys"),
+    "processes, keys",
     [
         pytest.param(1, OFFLOAD, id="offload", marks=pytest.mark.cuda(1)),
         pytest.param(2, DP_2, id="dp 2", marks=pytest.mark.cuda(2)),

@@ -695,7 +695,7 @@ EXPORT, BYTES = {"checkpoint__last_save_in_hf": "true"}, {"model__tokenizer_path
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    "keys, message",
     [
         (NOT_HF, "model.flavor = 'hf' needs model.hf_assets_path"),
         ({}, "checkpoint.initial_load_in_hf = true has nothing to load"),

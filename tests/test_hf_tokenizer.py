@@ -190,7 +190,7 @@ READ_AS_THEY_ARE = [
 ]  # the others are refused, below
 
 
-@pytest.mark.parametrize(("name", "family"), READ_AS_THEY_ARE)
+@pytest.mark.parametrize("name, family", READ_AS_THEY_ARE)
 def test_the_same_tokens(name, family, tokenizers, tmp_path):
     exported(tmp_path / "folder", family, tokenizers[name])
     check(tmp_path / "folder", tokenizers[name])

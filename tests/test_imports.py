@@ -96,7 +96,7 @@ def test_imports_flow_one_way():
 
 
 @pytest.mark.parametrize(
-    ("files", "problem"),
+    "files, problem",
     [
         ({"titan_linear/ops/a.py": "import titan_linear.data"}, "titan_linear.ops.a imports titan_linear.data, which"),
         (

@@ -108,7 +108,7 @@ WEB = '{name="web", weight=1, dataset="jsonl", dataset_path="x"}'
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
+    "value, message",
     [
         ("[3]", r"training.mixture.0 = 3 must be a table, \{name"),
         ("3", r"training.mixture = 3 must be a list, \[\{name"),

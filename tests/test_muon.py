@@ -169,7 +169,7 @@ CASES += [("experts", split) for split in CUTS]
 CASES += [("experts without gates", split) for split in UNEVEN]
 
 
-@pytest.mark.parametrize(("reference", "split"), CASES, indirect=["reference"])
+@pytest.mark.parametrize("reference, split", CASES, indirect=["reference"])
 def test_updates_are_torchs_under_every_split(split, reference, worlds):
     """What is made orthogonal are the whole matrices, each expert's its own; each on one rank if ranks have cut it."""
     name, want = reference

@@ -28,7 +28,7 @@ from titan_linear.step.optimizer import (
 
 
 @pytest.mark.parametrize(
-    ("keys", "expected"),
+    "keys, expected",
     [
         ({"warmup_steps": 4}, {1: 0.25, 4: 1.0, 52: (1 + math.cos(math.pi / 2)) / 2 * 0.9 + 0.1, 100: 0.1}),
         ({"warmup_steps": 0, "decay_type": "linear", "min_lr_factor": 0.0}, {1: 0.99, 50: 0.5, 100: 0.0}),

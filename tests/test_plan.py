@@ -48,7 +48,7 @@ def test_the_command(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    "argv, message",
     [
         (["--gpus", "3", "--parallelism.context_parallel_degree", "2"], "processes (NGPU; titan-linear plan: --gpus)"),
         (["--gpus", "0"], "--gpus 0 must be 1 or more"),
@@ -212,7 +212,7 @@ def test_time_of_parts():
     assert parts(on=host)["launches"] > 100 > plain["launches"]
 
 
-@pytest.mark.parametrize(("heads", "groups", "scan", "backward"), [(128, 1, 0.93, 3.10), (64, 8, 0.57, 2.00)])
+@pytest.mark.parametrize("heads, groups, scan, backward", [(128, 1, 0.93, 3.10), (64, 8, 0.57, 2.00)])
 def test_time_of_mamba2_as_measured(heads, groups, scan, backward):
     """On an H200, 32k tokens of one document, in ms."""
     mixer = Mamba2(heads=heads, head_dim=64, state_dim=128, groups=groups)
@@ -286,7 +286,7 @@ def test_offload_shows_where_it_should(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("change", "why"),
+    "change, why",
     [
         ({"attention": {}}, "attention: Dictionary should have at least 1 item"),
         ({"attention": {"cudnn": {}}}, "attention.cudnn: Dictionary should have at least 1 item"),

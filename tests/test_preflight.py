@@ -37,7 +37,7 @@ def run(folder, **keys):
 
 
 @pytest.mark.parametrize(
-    ("stored", "now", "step", "remedy"),
+    "stored, now, step, remedy",
     [
         ({}, {}, 50, ""),
         ({}, {"training__steps": 200}, 50, "training.steps to at most 100"),
@@ -87,7 +87,7 @@ def test_another_model_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "degree", "said"),
+    "name, degree, said",
     [
         ("hybrid", 2, ""),
         ("hybrid", 4, "= 4 cannot split the 2 heads of kda, .*, 2 key heads of attention in .* 'debug'; use 1 or 2$"),
@@ -142,7 +142,7 @@ def test_ranks_of_a_node_share_the_heads(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "degree", "said"),
+    "name, degree, said",
     [
         ("qwen3.5", 3, "= 3 cannot share out the .* experts .*; use a divisor of"),
         ("qwen3.5", 512, "= 512 cannot share out"),
@@ -236,7 +236,7 @@ def test_a_folder_for_checkpoints_that_cannot_be_made_is_refused_before_the_corp
 
 
 @pytest.mark.parametrize(
-    ("prompt", "tokens"),
+    "prompt, tokens",
     [("validation.sample_prompt", "validation.sample_tokens"), ("sample.prompt", "sample.max_new_tokens")],
 )
 def test_a_prompt_without_tokens_is_refused_before_the_run(prompt, tokens, tmp_path):

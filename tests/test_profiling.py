@@ -39,7 +39,7 @@ def test_a_trace_of_the_profiler(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("freq", "active", "steps", "traces"), [(1, 1, 2, {1: 1, 2: 1}), (3, 1, 5, {3: 1}), (3, 2, 5, {3: 2, 5: 1})]
+    "freq, active, steps, traces", [(1, 1, 2, {1: 1, 2: 1}), (3, 1, 5, {3: 1}), (3, 2, 5, {3: 2, 5: 1})]
 )
 def test_the_end_of_a_run_leaves_traces_of_steps(freq, active, steps, traces, tmp_path, monkeypatch, recwarn):
     """Where another trace begins then, it would be of no step, in the place of the last one's."""
@@ -55,7 +55,7 @@ def test_the_end_of_a_run_leaves_traces_of_steps(freq, active, steps, traces, tm
     assert "Profiler clears events" not in str([warning.message for warning in recwarn])
 
 
-@pytest.mark.parametrize(("rank", "steps", "said"), [("0", 8, True), ("0", 9, False), ("1", 8, False)])
+@pytest.mark.parametrize("rank, steps, said", [("0", 8, True), ("0", 9, False), ("1", 8, False)])
 def test_a_start_too_short_for_a_trace_says_so(rank, steps, said, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", rank)
     keys = {"profile_freq": 10, "profiler_active": 2, "enable_profiling": "true"}

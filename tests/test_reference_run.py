@@ -126,7 +126,7 @@ def test_the_picture(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    "keys, message",
     [
         (["--model.name=hybrid"], "model.name = 'hybrid' is none of FLA's; use kda or gdn"),
         (["--model.name=kda", "--checkpoint.initial_load_path=x"], "checkpoint.initial_load_path is set; leave it out"),

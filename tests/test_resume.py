@@ -270,7 +270,7 @@ def is_refused(output, message, folder):
     assert not (folder / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize(("keys", "message"), REFUSED[:-1])
+@pytest.mark.parametrize("keys, message", REFUSED[:-1])
 def test_what_cannot_run_is_refused_before_anything_starts(keys, message, tmp_path, answer):
     is_refused(answer(2, tmp_path, **keys), message, tmp_path)
 

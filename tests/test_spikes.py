@@ -88,7 +88,7 @@ def test_what_is_learnt_is_shown_with_its_special_tokens():
 
 
 @pytest.mark.parametrize(
-    ("own", "message"),
+    "own, message",
     [
         (["--step", "0"], "--step 0 must be 1 or more"),
         (["--step", "1", "--stream", "4"], "--stream 4 is not of step 1; its streams are 0 to 3"),

@@ -43,7 +43,7 @@ def test_torchrun_takes_no_option_of_a_tool_for_its_own():
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    "argv, message",
     [
         (["--device", "cuda:99"], "--device cuda:99 cannot be used"),
         (["--device", "gpu"], "--device gpu cannot be used"),

@@ -13,7 +13,7 @@ NCCL = "ncclDevKernel_AllReduce(int)"
 
 
 @pytest.mark.parametrize(
-    ("ran", "microseconds"),
+    "ran, microseconds",
     [
         ([("gemm", 0, 40), (NCCL, 30, 30), ("gemm", 70, 30)], (90, 20)),  # half hidden, half not, and a gap after it
         ([("gemm", 0, 100), (NCCL, 10, 80)], (100, 0)),  # hidden

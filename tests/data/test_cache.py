@@ -299,7 +299,7 @@ def test_what_cannot_go_on_starts_anew(few_lines, tmp_path, damage):
     verify_corpus(corpus)
 
 
-@pytest.mark.parametrize(("vocab_size", "dtype"), [(1 << 16, np.uint16), ((1 << 16) + 1, np.uint32)])
+@pytest.mark.parametrize("vocab_size, dtype", [(1 << 16, np.uint16), ((1 << 16) + 1, np.uint32)])
 def test_dtype(tmp_path, vocab_size, dtype):
     tokenizer = ByteTokenizer()
     tokenizer.vocab_size = vocab_size

@@ -246,7 +246,7 @@ RAW = "{{ c.arguments if c.arguments is string else c.arguments | tojson }}"
 
 
 @pytest.mark.parametrize(
-    ("writes", "said"),
+    "writes, said",
     [
         ("{{ message.tool_calls | tojson }}", None),
         ("{% for c in message.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}", None),
@@ -392,7 +392,7 @@ def test_templates_that_no_record_takes(folder):
 
 
 @pytest.mark.parametrize(
-    ("settings", "beside"),
+    "settings, beside",
     [
         ({"image_token": "<|im_start|>"}, {}),
         ({"extra_special_tokens": {"image_token": "<|im_start|>"}}, {}),
@@ -464,7 +464,7 @@ USER, ASSISTANT = {"role": "user", "content": "x"}, {"role": "assistant", "conte
 
 
 @pytest.mark.parametrize(
-    ("template", "messages", "problem"),
+    "template, messages, problem",
     [
         (MARKED, "Hi", "'messages' is no list of objects with a 'role'"),
         (MARKED, [{"from": "bing", "value": "x"}], "'messages' is no list of objects with a 'role' (or 'from': sys"),
@@ -523,7 +523,7 @@ def test_a_template_that_does_not_end(folder, tmp_path, monkeypatch, template):
 
 
 @pytest.mark.parametrize(
-    ("template", "problem"),
+    "template, problem",
     [
         ("{{ messages | nothing }}", "No filter"),
         ("{{ 2**100000 }}", "Exceeds the limit"),
@@ -588,7 +588,7 @@ SPACING = {
 
 @pytest.mark.parametrize("spacing", SPACING)
 @pytest.mark.parametrize(
-    ("prompt", "completion"), [("2+2=", "4"), ("2+2= ", "4 a"), ("2+2=", " 4"), ("a\n", "b c"), ("", "4 b")]
+    "prompt, completion", [("2+2=", "4"), ("2+2= ", "4 a"), ("2+2=", " 4"), ("a\n", "b c"), ("", "4 b")]
 )
 def test_completions_go_on_from_their_prompts(tmp_path, spacing, prompt, completion):
     """What tokenizers put before a text is not put between the two; a completion alone is a text."""
@@ -845,7 +845,7 @@ def test_streams(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    "keys, message",
     [
         ({"training.dataset_format": "messages"}, r"dataset_format = 'messages' is for training\.dataset = jsonl,"),
         (

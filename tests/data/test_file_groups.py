@@ -22,7 +22,7 @@ PATHS = [
 
 
 @pytest.mark.parametrize(
-    ("glob", "fitting"),
+    "glob, fitting",
     [
         ("*.py", "abc"),
         ("**/*.py", "abc"),
@@ -100,7 +100,7 @@ def test_sources_of_a_mixture(streams, make_corpus):
 
 
 @pytest.mark.parametrize(
-    ("patterns", "message"),
+    "patterns, message",
     [
         (
             {"code": "*.py"},

@@ -29,7 +29,7 @@ def rank_by_rank(per_rank):
     return list(chain.from_iterable(batch.streams for step in zip(*per_rank) for batch in step))
 
 
-@pytest.mark.parametrize(("dp", "local"), SPLITS)
+@pytest.mark.parametrize("dp, local", SPLITS)
 def test_order(streams, dp, local):
     micro_steps = G // (dp * local)
     per_rank = [list(islice(loader(streams, dp, local, rank), 3 * micro_steps)) for rank in range(dp)]
@@ -49,7 +49,7 @@ def test_batch_is_its_streams(streams):
     assert {0, T, 2 * T, 3 * T, 4 * T} <= set(batch.cu_seqlens.tolist())
 
 
-@pytest.mark.parametrize(("dp", "local"), SPLITS)
+@pytest.mark.parametrize("dp, local", SPLITS)
 def test_goes_on_under_another_split(streams, dp, local):
     per_rank = [list(islice(loader(streams, dp, local, r, next_stream=2 * G), G // (dp * local))) for r in range(dp)]
     assert rank_by_rank(per_rank) == list(range(2 * G, 3 * G))
@@ -145,7 +145,7 @@ def validated(streams, dp, local, limit=-1):
 LENGTHS = [5, 40, 1, 17, 33, 8]  # 104 tokens: 7 streams
 
 
-@pytest.mark.parametrize(("dp", "local"), [(1, 1), (1, 4), (2, 2), (4, 3), (8, 1)])
+@pytest.mark.parametrize("dp, local", [(1, 1), (1, 4), (2, 2), (4, 3), (8, 1)])
 def test_validation_pass(make_corpus, dp, local):
     corpus = make_corpus(random_documents(LENGTHS))
     per_rank = validated(packed(corpus, seq_len=T, seed=0, repeat=False), dp, local)
@@ -160,7 +160,7 @@ def test_validation_pass(make_corpus, dp, local):
 
 
 @pytest.mark.parametrize("limit", [1, 4, 6, 100])
-@pytest.mark.parametrize(("dp", "local"), [(1, 1), (2, 1), (2, 2), (4, 3)])
+@pytest.mark.parametrize("dp, local", [(1, 1), (2, 1), (2, 2), (4, 3)])
 def test_a_bounded_validation_has_the_same_streams_on_any_ranks(make_corpus, dp, local, limit):
     streams = packed(make_corpus(random_documents(LENGTHS)), seq_len=T, seed=0, repeat=False)
     per_rank = validated(streams, dp, local, limit)

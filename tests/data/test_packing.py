@@ -147,7 +147,7 @@ def test_documents_never_mix(make_corpus):
 
 
 @pytest.mark.parametrize("count", [2, 3, 40])
-@pytest.mark.parametrize(("holdout", "split"), [(1e-12, "validation"), (1 - 1e-12, "train")])
+@pytest.mark.parametrize("holdout, split", [(1e-12, "validation"), (1 - 1e-12, "train")])
 def test_a_split_without_documents_says_which_share_leaves_some(make_corpus, count, holdout, split):
     corpus = make_corpus([np.array([n, 256]) for n in range(count)])
     with refused(rf"leaves no document for {split}, of {count}; .* it, to ") as error:

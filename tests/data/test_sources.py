@@ -146,7 +146,7 @@ def test_jsonl(texts, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "message"),
+    "line, message",
     [
         (b'{"body": "x"}', r"line 2: no field 'text' \(it has: 'body'\); set training\.dataset_text_field"),
         (b'{"text": null}', r"line 2: 'text' is NoneType, not text"),
@@ -208,7 +208,7 @@ def test_jsonl_as_it_is_found(texts, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "kind"),
+    "content, kind",
     [
         ('{"text": "x"}\n'.encode("utf-16"), "UTF-16"),
         ('{"text": "x"}\n'.encode("utf-16-be"), "UTF-16"),
@@ -533,7 +533,7 @@ def test_tokens(texts, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("bad", "message"),
+    "bad, message",
     [
         ([[1], []], "document 1 has no tokens"),
         ([[1], [2, 257]], "document 1 has tokens outside the vocabulary, 0 to 256"),

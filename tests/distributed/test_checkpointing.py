@@ -30,7 +30,7 @@ def gradients(ac):
 
 
 @pytest.mark.parametrize(
-    ("option", "recomputed"),
+    "option, recomputed",
     [("1", {0, 1, 2, 3, 4}), ("2", {1, 3}), ("3", {2}), ("5", {4}), ("op", {0, 1, 2, 3, 4})],
 )
 def test_every_nth_layer_runs_again(option, recomputed):

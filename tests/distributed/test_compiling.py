@@ -172,7 +172,7 @@ def launches_and_gradients(rank, world_size, kind):
     return seen, [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize(("kind", "passes"), [(KDA, 2), (GDN, 1)])
+@pytest.mark.parametrize("kind, passes", [(KDA, 2), (GDN, 1)])
 def test_chunks_are_prepared_once_in_each_pass(kind, passes, worlds):
     """GDN's in forward alone, which keeps them."""
     seen, _ = worlds(1).run(launches_and_gradients, kind)[0]
@@ -240,7 +240,7 @@ def compiled_and_launched(rank, world_size, kind, segment):
     return seen
 
 
-@pytest.mark.parametrize(("kind", "segment", "ranks"), [(KDA, 64, 1), (GDN, 512, 1), (KDA, 512, 2), (GDN, 64, 2)])
+@pytest.mark.parametrize("kind, segment, ranks", [(KDA, 64, 1), (GDN, 512, 1), (KDA, 512, 2), (GDN, 64, 2)])
 def test_kernels_are_compiled_before_their_first_launch(kind, segment, ranks, worlds):
     """All that a layer launches, forward and backward, but the fold of what came from other ranks."""
     for compiled, launched in worlds(ranks).run(compiled_and_launched, kind, segment):

@@ -52,7 +52,7 @@ def results(op, x, mine, **where):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "heads", "ops"),
+    "world_size, heads, ops",
     [
         (64, 1, ("kda", "gdn", "conv", "ring", "allgather")),
         (8, 8, ("kda", *OVER_HEADS, *METHODS)),
@@ -160,7 +160,7 @@ def wrong(group):
 
 
 @pytest.mark.parametrize(
-    ("on_rank", "message"),
+    "on_rank, message",
     [
         (different, "rank 1 of 3 in one process.* rank 1 calls all_reduce where rank.s. 0 called barrier"),
         (absent, "no rank can go on: rank 0 waits in all_reduce for rank.s. 1, 2; rank 1 has ended; rank 2 waits"),

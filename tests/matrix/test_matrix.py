@@ -138,7 +138,7 @@ def test_a_row_that_is_refused_fails(tiny):
 
 
 @pytest.mark.parametrize(
-    ("loss", "why"), [(2.003, "3: 2.003 and 2.0$"), (math.nan, "3: nan and 2.0$"), (None, "no loss of steps 3")]
+    "loss, why", [(2.003, "3: 2.003 and 2.0$"), (math.nan, "3: nan and 2.0$"), (None, "no loss of steps 3")]
 )
 def test_losses_that_differ_fail(loss, why):
     baseline = {str(step): 2.0 for step in range(1, STEPS + 1)} | {"validation 2": 2.0, "validation 6": 2.0}

@@ -25,7 +25,7 @@ def build(seed=0):
 
 
 @pytest.mark.parametrize(
-    ("name", "flavor", "millions"),
+    "name, flavor, millions",
     [
         ("kda", "340M", 354.2),
         ("gdn", "340M", 367.0),

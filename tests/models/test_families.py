@@ -214,7 +214,7 @@ def test_errors_list_every_tensor(case):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    "change, words",
     [
         ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
         ({"attention_bias": True}, "attention_bias = True"),
@@ -261,7 +261,7 @@ def with_options(name, kind, **options):
 
 
 @pytest.mark.parametrize(
-    ("family", "model"),
+    "family, model",
     [
         ("GraniteMoeHybridForCausalLM", with_options("granite-h", Mamba2, heads=4)),
         ("GraniteMoeHybridForCausalLM", with_options("granite-h", Mamba2, heads=16)),
@@ -285,7 +285,7 @@ def test_transformers_computes_what_we_write(family, model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "model", "words"),
+    "family, model, words",
     [
         ("GraniteMoeHybridForCausalLM", with_options("granite-h", Mamba2, heads=9), "mamba2.head_dim = 32; use"),
         (
@@ -320,7 +320,7 @@ QWEN, KIMI = ("Qwen3_5MoeForCausalLM", "qwen3.5"), ("KimiLinearForCausalLM", "ki
 
 
 @pytest.mark.parametrize(
-    ("model", "change", "words"),
+    "model, change, words",
     [
         (QWEN, {"num_key_value_heads": 3}, "attention heads = 4, which must be a multiple of kv_heads = 3"),
         (QWEN, {"num_key_value_heads": 8}, "attention heads = 4, which must be a multiple of kv_heads = 8"),
@@ -346,7 +346,7 @@ def test_numbers_at_odds_are_refused(model, change, words):
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "words"),
+    "name, change, words",
     [
         ("nemotron-h", {"n_groups": 3}, "mamba2 heads = 8, which must be a multiple of groups = 3"),
         (
@@ -696,7 +696,7 @@ def test_fla_hybrids():
         config_from_hf(written | {"attn": attn | {"window_size": 512}})
 
 
-@pytest.mark.parametrize(("kind", "expand"), [("KDA", 1), ("GatedDeltaNet", 2)])
+@pytest.mark.parametrize("kind, expand", [("KDA", 1), ("GatedDeltaNet", 2)])
 def test_fla_values_are_as_wide_as_its_classes_have_them(kind, expand):
     """expand_v is 1 by default in KDAConfig, 2 in GatedDeltaNetConfig."""
     written = dict(architectures=[f"{kind}ForCausalLM"], vocab_size=97, hidden_size=32, num_hidden_layers=1)

@@ -122,7 +122,7 @@ def test_backward_computes_no_gradient_of_the_base():
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    "keys, message",
     [
         (("--adapter.targets", '["qkv_proj"]'), r"adapter.targets: 'qkv_proj' fits none of the model's .*mixer.q_proj"),
         (("--adapter.targets", '["*norm"]'), r"adapter.targets: '\*norm' fits none"),

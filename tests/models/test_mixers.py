@@ -102,7 +102,7 @@ def test_gates_are_kept_whole_and_wide(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "said"),
+    "name, ranks, said",
     [
         ("kda", 2, None),
         ("kda", 4, "2 heads"),

@@ -161,7 +161,7 @@ def test_selection_bias_moves_towards_equal_loads(worlds):
 GPU = torch.device("cuda")
 
 
-@pytest.mark.parametrize(("hidden", "dim"), [(64, 128), (24, 8), (60, 128), (4, 8), (64, 36)])
+@pytest.mark.parametrize("hidden, dim", [(64, 128), (24, 8), (60, 128), (4, 8), (64, 36)])
 def test_grouped_mm_is_chosen_for_sizes_that_it_takes(hidden, dim):
     """For two ranks' experts: at the start of a run, at both products, and as PyTorch says on the meta device."""
     config = replace(MODELS["qwen3.5"]["debug"], dim=dim, moe=MoEConfig(4, 2, 2 * hidden))

@@ -235,7 +235,7 @@ def test_a_pattern_of_another_time(folders, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
+    "name, value, message",
     [
         ("beta_range", 1.5, "beta_range = 1.5 of kda: must be 1, or 2"),
         ("beta_range", "two", "beta_range = 'two' of kda: must be 1, or 2"),

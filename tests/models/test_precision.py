@@ -19,7 +19,7 @@ def randn(*shape, seed=0):
 
 
 @pytest.mark.parametrize(
-    ("module", "arguments"),
+    "module, arguments",
     [
         (RMSNorm(512, 1e-6), (randn(64, 512),)),
         (RMSNorm(512, 1e-6, zero_centred=True), (randn(64, 512),)),

@@ -102,7 +102,7 @@ def test_every_published_size_is_counted():
     assert set(COUNTS | BY_THEIR_AUTHORS) == {(n, f) for n in MODELS if n not in OWN for f in MODELS[n] if f != "debug"}
 
 
-@pytest.mark.parametrize(("name", "flavor"), COUNTS)
+@pytest.mark.parametrize("name, flavor", COUNTS)
 def test_parameter_counts(name, flavor):
     config = preset(name, flavor)
     written = config_to_hf(family_of(name, config), config)
@@ -120,7 +120,7 @@ def test_parameter_counts_of_their_authors():
     assert {which: count_parameters(preset(*which)) for which in BY_THEIR_AUTHORS} == BY_THEIR_AUTHORS
 
 
-@pytest.mark.parametrize(("name", "flavor"), [("qwen3-next", "80B-A3B"), ("kimi-linear", "48B-A3B")])
+@pytest.mark.parametrize("name, flavor", [("qwen3-next", "80B-A3B"), ("kimi-linear", "48B-A3B")])
 def test_adapters_of_the_large_ones(name, flavor):
     """The whole table, and that a rank of 64 asks for 1/64 of the elements."""
     config = preset(name, flavor)
@@ -139,7 +139,7 @@ def test_adapters_of_the_large_ones(name, flavor):
     assert own < whole / 64 * 1.05
 
 
-@pytest.mark.parametrize(("name", "flavor"), [(n, f) for n in MODELS for f in MODELS[n]])
+@pytest.mark.parametrize("name, flavor", [(n, f) for n in MODELS for f in MODELS[n]])
 def test_presets_can_be_saved(name, flavor):
     """As their family; a hybrid as ours, for FLA's models do not have its softmax layers."""
     config = preset(name, flavor)
@@ -217,7 +217,7 @@ def test_options_apply_to_each_layer_of_their_kind():
 
 
 @pytest.mark.parametrize(
-    ("pattern", "num_layers", "says"),
+    "pattern, num_layers, says",
     [
         ('["kda", "kda", "kda", "attention"]', 4, "3 kda + 1 attention"),
         ('["kda+attention", "gdn"]', 6, "3 kda+attention + 3 gdn"),
@@ -246,7 +246,7 @@ def test_the_largest_sizes_can_be_counted():
 
 
 @pytest.mark.parametrize(
-    ("keys", "words"),
+    "keys, words",
     [
         (["--model.kda.head=3"], r"model.kda.head is not a key; model.kda has heads, v_heads, .*gate_bias"),
         (["--model.kda.heads=x"], r"\[model\] gives kda heads = 'x', which must be a valid integer"),

@@ -43,7 +43,7 @@ class Float64:
         return getattr(torch, name)
 
 
-@pytest.mark.parametrize(("theta", "dim"), [(1e7, 64), (1e4, 128), (500000.0, 6)])
+@pytest.mark.parametrize("theta, dim", [(1e7, 64), (1e4, 128), (500000.0, 6)])
 @pytest.mark.parametrize("name", SCALINGS)
 def test_frequencies_are_those_of_transformers(name, theta, dim, monkeypatch):
     """In float64, to the last places; and ours, where they are applied, are of these."""

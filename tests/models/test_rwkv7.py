@@ -247,7 +247,7 @@ def test_a_file_of_rwkv_lm_becomes_a_folder(theirs, of_rwkv_lm, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    "change, said",
     [
         (lambda t: t.pop("blocks.0.att.r_k"), "blocks.0.att.r_k is missing, so that this is no RWKV-7"),
         (lambda t: t.pop("blocks.0.ln0.bias"), "blocks.0.ln0.bias is missing"),
@@ -278,7 +278,7 @@ def test_a_file_with_code_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    "change, said",
     [
         ({"head_dim": 48}, "hidden_size = 128 is no multiple of head_dim = 48"),
         ({"hidden_act": "relu"}, "hidden_act = 'relu'; only 'sqrelu'"),

@@ -152,7 +152,7 @@ def test_the_choice_of_the_kernel(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("argument", "change"),
+    "argument, change",
     [
         ("q", {"q": torch.zeros(1, 8, 4)}),
         ("q", {"q": torch.zeros(1, 0, 4, 8)}),
@@ -245,7 +245,7 @@ def test_kernels_on_cuda(name, dtype, monkeypatch, only):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize(("kernel", "poison"), [("flash4", 1e4), ("flash", torch.nan)])
+@pytest.mark.parametrize("kernel, poison", [("flash4", 1e4), ("flash", torch.nan)])
 def test_documents_do_not_see_each_other_on_cuda(kernel, poison, only):
     """As on the CPU, in the kernels that take all documents in one call; FlashAttention-4 multiplies what is masked by
     zero (docs/kernels.md)."""
@@ -268,7 +268,7 @@ def test_full_precision_on_cuda(name):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize(
-    ("kernel", "dtype", "extra"),
+    "kernel, dtype, extra",
     [
         ("flash4", torch.bfloat16, 1),
         ("cudnn", torch.bfloat16, 0),
@@ -291,7 +291,7 @@ def test_memory_on_cuda_is_linear(kernel, dtype, extra, only):
     assert peaks[2] <= 2.1 * peaks[1], (kernel, peaks)
 
 
-@pytest.mark.parametrize(("mode", "inside"), [("default", 0), ("warn", 2), ("error", 2)])
+@pytest.mark.parametrize("mode, inside", [("default", 0), ("warn", 2), ("error", 2)])
 def test_flash_repeats_where_deterministic_algorithms_only_warn(mode, inside, monkeypatch):
     """torch's backward takes its deterministic algorithm in mode 2 alone (attention_backward.cu)."""
     seen = []

@@ -29,7 +29,7 @@ def test_safe_gate(gate):
     compare("kda", make_inputs("kda", sum(LENGTHS), gate=gate), boundaries(LENGTHS), safe_gate=True)
 
 
-@pytest.mark.parametrize(("op", "lower_bound"), [("kda", None), ("kda", -5.0), ("gdn", None)])
+@pytest.mark.parametrize("op, lower_bound", [("kda", None), ("kda", -5.0), ("gdn", None)])
 def test_gate_and_norm_in_kernel(op, lower_bound):
     bounded = {} if lower_bound is None else {"lower_bound": lower_bound}
     compare(op, raw_gate_inputs(op, sum(LENGTHS)), boundaries(LENGTHS), **bounded)

@@ -72,7 +72,7 @@ def test_raw_gates_of_rwkv7(T):
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    "changed, message",
     [
         ({"k": torch.zeros(1, 8, 2, 3)}, "q (1, 8, 2, 16) and k (1, 8, 2, 3) must both be"),
         ({"v": torch.zeros(1, 8, 4, 3)}, "v (1, 8, 4, 3) must be [B, T, H, V] with the H = 2"),

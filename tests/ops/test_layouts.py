@@ -44,7 +44,7 @@ def apart(x):
 
 
 @pytest.mark.parametrize(
-    ("make", "impl"),
+    "make, impl",
     [
         *[(lambda op=op: of_rule(op), impl) for op in RULES for impl in ("torch", "triton")],
         *[(of_convolution, impl) for impl in ("torch", "triton")],
@@ -174,7 +174,7 @@ def test_only_forward_under_autocast():
 
 
 @pytest.mark.parametrize(
-    ("make", "impl"),
+    "make, impl",
     [(lambda: of_rule("kda"), "torch"), (of_convolution, "triton"), (of_attention, "torch"), (of_swiglu, "torch")],
     ids=["kda", "conv", "attention", "swiglu"],
 )

@@ -24,7 +24,7 @@ OPS = pytest.mark.parametrize("op", MAKERS)
 
 
 @pytest.mark.parametrize(
-    ("op", "gate"),
+    "op, gate",
     [
         *((op, {"gate": gate}) for op in ("kda", "gdn", "dplr") for gate in ("slow", "usual", "fast")),
         ("ssd", {}),

@@ -112,7 +112,7 @@ def test_every_rank_equals_one_process(worlds, world_size, layout, method, causa
 
 
 @pytest.mark.parametrize(
-    ("method", "causal"), [("allgather", True), ("allgather", False), ("ring", True), ("ulysses", True)]
+    "method, causal", [("allgather", True), ("allgather", False), ("ring", True), ("ulysses", True)]
 )
 def test_eight_ranks_equal_one(layout, method, causal):
     check_in_one_process(8, STREAMS, layout, method, causal, (8, *HEADS[1:]) if method == "ulysses" else HEADS)
@@ -123,7 +123,7 @@ def test_sixty_four_ranks_share_heads(layout):
 
 
 @pytest.mark.parametrize(
-    ("node_size", "causal", "heads"), [(2, True, HEADS), (4, True, (8, 2, 6, 10)), (4, False, HEADS), (1, True, HEADS)]
+    "node_size, causal, heads", [(2, True, HEADS), (4, True, (8, 2, 6, 10)), (4, False, HEADS), (1, True, HEADS)]
 )
 def test_nodes_on_a_ring(layout, node_size, causal, heads):
     """All-to-all in nodes of four ranks, two and one, of which some share a key head; a ring of two, four and eight."""

@@ -137,7 +137,7 @@ def test_streams_side_by_side(worlds):
     check(worlds(2), [(op, [40, 24], layout, 3) for op in ("kda", "conv") for layout in LAYOUTS])
 
 
-@pytest.mark.parametrize(("world_size", "lists"), [(2, FLA_CP2), (4, FLA_CP4)])
+@pytest.mark.parametrize("world_size, lists", [(2, FLA_CP2), (4, FLA_CP4)])
 def test_the_cases_of_fla(worlds, world_size, lists):
     convolutions = [("conv", lengths, layout, 1) for lengths in FLA_CONV for layout in LAYOUTS]
     rules = [(op, lengths, "contiguous", 1) for op in ("kda", "gdn") for lengths in lists]
@@ -199,7 +199,7 @@ LEVELS = (Level(1, 2, True), Level(2, 4))
 
 
 @pytest.mark.parametrize(
-    ("op", "levels"), [*((op, levels) for op in ("kda", "gdn", "ssd", "dplr") for levels in ((), LEVELS)), ("conv", ())]
+    "op, levels", [*((op, levels) for op in ("kda", "gdn", "ssd", "dplr") for levels in ((), LEVELS)), ("conv", ())]
 )
 def test_nan_stays_in_its_document(monkeypatch, op, levels, layout):
     """States and gradients of NaN arrive, on ranks whose fragments hold other documents too; these are as without."""

@@ -75,7 +75,7 @@ def test_kernels_fold_as_float64(monkeypatch, transition, layout):
             assert x.dtype == torch.float32 and (x - y).norm() <= 2e-6 * y.norm()
 
 
-@pytest.mark.parametrize(("world_size", "heads"), [(64, 16), (64, 4), (64, 10), (256, 9)])
+@pytest.mark.parametrize("world_size, heads", [(64, 16), (64, 4), (64, 10), (256, 9)])
 def test_ranks_have_equal_shares(monkeypatch, world_size, heads, layout):
     """One document over all ranks: bytes that a rank sends and receives, of others, and multiplications in products
     with M, which are within 10% of their mean; and as many bytes as the plan says."""

@@ -112,7 +112,7 @@ def test_the_cost_is_linear(layout):
 
 
 @pytest.mark.parametrize(
-    ("cu", "options", "message"),
+    "cu, options, message",
     [
         ([0, 10], {"world_size": 4}, "multiple of 4"),
         ([0, 12], {"world_size": 4, "layout": "zigzag"}, "multiple of 8"),

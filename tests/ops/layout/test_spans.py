@@ -67,7 +67,7 @@ def test_each_query_is_computed_once(causal):
 
 
 @pytest.mark.parametrize(
-    ("kind", "T", "degree"),
+    "kind, T, degree",
     [("one", 32768, 1.02), ("web", 32768, 1.38), ("web", 131072, 1.3), ("mixed", 32768, 1.26), ("mixed", 131072, 1.2)],
 )
 def test_no_more_moves_than_pays(kind, T, degree):

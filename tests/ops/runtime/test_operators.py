@@ -115,7 +115,7 @@ def test_in_pytorch(mixer):
     compare(block, torch.float64)
 
 
-@pytest.mark.parametrize(("mixer", "segments"), [("kda", False), ("gdn", False), ("kda", True)])
+@pytest.mark.parametrize("mixer, segments", [("kda", False), ("gdn", False), ("kda", True)])
 def test_kernels(mixer, segments, monkeypatch):
     if segments:
         monkeypatch.setattr(rules, "segment_length", lambda *_: 64)

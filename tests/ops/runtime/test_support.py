@@ -145,7 +145,7 @@ def test_every_preset_runs_on_the_kernels(on_gpu_of, own):
 
 
 @pytest.mark.parametrize(
-    ("K", "V", "computed"),
+    "K, V, computed",
     [(8, 8, (32, 32)), (32, 64, (32, 64)), (40, 72, (64, 96)), (96, 192, (128, 192)), (129, 250, (256, 256))],
 )
 def test_the_head_dims_that_kernels_compute(K, V, computed):

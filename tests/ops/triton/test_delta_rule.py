@@ -53,7 +53,7 @@ def check(op, x, cu=None, **options):
 
 
 @pytest.mark.parametrize(
-    ("op", "raw", "gate", "options"),
+    "op, raw, gate, options",
     [
         ("kda", False, "slow", {"safe_gate": True}),
         ("kda", False, "slow", {}),
@@ -97,7 +97,7 @@ def test_documents_in_segments(op, short_segments):
     check(op, x, boundaries(lengths))
 
 
-@pytest.mark.parametrize(("op", "layout"), [("kda", "contiguous"), ("gdn", "contiguous"), ("gdn", "zigzag")])
+@pytest.mark.parametrize("op, layout", [("kda", "contiguous"), ("gdn", "contiguous"), ("gdn", "zigzag")])
 def test_fragments_in_segments(op, layout, short_segments):
     """Of four ranks: one document goes through two, each of them three segments, and a rank has two entries; in zig-zag
     each has two fragments of two segments. Little of the state decays on the way."""
@@ -106,7 +106,7 @@ def test_fragments_in_segments(op, layout, short_segments):
 
 
 @pytest.mark.parametrize("indexed", [False, True])
-@pytest.mark.parametrize(("op", "numbers"), [("kda", [0.2, 0.0, 1.0, 1.0, 1.0]), ("gdn", [0.2, 1.0])])
+@pytest.mark.parametrize("op, numbers", [("kda", [0.2, 0.0, 1.0, 1.0, 1.0]), ("gdn", [0.2, 1.0])])
 def test_operators_are_well_formed(op, numbers, indexed):
     x = raw_gate_inputs(op, 70, H=1, HV=2, K=32, V=32)
     x |= {n: l2norm(x[n]) for n in "qk"} | {"A_log": x["A_log"] - 3}  # within what KDA's last number promises
@@ -197,13 +197,13 @@ def test_compiled_code_reads_planned_segments(op, monkeypatch):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize(("K", "V"), [(64, 32), (32, 64)])
+@pytest.mark.parametrize("K, V", [(64, 32), (32, 64)])
 def test_batches_and_head_dims(op, K, V):
     check(op, make_inputs(op, 33, B=2, H=1, HV=1, K=K, V=V))
 
 
 @pytest.mark.parametrize(
-    ("K", "V", "HV"), [(96, 192, 1), (96, 96, 2), (40, 72, 2), (8, 8, 2), (136, 256, 2), (200, 200, 2), (33, 7, 1)]
+    "K, V, HV", [(96, 192, 1), (96, 96, 2), (40, 72, 2), (8, 8, 2), (136, 256, 2), (200, 200, 2), (33, 7, 1)]
 )
 def test_head_dims_that_are_filled_up(op, K, V, HV):
     """Gates and norms in the kernels, states in and out."""
@@ -231,7 +231,7 @@ def test_strided_inputs_and_expanded_gradients(op):
         assert relative_error(a, b) < TOLERANCE
 
 
-@pytest.mark.parametrize(("op", "K", "V"), [("kda", 32, 32), ("gdn", 32, 32), ("kda", 24, 40)])
+@pytest.mark.parametrize("op, K, V", [("kda", 32, 32), ("gdn", 32, 32), ("kda", 24, 40)])
 def test_compiles_without_a_break(op, K, V):
     torch._dynamo.reset()  # other dims of the same code would be symbols
     cu = torch.tensor([0, 20, 40], dtype=torch.int32, device=DEVICE)
@@ -281,7 +281,7 @@ def test_selective_checkpointing_names_the_operators(op):
 
 
 @pytest.mark.parametrize(
-    ("op", "layout", "K", "V", "lengths"),
+    "op, layout, K, V, lengths",
     [
         ("kda", "contiguous", 64, 32, [30, 226]),
         ("gdn", "zigzag", 32, 32, [30, 226]),

@@ -29,7 +29,7 @@ def folded(S_ext, M, chains, reverse):
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize(
-    ("K", "V", "of"),
+    "K, V, of",
     [(32, 64, "matrix"), (128, 32, "matrix"), (32, 96, "matrix"), (128, 80, "number"), (32, 16, "diagonal")],
 )
 def test_fold(K, V, of, reverse):
@@ -56,7 +56,7 @@ def test_fold_without_transitions():
 
 
 @pytest.mark.parametrize(
-    ("K", "V", "of"), [(32, 64, "matrix"), (128, 32, "matrix"), (128, 80, "number"), (32, 64, "diagonal")]
+    "K, V, of", [(32, 64, "matrix"), (128, 32, "matrix"), (128, 80, "number"), (32, 64, "diagonal")]
 )
 def test_segments(monkeypatch, K, V, of):
     """Entries of one, three and two segments, in both directions: what enters and leaves segments, from states by index

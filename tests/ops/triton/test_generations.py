@@ -66,7 +66,7 @@ def compiled():
     return results_of(__name__)
 
 
-@pytest.mark.parametrize(("target", "op"), COMPILED)
+@pytest.mark.parametrize("target, op", COMPILED)
 def test_fits_the_chip(compiled, target, op):
     results = compiled[f"{target} {op}"]
     assert {r["kernel"] for r in results} == set(KERNELS[op])

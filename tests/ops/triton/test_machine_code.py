@@ -14,7 +14,7 @@ BASE = ["UMOV UR5, 0x400", "ULEA UR5, UR7, UR5, 0x18"]
 
 
 @pytest.mark.parametrize(
-    ("lines", "wrong"),
+    "lines, wrong",
     [
         (RIGHT, []),
         ([*BASE, *WRONG], WRONG[1:]),

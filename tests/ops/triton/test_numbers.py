@@ -69,7 +69,7 @@ def errors(op, x, **options):
 @pytest.mark.cuda
 @pytest.mark.parametrize("gate", GATE)
 @pytest.mark.parametrize(
-    ("K", "V", "H"),
+    "K, V, H",
     [
         (128, 128, 4),
         (128, 128, 2),
@@ -110,7 +110,7 @@ def test_one_document(op, length):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize(("K", "V"), [(64, 32), (128, 128), (256, 256), (96, 192), (128, 256)])
+@pytest.mark.parametrize("K, V", [(64, 32), (128, 128), (256, 256), (96, 192), (128, 256)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_other_dtypes(op, dtype, K, V):
     """float16 has bfloat16's bounds; float32's products are exact to about 2^-21, and a chunk sums a few hundred."""

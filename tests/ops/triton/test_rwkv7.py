@@ -41,7 +41,7 @@ def compare(x, lengths, dtype=torch.float32, **options):
 
 
 @pytest.mark.parametrize(
-    ("decay", "dims", "options"),
+    "decay, dims, options",
     [
         (1e-3, {}, {}),
         (0.6065, {"H": 2}, {}),
@@ -71,7 +71,7 @@ def test_reads_that_a_neumann_series_would_not_sum():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "decay", "options"),
+    "dtype, decay, options",
     [(torch.bfloat16, 0.6065, {}), (torch.float16, 0.6065, {}), (torch.bfloat16, 9.0, RAW)],
     ids=str,
 )
@@ -84,7 +84,7 @@ def test_half_precision(dtype, decay, options, monkeypatch):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize(("decay", "options"), [(1e-3, {}), (0.6065, {}), (2.0, {}), (9.0, RAW)], ids=str)
+@pytest.mark.parametrize("decay, options", [(1e-3, {}), (0.6065, {}), (2.0, {}), (9.0, RAW)], ids=str)
 def test_long_documents(decay, options):
     lengths = [1, 63, 4096, 65]
     compare(rwkv7_inputs(sum(lengths), decay=decay, K=64, H=4), lengths, torch.bfloat16, **options)

@@ -97,7 +97,7 @@ def test_what_the_rules_accept_is_on_the_list(family, dtype):
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "K", "V", "reason"),
+    "family, dtype, K, V, reason",
     [
         ("kda", BF16, 257, 64, "K = 257 is too large: K <= 256"),
         ("kda", FP32, 64, 257, "V = 257 is too large: V <= 256"),

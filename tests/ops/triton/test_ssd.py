@@ -68,7 +68,7 @@ def test_published_dims(dims):
 
 
 @pytest.mark.parametrize(
-    ("without", "options"),
+    "without, options",
     [
         ((), {"dt_limit": (0.2, 0.7)}),
         (("D",), {"dt_softplus": False}),
@@ -112,9 +112,7 @@ def test_documents_in_pieces(op, pieces, monkeypatch):
     compare(op, decaying_inputs(op, sum(lengths), bias=-5.0, **SMALL), boundaries(lengths))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "N", "P"), [(torch.bfloat16, 64, 32), (torch.bfloat16, 256, 80), (torch.float16, 64, 32)]
-)
+@pytest.mark.parametrize("dtype, N, P", [(torch.bfloat16, 64, 32), (torch.bfloat16, 256, 80), (torch.float16, 64, 32)])
 @pytest.mark.parametrize("pieces", [1, 8])
 @OPS
 def test_half_precision(op, pieces, dtype, N, P, monkeypatch):
