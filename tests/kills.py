@@ -9,7 +9,6 @@ its losses must be those of one that nobody killed, to the last digit; then the 
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -21,6 +20,7 @@ from collections import Counter
 from pathlib import Path
 
 from tests.processes import children, gone, until
+from tests.records import read_lines
 
 STEPS = 100
 KEYS = {
@@ -52,7 +52,7 @@ def start(folder: Path) -> subprocess.Popen:
 
 def outcome(folder: Path) -> tuple[dict[int, float], str]:
     """The losses of a run that has ended, and all that it said."""
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(folder / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1)), folder
     return {line["step"]: line["loss"] for line in lines}, (folder / "output").read_text()
 

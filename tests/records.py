@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,6 +14,10 @@ import pyarrow.parquet as pq
 def write_lines(file: Path, records: Iterable[dict]) -> Path:
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     return file
+
+
+def read_lines(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def write_texts(file: Path, texts: Iterable[str]) -> Path:
@@ -38,3 +43,12 @@ def write_json(file: Path, content: object) -> None:
 def change_json(file: Path, fields: dict) -> None:
     """Fields of an object, added or in place of those that it has."""
     write_json(file, json.loads(file.read_text()) | fields)
+
+
+def events_of(run: Path) -> Any:
+    """What TensorBoard shows of a run's folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tb" / run.name))  # the run has its folder's name
+    events.Reload()
+    return events

@@ -1,11 +1,10 @@
 """Streams that become longer: the same line of documents, the same run however it is split, resumed or compiled."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
 
+from tests.records import read_lines
 from tests.test_train import FLOAT64, arguments
 from titan_linear.config import check_config, load_config, seq_len_at, tokens_at
 from titan_linear.data import MixedStreams, PackedStreams, Phase, build_tokenizer
@@ -89,10 +88,7 @@ def test_a_run_is_the_same_split_resumed_and_compiled(corpus, worlds, tmp_path):
     ):
         folder.mkdir(exist_ok=True)
         worlds(size).run(train_on_rank, arguments(corpus, KEYS, *keys, {"job.dump_folder": folder}))
-    runs = [
-        [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        for folder in (tmp_path / "alone", split)
-    ]
+    runs = [read_lines(folder / "metrics.jsonl") for folder in (tmp_path / "alone", split)]
     for one, other in zip(*runs, strict=True):
         assert one["seq_len"] == other["seq_len"] == LENGTHS[one["step"] - 1]
         assert one["tokens"] == other["tokens"] == G * sum(LENGTHS[: one["step"]])

@@ -41,7 +41,7 @@ from tests.models import hf_models
 from tests.models.hf_states import state_from_hf
 from tests.models.ours import initialised
 from tests.processes import until
-from tests.records import change_json, write_json, write_texts
+from tests.records import change_json, read_lines, write_json, write_texts
 from tests.refusals import is_refused, refused
 from titan_linear.commands import convert, generate
 from titan_linear.config import check_config, load_config
@@ -348,7 +348,7 @@ def test_a_run_from_a_folder_to_a_folder(kimi, corpus, worlds, tmp_path, capsys)
     worlds(2).run(workers.train_on_rank, argv)
 
     checkpoint, exported = run / "checkpoint" / "step-5", run / "checkpoint" / "step-5-hf"
-    losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in read_lines(run / "metrics.jsonl")]
     assert losses[-1] < losses[0]
     with pytest.raises(SystemExit):
         preflight(load_config(argv), world_size=2)  # the run is finished

@@ -135,6 +135,9 @@ class Run:
         self.process = FORKSERVER.Process(target=launch_workers, args=(mode, folder, node, *options))
         self.process.start()
 
+    def kill(self, number):
+        os.kill(self.process.pid, number)
+
     def events(self, rank):
         path = self.folder / f"rank-{rank}"
         return path.read_text().split() if path.exists() else []
@@ -142,6 +145,9 @@ class Run:
     def wait_for(self, event):
         """Until each worker has noted `event`, or with "ready" its process id."""
         until(lambda: all(event in self.events(rank) or self.ready(rank, event) for rank in range(2)))
+
+    def alive(self):
+        return any(map(alive, map(self.events, range(2))))
 
     def ready(self, rank, event):
         return event == "ready" and bool(self.events(rank))
@@ -204,7 +210,7 @@ def test_a_signal_reaches_every_worker_once_and_lets_it_save(start, number, code
     run.wait_for("start-0")
     os.killpg(run.process.pid, number)  # as a terminal does
     run.wait_for("SIGTERM")
-    os.kill(run.process.pid, number)  # as a wrapper does that passes signals on
+    run.kill(number)  # as a wrapper does that passes signals on
     (run.folder / "disk").touch()
     assert run.end()[0] == code
     assert [run.events(rank)[2:] for rank in range(2)] == [["SIGTERM", "saved"]] * 2
@@ -215,7 +221,7 @@ def test_a_stop_promises_a_save_only_where_there_are_checkpoints(start, saves):
     run = start("works", saves=saves)
     run.wait_for("ready")
     (run.folder / "disk").touch()
-    os.kill(run.process.pid, signal.SIGTERM)
+    run.kill(signal.SIGTERM)
     when = "after a last save" if saves else "after this step, without a save (checkpoint.enable = false)"
     assert run.end() == (143, f"stopping {when}; Ctrl-C again stops at once\n")
 
@@ -224,9 +230,9 @@ def test_a_second_interrupt_kills(start):
     """Also where workers would start again."""
     run = start("deaf", repeat=0, max_restarts=2)
     run.wait_for("start-0")
-    os.kill(run.process.pid, signal.SIGINT)
+    run.kill(signal.SIGINT)
     run.wait_for("SIGTERM")
-    os.kill(run.process.pid, signal.SIGINT)
+    run.kill(signal.SIGINT)
     assert run.end()[0] == 130
     assert [run.events(rank)[1:] for rank in range(2)] == [["start-0", "SIGTERM"]] * 2
 
@@ -236,7 +242,7 @@ def test_a_stop_while_workers_start_is_a_stop(start, mode):
     """They cannot listen yet, or wait for one that has ended."""
     run = start(mode)
     run.wait_for("ready")
-    os.kill(run.process.pid, signal.SIGINT)
+    run.kill(signal.SIGINT)
     code, err = run.end()
     assert code == 130 and "error" not in err
 
@@ -244,7 +250,7 @@ def test_a_stop_while_workers_start_is_a_stop(start, mode):
 def test_nothing_starts_again_after_a_stop(start):
     run = start("unsaved", max_restarts=2)
     run.wait_for("start-0")
-    os.kill(run.process.pid, signal.SIGTERM)
+    run.kill(signal.SIGTERM)
     code, err = run.end()
     assert code == 1 and err.endswith("error: the workers have failed instead of saving\n")
 
@@ -253,19 +259,19 @@ def test_a_request_for_a_snapshot_is_passed_on(start):
     """And ends no worker that does not listen yet."""
     run = start("imports")
     run.wait_for("ready")
-    os.kill(run.process.pid, signal.SIGUSR1)
+    run.kill(signal.SIGUSR1)
     (run.folder / "imported").touch()
     run.wait_for("listens")
-    os.kill(run.process.pid, signal.SIGUSR1)
+    run.kill(signal.SIGUSR1)
     run.wait_for("SIGUSR1")
-    os.kill(run.process.pid, signal.SIGTERM)
+    run.kill(signal.SIGTERM)
     assert run.end()[0] == 143
 
 
 def test_a_failed_save_is_a_failure(start):
     run = start("unsaved")
     run.wait_for("start-0")
-    os.kill(run.process.pid, signal.SIGTERM)
+    run.kill(signal.SIGTERM)
     code, err = run.end()
     assert code == 3 and "failed (exit code 3)" in err
 
@@ -306,7 +312,7 @@ def test_workers_die_with_a_killed_launcher(start):
     run = start("works")
     run.wait_for("start-0")
     run.process.kill()
-    until(lambda: not any(alive(run.events(rank)) for rank in range(2)))
+    until(lambda: not run.alive())
     assert [len(run.events(rank)) for rank in range(2)] == [2, 2]  # no SIGTERM, no save
 
 
@@ -315,7 +321,7 @@ def test_a_worker_whose_launcher_died_before_it_asked_ends_itself(start):
     run.wait_for("ready")
     run.process.kill()
     run.wait_for("orphaned")
-    until(lambda: not any(alive(run.events(rank)) for rank in range(2)))
+    until(lambda: not run.alive())
     assert [run.events(rank)[1:] for rank in range(2)] == [["orphaned"]] * 2
 
 
@@ -347,7 +353,7 @@ def test_writes_from_outside_start_nothing_again(start, nodes):
             store.set(key, "of a stranger")
     time.sleep(2)
     for run in runs:
-        os.kill(run.process.pid, signal.SIGTERM)
+        run.kill(signal.SIGTERM)
     runs[0].wait_for("SIGTERM")
     (runs[0].folder / "disk").touch()
     assert [run.end()[0] for run in runs] == [143] * nodes
@@ -363,7 +369,7 @@ def test_nodes_start_again_together_and_stop_together(start, asked):
     os.kill(int(runs[0].events(1)[0]), signal.SIGSEGV)
     (runs[0].folder / "lost").touch()
     runs[0].wait_for("start-1")
-    os.kill(runs[asked].process.pid, signal.SIGTERM)
+    runs[asked].kill(signal.SIGTERM)
     assert [run.end()[0] for run in runs] == [143, 143]
     assert "failed (exitcode: -11) local_rank: 0 " in runs[1].end()[1]
 
@@ -381,7 +387,7 @@ def test_a_node_that_waits_for_others_can_be_stopped(start, rank, number):
     run = start("done", node=Node(1, rank, 2, "127.0.0.1", free_port()))
     until(lambda: handles(run.process.pid, signal.SIGTERM))
     time.sleep(2)
-    os.kill(run.process.pid, number)
+    run.kill(number)
     run.process.join()
     assert run.process.exitcode == 128 + number
 

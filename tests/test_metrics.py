@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.records import events_of, read_lines
 from titan_linear import train
 from titan_linear.config import load_config
 from titan_linear.hooks import metrics
@@ -41,8 +42,12 @@ def clock(monkeypatch):
     return now
 
 
+def logger_of(config, **options):
+    return MetricsLogger(config, **{"out": io.StringIO()} | options)
+
+
 def lines(config):
-    return [json.loads(line) for line in (Path(config.job.dump_folder) / "metrics.jsonl").read_text().splitlines()]
+    return read_lines(Path(config.job.dump_folder, "metrics.jsonl"))
 
 
 def test_the_first_every_tenth_and_the_last_step_are_logged(config):
@@ -50,7 +55,7 @@ def test_the_first_every_tenth_and_the_last_step_are_logged(config):
 
 
 def test_a_step_is_a_flat_line(config, clock):
-    logger = MetricsLogger(config, out=io.StringIO())
+    logger = logger_of(config)
     clock[0] += 2
     logger.log(1, tokens=1000, skipped=0, **VALUES)
     clock[0] += 3
@@ -105,7 +110,7 @@ def test_graphs_are_counted_and_new_ones_warned_of():
 
 
 def test_time_outside_training_counts_for_no_step(config, clock):
-    logger = MetricsLogger(config, out=io.StringIO())
+    logger = logger_of(config)
     with logger.untimed():
         clock[0] += 50
     clock[0] += 2
@@ -150,7 +155,7 @@ def test_colours_are_for_terminals(config, monkeypatch, tty, no_colour, coloured
 
 
 def test_validation_lines_carry_the_loss(config):
-    MetricsLogger(config, out=io.StringIO()).log_validation(10, 2.25)
+    logger_of(config).log_validation(10, 2.25)
     assert lines(config) == [{"step": 10, "validation_loss": 2.25}]
 
 
@@ -165,26 +170,23 @@ def test_lines_stay_json_when_numbers_are_not_finite(config, value, text):
 
 
 def test_a_step_without_a_label_has_no_loss(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     config, out = configured(tmp_path, "--metrics.enable_tensorboard=true"), io.StringIO()
     logger = MetricsLogger(config, out=out)
     logger.log(1, tokens=1, **(VALUES | {"loss": None}))
     logger.close()
     (line,) = lines(config)
     assert line["loss"] is None and "nonfinite" not in line and "loss    none  grad" in out.getvalue()
-    events = EventAccumulator(str(tmp_path / "tb" / tmp_path.name))
-    events.Reload()
+    events = events_of(tmp_path)
     assert "loss/train" not in events.Tags()["scalars"] and "optim/grad_norm" in events.Tags()["scalars"]
 
 
 def test_a_resumed_run_cuts_and_appends(config, clock):
-    logger = MetricsLogger(config, out=io.StringIO())
+    logger = logger_of(config)
     for step in (1, 10, 20):
         clock[0] += 1
         logger.log(step, tokens=step * 100, **VALUES)
     clock[0] += 7
-    logger = MetricsLogger(config, start_step=10, start_tokens=1000, out=io.StringIO())
+    logger = logger_of(config, start_step=10, start_tokens=1000)
     clock[0] += 2
     logger.log(20, tokens=2000, **VALUES)
     assert [line["step"] for line in lines(config)] == [1, 10, 20]
@@ -192,29 +194,25 @@ def test_a_resumed_run_cuts_and_appends(config, clock):
 
 
 def test_tensorboard_shows_each_step_once(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     config = configured(tmp_path, "--metrics.enable_tensorboard=true")
     for start, loss in ((0, 5.0), (10, 4.0)):
-        logger = MetricsLogger(config, start_step=start, out=io.StringIO())
+        logger = logger_of(config, start_step=start)
         for step in (1, 10, 20):
             if step > start:
                 logger.log(step, tokens=step, **(VALUES | {"loss": loss}))
         logger.log_validation(20, loss)
         logger.close()
-    events = EventAccumulator(str(tmp_path / "tb" / tmp_path.name))  # the run has its folder's name
-    events.Reload()
+    events = events_of(tmp_path)
     assert [(e.step, e.value) for e in events.Scalars("loss/train")] == [(1, 5.0), (10, 5.0), (20, 4.0)]
     assert [(e.step, e.value) for e in events.Scalars("loss/validation")] == [(20, 4.0)]
     assert not (tmp_path / "tb" / "metrics.jsonl").exists() and (tmp_path / "metrics.jsonl").exists()
 
 
 def test_tensorboard_is_laid_out_in_groups(tmp_path, clock):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
     config = configured(tmp_path, "--metrics.enable_tensorboard=true", "--optimizer.lr=0.125")
-    logger = MetricsLogger(config, peak_tflops=1.0, out=io.StringIO())
+    logger = logger_of(config, peak_tflops=1.0)
     clock[0] += 6
     more = {
         "skipped_steps": 0,
@@ -232,8 +230,7 @@ def test_tensorboard_is_laid_out_in_groups(tmp_path, clock):
     logger.log_validation(3, 2.25)
     logger.close()
     assert "step_seconds" not in lines(config)[0] and lines(config)[0]["data_seconds"] == 0.5
-    events = EventAccumulator(str(tmp_path / "tb" / tmp_path.name))
-    events.Reload()
+    events = events_of(tmp_path)
     tags = set(events.Tags()["scalars"])
     assert tags == set(metrics.TAGS.values())
     assert {tag.partition("/")[0] for tag in tags} == {"loss", "optim", "perf", "memory"}
@@ -259,7 +256,7 @@ def test_weights_and_biases(tmp_path, monkeypatch, clock):
     monkeypatch.setitem(sys.modules, "wandb", stub)
     config = configured(tmp_path, "--metrics.enable_wandb=true", "--job.description=why")
     for _ in range(2):
-        logger = MetricsLogger(config, out=io.StringIO())
+        logger = logger_of(config)
         clock[0] += 2
         logger.log(1, tokens=1000, **VALUES)
         broken = {"layers.0": [1.0, math.inf], "layers.1": [math.nan, math.nan]}  # a histogram of one, and of none

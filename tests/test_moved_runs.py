@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import os
 import re
 import shutil
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.keys import argv_of
-from tests.records import write_texts
+from tests.records import read_lines, write_texts
 from tests.refusals import exit_of, own_handlers, refused
 from titan_linear import launch
 from titan_linear.config import changed, check_config, load_config
@@ -230,7 +229,7 @@ def test_a_run_goes_back_and_its_corpus_moves(tmp_path, launched):
         "step-3",
         "step-4",
     ]
-    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
+    assert [line["step"] for line in read_lines(folder / "metrics.jsonl")] == [1, 2, 3, 4]
     said = launched(moved, folder, checkpoint__load_step=2)
     assert "went back to checkpoint.load_step = 2 before" in said and "is finished: 4 of" in said
     with refused(r"training.steps = 3 is less than the 4 steps that the run in '.*' has done"):

@@ -11,7 +11,18 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.test_train import FLOAT64, OWN_FLAVORS, SMALL_HYBRID, SPLITS, arguments, train_on_rank, whole_weights, worst
+from tests.ops.inputs import same
+from tests.test_train import (
+    FLOAT64,
+    SMALL_HYBRID,
+    SPLITS,
+    arguments,
+    check_weights,
+    train_on_rank,
+    trainer_of,
+    whole_weights,
+    worst,
+)
 from titan_linear.config import Optimizer, load_config
 from titan_linear.distributed.matrices import WholeMatrices
 from titan_linear.distributed.mesh import build_mesh
@@ -19,14 +30,13 @@ from titan_linear.distributed.parts import local_tensor
 from titan_linear.hooks.norms import squares_of_each, update_squares
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
-from titan_linear.models.presets import OWN, preset
+from titan_linear.models.presets import preset
 from titan_linear.run.build import build_model
 from titan_linear.run.preflight import preflight
 from titan_linear.step import optimizer as optim
 from titan_linear.step.optimizer import StepNumbers, build_optimizer, hidden_matrices, update
 from titan_linear.storage.hf_writing import gather
 from titan_linear.storage.tensors import named_parameters
-from titan_linear.train import Trainer
 
 CONFIG = Optimizer(name="muon", lr=0.1)
 STEPS = 3
@@ -97,7 +107,7 @@ def unchanged_by_nan(optimizer, parameters):
         p.grad = torch.full_like(p, float("nan"))
     update(optimizer, StepNumbers(*torch.full((3,), float("nan"), device=device())), CONFIG.lr, max_norm=1.0)
     update_squares(optimizer, parameters, device())
-    return all(torch.equal(a, b) for a, b in zip(tensors(parameters, optimizer), before, strict=True))
+    return same(tensors(parameters, optimizer), before)
 
 
 def tensors(parameters, optimizer):
@@ -179,7 +189,7 @@ def test_updates_are_torchs_under_every_split(split, reference, worlds):
         size *= degrees.get(degree, 1)
     results = worlds(size).run(on_ranks, name, degrees)
     for got, _ in results:
-        assert max(((got[n] - w).norm() / w.norm()).item() for n, w in want.items()) < 1e-9
+        check_weights(got, want)
     shapes = Counter(shape for _, shapes in results for shape in shapes)
     with torch.device("meta"):
         matrices = hidden_matrices(Decoder(MODELS[name])).values()
@@ -196,7 +206,7 @@ def test_updates_are_torchs_under_every_split(split, reference, worlds):
 def test_on_gpus(split, worlds):
     want = by_torch("experts", "cuda")
     for got, _ in worlds(1 if "cpu_offload" in split else 2, "nccl").run(on_ranks, "experts", split):
-        assert max(((got[n] - w).norm() / w.norm()).item() for n, w in want.items()) < 1e-9
+        check_weights(got, want)
 
 
 def refused(rank, world_size):
@@ -219,8 +229,7 @@ MUON = SMALL_HYBRID | FLOAT64 | {"optimizer.name": "muon", "training.steps": 6, 
 
 def run_on_rank(rank, world_size, argv):
     """A run with its checkpoints; the whole weights after it."""
-    OWN["hybrid"] |= OWN_FLAVORS
-    trainer = Trainer(load_config(argv))
+    trainer = trainer_of(argv)
     trainer.train()
     return whole_weights(trainer)
 
@@ -239,4 +248,4 @@ def test_a_run_resumes_under_another_split(corpus, worlds, tmp_path):
         argv = arguments(corpus, MUON, folder, keys, {"training.steps": steps})
         preflight(load_config(argv), world_size=processes)
         got = worlds(processes).run(run_on_rank, argv)[0]
-    assert max(((got[n] - w).norm() / w.norm()).item() for n, w in weights.items()) < 1e-9
+    check_weights(got, weights)

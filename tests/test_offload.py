@@ -12,7 +12,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from tests.test_train import FLOAT64, OWN_FLAVORS, SMALL_HYBRID, arguments, early, train_on_rank, whole_weights, worst
+from tests.ops.inputs import same
+from tests.test_train import (
+    FLOAT64,
+    SMALL_HYBRID,
+    arguments,
+    check_weights,
+    early,
+    train_on_rank,
+    trainer_of,
+    whole_weights,
+    worst,
+)
 from titan_linear.config import Optimizer, load_config
 from titan_linear.distributed.parallelize import replicated_parameters
 from titan_linear.distributed.parts import Parts, local_tensor
@@ -53,7 +64,7 @@ def test_runs_are_the_same_bit_for_bit(name, corpus, worlds):
     )
     for (losses, norms, weights), (want_losses, want_norms, want) in zip(offloaded, plain, strict=True):
         assert losses == want_losses and norms == want_norms and min(norms) > 0.1
-        assert all(torch.equal(weights[name], w) for name, w in want.items())
+        assert same(weights, want)
 
 
 def test_a_step_that_is_not_finite_and_a_stop(corpus, worlds):
@@ -66,13 +77,12 @@ def test_a_step_that_is_not_finite_and_a_stop(corpus, worlds):
     runs = [worlds(2).run(early, arguments(corpus, keys, more), True) for more in ({}, OFFLOAD)]
     for (losses, weights, begun), (want, want_weights, _) in zip(*runs, strict=True):
         assert begun == [True] * 4 + [False] and str(losses) == str(want)
-        assert all(torch.equal(weights[name], w) for name, w in want_weights.items())
+        assert same(weights, want_weights)
 
 
 def train_on(rank, world_size, argv):
     """A whole run, which saves; whether FSDP2 had the model, and the weights after it."""
-    OWN["hybrid"] |= OWN_FLAVORS
-    trainer = Trainer(load_config(argv))
+    trainer = trainer_of(argv)
     trainer.train()
     return isinstance(trainer.model, FSDPModule), whole_weights(trainer)
 
@@ -97,10 +107,10 @@ def test_a_run_resumes_with_and_without(corpus, worlds, tmp_path):
     assert train(1, 2, "parts", OFFLOAD)[0]
     assert not train(1, 3, "parts", {})[0]
     _, got = train(1, 4, "parts", OFFLOAD)
-    assert all(torch.equal(got[name], w) for name, w in want.items())
+    assert same(got, want)
     train(2, 2, "split", OFFLOAD | {"parallelism.tensor_parallel_degree": 2})
     _, got = train(1, 4, "split", {})
-    assert max(((got[name] - w).norm() / w.norm()).item() for name, w in want.items()) < 1e-9
+    check_weights(got, want)
 
 
 def host_tensors(rank, world_size):

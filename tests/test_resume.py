@@ -19,6 +19,7 @@ import torch
 from tests.commands import Launch
 from tests.keys import argv_of
 from tests.processes import children, gone, until
+from tests.records import read_lines
 from tests.refusals import exit_of, own_handlers
 from tests.worlds import free_port
 from titan_linear import launch
@@ -95,7 +96,7 @@ def finish(process, code=0):
 
 
 def losses(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(folder / "metrics.jsonl")
     assert [line["step"] for line in lines] == sorted({line["step"] for line in lines})  # each once, in order
     return {line["step"]: line["loss"] for line in lines}
 

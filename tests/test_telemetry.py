@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from tests.data.conftest import random_documents
 from tests.keys import argv_of
 from tests.ops.inputs import tokens_of
+from tests.records import events_of, read_lines
 from tests.steps import FedTotals
-from tests.test_train import SMALL, whole_weights
+from tests.test_train import SMALL, SPLITS, trainer_of, whole_weights
 from titan_linear.config import load_config
 from titan_linear.data import IGNORE, ByteTokenizer, write_corpus
 from titan_linear.models.mixers.delta import DeltaMixer, KDAMixer
@@ -30,20 +31,6 @@ from titan_linear.ops.reference.convolution import direct_causal_conv1d
 from titan_linear.ops.reference.delta_rule import gdn_gate, kda_gate, l2norm, recurrent_delta_rule
 from titan_linear.ops.reference.linear_attention import recurrent_dplr, recurrent_simple_gla, recurrent_ssd
 from titan_linear.run.preflight import preflight
-from titan_linear.train import Trainer
-
-SPLITS = {
-    "dp 2": (2, {"training.local_batch_size": 2}),
-    "cp 2 zig-zag": (2, {"parallelism.context_parallel_degree": 2, "parallelism.context_parallel_layout": "zigzag"}),
-    "tp 2 x cp 2": (
-        4,
-        {
-            "parallelism.tensor_parallel_degree": 2,
-            "parallelism.context_parallel_degree": 2,
-            "activation_checkpoint.mode": "full",
-        },
-    ),
-}
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +74,8 @@ def two_steps(rank, world_size, argv):
     """Losses, what was seen in the second step, and norms of what it added to whole weights and of these, by layer; how
     evenly attention's work was shared."""
     OWN["hybrid"]["small"] = SMALL
-    config = load_config(argv)
-    preflight(config, world_size)
-    trainer = Trainer(config)
+    preflight(load_config(argv), world_size)
+    trainer = trainer_of(argv)
     fed = FedTotals()
     trainer.hooks.append(fed)
     losses = [trainer.train_step()["loss"]]
@@ -135,17 +121,15 @@ def test_of_one_process(folder, alone, worlds):
     assert all(torch.equal(both[1], weights[name][1]) for name, both in without[2].items())
 
 
+def convolved(mixer, name, x, edges):
+    proj, conv = getattr(mixer, f"{name}_proj"), getattr(mixer, f"{name}_conv1d")
+    y = proj(x) * getattr(conv, "factor", 1.0)
+    return direct_causal_conv1d(y, conv.weight, conv.bias, activation="silu", cu_seqlens=edges)[0]
+
+
 def rule_inputs(mixer, x, edges):
     """q, k, v, g, β of a delta rule."""
-    projected = [
-        (proj(x), conv.weight)
-        for proj, conv in (
-            (mixer.q_proj, mixer.q_conv1d),
-            (mixer.k_proj, mixer.k_conv1d),
-            (mixer.v_proj, mixer.v_conv1d),
-        )
-    ]
-    q, k, v = (direct_causal_conv1d(y, w, activation="silu", cu_seqlens=edges)[0] for y, w in projected)
+    q, k, v = (convolved(mixer, name, x, edges) for name in "qkv")
     q, k = (l2norm(y.unflatten(-1, (-1, mixer.head_dim))) for y in (q, k))
     v, (raw, beta, _) = v.unflatten(-1, (-1, mixer.v_head_dim)), mixer._gates(x)
     bound = (mixer.lower_bound,) if isinstance(mixer, KDAMixer) else ()
@@ -159,16 +143,8 @@ def delta_rule(mixer, x, edges):
 
 
 def ssd(mixer, x, edges):
-    convolved = (
-        direct_causal_conv1d(proj(x) * conv.factor, conv.weight, conv.bias, activation="silu", cu_seqlens=edges)[0]
-        for proj, conv in (
-            (mixer.x_proj, mixer.x_conv1d),
-            (mixer.b_proj, mixer.b_conv1d),
-            (mixer.c_proj, mixer.c_conv1d),
-        )
-    )
-    dims = mixer.head_dim, mixer.state_dim, mixer.state_dim
-    x_, B, C = (y.unflatten(-1, (-1, dim)) for y, dim in zip(convolved, dims))
+    dims = {"x": mixer.head_dim, "b": mixer.state_dim, "c": mixer.state_dim}
+    x_, B, C = (convolved(mixer, name, x, edges).unflatten(-1, (-1, dim)) for name, dim in dims.items())
     dt = F.softplus(mixer.dt_proj(x) * mixer.dt_factor + mixer.dt_bias).clamp(*mixer.dt_limit)  # [1, T, heads]
     A = -mixer.A_log.exp()
     return partial(recurrent_ssd, A=A, D=mixer.D), {"x": x_, "dt": dt, "B": B, "C": C}, dt * A
@@ -270,8 +246,7 @@ def turned_by(turns, x):
 
 def second_step(rank, world_size, argv):
     """What should be seen of mixers and positions in the second step, what was, and the norm in its line."""
-    OWN["hybrid"]["small"] = SMALL
-    trainer = Trainer(load_config(argv))
+    trainer = trainer_of(argv)
     trainer.train_step()
     valid, (batch,) = trainer.feed.next_step()
     want = {}
@@ -314,7 +289,7 @@ def test_against_definitions(name, folder, worlds):
     assert math.sqrt(sum(x**2 for x in seen["grad_norm"].values())) == pytest.approx(norm, rel=1e-12)
 
 
-@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize("name", ["dp 2", "cp 2 zig-zag", "selective activation checkpointing"])
 def test_of_several(name, folder, alone, worlds):
     processes, keys = SPLITS[name]
     ranks = worlds(processes).run(two_steps, arguments(folder, keys))
@@ -322,19 +297,18 @@ def test_of_several(name, folder, alone, worlds):
     for losses, seen, weights, balance in ranks:
         assert losses == off[0][0]
         assert all(torch.equal(both[1], weights[name][1]) for name, both in off[0][2].items())
-        assert seen.keys() == alone[1].keys() | ({"fragment_share"} if "cp" in name else set())
+        assert seen.keys() == alone[1].keys() | ({"fragment_share"} if name != "dp 2" else set())
         assert balance == 1 if name == "cp 2 zig-zag" else balance > 1  # by heads; by dp, or of few tokens on each rank
         same = ["grad_norm", "update_norm", "weight_norm", "half_life", "loss_by_position", "loss_by_source"]
-        for quantity in [*same, *(["state_norm", "attention_entropy"] if "cp" not in name else [])]:
-            if not ("dp" in name and quantity == "attention_entropy"):  # of as many queries on each rank
+        for quantity in [*same, *(["state_norm", "attention_entropy"] if name == "dp 2" else [])]:
+            if not (name == "dp 2" and quantity == "attention_entropy"):  # of as many queries on each rank
                 assert close(seen[quantity], alone[1][quantity]), quantity
 
 
 def shares_of_fragments(rank, world_size, argv, layout):
     """By layer and head, of the second step cut in two: token by token, what fragments give beyond what they give if
     no state enters them."""
-    OWN["hybrid"]["small"] = SMALL
-    trainer = Trainer(load_config(argv))
+    trainer = trainer_of(argv)
     trainer.train_step()
     _, (batch,) = trainer.feed.next_step()
     edges, shares = batch.plan.cp_context.cu_seqlens_cpu.long(), {}
@@ -374,9 +348,8 @@ def test_share_of_other_fragments(name, layout, folder, worlds):
 
 def layers_in_turn(rank, world_size, argv):
     """Of which layers each step shows what crosses, if it may be of two."""
-    OWN["hybrid"]["small"] = SMALL
     with patch("titan_linear.hooks.telemetry.ACROSS", 2):
-        trainer, seen = Trainer(load_config(argv)), []
+        trainer, seen = trainer_of(argv), []
         for _ in range(4):
             trainer.train_step()
             seen.append(list(trainer.telemetry.seen["fragment_share"]))
@@ -409,8 +382,7 @@ def test_loads_of_experts(folder, worlds):
 
 def by_letters(rank, world_size, argv):
     """Nats and tokens of the second step by the letters of the documents, from logits of the model before it."""
-    OWN["hybrid"]["small"] = SMALL
-    trainer = Trainer(load_config(argv))
+    trainer = trainer_of(argv)
     trainer.train_step()
     _, (batch,) = trainer.feed.next_step()
     with torch.no_grad():
@@ -466,18 +438,13 @@ def test_lines_of_a_run(folder, worlds, tmp_path):
         "validation.sample_tokens": 3,
     }
     worlds(2).run(whole_run, arguments(folder, keys))
-    (line,) = (tmp_path / "telemetry.jsonl").read_text().splitlines()
-    line = json.loads(line)
+    (line,) = read_lines(tmp_path / "telemetry.jsonl")
     assert line["step"] == 2 and line["grad_norm"]["embedding"] > 0
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(tmp_path / "metrics.jsonl")
     assert [line["work_balance"] >= 1 for line in lines if "loss" in line] == [True, True]
     recorded = json.loads((tmp_path / "profile_traces" / "rank0_step2.json").read_text())["traceEvents"]
     assert len([e for e in recorded if e["name"].startswith("ProfilerStep#")]) == 2
-
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path / "tb" / tmp_path.name))
-    events.Reload()
+    events = events_of(tmp_path)
     tags = events.Tags()
     assert {
         "per_layer_grad_norm/layers.0",
@@ -493,5 +460,4 @@ def test_lines_of_a_run(folder, worlds, tmp_path):
 
 
 def whole_run(rank, world_size, argv):
-    OWN["hybrid"]["small"] = SMALL
-    Trainer(load_config(argv)).train()
+    trainer_of(argv).train()

@@ -1,7 +1,6 @@
 """Whole runs: the same losses, gradient norms and weights however the work is split."""
 
 import errno
-import json
 import math
 import re
 import time
@@ -18,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.keys import argv_of
+from tests.ops.inputs import same
+from tests.records import read_lines
 from tests.refusals import refused
 from tests.steps import after_backward
 from titan_linear.config import Training, load_config
@@ -264,11 +265,16 @@ def arguments(corpus, *overrides):
     return argv_of(keys)
 
 
+def trainer_of(argv):
+    """In any process: the flavors of these tests are known."""
+    OWN["hybrid"] |= OWN_FLAVORS
+    return Trainer(load_config(argv))
+
+
 def train_on_rank(rank, world_size, argv):
     """Losses and gradient norms of all steps, and the whole weights after them."""
-    OWN["hybrid"] |= OWN_FLAVORS
     warnings.filterwarnings("error", message="FSDP2-wrapped")
-    trainer = Trainer(load_config(argv))
+    trainer = trainer_of(argv)
     numbers = [trainer.train_step() for _ in range(trainer.config.training.steps)]
     return [n["loss"] for n in numbers], [n["grad_norm"] for n in numbers], whole_weights(trainer)
 
@@ -296,7 +302,11 @@ def one_process(corpus, worlds):
 def check_equal(run, one):
     """Losses, gradient norms and weights of a float64 run are those of one process."""
     assert worst(run[0], one[0]) < 1e-9 and worst(run[1], one[1]) < 1e-9
-    errors = {n: ((run[2][n] - w).norm() / w.norm()).item() for n, w in one[2].items()}
+    check_weights(run[2], one[2])
+
+
+def check_weights(got, want):
+    errors = {n: ((got[n] - w).norm() / w.norm()).item() for n, w in want.items()}
     assert max(errors.values()) < 1e-9, errors
 
 
@@ -348,8 +358,7 @@ def test_layers_that_predict_further_tokens(name, corpus, worlds, one_process):
 
 def sums_over_replicas(rank, world_size, argv):
     """Those of a step, and FSDP's units with parameters of their own."""
-    OWN["hybrid"] |= OWN_FLAVORS
-    trainer = Trainer(load_config(argv))
+    trainer = trainer_of(argv)
     (replicas, _), sums, add_up = trainer.dims.fsdp_mesh.get_all_groups(), [], dist.all_reduce
 
     def count(x, *args, **options):
@@ -497,10 +506,10 @@ def _local(x):
 
 def test_a_non_finite_loss_never_reaches_the_weights(corpus, worlds):
     keys = {"training.local_batch_size": 2}
-    for message, same, _ in worlds(2).run(poisoned, arguments(corpus, keys)):
-        assert "step 2" in message and "rank 1: streams 6, 7." in message and same
-    for message, same, skipped in worlds(2).run(poisoned, arguments(corpus, keys, {"training.on_nonfinite": "skip"})):
-        assert message == "" and same and skipped == 1
+    for message, kept, _ in worlds(2).run(poisoned, arguments(corpus, keys)):
+        assert "step 2" in message and "rank 1: streams 6, 7." in message and kept
+    for message, kept, skipped in worlds(2).run(poisoned, arguments(corpus, keys, {"training.on_nonfinite": "skip"})):
+        assert message == "" and kept and skipped == 1
 
 
 def ended(rank, world_size, argv, full):
@@ -540,8 +549,7 @@ def test_the_last_good_state_reaches_the_disk(corpus, worlds, tmp_path):
 def early(rank, world_size, argv, goes_on):
     """Four steps, of which the second is poisoned and skipped, then one that a signal ends. Losses, the weights, and
     which forwards had begun before the numbers of the step before were read."""
-    OWN["hybrid"] |= OWN_FLAVORS
-    trainer, begun = Trainer(load_config(argv)), []
+    trainer, begun = trainer_of(argv), []
     if not goes_on:
         trainer._next_follows = lambda: False
     after_backward(trainer, lambda loss: loss * (float("nan") if trainer.step == 1 else 1.0))
@@ -574,7 +582,7 @@ def test_a_step_that_begins_early_changes_nothing(processes, corpus, worlds):
     for (losses, weights, begun), (expected, expected_weights, never) in zip(*runs, strict=True):
         assert begun == [True] * 4 + [False] and not any(never)
         assert math.isnan(losses.pop(1)) and math.isnan(expected.pop(1)) and losses == expected
-        assert all(torch.equal(weights[name], w) for name, w in expected_weights.items())
+        assert same(weights, expected_weights)
 
 
 # --- What the host waits for -----------------------------------------------------------------------------------------
@@ -680,8 +688,7 @@ def train_on_gpus(rank, world_size, argv):
 
 
 def reported(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in read_lines(folder / "metrics.jsonl")]
 
 
 @pytest.mark.cuda(2)

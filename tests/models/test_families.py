@@ -25,6 +25,7 @@ from transformers import (
 from tests.models import hf_models
 from tests.models.hf_states import state_from_hf, state_to_hf
 from tests.models.ours import State, initialised, labels_of, positions, relative, run, run_on_rank
+from tests.ops.inputs import same
 from tests.records import write_json
 from tests.refusals import refused
 from titan_linear.models.adapters import config_from_hf, config_to_hf, ignored, placements
@@ -167,7 +168,7 @@ def test_transformers_reads_what_we_write(name, case, tmp_path):
     assert not report["unexpected_keys"] and not report["mismatched_keys"]
     assert set(report["missing_keys"]) <= not_ours(c.config, c.family, report["missing_keys"])
     again = model.state_dict()
-    assert all(torch.equal(again[n], t) for n, t in c.live.items())
+    assert same(again, c.live)
 
 
 @pytest.mark.parametrize("name", hf_models.MODELS)
@@ -539,7 +540,7 @@ def test_vision_language_folders(case):
     named = {n.replace("model.", "model.language_model.", 1): t for n, t in c.disk.items()}
     named |= {"model.visual.blocks.0.weight": torch.zeros(2), "mtp.fc.weight": torch.zeros(2)}
     state = state_from_hf(named, c.config, c.family)
-    assert all(torch.equal(state[n], t) for n, t in c.state.items())
+    assert same(state, c.state)
 
 
 def test_experts_of_lfm2_moe_in_float64(case):
@@ -661,7 +662,7 @@ def test_fla_models(make, tmp_path):
     assert config_from_hf(config_to_hf(family, config)) == (family, config)
     state = state_from_hf(tensors, config, family)
     back = state_to_hf(state, config, family)
-    assert back.keys() == tensors.keys() and all(torch.equal(back[n], t) for n, t in tensors.items())
+    assert back.keys() == tensors.keys() and same(back, tensors)
     for documents, bounds in DOCUMENTS.items():
         plan = BatchPlan(positions(bounds), cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
         logits, loss, _ = run(config, state, c.tokens, labels_of(c.tokens, bounds), plan)

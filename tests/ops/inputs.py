@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
@@ -267,6 +267,13 @@ def check_neighbours(op: str, base: dict[str, Tensor], lengths: list[int], docum
 
 def leaves(x: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.detach().clone().requires_grad_() for name, t in x.items()}
+
+
+def same(got: Sequence[Tensor] | dict[str, Tensor], want: Sequence[Tensor] | dict[str, Tensor]) -> bool:
+    """To the last bit; of tensors by name `got` may have more."""
+    if isinstance(want, dict):
+        got, want = [got[name] for name in want], list(want.values())
+    return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def relative_error(a: Tensor, b: Tensor, scale: Tensor | None = None) -> float:

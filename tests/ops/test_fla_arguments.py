@@ -6,7 +6,17 @@ import re
 import pytest
 import torch
 
-from tests.ops.inputs import boundaries, call, gradients, leaves, make_inputs, oracle, raw_gate_inputs, relative_error
+from tests.ops.inputs import (
+    boundaries,
+    call,
+    gradients,
+    leaves,
+    make_inputs,
+    oracle,
+    raw_gate_inputs,
+    relative_error,
+    same,
+)
 from tests.refusals import refused
 from titan_linear.ops import (
     attention,
@@ -81,7 +91,7 @@ def test_states_with_v_first(op):
     assert final.shape == (2, 4, 24, 16)
     got = gradients([o, final.mT], y)
     got[-1] = got[-1].mT  # initial_state is the last input
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert same(got, want)
 
 
 def test_a_state_in_another_order_is_named_as_it_was_given(op):

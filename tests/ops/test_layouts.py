@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.ops.inputs import device_of, gradients, leaves, make_inputs, raw_gate_inputs, relative_error
+from tests.ops.inputs import device_of, gradients, leaves, make_inputs, raw_gate_inputs, relative_error, same
 from tests.refusals import refused
 from titan_linear.distributed.experts import _Exchange
 from titan_linear.distributed.one_process import run_ranks
@@ -58,7 +58,7 @@ def test_numbers_apart(make, impl):
     x = {name: t.float().to(device_of(impl)) for name, t in x.items()}
     dense, spread = leaves(x), {name: apart(t).requires_grad_() for name, t in x.items()}
     got, want = (gradients([op(impl, **given)], given) for given in (spread, dense))
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert same(got, want)
 
 
 def test_parameters_of_gates_in_any_shape(op):
@@ -157,7 +157,7 @@ def test_attention_in_tiles_under_autocast(monkeypatch):
     want = gradients([attention(**x)], x)
     with torch.autocast("cpu", torch.bfloat16):
         got = gradients([attention(**x)], x)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert same(got, want)
 
 
 def test_only_forward_under_autocast():

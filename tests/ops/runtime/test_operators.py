@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from tests.models.ours import initialised, use_methods
-from tests.ops.inputs import boundaries
+from tests.ops.inputs import boundaries, same
 from titan_linear.models.config import ModelConfig, MoEConfig
 from titan_linear.models.mixers import GDN, KDA, MLA, Attention
 from titan_linear.models.mixers.attention import AttentionMixer
@@ -132,7 +132,7 @@ def test_compiled(mixer):
     cut = {"lengths": FEW} if mixer == "kda" else {}
     kept_most = {"kda": "selective", "attention": "attention"}[mixer]  # which keeps all that costs much
     (want, plain), (got, other) = (results(mode, block, dtype, **cut) for mode in ("none", kept_most))
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert same(got, want)
     again = Counter(("prepare_kernel", "solve_kernel", *AGAIN)) if mixer == "kda" else Counter()
     assert plain and other == plain + again
 

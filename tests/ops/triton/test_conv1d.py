@@ -10,7 +10,7 @@ import torch.nn.functional as F
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from tests.ops.inputs import DEVICE
+from tests.ops.inputs import DEVICE, same
 from titan_linear.ops import causal_conv1d
 from titan_linear.ops.torch.delta_rule import l2norm
 from titan_linear.ops.triton import conv1d as conv
@@ -149,7 +149,7 @@ def test_parts_are_those_of_the_whole(widths):
         y, _ = causal_conv1d(*leaves, activation="silu", cu_seqlens=cu.to(DEVICE), widths=parts, impl="triton")
         grads = [g.contiguous() if i else g for i, g in enumerate(dy.split(widths, -1))] if parts else [dy]
         found.append([torch.cat(y, -1) if parts else y, *torch.autograd.grad(y, leaves, grads)])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert same(*found)
 
 
 def test_states_by_index():
@@ -168,7 +168,7 @@ def test_states_by_index():
         out = out[0], out[3]
         found.append((*out, *torch.autograd.grad(out, leaves, (dy, d_final))))
     (*ours, d_halo), (*theirs, d_spread) = found
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert same(ours, theirs)
     assert torch.equal(d_halo, torch.stack([d_spread[2], torch.zeros_like(d_spread[0]), d_spread[0]]))
 
 

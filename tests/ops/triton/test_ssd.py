@@ -19,6 +19,7 @@ from tests.ops.inputs import (
     errors,
     gradients,
     leaves,
+    same,
 )
 from tests.ops.triton.bfloat16 import interpret_bfloat16
 from tests.ops.triton.well_formed import check_stages
@@ -158,7 +159,7 @@ def test_views_of_one_projection_are_not_copied(monkeypatch):
     monkeypatch.setattr(tiles, "dense_heads", lambda t: t)
     own = {n: t.requires_grad_() for n, t in strided.items()}
     got = gradients([call("ssd", own, impl="triton")[0]], own)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert same(got, want)
 
 
 @pytest.mark.parametrize("indexed", [False, True])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.ops.inputs import DEVICE, boundaries, make_inputs, new_memory_of_nan, raw_gate_inputs, relative_error
+from tests.ops.inputs import DEVICE, boundaries, make_inputs, new_memory_of_nan, raw_gate_inputs, relative_error, same
 from titan_linear.ops.delta_rule import normed
 from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs, States
@@ -81,7 +81,7 @@ def test_views_of_one_projection_are_not_copied(op):
     with Copies() as copies:
         got = results(views, strided(do, do)[1])
     assert copies.count == 0 and all(x.is_contiguous() for x in got)
-    assert all(torch.equal(a, b) for a, b in zip(got, results(inputs, do), strict=True))
+    assert same(got, results(inputs, do))
 
 
 @pytest.mark.parametrize("beta_range", [1.0, 2.0])
