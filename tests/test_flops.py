@@ -77,7 +77,7 @@ def plan_of(lengths):
     return BatchPlan(positions(bounds.tolist()), cu_seqlens=cu), Documents.of(cu.numpy())
 
 
-def stated(mixer: MixerOptions, documents: Documents) -> int:
+def stated(mixer, documents):
     """Of the first layer's mixer."""
     with torch.device("meta"):
         module = mixer.first.build(model_of(mixer), 0)

@@ -1,26 +1,20 @@
 """Losses: equal to their definitions, and to one process however the work is split."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
-from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.keys import argv_of
 from tests.test_train import OWN_FLAVORS, SPLITS, check_equal, train_on_rank
-from tests.worlds import Worlds
-from titan_linear.config import Config, load_config
+from titan_linear.config import load_config
 from titan_linear.data import IGNORE
-from titan_linear.distributed.one_process import LocalGroup, run_ranks
+from titan_linear.distributed.one_process import run_ranks
 from titan_linear.losses import reference
 from titan_linear.losses.reference import Document
 from titan_linear.models.plan import BatchPlan
@@ -49,17 +43,17 @@ KEYS = {
 NAMES = ("dp 2", "cp 2 zig-zag", "cp 4", "tp 2 x cp 2 zig-zag", "HSDP", "accumulation")
 
 
-def weighted(n: int, rng: random.Random) -> dict:
+def weighted(n, rng):
     """A document of n tokens whose weights differ by 10⁶; every fifth one counts nothing."""
     weights = 0 if n % 5 == 0 else [rng.choice([0, 1e-3, 0.5, 1, 1e3]) for _ in range(n)]
     return {"tokens": rng.choices(range(256), k=n), "weights": weights}
 
 
-def logprobs(n: int, rng: random.Random) -> list[float]:
+def logprobs(n, rng):
     return [-5.5 - rng.random() for _ in range(n)]
 
 
-def preferred(n: int, rng: random.Random) -> dict:
+def preferred(n, rng):
     """Pairs, some of whose texts reach over three ranks; every fifth one counts nothing, others by other weights."""
     sizes = n, rng.randint(1, 15)
     texts = {name: "".join(rng.choices("abcdef", k=size)) for name, size in zip(("chosen", "rejected"), sizes)}
@@ -68,13 +62,13 @@ def preferred(n: int, rng: random.Random) -> dict:
     return {"prompt": "x:", **texts, "reference": reference, "weights": weights}
 
 
-def rolled_out(n: int, rng: random.Random) -> dict:
+def rolled_out(n, rng):
     weights = [0.0 if i < n // 3 else 1.0 for i in range(n)]  # of a prompt, and its answer
     numbers = {name: logprobs(n, rng) for name in ("behaviour", "reference")}
     return {"tokens": rng.choices(range(256), k=n), "weights": weights, "advantages": rng.gauss(0, 1), **numbers}
 
 
-def taught(n: int, rng: random.Random) -> dict:
+def taught(n, rng):
     ids = [rng.sample(range(256), 5) for _ in range(n)]
     teacher = [sorted((math.log(rng.random() / 5) for _ in range(5)), reverse=True) for _ in range(n)]
     return {"tokens": rng.choices(range(256), k=n), "teacher_ids": ids, "teacher_logprobs": teacher}
@@ -114,7 +108,7 @@ CASES = {
         "distillation.temperature": 2.0,
     },
 }
-RECORDS: dict[str, Callable[[int, random.Random], dict]] = {
+RECORDS = {
     "cross_entropy": weighted,
     "dpo": preferred,
     "policy": rolled_out,
@@ -123,7 +117,7 @@ RECORDS: dict[str, Callable[[int, random.Random], dict]] = {
 
 
 @pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def records(tmp_path_factory):
     """A file for each loss."""
     folder, rng = tmp_path_factory.mktemp("records"), random.Random(0)
     for name, make in RECORDS.items():
@@ -132,12 +126,12 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / f"{name}.jsonl" for name in RECORDS}
 
 
-def arguments(case: str, records: dict[str, Path], **more: object) -> list[str]:
+def arguments(case, records, **more):
     path = records[CASES[case].get("loss.name", "cross_entropy")]
     return argv_of(KEYS | CASES[case], training__dataset_path=path, job__dump_folder=path.parent / "run", **more)
 
 
-def definition(config: Config, trainer: Trainer, i: int) -> float:
+def definition(config, trainer, i):
     """The loss of step i by its definition, with the weights that the trainer has."""
     documents = []
     streams, size = trainer.loader.streams, config.training.global_batch_size
@@ -158,7 +152,7 @@ def definition(config: Config, trainer: Trainer, i: int) -> float:
     return reference.loss(name, documents, getattr(config, name), streams.targets.normalise).item()
 
 
-def first_losses(rank: int, world_size: int, argv: list[str]) -> list[tuple[float, float]]:
+def first_losses(rank, world_size, argv):
     """Of each step, by the trainer and by the definition, with the same weights."""
     OWN["hybrid"] |= OWN_FLAVORS
     config = load_config(argv)
@@ -171,16 +165,16 @@ def first_losses(rank: int, world_size: int, argv: list[str]) -> list[tuple[floa
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_as_defined(case: str, records: dict[str, Path], worlds: Worlds) -> None:
+def test_as_defined(case, records, worlds):
     for got, want in worlds(1).run(first_losses, arguments(case, records))[0]:
         assert got == pytest.approx(want, rel=1e-10)
 
 
 @pytest.fixture(scope="module")
-def alone(records: dict[str, Path], worlds: Worlds) -> Callable[[str], tuple]:
-    done: dict[str, tuple] = {}
+def alone(records, worlds):
+    done = {}
 
-    def get(case: str) -> tuple:
+    def get(case):
         if case not in done:
             done[case] = worlds(1).run(train_on_rank, arguments(case, records))[0]
         return done[case]
@@ -190,21 +184,21 @@ def alone(records: dict[str, Path], worlds: Worlds) -> Callable[[str], tuple]:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", NAMES)
-def test_splits_are_equal(case: str, name: str, records: dict[str, Path], worlds: Worlds, alone: Callable) -> None:
+def test_splits_are_equal(case, name, records, worlds, alone):
     one = alone(case)
     processes, keys = SPLITS[name]
     for rank in worlds(processes).run(train_on_rank, arguments(case, records) + argv_of(keys)):
         check_equal(rank, one)
 
 
-def test_gradients_of_what_losses_may_read() -> None:
+def test_gradients_of_what_losses_may_read():
     """Of the rows of whole logits: several ids, mean, entropy (which has none), in one part and in two."""
     rng = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 8, generator=rng, dtype=torch.float64, requires_grad=True) for n in (20, 12))
     ids = torch.randint(12, (20, 3), generator=rng)
     ids[::4, 0] = IGNORE
 
-    def terms(rows: Rows, tokens: slice) -> Tensor:
+    def terms(rows, tokens):
         first = rows.logprobs.sin().sum(1) + rows.lse**2 + rows.mean.cos() * rows.entropy.detach()
         return torch.stack([first, rows.entropy], 1)
 
@@ -217,7 +211,7 @@ def test_gradients_of_what_losses_may_read() -> None:
     torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
     torch.testing.assert_close(torch.autograd.grad(got[0], [x, weight]), exact, rtol=1e-10, atol=1e-13)
 
-    def on_rank(group: LocalGroup) -> tuple[Tensor, ...]:
+    def on_rank(group):
         own, mine = weight.detach().chunk(2)[group.rank()].requires_grad_(), x.detach().requires_grad_()
         logits = ChunkedLogits(mine, own, 7, Ranks(group.group_name, 2, group.rank()))
         value = logits.sum(ids, terms, statistics=True)

@@ -1,7 +1,5 @@
 """titan-linear score: the log-probabilities of whole logits, under splits, resumed; and the runs that read them."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

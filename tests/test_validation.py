@@ -65,7 +65,7 @@ def breaking_on_rank(rank, world_size, argv, method):
     return [path.parent.name for path in trainer.checkpointer.folder.glob("step-*/manifest.json")]
 
 
-@pytest.mark.parametrize(("method", "mode"), [("validate", "disabled"), ("validate", "async"), ("text", "disabled")])
+@pytest.mark.parametrize("method, mode", [("validate", "disabled"), ("validate", "async"), ("text", "disabled")])
 def test_an_error_while_validating_costs_no_steps(method, mode, corpus, worlds, tmp_path):
     """Of a step after which a save is due too."""
     keys = {

@@ -1,9 +1,6 @@
 """Layers that predict further tokens: their definition, each document by itself, all logits at once; their folders."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -13,15 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.models import hf_models
 from tests.models.ours import labels_of, positions, relative
 from titan_linear.data import Batch
 from titan_linear.losses import CrossEntropy
-from titan_linear.models.config import ModelConfig
-from titan_linear.models.decoder import Between, Block, Decoder
+from titan_linear.models.decoder import Between, Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
@@ -33,26 +28,26 @@ BOUNDS = [0, 1, 3, 6, 40, 64]  # of documents shorter than the depth, too
 DEPTH, WEIGHT = 3, 0.3
 
 
-def config_of(name: str) -> ModelConfig:
+def config_of(name):
     config = replace(preset(name, "debug"), vocab_size=97, mtp_layers=DEPTH, mtp_weight=WEIGHT)
     # The load of experts counts tokens beyond a document's end, which a document by itself lacks.
     return replace(config, moe=config.moe and replace(config.moe, balance_coefficient=0.0, bias_update_rate=0.0))
 
 
-def norm(x: Tensor, weight: Tensor, config: ModelConfig) -> Tensor:
+def norm(x, weight, config):
     scale = 1 + weight if config.zero_centred_norm else weight
     return x / (x.square().mean(-1, keepdim=True) + config.norm_eps).sqrt() * scale
 
 
-def definition(model: Decoder, tokens: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def definition(model, tokens, labels, weights):
     """Loss of a document, and the sum of those of its further tokens. Sequences become shorter by a token each time."""
     config = model.config
 
-    def through(x: Tensor, layers: range) -> Tensor:
+    def through(x, layers):
         plan, between = BatchPlan(torch.arange(len(x))), Between()
         return model.through(layers, x.unsqueeze(0), plan, None, between)[0]
 
-    def loss(h: Tensor, k: int) -> Tensor:
+    def loss(h, k):
         terms = F.cross_entropy(h @ model.head.weight.T, labels[k:], reduction="none", ignore_index=-100)
         return (weights[k:] * terms).sum()
 
@@ -71,7 +66,7 @@ def definition(model: Decoder, tokens: Tensor, labels: Tensor, weights: Tensor) 
 
 
 @contextmanager
-def swapped(*layers: Block) -> Iterator[None]:
+def swapped(*layers):
     """Have layers neither join nor norm what they give: both are done by hand."""
     options = [layer.options for layer in layers]
     for layer in layers:
