@@ -19,6 +19,7 @@ from tests.steps import FedTotals
 from tests.test_train import SMALL, SPLITS, trainer_of, whole_weights
 from titan_linear.config import load_config
 from titan_linear.data import IGNORE, ByteTokenizer, write_corpus
+from titan_linear.models.decoder import Between
 from titan_linear.models.mixers.delta import DeltaMixer, KDAMixer
 from titan_linear.models.mixers.lightning import LightningMixer
 from titan_linear.models.mixers.mamba2 import Mamba2Mixer
@@ -255,16 +256,22 @@ def second_step(rank, world_size, argv):
     def note(i, layer, inputs):
         if not layer.mixers:
             return
-        x = layer.mixer_input(inputs[0])
+        x = layer.mixer_input(layer.joined(inputs[0]))
         for where, mixer in zip((f"layers.{i}", f"layers.{i}.mixer1"), layer.mixers):
-            rule = definition(len(trainer.model.layers), i, mixer, x, inputs[3], edges)
+            values = inputs[3] if any(layer.takes) else None
+            rule = definition(trainer.model.config.num_layers, i, mixer, x, values, edges)
             found = of_attention(mixer, x, edges, batch.plan) if rule is None else of_recurrence(rule, edges)
             for quantity, by_head in found.items():
                 want.setdefault(quantity, {})[where] = by_head.tolist()
 
     hooks = [layer.register_forward_pre_hook(partial(note, i)) for i, layer in enumerate(trainer.model.layers)]
+    model, plan = trainer.model, batch.plan
     with torch.no_grad():
-        losses = F.cross_entropy(trainer.model(batch.tokens, batch.plan)[0], batch.labels[0], reduction="none")
+        (x, later), between = model.embedded(torch.cat([batch.tokens, plan.later.tokens])).split(1), Between()
+        h = model.head.norm(model.through(range(model.config.num_layers), x, plan, None, between))
+        losses = F.cross_entropy(model.head.logits(h)[0], batch.labels[0], reduction="none")
+        h = model.through(model.predictor(0), torch.cat([later, h], -1), plan, None, between)
+        want["loss_by_depth"] = {"1": F.cross_entropy(model.head.logits(h)[0], plan.later.labels[0]).item()}
     for hook in hooks:
         hook.remove()
     buckets = {}
@@ -281,10 +288,12 @@ def second_step(rank, world_size, argv):
     "name", ["hybrid", "kimi-linear", "ling-3", "nemotron-h", "granite-h", "falcon-h1", "minimax", "rwkv7"]
 )
 def test_against_definitions(name, folder, worlds):
-    argv = arguments(folder, {"model.name": name, "model.flavor": "small" if name == "hybrid" else "debug"})
+    flavor = "small" if name == "hybrid" else "debug"
+    argv = arguments(folder, {"model.name": name, "model.flavor": flavor, "model.mtp_layers": 1})
     ((want, seen, norm),) = worlds(1).run(second_step, argv)
     attention = [] if name == "rwkv7" else ["attention_entropy"]
-    for quantity in ("half_life", "state_norm", "carried_share", "loss_by_position", *attention):
+    losses = ["loss_by_position", "loss_by_depth"]
+    for quantity in ("half_life", "state_norm", "carried_share", *losses, *attention):
         assert want[quantity] and close(seen[quantity], want[quantity], 1e-7), quantity
     assert math.sqrt(sum(x**2 for x in seen["grad_norm"].values())) == pytest.approx(norm, rel=1e-12)
 
