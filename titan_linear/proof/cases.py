@@ -68,8 +68,8 @@ class Case:
     name: str  # "chunk_kda", "mixer kda"
     tokens: Tensors  # [1, T, ...] float64
     dy: Tensor  # [1, T, ...] float64, the output's gradient
-    run: Callable[[Tensors, BatchPlan, str], Tensor]  # (tokens and parameters, plan, impl) -> [1, T, ...]
-    oracle: Callable[[Tensors, Tensor], Tensor] | None  # an op's definition: (tokens and parameters, cu_seqlens)
+    run: Callable[[Tensors, BatchPlan, str], Tensor]  # x (tokens and parameters), plan, impl -> [1, T, ...]
+    oracle: Callable[[Tensors, Tensor], Tensor] | None  # an op's definition: x, cu_seqlens
     units: Mapping[str, float]  # bounds of results in other dtypes than float64, in UNITs; "": all others
     bound: float = DELTA  # in float64
     parameters: Tensors = field(default_factory=dict)  # float64
@@ -109,10 +109,10 @@ def _(mixer: ShortConv, draw: Draws) -> Iterator[Case]:
 
 
 def _attention(draw: Draws, heads: int, kv_heads: int, D: int, Dv: int, scale: float | None = None) -> Case:
-    def run(x: Tensors, plan: BatchPlan, impl: str) -> Tensor:
+    def run(x, plan, impl):
         return attention(**x, scale=scale, method=draw.cp_method, **plan.documents)
 
-    def oracle(x: Tensors, cu_seqlens: Tensor) -> Tensor:
+    def oracle(x, cu_seqlens):
         return direct_attention(**x, scale=scale, cu_seqlens=cu_seqlens)
 
     tokens = draw.tokens(q=(heads, D), k=(kv_heads, D), v=(kv_heads, Dv), dy=(heads, Dv))
@@ -132,10 +132,10 @@ def _convolution(
     D = sum(widths)
     options = {"activation": activation, "widths": widths, "norm_dim": norm_dim}
 
-    def run(x: Tensors, plan: BatchPlan, impl: str) -> Tensor:
+    def run(x, plan, impl):
         return torch.cat(causal_conv1d(**x, **options, impl=impl, **plan.documents)[0], -1)
 
-    def oracle(x: Tensors, cu_seqlens: Tensor) -> Tensor:
+    def oracle(x, cu_seqlens):
         return direct_causal_conv1d(**x, **options, cu_seqlens=cu_seqlens)[0]
 
     parameters = {"weight": draw("weight", D, W) / 2} | ({"bias": draw("bias", D)} if bias else {})
@@ -177,12 +177,12 @@ def _delta_rule(
     dt_bias = draw("dt_bias", math.prod(gates))
     slow = {"A_log": torch.linspace(-1, 1, HV).double().to(dt_bias.device), "dt_bias": dt_bias - 7}
 
-    def run(x: Tensors, plan: BatchPlan, impl: str) -> Tensor:
+    def run(x, plan, impl):
         x = x | {name: l2norm(x[name]).to(x[name].dtype) for name in "qk"}
         how = {"allow_neg_eigval": mixer.beta_range == 2.0, "impl": impl, "cp_method": draw.cp_method}
         return op(**x, **how, **plan.documents, **IN_KERNEL, **options)[0]
 
-    def oracle(x: Tensors, cu_seqlens: Tensor) -> Tensor:
+    def oracle(x, cu_seqlens):
         g = gate(x["g"], x["A_log"], x["dt_bias"], **options)
         beta = mixer.beta_range * x["beta"].sigmoid()
         return recurrent_delta_rule(l2norm(x["q"]), l2norm(x["k"]), x["v"], g, beta, cu_seqlens=cu_seqlens)[0]
@@ -199,11 +199,11 @@ def _(mixer: Lightning, draw: Draws) -> Iterator[Case]:
     heads = mixer.heads
     K = mixer.head_dim
 
-    def run(x: Tensors, plan: BatchPlan, impl: str) -> Tensor:
+    def run(x, plan, impl):
         x = x | {"g": -F.softplus(widen(x["g"]) - 7)}
         return chunk_simple_gla(**x, scale=1.0, impl=impl, cp_method=draw.cp_method, **plan.documents)[0]
 
-    def oracle(x: Tensors, cu_seqlens: Tensor) -> Tensor:
+    def oracle(x, cu_seqlens):
         x = x | {"g": -F.softplus(x["g"] - 7)}
         return recurrent_simple_gla(**x, scale=1.0, cu_seqlens=cu_seqlens)[0]
 
@@ -221,10 +221,10 @@ def _(mixer: Mamba2, draw: Draws) -> Iterator[Case]:
     dt_bias = draw("dt_bias", heads)
     A = -torch.linspace(0.3, 3, heads).double().to(dt_bias.device)
 
-    def run(x: Tensors, plan: BatchPlan, impl: str) -> Tensor:
+    def run(x, plan, impl):
         return chunk_ssd(**x, **limits, impl=impl, cp_method=draw.cp_method, **plan.documents)[0]
 
-    def oracle(x: Tensors, cu_seqlens: Tensor) -> Tensor:
+    def oracle(x, cu_seqlens):
         return recurrent_ssd(**x, **limits, cu_seqlens=cu_seqlens)[0]
 
     tokens = draw.tokens(x=(heads, P), dt=(heads,), B=(G, N), C=(G, N), dy=(heads, P))
@@ -244,11 +244,11 @@ def _(mixer: RWKV7, draw: Draws) -> Iterator[Case]:
         b = removed * widen(x["b"]).sigmoid()
         return x | {"w": x["w"] - 7, "a": -removed.to(x["a"].dtype), "b": b.to(x["b"].dtype)}
 
-    def run(x: Tensors, plan: BatchPlan, impl: str) -> Tensor:
+    def run(x, plan, impl):
         how = {"use_gate_in_kernel": True, "impl": impl, "cp_method": draw.cp_method}
         return chunk_rwkv7(**inputs(x), **how, **plan.documents)[0]
 
-    def oracle(x: Tensors, cu_seqlens: Tensor) -> Tensor:
+    def oracle(x, cu_seqlens):
         r, w, *others = (inputs(x)[name] for name in "rwkvab")
         return recurrent_dplr(r, *others, log_decay(w), scale=1.0, cu_seqlens=cu_seqlens)[0]
 
