@@ -3,17 +3,20 @@
 import json
 import math
 import random
+import re
 from copy import copy
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
 from tests.keys import argv_of
+from tests.test_doctor import failures, sabotaged
 from tests.test_train import OWN_FLAVORS, SPLITS, check_equal, train_on_rank
 from titan_linear.config import load_config
-from titan_linear.data import IGNORE
+from titan_linear.data import IGNORE, PackedStreams, WholeStreams
 from titan_linear.distributed.one_process import run_ranks
 from titan_linear.losses import reference
 from titan_linear.losses.reference import Document
@@ -21,6 +24,9 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN
 from titan_linear.ops.cross_entropy import ChunkedLogits, Rows
 from titan_linear.ops.exchange.collectives import Ranks
+from titan_linear.proof import data, model
+from titan_linear.proof.subject import subject_of
+from titan_linear.step import feed
 from titan_linear.train import Trainer
 
 KEYS = {
@@ -220,3 +226,49 @@ def test_gradients_of_what_losses_may_read():
     (one, dx, first), (other, more, second) = run_ranks(on_rank, 2)
     torch.testing.assert_close(one + other, want.detach(), rtol=1e-12, atol=0)
     torch.testing.assert_close((dx + more, torch.cat([first, second])), exact, rtol=1e-10, atol=1e-13)
+
+
+def swapped(parts, streams, i):
+    starts, lengths, following = parts(streams, i)
+    return starts.reshape(-1, 2)[:, ::-1].ravel(), lengths.reshape(-1, 2)[:, ::-1].ravel(), following
+
+
+def a_token_late(get, streams, i):
+    stream = get(streams, i)
+    return replace(stream, columns=stream.columns | {"reference": np.roll(stream.columns["reference"], 1)})
+
+
+def divided_by_cp(next_step, own):
+    tokens, batches = next_step(own)
+    return tokens._replace(weight=2 * tokens.weight), batches
+
+
+def of_this_rank(counts, batch):
+    """As if every rank had the weights that the first one has."""
+    return [100.0, *counts(batch)[1:]]
+
+
+FAULTS = {
+    "pairs swapped": (WholeStreams, "_parts", swapped, data.targets, r"pairs: .* \d > 0 \(stream 0\)"),
+    "reference shifted": (
+        PackedStreams,
+        "__getitem__",
+        a_token_late,
+        data.targets,
+        r"columns: .*reference, stream \d, ",
+    ),
+    "loss divided by cp": (feed.Feed, "next_step", divided_by_cp, model.split, r"split, float64: loss.* 5\.0e-01 > "),
+    "weights of a rank": (feed, "_counts", of_this_rank, model.split, r"split, float64: loss.*the head or the loss"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_doctor_names_faults_of_what_losses_read(name, records, monkeypatch):
+    monkeypatch.delenv("NGPU", raising=False)
+    split = {"model.flavor": "debug", "parallelism.context_parallel_degree": 2, "training.local_batch_size": 1}
+    subject = subject_of(load_config(arguments("DPO", records) + argv_of(split)))
+    owner, what, broken, check, said = FAULTS[name]
+    assert not list(failures(check(subject)))
+    with sabotaged(owner, what, broken):
+        found = list(failures(check(subject)))
+    assert any(re.search(said, line) for line in found), found

@@ -30,6 +30,7 @@ from titan_linear.config.schema import (
     KEYS,
     OTHER,
     SECTIONS,
+    WHOLE,
     ActivationCheckpoint,
     Config,
     LRScheduler,

@@ -48,4 +48,5 @@ class DPO(Loss):
             reward = reward / count.clamp(min=1)
         margin = self.keys.beta * (reward[0::2] - reward[1::2])
         loss = -F.logsigmoid(margin - self.keys.margin)
-        return torch.stack([loss, (margin > 0).double(), margin]) @ (weights[0::2] + weights[1::2])
+        accuracy = torch.heaviside(margin.detach(), margin.new_tensor(0.5))
+        return torch.stack([loss, accuracy, margin]) @ (weights[0::2] + weights[1::2])

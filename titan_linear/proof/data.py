@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from titan_linear.config import WHOLE
 from titan_linear.data import IGNORE, Batch, StreamLoader
 from titan_linear.distributed.one_process import LocalDims
 from titan_linear.models.plan import Later
@@ -42,6 +43,31 @@ def labels(subject: Subject) -> Findings:
             where = f"stream {i}, document {n}, token {at - int(stream.cu_seqlens[n])}"
     yield Finding("labels", f"of {of} tokens, labels that are not the next token of their document", wrong, 0, where)
     yield Finding("labels", "tokens within a document that have none", missing, 0, where)
+
+
+def targets(subject: Subject) -> Findings:
+    """What a loss reads beside labels is what the corpus has beside these tokens; pairs are together and in order."""
+    apart, wrong = [], []
+    for i in range(STREAMS * subject.degrees.dp):
+        name, own = subject.streams.source(i)
+        source = subject.streams.sources[name]
+        corpus, stream = source.corpus, source[own]
+        starts, lengths = source.runs(own)
+        documents = np.searchsorted(corpus.offsets, starts, side="right") - 1
+        first = documents[:: corpus.group] // corpus.group * corpus.group
+        if source.targets.group and not np.array_equal(documents, np.add.outer(first, range(corpus.group)).ravel()):
+            apart.append(f"stream {i}")
+        for n, (start, end) in enumerate(zip(starts, np.cumsum(lengths))):
+            rows = np.flatnonzero(stream.labels[end - lengths[n] : end] != IGNORE)
+            for column in source.targets.columns:
+                given = stream.columns[column][end - lengths[n] + rows]
+                if (given != corpus.columns[column][start + rows + 1]).any():
+                    wrong.append(f"{column}, stream {i}, document {n}")
+    if subject.config.loss.name in WHOLE:
+        said = "streams with a text that is not beside its other one, the chosen one first"
+        yield Finding("pairs", said, len(apart), 0, (apart or [""])[0])
+    if subject.config.loss.name != "cross_entropy":
+        yield Finding("columns", "documents with a number that is not its label's", len(wrong), 0, (wrong or [""])[0])
 
 
 def _all_trained_on(subject: Subject) -> bool:

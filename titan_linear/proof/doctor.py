@@ -38,7 +38,7 @@ PATIENCE = timedelta(minutes=10)  # for which processes wait for each other
 
 def checks(subject: Subject) -> Iterator[tuple[str, Callable[[], Findings]]]:
     """The checks, by name and in order: those that others rest on come first."""
-    for check in (data.labels, data.cut, data.stream):
+    for check in (data.labels, data.targets, data.cut, data.stream):
         yield check.__name__, lambda check=check: check(subject)
     for case in ops.cases(subject):
         for check in (ops.implementations, ops.split, ops.documents, ops.repeated):

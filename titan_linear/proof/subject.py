@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan_linear.config import Config, changed, check_config
+from titan_linear.config import WHOLE, Config, changed, check_config
 from titan_linear.data import IGNORE, Batch, Stream, StreamLoader, Streams, Tokenizer
 from titan_linear.distributed.one_process import Degrees
 from titan_linear.distributed.parallelize import cp_method
@@ -152,7 +152,7 @@ def subject_of(config: Config) -> Subject:
     open_corpora(config, tokenizer)
     degrees = _degrees(config, processes)
     model, factor = fitting(_one_period(full), config, degrees, device)
-    seq_len = _length(config, device)
+    seq_len = t.seq_len if config.loss.name in WHOLE else _length(config, device)
     dp = processes // (p.context_parallel_degree * p.tensor_parallel_degree)
     layers = full.num_layers
     said = {

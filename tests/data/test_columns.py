@@ -1,0 +1,157 @@
+"""Columns beside tokens: as records have them, and what of them is refused, by record and column."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.keys import argv_of
+from tests.records import write_lines, write_table
+from titan_linear.config import check_config, load_config
+from titan_linear.data import ByteTokenizer, PackedStreams, Targets, Texts, WholeStreams, open_corpus, split_corpus
+from titan_linear.run.data import build_streams
+
+COLUMNS = {"weights": "<f4", "reference": "<f4", "teacher_ids": "<i4"}
+
+
+def opened(path, dataset="jsonl", form="tokens", columns=("weights", "reference", "teacher_ids")):
+    texts = Texts(dataset, str(path), ByteTokenizer(), dataset_format=form, columns={n: COLUMNS[n] for n in columns})
+    return open_corpus(texts)
+
+
+@pytest.mark.parametrize("dataset", ["jsonl", "parquet"])
+def test_a_stream_has_the_numbers_of_its_labels(tmp_path, dataset):
+    """One for a document, or one or several for each token; 0 where there is no label; weights divided as asked."""
+    records = [
+        {"tokens": [5, 6, 7], "weights": [2.0, 0.5, 0.25], "reference": [1.0, 2.0, 3.0]},
+        {"tokens": [8, 9, 10, 11], "weights": [1.0, 0.0, 1e6, 3.0], "reference": [4.0, 5.0, 6.0, 7.0]},
+        {"tokens": [1, 2], "weights": [0.0, 0.0], "reference": [8.0, 9.0]},
+    ]
+    records = [{**record, "teacher_ids": [[t, t + 1] for t in record["tokens"]]} for record in records]
+    file = tmp_path / f"records.{dataset}"
+    write_lines(file, records) if dataset == "jsonl" else write_table(
+        file, {name: [record[name] for record in records] for name in records[0]}
+    )
+    side = split_corpus(opened(file, dataset), 0.0, "train")
+
+    def stream(normalise):
+        targets = Targets(normalise, ("reference", "teacher_ids"))
+        return PackedStreams(side, seq_len=10, seed=0, repeat=False, targets=targets)[0]
+
+    got = stream("token")
+    assert got.labels.tolist() == [6, 7, -100, -100, 10, 11, -100, -100, -100, -100]
+    assert got.columns["weights"].tolist() == [0.5, 0.25, 0, 0, 1e6, 3, 0, 0, 0, 0]
+    assert got.columns["reference"].tolist() == [2, 3, 0, 0, 6, 7, 0, 0, 0, 0]
+    assert got.columns["teacher_ids"][[0, 5, 9]].tolist() == [[6, 7], [11, 12], [0, 0]]
+    assert stream("document").columns["weights"][:6].tolist() == [0.25, 0.125, 0, 0, 5e5, 1.5]
+    assert stream("stream").columns["weights"][:6].tolist() == [0.125, 0.0625, 0, 0, 2.5e5, 0.75]
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        ({"weights": [1, 1]}, r"'weights' has 2 rows, and the document 3 tokens with its end; give one each"),
+        ({"weights": [1, 1, 1, 1]}, r"'weights' has 4 rows"),
+        ({"weights": [1, -1, 1]}, r"'weights' has a number that is not finite, or a weight below 0"),
+        ({"reference": "many"}, r"'reference' is no number and no list"),
+        ({"reference": [[1], [1, 2], [1]]}, r"'reference' is no number and no list"),
+        ({"reference": [float("nan")] * 3}, r"'reference' has a number that is not finite"),
+        ({"teacher_ids": [[1], [2], [257]]}, r"'teacher_ids' has ids outside the vocabulary, 0 to 256"),
+        ({"teacher_ids": [[1, 2]] * 3}, r"'teacher_ids' has 2 numbers for a token, and 1 in documents before"),
+        ({"tokens": [1, 2, 300]}, r"'tokens' is no list of numbers from 0 to 256"),
+        ({"tokens": []}, r"'tokens' is no list"),
+    ],
+)
+def test_what_does_not_fit_names_its_record(tmp_path, record, problem):
+    whole = {"tokens": [1, 2, 3], "weights": 1, "reference": 0.5, "teacher_ids": [[1], [2], [3]]}
+    file = write_lines(tmp_path / "records.jsonl", [whole, whole | record])
+    with pytest.raises(ValueError, match=rf"records\.jsonl, line 2: {problem}"):
+        opened(file)
+
+
+def test_a_column_that_records_lack(tmp_path):
+    file = write_lines(tmp_path / "records.jsonl", [{"tokens": [1, 2, 3]}])
+    with pytest.raises(ValueError, match=r"line 1: no field 'weights', which training\.dataset_columns names"):
+        opened(file)
+
+
+PAIR = {"prompt": "a", "chosen": "bc", "rejected": "d"}
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        ({"prompt": "a", "chosen": "b"}, r"no field 'rejected'"),
+        (PAIR | {"rejected": None}, r"'completion' is NoneType, not text"),
+        (PAIR | {"rejected": ""}, r"no answer to learn"),
+        (PAIR | {"chosen": [{"role": "user"}]}, r"'chosen' and 'rejected' are no two texts, nor messages"),
+        (PAIR | {"reference": 1}, r"'reference' is no list of 2, one for each of its documents"),
+        (PAIR | {"reference": [1, [1]]}, r"'reference' has 1 rows"),
+    ],
+)
+def test_pairs_that_are_none(tmp_path, record, problem):
+    columns = [name for name in ("reference",) if name in record]
+    file = write_lines(tmp_path / "pairs.jsonl", [record])
+    with pytest.raises(ValueError, match=problem):
+        opened(file, form="preference", columns=columns)
+
+
+def test_pairs_stay_together_on_their_side_and_in_their_stream(tmp_path):
+    """In every epoch each pair comes once, the chosen text first; a stream holds as many as fit."""
+    pairs = [{"chosen": "c" * (n % 7 + 1), "rejected": f"r{n}"} for n in range(40)]
+    corpus = opened(write_lines(tmp_path / "pairs.jsonl", pairs), form="preference", columns=())
+    sides = [split_corpus(corpus, 0.3, split) for split in ("train", "validation")]
+    kept = [side.documents(np.arange(side.num_bundles)) for side in sides]
+    assert sorted(np.concatenate(kept)) == list(range(80)) and all(len(documents) for documents in kept)
+    for side, documents in zip(sides, kept):
+        assert (documents.reshape(-1, 2) % 2 == [0, 1]).all()
+        assert side.num_tokens == np.diff(corpus.offsets)[documents].sum()
+    streams = WholeStreams(sides[0], seq_len=32, seed=1, targets=Targets(group=2))
+    seen, i = [], 0
+    while len(seen) < 2 * len(kept[0]):  # two epochs
+        starts, lengths = streams.runs(i)
+        seen += (np.searchsorted(corpus.offsets, starts, side="right") - 1).tolist()
+        assert lengths.sum() <= 32 and streams[i].columns["document"].max() == len(starts) - 1
+        i += 1
+    for epoch in (seen[: len(kept[0])], seen[len(kept[0]) :]):
+        assert sorted(epoch) == kept[0].tolist() and (np.reshape(epoch, (-1, 2)) % 2 == [0, 1]).all()
+    with pytest.raises(ValueError, match=r"training\.seq_len = 8: documents \d+ and \d+ have \d+ tokens"):
+        WholeStreams(sides[0], seq_len=8, seed=1, targets=Targets(group=2))[0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"loss.name": "dpo"}, r"loss\.name = 'dpo' takes pairs of documents .* holds single documents; change one"),
+        (
+            {"loss.name": "policy"},
+            r"loss\.name = 'policy' reads the column 'advantages', and .* has none; name the rec",
+        ),
+    ],
+)
+def test_a_loss_without_what_it_reads(tmp_path, keys, message):
+    file = write_lines(tmp_path / "records.jsonl", [{"tokens": [1, 2, 3]}])
+    given = {"training.dataset": "jsonl", "training.dataset_format": "tokens", "training.dataset_path": file}
+    with pytest.raises(ValueError, match=message):
+        build_streams(load_config(argv_of(given | keys)), ByteTokenizer(), None)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"training.dataset_columns": '["weights"]'},
+            r"training\.dataset_columns = .* is for training\.dataset",
+        ),
+        (
+            {"training.dataset_columns": '["size"]', "training.dataset": "jsonl"},
+            r"no loss reads 'size'",
+        ),
+        ({"dpo.beta": 0.5}, r"dpo\.beta = 0\.5 has no effect with loss\.name = \"cross_entropy\"; set that to \"dpo\""),
+        ({"loss.name": "dpo", "training.seq_len_schedule": "[{until_step = 2, seq_len = 1024}]"}, r"cuts documents"),
+    ],
+)
+def test_keys_that_contradict_each_other(keys, message):
+    paths = {"training.dataset_path": "x"} if keys.get("training.dataset") else {}
+    with pytest.raises(ValueError, match=message):
+        check_config(load_config(argv_of(keys | paths)), 1)
