@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
+from types import GenericAlias
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -263,7 +264,7 @@ class ModelConfig(Factors):
 @cache
 def _validator(kind: type) -> TypeAdapter:
     config = ConfigDict(strict=True, revalidate_instances="always", arbitrary_types_allowed=True)
-    return TypeAdapter(tuple[kind], config=config)  # config holds for what is in the tuple
+    return TypeAdapter(GenericAlias(tuple, kind), config=config)  # config holds for what is in the tuple
 
 
 def mistake(model: ModelConfig) -> str | None:

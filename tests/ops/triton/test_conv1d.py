@@ -14,6 +14,7 @@ from tests.ops.inputs import DEVICE, same
 from titan_linear.ops import causal_conv1d
 from titan_linear.ops.torch.delta_rule import l2norm
 from titan_linear.ops.triton import conv1d as conv
+from titan_linear.ops.triton.chunks import chunks_of
 
 OF_V = 7  # channels of v, beside q and k of one and two heads
 
@@ -126,12 +127,11 @@ def test_strided_input_and_opcheck():
     w = torch.randn(16, 4, generator=gen).to(DEVICE).requires_grad_()
     state = torch.randn(2, 16, 3, generator=gen).to(DEVICE).requires_grad_()
     cu = torch.tensor([0, 11, 18], dtype=torch.int32, device=DEVICE)
-    x, rest = wide[:, 16:32], (cu, conv.conv1d_chunks(cu, 18, conv.BT), [6, 4, 6], True, 2, True)
+    x, rest = wide[:, 16:32], (cu, chunks_of(cu, 18, conv.BT).chunk_index, [6, 4, 6], True, 2, True)
     given, dense = (conv.conv1d(y, w, None, state, None, *rest) for y in (x, x.contiguous()))
     assert all(map(torch.equal, given, dense))
     index = torch.tensor([1, -1], dtype=torch.int32, device=DEVICE)
     torch.library.opcheck(conv.conv1d.overload, (x.detach().requires_grad_(), w, None, state, index, *rest))
-    torch.library.opcheck(conv.conv1d_chunks.overload, (cu, 18, conv.BT))
 
 
 @pytest.mark.parametrize("widths", [(16, 16, 32), (24, 7, 3), (5, 40)])
@@ -163,7 +163,7 @@ def test_states_by_index():
     found = []
     for state, rows in ((halo, index), (spread, None)):
         leaves = [t.clone().requires_grad_() for t in (x, w, state)]
-        rest = conv.conv1d_chunks(cu, 40, conv.BT), [16], True, None, True
+        rest = chunks_of(cu, 40, conv.BT).chunk_index, [16], True, None, True
         out = conv.conv1d(*leaves[:2], None, leaves[2], rows, cu, *rest)
         out = out[0], out[3]
         found.append((*out, *torch.autograd.grad(out, leaves, (dy, d_final))))

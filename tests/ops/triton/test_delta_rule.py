@@ -37,7 +37,7 @@ from titan_linear.ops.layout import segments
 from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.layout.segments import scan_programs, segment_length, segments_of_length
 from titan_linear.ops.reference.delta_rule import l2norm
-from titan_linear.ops.triton import chunks, rules, split_documents
+from titan_linear.ops.triton import chunks, rules
 from titan_linear.ops.triton.gdn import GDN
 from titan_linear.ops.triton.kda import KDA
 from titan_linear.ops.triton.split_documents import segments_of
@@ -186,8 +186,7 @@ def test_planned_segments(op, monkeypatch):
 def test_compiled_code_reads_planned_segments(op, monkeypatch):
     """One graph for all documents, in which no table is made."""
     monkeypatch.setattr(segments, "segment_length", lambda *_: 64)
-    for module in (chunks, split_documents):
-        monkeypatch.setattr(module, "chunk_table", lambda *_: pytest.fail("a table is made"))
+    monkeypatch.setattr(chunks, "chunk_table", lambda *_: pytest.fail("a table is made"))
     counter = CompileCounterWithBackend("aot_eager")
     plain = partial(call, op, impl="triton")
     compiled = torch.compile(plain, backend=counter, fullgraph=True)

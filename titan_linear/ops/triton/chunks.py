@@ -48,10 +48,10 @@ def max_chunks(tokens: int, entries: int, chunk_size: int) -> int:
     return max(tokens - 1, 0) // chunk_size + entries
 
 
-def chunks_of(cu_seqlens: Tensor, tokens: int) -> Chunks:
+def chunks_of(cu_seqlens: Tensor, tokens: int, size: int = CHUNK) -> Chunks:
     """The chunks of a stream of `tokens` tokens with boundaries cu_seqlens [N+1] int32, on the device."""
-    rows = max_chunks(tokens, cu_seqlens.shape[0] - 1, CHUNK)
-    return Chunks(cu_seqlens, *chunk_table(cu_seqlens, CHUNK, rows))
+    rows = max_chunks(tokens, cu_seqlens.shape[0] - 1, size)
+    return Chunks(cu_seqlens, *chunk_table(cu_seqlens, size, rows))
 
 
 @triton.jit

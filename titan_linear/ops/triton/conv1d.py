@@ -26,7 +26,7 @@ from titan_linear.ops.layout.segments import CONV_RUN
 from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import check_first_derivative, operator, register_autograd, register_fake
 from titan_linear.ops.runtime.options import States
-from titan_linear.ops.triton.chunks import chunk_table, max_chunks
+from titan_linear.ops.triton.chunks import chunks_of
 from titan_linear.ops.triton.gates import sigmoid
 from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.tiles import blocks_of
@@ -323,17 +323,6 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-@operator
-def conv1d_chunks(cu_seqlens: Tensor, tokens: int, size: int) -> Tensor:
-    """cu_seqlens [N+1] int32 -> the chunk_index [NT, 2] int32 of runs of `size` tokens, as `conv1d` takes it."""
-    return chunk_table(cu_seqlens, size, max_chunks(tokens, cu_seqlens.numel() - 1, size))[0]
-
-
-@register_fake(conv1d_chunks)
-def _(cu_seqlens, tokens, size):
-    return cu_seqlens.new_empty(max_chunks(tokens, cu_seqlens.shape[0] - 1, size), 2)
-
-
 def _cost(outputs: costs.Outputs, x: Tensor, **_: Any) -> costs.Convolution:
     return costs.Convolution(x.numel())
 
@@ -537,4 +526,4 @@ def packed_conv1d(
 
 
 def _chunk_index(boundaries: Boundaries, tokens: int, size: int) -> Tensor:
-    return conv1d_chunks(boundaries.cu_seqlens, tokens, size)
+    return chunks_of(boundaries.cu_seqlens, tokens, size).chunk_index

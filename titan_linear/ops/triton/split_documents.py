@@ -20,7 +20,7 @@ from titan_linear.ops.layout.boundaries import Boundaries, Segments
 from titan_linear.ops.layout.chains import Chains
 from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.runtime.options import AnyInputs, AnyOptions, States
-from titan_linear.ops.triton.chunks import Chunks, chunk_table, chunks_of, max_chunks
+from titan_linear.ops.triton.chunks import Chunks, chunks_of, max_chunks
 from titan_linear.ops.triton.fold import fold_entries, fold_entries_back, fold_segments
 from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.tiles import blocks_of
@@ -40,7 +40,7 @@ def boundaries_kernel(table, cu_seqlens, boundaries, tokens, length, S, B: const
 def segment_table(cu_seqlens: Tensor, tokens: int, length: int) -> tuple[Tensor, Tensor]:
     """cu_seqlens [N+1] int32 -> boundaries [S+1] of segments, of which surplus ones are empty, and segment_offsets
     [N+1], each document's first segment."""
-    table, segment_offsets = chunk_table(cu_seqlens, length, max_chunks(tokens, cu_seqlens.shape[0] - 1, length))
+    _, table, segment_offsets = chunks_of(cu_seqlens, tokens, length)
     boundaries = cu_seqlens.new_empty(len(table) + 1)
     boundaries_kernel[(blocks_of(len(boundaries), 256),)](
         table, cu_seqlens, boundaries, tokens, length, len(table), B=256
