@@ -361,7 +361,7 @@ def test_rates_measured_here(tmp_path, capsys):
     assert bench_rates.main(["--out", str(file)]) == 0
     rates = read_rates(file)
     assert all(each > 0 for each, _ in rates.operators.values())
-    assert {"kda_scan", "gdn_backward", "ssd_scan", "rwkv7_backward"} <= rates.operators.keys()
+    assert {"kda_scan", "kda_scan any", "gdn_backward", "ssd_scan", "rwkv7_backward"} <= rates.operators.keys()
     assert bench_rates.main(["--out", str(tmp_path / "none" / "rates.json")]) == 2
     assert "there is no such folder" in capsys.readouterr().err
     argv = ["--gpus", "1", "--rates", str(file), "--training.seq_len", "256", "--training.enable_cpu_offload", "true"]
