@@ -116,9 +116,9 @@ def digests(model, optimizer):
     return {name: hashlib.sha256(t.detach().numpy().tobytes()).hexdigest() for name, t in whole.items()}
 
 
-def save_steps(rank, world_size, folder, mesh, steps, model_options=None):
+def save_steps(rank, world_size, folder, steps, model_options=None, mesh=None):
     """Save after each of `steps`; the digests at the last one, and after one more step."""
-    model, optimizer = build(mesh, **(model_options or {}))
+    model, optimizer = build(mesh or (world_size,), **(model_options or {}))
     checkpointer = Checkpointer(folder)
     for number in range(1, max(steps) + 1):
         step(model, optimizer)
@@ -147,7 +147,7 @@ MESHES = {(2,): "ac", (1,): "ac, compile", (2, 1): "none", (4,): "none", (2, 2):
 @pytest.mark.parametrize("tied, meshes", [(True, MESHES), (False, {(1,): "none"})])
 def test_bitwise_under_any_mesh(worlds, tmp_path, tied, meshes):
     options = {"tied": tied, "fused": False}
-    saved, after = worlds(2).run(save_steps, tmp_path, (2,), [1, 2], options)[0]
+    saved, after = worlds(2).run(save_steps, tmp_path, [1, 2], options)[0]
     assert any(name.endswith("A_log/exp_avg") for name in saved) and ("head.weight" in saved) != tied
     for mesh, wrap in meshes.items():
         for result in worlds(math.prod(mesh)).run(load_step, tmp_path, mesh, 2, options | {"wrap": wrap}):
@@ -159,7 +159,7 @@ def test_bitwise_under_any_mesh(worlds, tmp_path, tied, meshes):
 
 def test_saved_under_hsdp(worlds, tmp_path):
     options = {"fused": False}
-    saved, after = worlds(4).run(save_steps, tmp_path, (2, 2), [1], options)[0]
+    saved, after = worlds(4).run(save_steps, tmp_path, [1], options, (2, 2))[0]
     assert worlds(1).run(load_step, tmp_path, (1,), 1, options)[0][2:] == (saved, after)
     sizes = {file.name: file.stat().st_size for file in (tmp_path / "step-1").glob("*.distcp")}
     assert len(sizes) == 4 and max(sizes.values()) < 2 * min(sizes.values()), sizes  # replicas share the writing
@@ -198,7 +198,7 @@ def load_keeps_hyperparameters(rank, world_size, folder):
 
 
 def test_hyperparameters_are_the_new_runs(worlds, tmp_path):
-    worlds(2).run(save_steps, tmp_path, (2,), [1])
+    worlds(2).run(save_steps, tmp_path, [1])
     groups = worlds(2).run(load_keeps_hyperparameters, tmp_path)[0]
     assert groups == [(0.5, 0.25, (0.9, 0.999)), (0.5, 0.0, (0.9, 0.999))]
 
@@ -270,7 +270,7 @@ def load_what_rank_0_sees(rank, world_size, load, *arguments):
 
 
 def test_all_ranks_load_the_same_checkpoint(worlds, tmp_path):
-    saved, _ = worlds(2).run(save_steps, tmp_path, (2,), [1, 2])[0]
+    saved, _ = worlds(2).run(save_steps, tmp_path, [1, 2])[0]
     for weights in worlds(2).run(load_what_rank_0_sees, load_weights, tmp_path):
         assert weights == {name: saved[name] for name in weights}
     for _, progress, loaded, _ in worlds(2).run(load_what_rank_0_sees, load_step, tmp_path, (2,), 2):
@@ -278,7 +278,7 @@ def test_all_ranks_load_the_same_checkpoint(worlds, tmp_path):
 
 
 def test_another_model_is_refused(worlds, tmp_path):
-    worlds(2).run(save_steps, tmp_path, (2,), [1])
+    worlds(2).run(save_steps, tmp_path, [1])
     for options, found in (
         ({"num_layers": 3}, "lacks .* of this model's tensors .*layers.2"),
         ({"num_layers": 1}, "others .*layers.1"),
@@ -299,7 +299,7 @@ def test_missing_step(worlds, tmp_path):
     assert find_step(tmp_path / "none", -1) is None
     with refused(r"checkpoint.load_step = 3.*it has none"):
         find_step(tmp_path, 3)
-    worlds(2).run(save_steps, tmp_path, (2,), [1, 2])
+    worlds(2).run(save_steps, tmp_path, [1, 2])
     assert (find_step(tmp_path, -1), find_step(tmp_path, 1)) == (2, 1)
     with refused(r"checkpoint.load_step = 3.*use one of 1, 2"):
         find_step(tmp_path, 3)
@@ -331,7 +331,7 @@ DAMAGE = {
 
 
 def test_damage_is_noticed(worlds, tmp_path):
-    worlds(2).run(save_steps, tmp_path / "sound", (2,), [1, 2])
+    worlds(2).run(save_steps, tmp_path / "sound", [1, 2])
     names = sorted(file.name for file in (tmp_path / "sound" / "step-2").iterdir())
     assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json", "progress.json"]
     verify(tmp_path / "sound" / "step-2")
@@ -477,7 +477,7 @@ def test_progress_that_cannot_be_read(small, content):
 
 
 def test_half_written_is_passed_over_and_removed(worlds, tmp_path):
-    worlds(2).run(save_steps, tmp_path, (2,), [1], SMALL)
+    worlds(2).run(save_steps, tmp_path, [1], SMALL)
     shutil.copytree(tmp_path / "step-1", tmp_path / "step-9.tmp")  # all but renamed
     shutil.copytree(tmp_path / "step-1", tmp_path / "step-8")
     (tmp_path / "step-8" / "manifest.json").unlink()
@@ -545,7 +545,7 @@ def go_on(rank, world_size, folder, start, steps, options):
 
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
 def test_keep_latest_k(worlds, tmp_path, async_mode):
-    worlds(2).run(save_steps, tmp_path, (2,), [1, 2], SMALL)
+    worlds(2).run(save_steps, tmp_path, [1, 2], SMALL)
     kept = worlds(2).run(go_on, tmp_path, 2, [3, 4, 5], {"keep_latest_k": 2, "async_mode": async_mode})[0]
     assert kept == [[2, 3], [3, 4], [4, 5]]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-4", "step-5"]
@@ -555,7 +555,7 @@ def test_keep_latest_k(worlds, tmp_path, async_mode):
 
 def test_a_checkpoint_behind_a_link_is_let_go_as_a_link(worlds, tmp_path):
     run, disk = tmp_path / "run", tmp_path / "disk"
-    worlds(2).run(save_steps, run, (2,), [1, 2], SMALL)
+    worlds(2).run(save_steps, run, [1, 2], SMALL)
     disk.mkdir()
     (run / "step-1").rename(disk / "step-1")
     (run / "step-1").symlink_to(disk / "step-1")
@@ -577,7 +577,7 @@ def go_on_where_files_stay(rank, world_size, *arguments):
 
 
 def test_what_cannot_be_removed_fails_no_save(worlds, tmp_path):
-    worlds(2).run(save_steps, tmp_path, (2,), [1, 2], SMALL)
+    worlds(2).run(save_steps, tmp_path, [1, 2], SMALL)
     (kept, said), (_, nothing) = worlds(2).run(go_on_where_files_stay, tmp_path, 2, [3, 4], {"keep_latest_k": 2})
     assert kept == [[2, 3], [3, 4]] and nothing == ""
     assert said == "".join(
@@ -588,7 +588,7 @@ def test_what_cannot_be_removed_fails_no_save(worlds, tmp_path):
 
 def test_going_on_from_an_earlier_step(worlds, tmp_path):
     """Nothing happens before the first save; then the future that was left is set aside, the same step included."""
-    worlds(2).run(save_steps, tmp_path, (2,), [1, 2, 3, 4], SMALL)
+    worlds(2).run(save_steps, tmp_path, [1, 2, 3, 4], SMALL)
     old = {n: (tmp_path / f"step-{n}" / "__0_0.distcp").read_bytes() for n in (3, 4)}
     worlds(2).run(go_on, tmp_path, 2, [], {})
     assert whole_steps(tmp_path) == [1, 2, 3, 4]

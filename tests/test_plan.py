@@ -31,8 +31,8 @@ ROOT = Path(__file__).parents[1]
 RUN = ["--training.seq_len", "4096", "--compile.enable", "true"]
 
 
-def machine(network=50e9, node_size=8):
-    return Machine(read_rates(shipped()["H200"]), node_size, network, "cudnn")
+def machine(network=50e9, node_size=8, **rates):
+    return Machine(replace(read_rates(shipped()["H200"]), **rates), node_size, network, "cudnn")
 
 
 def test_the_command(capsys, tmp_path):
@@ -208,7 +208,7 @@ def test_time_of_parts():
     assert plain["communication"] < shared["communication"] < 2 * plain["communication"]
     slow = parts(on=machine(network=1e8))
     assert slow["communication"] > 10 * plain["communication"] and slow["products"] == plain["products"]
-    host = Machine(replace(machine().rates, host=1.0), 8, 50e9, "cudnn")
+    host = machine(host=1.0)
     assert parts(on=host)["launches"] > 100 > plain["launches"]
 
 
@@ -218,7 +218,7 @@ def test_time_of_mamba2_as_measured(heads, groups, scan, backward):
     mixer = Mamba2(heads=heads, head_dim=64, state_dim=128, groups=groups)
     model = ModelConfig(vocab_size=1024, dim=256, pattern=(mixer,), num_layers=1, hidden_dim=256)
     batch = Batch.of(load_config(["--training.seq_len=32768"], cuda=True))
-    clock = Clock(Machine(read_rates(shipped()["H200"]), 8, 50e9, "cudnn"), batch, True)
+    clock = Clock(machine(), batch, True)
     (layer,) = layers(model, batch)
     for work, convolution, ms in ((layer.forward, "conv1d", scan), (layer.backward, "conv1d_backward", backward)):
         seconds = clock.of(work, work.calls).parts["recurrence"]
@@ -262,7 +262,7 @@ def test_replicas_add_up_once_a_step_where_they_wait():
 def test_offload_shows_where_it_should(tmp_path, capsys):
     """One GPU waits for the host; several hide what they can. Where the host was not measured no time is planned."""
     model, link = preset("kda", "340M"), 50e9
-    offload = Machine(replace(machine().rates, offload=Offload(link, link, 100e9)), 8, 50e9, "cudnn")
+    offload = machine(offload=Offload(link, link, 100e9))
     own = 354e6 * 4  # bytes
 
     def parts(*keys, gpus=1):
@@ -341,7 +341,7 @@ def test_how_a_model_scales(capsys, monkeypatch):
 
 
 def test_rates_of_one_gpu_know_no_links():
-    alone = Machine(replace(machine().rates, node=None), 8, 50e9, "cudnn")
+    alone = machine(node=None)
     batch = Batch.of(load_config(RUN, cuda=True))
     assert Clock(alone, batch, True).of
     with refused("do not say how fast GPUs exchange data; torchrun"):

@@ -27,6 +27,12 @@ from titan_linear.data.corpus.cache import remove_cache
 FORK = multiprocessing.get_context("fork")
 
 
+def lines_of(path, cache, tokenizer=None, with_paths=False, **options):
+    """The corpus of lines of JSON, tokenised by bytes unless said, in a cache."""
+    texts = Texts("jsonl", str(path), tokenizer or ByteTokenizer(), **options)
+    return open_corpus(texts, cache_dir=cache, with_paths=with_paths)
+
+
 @pytest.fixture
 def lines(tmp_path):
     """3000 documents: three batches of the tokenizer."""
@@ -79,7 +85,7 @@ def test_killed_while_writing(lines, tmp_path):
     process.join()
     assert process.exitcode == -signal.SIGKILL
     assert sorted(path.suffix for path in cache.iterdir()) == [".lock", ".tmp"]  # nothing that could be opened
-    corpus = open_corpus(Texts("jsonl", str(lines), ByteTokenizer()), cache_dir=cache)
+    corpus = lines_of(lines, cache)
     verify_corpus(corpus)
     assert corpus.num_documents == 3000
     assert sorted(path.suffix for path in cache.iterdir()) == ["", ".lock"]  # the remains are gone
@@ -91,7 +97,7 @@ def test_reused_until_something_changes(lines, tmp_path):
     def batches(path=lines, fingerprint="slow"):
         tokenizer = SlowTokenizer(log)
         tokenizer.fingerprint = fingerprint
-        open_corpus(Texts("jsonl", str(path), tokenizer), cache_dir=tmp_path / "cache")
+        lines_of(path, tmp_path / "cache", tokenizer)
         return tokenizer.batches
 
     assert (batches(), batches()) == (3, 0)
@@ -108,7 +114,7 @@ def test_the_same_texts_elsewhere(lines, tmp_path, monkeypatch):
 
     def batches(path, **options):
         tokenizer = SlowTokenizer(log)
-        verify_corpus(open_corpus(Texts("jsonl", str(path), tokenizer, **options), cache_dir=cache))
+        verify_corpus(lines_of(path, cache, tokenizer, **options))
         return tokenizer.batches
 
     assert batches(lines) == 3
@@ -135,7 +141,7 @@ def test_the_same_texts_elsewhere(lines, tmp_path, monkeypatch):
 
 def test_content_identifies_a_corpus(lines, tmp_path):
     def fingerprint(path):
-        return open_corpus(Texts("jsonl", str(path), ByteTokenizer()), cache_dir=tmp_path / "cache").fingerprint
+        return lines_of(path, tmp_path / "cache").fingerprint
 
     before = fingerprint(lines)
     moved = lines.rename(tmp_path / "moved.jsonl")
@@ -152,7 +158,7 @@ def test_changed_while_read(lines, tmp_path):
             return super().encode_batch(texts)
 
     with refused("changed while they were read"):
-        open_corpus(Texts("jsonl", str(lines), Meddler()), cache_dir=tmp_path / "cache")
+        lines_of(lines, tmp_path / "cache", Meddler())
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
@@ -167,7 +173,7 @@ def test_cache_folder(monkeypatch, lines, tmp_path):
 def test_a_tokenizer_without_an_end_token_is_a_warning(lines, tmp_path):
     tokenizer = ByteTokenizer()
     tokenizer.eos_id, tokenizer.fingerprint = None, "no end"
-    corpus = open_corpus(Texts("jsonl", str(lines), tokenizer), cache_dir=tmp_path / "cache")
+    corpus = lines_of(lines, tmp_path / "cache", tokenizer)
     _, warning = corpus.summary.splitlines()
     assert warning.startswith("warning: the tokenizer has no end token, so nothing") and "generation goes on" in warning
     assert corpus.num_tokens == sum(len(f"line {i}") for i in range(3000))
@@ -190,16 +196,16 @@ def test_it_goes_on_where_it_was_stopped(few_lines, tmp_path):
     lines = few_lines
     lines.write_text("".join(['{"text": ""}\n[]\n', *lines.read_text().splitlines(keepends=True)[:28]]))
     log, options = tmp_path / "log", {"on_bad_document": "skip"}
-    whole = open_corpus(Texts("jsonl", str(lines), SlowTokenizer(log), **options), cache_dir=tmp_path / "whole")
+    whole = lines_of(lines, tmp_path / "whole", SlowTokenizer(log), **options)
     cache = tmp_path / "cache"
     for stop in (Interrupted(log, KeyboardInterrupt), Interrupted(log, SystemExit)):
         with pytest.raises(BaseException) as stopping:
-            open_corpus(Texts("jsonl", str(lines), stop, **options), cache_dir=cache)
+            lines_of(lines, cache, stop, **options)
         assert stopping.type is stop.how and len(list(cache.glob("*.tmp"))) == 1
         with (next(cache.glob("*.tmp")) / "tokens.bin").open("ab") as file:
             file.write(b"torn")
     tokenizer = SlowTokenizer(log)
-    corpus = open_corpus(Texts("jsonl", str(lines), tokenizer, **options), cache_dir=cache)
+    corpus = lines_of(lines, cache, tokenizer, **options)
     assert tokenizer.batches == 1  # the last of three
     assert corpus.info == whole.info and corpus.info["source"]["skipped_bad"] == 1
     assert sorted(path.suffix for path in cache.iterdir()) == ["", ".lock"]
@@ -243,12 +249,12 @@ def test_it_knows_which_file_a_document_is_from(folder, tmp_path):
     log, cache, options = tmp_path / "log", tmp_path / "cache", {"on_bad_document": "skip"}
     for stop in (Interrupted(log, KeyboardInterrupt), Interrupted(log, KeyboardInterrupt)):
         with pytest.raises(KeyboardInterrupt):
-            open_corpus(Texts("jsonl", str(folder), stop, **options), cache_dir=cache)
-    corpus = open_corpus(Texts("jsonl", str(folder), SlowTokenizer(log), **options), cache_dir=cache)
+            lines_of(folder, cache, stop, **options)
+    corpus = lines_of(folder, cache, SlowTokenizer(log), **options)
     assert corpus.files.tolist() == FILES and corpus.paths is None
     verify_corpus(corpus)
     moved = folder.rename(tmp_path / "moved")
-    corpus = open_corpus(Texts("jsonl", str(moved), SlowTokenizer(log), **options), cache_dir=cache, with_paths=True)
+    corpus = lines_of(moved, cache, SlowTokenizer(log), **options, with_paths=True)
     assert corpus.paths == tuple(str(moved / f"{name}.jsonl") for name in "abcd") and corpus.files.tolist() == FILES
 
     own = tokenise_corpus(tmp_path / "own", Texts("jsonl", str(moved), ByteTokenizer(), **options))
@@ -272,7 +278,7 @@ def test_what_cannot_go_on_starts_anew(few_lines, tmp_path, damage):
     cache, log = tmp_path / "cache", tmp_path / "log"
     with pytest.raises(KeyboardInterrupt):
         stop = Interrupted(log, KeyboardInterrupt)
-        open_corpus(Texts("jsonl", str(lines), stop, on_bad_document="skip"), cache_dir=cache)
+        lines_of(lines, cache, stop, on_bad_document="skip")
     temporary = next(cache.glob("*.tmp"))
     journal = json.loads((temporary / "journal.json").read_text())
     assert journal["num_documents"] == (9 if damage == "stop" else 10)
@@ -284,17 +290,17 @@ def test_what_cannot_go_on_starts_anew(few_lines, tmp_path, damage):
         write_json(temporary / "journal.json", journal | {"key": "another"})
     elif damage == "stop":
         with refused(r"line 1: not a JSON object with a field 'text'"):
-            open_corpus(Texts("jsonl", str(lines), SlowTokenizer(log)), cache_dir=cache)
+            lines_of(lines, cache, SlowTokenizer(log))
         return
     else:
         (temporary / "journal.json").unlink()
         (temporary / "thesis.txt").write_text("mine")
         with refused(r"holds 'thesis.txt'; choose another folder"):
-            open_corpus(Texts("jsonl", str(lines), SlowTokenizer(log)), cache_dir=cache)
+            lines_of(lines, cache, SlowTokenizer(log))
         assert (temporary / "thesis.txt").read_text() == "mine"
         return
     tokenizer = SlowTokenizer(log)
-    corpus = open_corpus(Texts("jsonl", str(lines), tokenizer), cache_dir=cache)
+    corpus = lines_of(lines, cache, tokenizer)
     assert tokenizer.batches == 3 and corpus.num_documents == 30
     verify_corpus(corpus)
 
@@ -369,10 +375,10 @@ def test_tokens_of_another_type(make_corpus, dtype):
 
 
 def test_damaged_cache_is_not_rebuilt_silently(lines, tmp_path):
-    folder = open_corpus(Texts("jsonl", str(lines), ByteTokenizer()), cache_dir=tmp_path / "cache").folder
+    folder = lines_of(lines, tmp_path / "cache").folder
     (folder / "tokens.bin").write_bytes(b"")
     with refused(r"tokens\.bin has 0 bytes instead of .*delete its folder"):
-        open_corpus(Texts("jsonl", str(lines), ByteTokenizer()), cache_dir=tmp_path / "cache")
+        lines_of(lines, tmp_path / "cache")
     assert (folder / "corpus.json").exists()
 
 

@@ -36,6 +36,14 @@ ON_HOPPER_ALONE = ("chunk_ssd", "chunk_simple_gla", "chunk_rwkv7")  # the others
 HOPPER = Target("cuda", (9, 0), BF16, {})
 
 
+def said_of(requests, impl="auto", device=GPU, dtype=BF16):
+    return start_lines(choose_implementations(requests, impl, device, dtype))
+
+
+def kda(impl="auto", K=128, device=GPU, dtype=BF16):
+    return OPS["chunk_kda"].choose(impl, device, dtype, K=K, V=128)
+
+
 @pytest.fixture
 def on_gpu_of(monkeypatch):
     """on_gpu_of(capability): device "cuda" is such a GPU."""
@@ -127,7 +135,7 @@ def test_triton_that_is_not_installed(monkeypatch):
 @pytest.mark.parametrize("own", [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)])
 def test_other_generations_run_the_kernels_and_say_that_nobody_has_measured_them(on_gpu_of, own):
     on_gpu_of(own)
-    choice = OPS["chunk_kda"].choose("auto", GPU, BF16, K=128, V=128)
+    choice = kda("auto")
     assert choice.implementation == "triton"
     assert ("not measured on this GPU" in choice.why) == (own != (9, 0))
 
@@ -154,16 +162,16 @@ def test_the_head_dims_that_kernels_compute(K, V, computed):
 
 def test_auto_is_never_refused_and_says_what_it_costs(on_gpu_of):
     on_gpu_of((9, 0))
-    assert OPS["chunk_kda"].choose("auto", GPU, BF16, K=320, V=128) == (
+    assert kda("auto", K=320) == (
         "torch",
         "because K = 320 is too large: K <= 256; expect it to be many times slower",
     )
     assert OPS["causal_conv1d"].choose("auto", GPU, torch.float64, W=4).implementation == "torch"
-    assert OPS["chunk_kda"].choose("auto", GPU, BF16, K=128, V=128) == ("triton", "")
-    assert OPS["chunk_kda"].choose("torch", GPU, BF16, K=128, V=128) == ("torch", "")  # asked for: nothing to say
+    assert kda("auto") == ("triton", "")
+    assert kda("torch") == ("torch", "")  # asked for: nothing to say
     on_gpu_of((7, 5))
-    assert "compute capability 7.5" in OPS["chunk_kda"].choose("auto", GPU, torch.float16, K=128, V=128).why
-    assert OPS["chunk_kda"].choose("auto", CPU, BF16, K=320, V=128) == ("torch", "")
+    assert "compute capability 7.5" in kda("auto", dtype=torch.float16).why
+    assert kda("auto", K=320, device=CPU) == ("torch", "")
 
 
 def test_the_warning_is_of_the_line_that_calls_the_op(on_gpu_of, monkeypatch):
@@ -188,9 +196,9 @@ def test_a_call_that_falls_back_warns_once(on_gpu_of):
 def test_what_is_named_and_not_supported_is_refused(on_gpu_of):
     on_gpu_of((9, 0))
     with refused(r"impl = 'triton' cannot run chunk_kda: K = 320 .* use 'auto' or 'torch'"):
-        OPS["chunk_kda"].choose("triton", GPU, BF16, K=320, V=128)
+        kda("triton", K=320)
     with refused("impl = 'cuda' is unknown"):
-        OPS["chunk_kda"].choose("cuda", GPU, BF16, K=128, V=128)
+        kda("cuda")
     with refused(r"^model.impl = 'triton' cannot run causal_conv1d: the dtype float64"):
         choose_implementations({"causal_conv1d": {"W": 4}}, "triton", GPU, torch.float64)
 
@@ -198,34 +206,30 @@ def test_what_is_named_and_not_supported_is_refused(on_gpu_of):
 def test_the_lines_of_a_start(on_gpu_of):
     on_gpu_of((9, 0))
     requests = {"chunk_kda": {"K": 320, "V": 96}, "causal_conv1d": {"W": 4}, "attention": {"D": 128, "Dv": 128}}
-    assert start_lines(choose_implementations(requests, "auto", GPU, BF16)) == [
+    assert said_of(requests) == [
         "ops chunk_kda: torch, causal_conv1d: triton, attention: flash",
         "  chunk_kda: torch, because K = 320 is too large: K <= 256; expect it to be many times slower",
         "  attention: flash, and cudnn for whole streams and fragments of them; because flash-attn-4 is not installed; "
         "packed documents take half as long again without it (docs/performance.md)",
     ]
-    assert start_lines(choose_implementations({"chunk_ssd": {"K": 128, "V": 56}}, "auto", GPU, BF16)) == [
+    assert said_of({"chunk_ssd": {"K": 128, "V": 56}}) == [
         "ops chunk_ssd: torch",
         "  chunk_ssd: torch, because its kernels take K = 16, 32, 64, 128 or 256 and V in steps of 16, not K = 128, "
         "V = 56; expect it to be many times slower",
     ]
-    assert start_lines(choose_implementations({"chunk_dplr_delta_rule": {"K": 64, "V": 64}}, "auto", GPU, BF16)) == [
+    assert said_of({"chunk_dplr_delta_rule": {"K": 64, "V": 64}}) == [
         "ops chunk_dplr_delta_rule: torch",
         "  chunk_dplr_delta_rule: torch, because it has no kernels; expect it to be many times slower",
     ]
     on_gpu_of((8, 0))
-    assert start_lines(choose_implementations({"attention": {"D": 128, "Dv": 128}}, "auto", GPU, BF16)) == [
-        "ops attention: flash"
-    ]
+    assert said_of({"attention": {"D": 128, "Dv": 128}}) == ["ops attention: flash"]
     on_gpu_of((9, 0))
-    assert start_lines(choose_implementations({"attention": {"D": 128, "Dv": 128}}, "triton", GPU, torch.float32)) == [
-        "ops attention: efficient"
-    ]
-    assert start_lines(choose_implementations({"attention": {"D": 320, "Dv": 320}}, "triton", GPU, BF16)) == [
+    assert said_of({"attention": {"D": 128, "Dv": 128}}, "triton", dtype=torch.float32) == ["ops attention: efficient"]
+    assert said_of({"attention": {"D": 320, "Dv": 320}}, "triton") == [
         "ops attention: tiled",
         "  attention: tiled, because D = 320 is too large: D <= 256; expect it to be several times slower",
     ]
-    assert start_lines(choose_implementations(requests, "auto", CPU, torch.float32)) == [
+    assert said_of(requests, device=CPU, dtype=torch.float32) == [
         "ops chunk_kda: torch, causal_conv1d: torch, attention: cpu"
     ]
 
@@ -237,13 +241,13 @@ def test_a_start_says_what_the_rest_of_the_layer_and_the_loss_run_on(on_gpu_of):
         choices = choose_implementations(requests, impl, GPU, BF16)
         assert [choice.implementation for choice in choices.values()] == list(names)
         assert len(start_lines(choices)) == 1
-    assert start_lines(choose_implementations(requests, "auto", GPU, torch.float32))[1:] == [
+    assert said_of(requests, dtype=torch.float32)[1:] == [
         "  grouped_linear: loop, because the dtype float32 is not one of bfloat16; every layer with experts waits for "
         "the GPU"
     ]
     on_gpu_of((7, 5))
     why = "because its kernels have no configurations for compute capability 7.5, only for 8.0, 9.0, 10.0, 12.0;"
-    assert start_lines(choose_implementations(requests, "auto", GPU, BF16)) == [
+    assert said_of(requests) == [
         "ops swiglu: torch, grouped_linear: grouped_mm, cross_entropy: torch",
         f"  swiglu: torch, {why} expect it to be slower",
         f"  cross_entropy: torch, {why} expect it to be slower",
@@ -265,7 +269,7 @@ def test_flash_attention_4_is_taken_where_its_numbers_are_right(on_gpu_of, monke
     monkeypatch.setattr(flash4, "installed", lambda: None)
     monkeypatch.setattr(flash4, "problem", lambda dtype, D, Dv: "wrong" if D == 192 else None)
     requests = {"attention": {"D": 128, "Dv": 128}}
-    assert start_lines(choose_implementations(requests, "auto", GPU, BF16)) == ["ops attention: flash4"]
+    assert said_of(requests) == ["ops attention: flash4"]
     assert OPS["attention"].choose("auto", GPU, BF16, D=192, Dv=128, recurring=0) == (
         "flash",
         "because wrong; packed documents take half as long again without it (docs/performance.md)",
