@@ -110,10 +110,10 @@ def test_it_goes_on_where_it_was_stopped_and_is_compared(keys, tmp_path, worlds)
 
 def test_a_loss_reads_scores_of_its_own_texts_alone(keys, tmp_path, worlds):
     worlds(1).run(scored, ["--output", str(tmp_path), *argv_of(keys)])
-    config = load_config(argv_of(keys, loss__name="dpo", loss__scores=f'["{tmp_path}"]'))
+    config = load_config(argv_of(keys, loss__name="dpo", loss__scores=tmp_path))
     (corpus,) = open_corpora(config, ByteTokenizer())
     assert corpus.columns["reference"].any()
     other = write_lines(tmp_path / "other.jsonl", [{"chosen": "yes", "rejected": "no"}])
-    config = load_config(argv_of(keys | {"training.dataset_path": other}, loss__scores=f'["{tmp_path}"]'))
+    config = load_config(argv_of(keys | {"training.dataset_path": other}, loss__scores=tmp_path))
     with pytest.raises(ValueError, match=r"loss\.scores: .* is of another corpus or tokenizer"):
         open_corpora(config, ByteTokenizer())

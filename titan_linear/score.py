@@ -9,7 +9,7 @@ are given here, say what is scored and under which split, of NGPU processes as i
 training.seq_len, parallelism.…. Documents are whole in a stream, if all of them fit.
 
 The folder gets a column, `reference` unless --as names another that losses read, and with --top-k the likeliest ids and
-their log-probabilities, teacher_ids and teacher_logprobs. A run reads it with loss.scores = ["scores/"], on the same
+their log-probabilities, teacher_ids and teacher_logprobs. A run reads it with loss.scores = "scores/", on the same
 texts. If it is stopped, the same command goes on. --compare prints the largest differences of two such folders.
 """
 
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
     check_config(config, node.count * node.processes)
     tokenizer = open_tokenizer(config)
     check_model(model_config(config, tokenizer), config, node.count * node.processes, node.processes)
-    (corpus,) = corpora_of(config, tokenizer)
+    corpus = corpus_of(config, tokenizer)
     begin(Path(args.output), scores_of(args, config, corpus, streams_of(config, corpus)), corpus.num_tokens)
     return run_workers(config, node, "titan_linear.score", argv_of(args))
 
@@ -87,13 +87,13 @@ def config_for(path: Path, keys: list[str]) -> Config:
         path = weights_path(path, key="PATH")
         first = ["--job.config_file", str(config_path(path)), "--checkpoint.initial_load_in_hf", "false"]
     first += ["--checkpoint.enable", "true", "--checkpoint.initial_load_path", str(path)]
-    return changed(load_config([*first, *keys]), {"loss.name": "cross_entropy", "validation.enable": False})
+    return changed(load_config([*first, *keys]), {"loss.scores": ""})
 
 
-def corpora_of(config: Config, tokenizer: Tokenizer) -> list[Corpus]:
+def corpus_of(config: Config, tokenizer: Tokenizer) -> Corpus:
     if config.training.mixture:
         raise ValueError("training.mixture: a corpus is scored at a time; give training.dataset and its path instead")
-    return open_corpora(config, tokenizer)
+    return open_corpora(config, tokenizer)[0]
 
 
 def streams_of(config: Config, corpus: Corpus) -> Streams:
@@ -141,7 +141,7 @@ class Scorer:
         self.args, self.config, self.folder = args, config, Path(args.output)
         self.device, self.host = own_device(), host_group()
         tokenizer = open_tokenizer(config)
-        (corpus,) = corpora_of(config, tokenizer)
+        corpus = corpus_of(config, tokenizer)
         self.dims = build_dims(config, self.device)
         self.model = build_model(config, model_config(config, tokenizer), self.dims, self.device)
         set_first_weights(config, self.model, build_checkpointer(config))

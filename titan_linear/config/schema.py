@@ -197,8 +197,8 @@ class Loss(Section):
     """Terms are divided by the number of tokens with a label: of the step; or first within each document (or stream),
     whose means count alike. With weights, by the sum of these in place of the number of tokens or documents.
     auto: document for dpo and policy, token for the others."""
-    scores: list[str] = []
-    """Folders of columns that titan-linear score wrote for the corpus."""
+    scores: Annotated[str, Rule.PATH, Rule.OF_A_NODE] = ""
+    """Folders (separated by commas) of columns that titan-linear score wrote for the corpus."""
     mtp_weight: float = Field(0.1, ge=0)
     """Weight of the mean cross-entropy of further tokens (model.mtp_layers), which is in the gradient, not in the
     printed loss."""

@@ -19,10 +19,6 @@ from titan_linear.ops.cross_entropy import ChunkedLogits, Rows, cross_entropy
 class CrossEntropy(Loss):
     keys: schema.CrossEntropy = field(default_factory=schema.CrossEntropy)
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return ()
-
     def __call__(self, logits: ChunkedLogits, batch: Targets) -> Tensor:
         smoothing, z_loss = self.keys.label_smoothing, self.keys.z_loss
         weights = batch.columns.get("weights")

@@ -27,11 +27,8 @@ class Loss(Protocol):
     group: ClassVar[int] = (
         0  # documents that are whole in one stream: 1, or 2 that follow each other; 0: streams cut them
     )
+    columns: tuple[str, ...] = ()  # that it reads beside "weights"
     reports: ClassVar[tuple[str, ...]] = ()  # further means, by the same weights
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Those it reads beside "weights"."""
 
     def __call__(self, logits: ChunkedLogits, batch: Targets) -> Tensor:
         """The sum of its terms on this rank; [1 + reports] with those of its reports."""

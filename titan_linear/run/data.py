@@ -57,7 +57,7 @@ def open_corpora(config: Config, tokenizer: Tokenizer) -> list[Corpus]:
         own = texts_of(config.training, config, tokenizer)
         wanted.append((replace(own, path=v.dataset_path, path_key="validation.dataset_path"), False))
     corpora = [open_corpus(texts, with_paths=with_paths) for texts, with_paths in wanted]
-    return with_scores(corpora, config.loss.scores)
+    return with_scores(corpora, filter(None, config.loss.scores.split(",")))
 
 
 def texts_of(source: Training | Source, config: Config, tokenizer: Tokenizer) -> Texts:

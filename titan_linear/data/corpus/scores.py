@@ -39,7 +39,7 @@ def open_scores(folder: Path) -> Scores:
     return scores
 
 
-def with_scores(corpora: Iterable[Corpus], folders: Sequence[str]) -> list[Corpus]:
+def with_scores(corpora: Iterable[Corpus], folders: Iterable[str]) -> list[Corpus]:
     """The corpora with the columns of these folders. ValueError: one is of none of the corpora."""
     corpora = list(corpora)
     for folder in map(Path, folders):
