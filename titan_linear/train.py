@@ -280,7 +280,7 @@ class Trainer:
             self.checkpointer.wait()
         if not self.stop.agreed:
             if self.config.checkpoint.last_save_in_hf:
-                export_last(self.config, self.model, self.tokenizer)
+                export_last(self.config, self.model, self.tokenizer, self.content.base)
             text = self.evaluation.text(self.config.sample.prompt, self.config.sample.max_new_tokens)
             if text and dist.get_rank() == 0:
                 print(f"--- sample\n{text}\n---")

@@ -2,11 +2,14 @@
 
 titan-linear convert to-hf outputs/run/checkpoint/step-1000 exported --export-dtype bfloat16
 titan-linear convert from-hf Qwen3.5-2B converted
+titan-linear convert merge outputs/run merged
 titan-linear convert from-rwkv RWKV-x070-World-0.1B-v2.8.pth RWKV-7-0.1B
 
 to-hf     CHECKPOINT is a run's folder, its checkpoint/ (the newest step is taken), or a step-N in it. If the run began
           from a Hugging Face folder, the names, config.json and tokenizer are that folder's; --like names another copy
-          of it.
+          of it. Of a run with adapters it is a PEFT folder.
+merge     SOURCE is a PEFT folder or, as above, a checkpoint with adapters; FOLDER gets the sum of each weight and its
+          adapter, rounded once, and all else of the base.
 from-rwkv FILE is RWKV-LM's .pth of an RWKV-7, of which no code is run; the folder is flash-linear-attention's.
 from-hf   writes CHECKPOINTS/step-0, weights only, for checkpoint.initial_load_path; checkpoint.initial_load_in_hf
           starts a run from the Hugging Face folder itself.
@@ -29,7 +32,7 @@ from titan_linear.distributed.process import ignore_warnings_of_torch, refusing
 from titan_linear.models.adapters import Placement
 from titan_linear.models.families.rwkv7 import from_rwkv_lm
 from titan_linear.run.build import DTYPES
-from titan_linear.run.export import EXPORT_DTYPES, export_checkpoint
+from titan_linear.run.export import EXPORT_DTYPES, export_checkpoint, merge
 from titan_linear.storage.checkpoint import Checkpointer
 from titan_linear.storage.files import progress
 from titan_linear.storage.hf_io import RowReader, locate, open_folder, read_model
@@ -43,6 +46,9 @@ def main(argv: list[str]) -> int:
     ignore_warnings_of_torch()
     if args.direction == "to-hf":
         to_hf(Path(args.checkpoint), Path(args.folder), args.export_dtype, args.like)
+    elif args.direction == "merge":
+        merge(Path(args.source), Path(args.folder), args.base, args.export_dtype)
+        print(f"merged '{args.source}' to '{args.folder}'")
     elif args.direction == "from-rwkv":
         from_rwkv(Path(args.file), Path(args.folder))
     else:
@@ -114,6 +120,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     source = "source: of each tensor as in the folder that the run began from (default: float32)"
     to.add_argument("--export-dtype", choices=EXPORT_DTYPES, default="float32", help=source)
     to.add_argument("--like", help="a Hugging Face folder of the same model")
+    merging = directions.add_parser("merge")
+    merging.add_argument("source", metavar="SOURCE")
+    merging.add_argument("folder", metavar="FOLDER")
+    merging.add_argument("--export-dtype", choices=EXPORT_DTYPES, default="source", help="(default: that of the base)")
+    merging.add_argument("--base", default="", help="the base's folder, if it has moved")
     rwkv = directions.add_parser("from-rwkv")
     rwkv.add_argument("file", metavar="FILE")
     rwkv.add_argument("folder", metavar="FOLDER")

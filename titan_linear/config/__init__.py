@@ -32,6 +32,7 @@ from titan_linear.config.schema import (
     SECTIONS,
     WHOLE,
     ActivationCheckpoint,
+    Adapter,
     Config,
     LRScheduler,
     Model,

@@ -85,7 +85,7 @@ def placements(config: ModelConfig, family: str, on_disk: Shapes | None = None) 
         ValueError: parameters of ours without a tensor, tensors of another shape, tensors that nothing uses; the
             message lists them all.
     """
-    ours = _shapes(config)
+    ours = shapes_of(config)
     done, problems, used = {}, [], set()
     for spellings in _layouts(config, family, ours, on_disk):
         layout = _spelling(spellings, on_disk)
@@ -104,11 +104,19 @@ def placements(config: ModelConfig, family: str, on_disk: Shapes | None = None) 
 
 def joined(config: ModelConfig, family: str) -> tuple[tuple[str, ...], ...]:
     """Our parameters that are one tensor together as `transformers` writes it."""
-    parts = _layouts(config, family, _shapes(config), None)
+    parts = _layouts(config, family, shapes_of(config), None)
     return tuple(spellings[0].ours for spellings in parts if len(spellings[0].ours) > 1)
 
 
-def _shapes(config: ModelConfig) -> Shapes:
+def live_layouts(config: ModelConfig, family: str, ours: Shapes) -> Iterator[tuple[Source, list[Placement]]]:
+    """Each tensor of `transformers`' module that is one or several of our parameters, of these shapes."""
+    for spellings in _layouts(config, family, ours, None, "model."):
+        layout = spellings[-1]
+        if len(layout.sources) == 1:
+            yield layout.sources[0], list(_placements(layout, ours))
+
+
+def shapes_of(config: ModelConfig) -> Shapes:
     with torch.device("meta"):
         return {name: tuple(p.shape) for name, p in Decoder(config.base).named_parameters()}
 
@@ -216,11 +224,13 @@ class _Resolved:
     groups: int
 
 
-def _layouts(config: ModelConfig, family: str, ours: Shapes, on_disk: Shapes | None) -> Iterator[list[_Resolved]]:
+def _layouts(
+    config: ModelConfig, family: str, ours: Shapes, on_disk: Shapes | None, prefix: str = ""
+) -> Iterator[list[_Resolved]]:
     """For every part of the model, the spellings that it may have."""
     has = FAMILIES[family]
     (embedding,) = has.model[0][0].theirs
-    prefix = next((p for p in has.prefixes if on_disk and p + embedding in on_disk), has.prefixes[0])
+    prefix = prefix or next((p for p in has.prefixes if on_disk and p + embedding in on_disk), has.prefixes[0])
     num_experts = config.moe.num_experts if config.moe else 0
     for spellings in has.model:
         if set(spellings[0].ours) <= ours.keys():

@@ -65,8 +65,22 @@ def adaptable(model: nn.Module) -> tuple[list[str], list[str]]:
 
 
 def fitting(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    """The names of which a pattern fits some parts: "mixer", "layers.3", "*norm"."""
-    return [name for name in names if any(fnmatchcase(f".{name}.", f"*.{pattern}.*") for pattern in patterns)]
+    """The names of which a pattern fits some parts: "mixer", "layers.3", "*norm"; and none fits that follows a "!"."""
+
+    def fits(name: str, pattern: str) -> bool:
+        return fnmatchcase(f".{name}.", f"*.{pattern}.*")
+
+    without = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
+    of = [pattern for pattern in patterns if not pattern.startswith("!")] or [*ALL] * bool(without)
+    kept = (name for name in names if not any(fits(name, pattern) for pattern in without))
+    return [name for name in kept if any(fits(name, pattern) for pattern in of)]
+
+
+def holder_of_A(model: nn.Module, name: str) -> str:
+    """The weight of a model with adapters whose A is also that of this one."""
+    group = next((names for names in model.config.adapter.shared if name in names), (name,))
+    own = dict(model.named_parameters())
+    return next(other for other in group if lora_name(other, "A") in own)
 
 
 def check_adapters(base: nn.Module, options: Adapter) -> None:
@@ -74,7 +88,7 @@ def check_adapters(base: nn.Module, options: Adapter) -> None:
     weights, others = adaptable(base)
     for key, patterns, names in (("targets", options.targets, weights), ("train_extra", options.extra, others)):
         for pattern in patterns:
-            if not fitting(names, [pattern]):
+            if not fitting(names, [pattern.removeprefix("!")]):
                 ends = sorted({".".join(name.removesuffix(".weight").split(".")[-2:]) for name in names})
                 raise ValueError(f"adapter.{key}: {pattern!r} fits none of the model's {', '.join(ends)}; correct it")
     for name in fitting(weights, options.targets or ALL):

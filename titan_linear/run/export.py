@@ -8,23 +8,48 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_linear.config import Config, hf_assets, hf_weights
+from titan_linear.config import Adapter, Config, changed, hf_assets, hf_weights
 from titan_linear.data import Tokenizer
 from titan_linear.distributed.process import ignore_warnings_of_torch, refusing
 from titan_linear.models.adapters import config_to_hf
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
-from titan_linear.run.build import DTYPES, FAMILY_OF, model_config, open_tokenizer, tokenizer_path, unallocated
-from titan_linear.storage.hf_io import CONFIG, read_config, read_model
+from titan_linear.models.init import initialise
+from titan_linear.models.layers import lora_name
+from titan_linear.models.lora import holder_of_A
+from titan_linear.run.build import (
+    DTYPES,
+    FAMILY_OF,
+    allocated,
+    model_config,
+    model_without_tokenizer,
+    open_tokenizer,
+    tokenizer_path,
+    unallocated,
+)
+from titan_linear.run.data import base_of
+from titan_linear.storage.files import read_json
+from titan_linear.storage.hf_io import CONFIG, INDEX, RowReader, check_folder, read_config, read_model
 from titan_linear.storage.hf_writing import check_tokenizer, find_family, gather, write_folder
+from titan_linear.storage.peft import (
+    PEFT_CONFIG,
+    check_base,
+    options_of,
+    peft_config,
+    peft_tensors,
+    read_peft,
+    write_peft,
+)
 from titan_linear.storage.rundir import checkpoint_folder, config_of
-from titan_linear.storage.step_folders import verify, weights_path
+from titan_linear.storage.step_folders import read_progress, verify, weights_path
 from titan_linear.storage.tensors import check_weights, stored_weights
 
 EXPORT_DTYPES = {**DTYPES, "float16": torch.float16, "source": None}
@@ -47,7 +72,7 @@ def export_folder(config: Config, step: int = 0) -> Path:
 
 def is_exported(config: Config, step: int = 0) -> bool:
     """Whether that folder is there, which has its name once it is whole, and not emptied."""
-    return (export_folder(config, step) / CONFIG).is_file()
+    return any((export_folder(config, step) / name).is_file() for name in (CONFIG, PEFT_CONFIG))
 
 
 def lacks_export(config: Config, step: int) -> bool:
@@ -65,7 +90,8 @@ def not_exported(steps: Sequence[int]) -> str:
 
 def export_family(config: Config, model: ModelConfig, tokenizer: Tokenizer, like: str = "") -> str:
     """The architecture under which a run's model and tokenizer are saved. ValueError: none can hold them."""
-    files = tokenizer.hugging_face_files()
+    files = {} if model.adapter else tokenizer.hugging_face_files()  # which do not go with adapters
+    model = model.base
     like = like or hf_weights(config)
     if not (like or hf_assets(config)):
         return FAMILY_OF.get(config.model.name) or find_family(model, files)
@@ -83,13 +109,23 @@ def export(
     *,
     dtype: str,
     like: str = "",
+    base: str = "",
 ) -> None:
-    """Write the weights of a run as a Hugging Face folder. Every rank calls it; see `write_folder`.
+    """Write the weights of a run as a Hugging Face folder, or its adapters as a PEFT folder. Every rank calls it; see
+    `write_folder`.
 
     Args:
+        base: the fingerprint of the adapters' base.
         dtype: a key of EXPORT_DTYPES.
         like: a Hugging Face folder of the same model; by default the one that the run began from, if it did.
     """
+    if model.adapter:
+        family = export_family(config, model, tokenizer, like)
+        names = peft_config(model, family, config.adapter, like or hf_assets(config))
+        tensors = peft_tensors(model, family, get)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            write_peft(path, names, tensors, base)
+        return
     like = like or hf_weights(config)
     tokens = {"bos_token_id": None, "eos_token_id": tokenizer.eos_id, "pad_token_id": None}
     if like and tokenizer_path(config) == str(Path(like) / "tokenizer.json"):  # its own: it has others of them
@@ -127,14 +163,89 @@ def export_checkpoint(checkpoint: Path, folder: Path, dtype: str, like: str = ""
     tokenizer = open_tokenizer(run)
     model = model_config(run, tokenizer)
     check_weights(checkpoint, unallocated(model, torch.float32))
-    export(folder, run, model, tokenizer, stored_weights(checkpoint), dtype=dtype, like=like)
+    base = read_progress(checkpoint).content.base if model.adapter else ""
+    export(folder, run, model, tokenizer, stored_weights(checkpoint), dtype=dtype, like=like, base=base)
 
 
-def export_last(config: Config, model: Decoder, tokenizer: Tokenizer) -> None:
+def merge(source: Path, folder: Path, base: str, dtype: str) -> None:
+    """Write the sum of a base and its adapters, rounded once, as a whole Hugging Face folder, one tensor at a time.
+
+    Args:
+        source: a PEFT folder, or a checkpoint of a run with adapters (`weights_path`).
+        base: the base's Hugging Face folder; by default the one that `source` names.
+        dtype: a key of EXPORT_DTYPES.
+    """
+    if (source / PEFT_CONFIG).is_file():
+        named = base or read_json(source / PEFT_CONFIG, dict[str, Any], "")["base_model_name_or_path"]
+        run = Config(model={"flavor": "hf", "hf_assets_path": named}, checkpoint={"initial_load_in_hf": True})
+        family, theirs = read_model(Path(named))
+        run = run.model_copy(update={"adapter": Adapter(**options_of(source, theirs, family))})
+        model = model_without_tokenizer(run)
+        trained = read_peft(source, model, family, run.adapter, base_of(run)).__getitem__
+    else:
+        checkpoint = weights_path(source, key="SOURCE")
+        verify(checkpoint)
+        run = config_of(checkpoint)
+        if base:
+            key = "checkpoint.initial_load_path" if run.checkpoint.initial_load_path else "model.hf_assets_path"
+            run = changed(run, {key: base})
+        model = model_without_tokenizer(run)
+        check_base(read_progress(checkpoint).content.base, base_of(run), checkpoint)
+        trained = stored_weights(checkpoint)
+    if not model.adapter:
+        raise ValueError(f"'{source}' has no adapters; titan-linear convert to-hf exports a whole model")
+    with ExitStack() as files:
+        get = merged(model, base_weights(run, model, files), trained)
+        if not hf_weights(run):
+            dtype = "float32" if dtype == "source" else dtype
+            return export(folder, run, model.base, open_tokenizer(run), get, dtype=dtype)
+        like = Path(hf_weights(run))
+        family, _ = read_model(like)
+        beside = (file for kind in ("*.json", "*.txt", "*.model", "*.jinja") for file in like.glob(kind))
+        own = {file.name: file.read_bytes() for file in beside if file.name not in (CONFIG, INDEX)}
+        write_folder(folder, model.base, family, get, dtype=EXPORT_DTYPES[dtype], like=like, tokenizer=own)
+
+
+def base_weights(run: Config, model: ModelConfig, files: ExitStack) -> Callable[[str], Tensor]:
+    """name -> a whole tensor of the weights that a run begins from."""
+    if hf_weights(run):
+        folder, found = check_folder(Path(hf_weights(run)), model.base)
+        placements = {placement.name: placement for placement in found}
+        reader = RowReader(folder, files)
+        return lambda name: reader.whole(placements[name], torch.float32)
+    if run.checkpoint.initial_load_path:
+        return stored_weights(weights_path(Path(run.checkpoint.initial_load_path)))
+    drawn = allocated(model.base, torch.float32, torch.device("cpu"))
+    initialise(drawn, run.debug.seed)
+    return drawn.get_parameter
+
+
+def merged(
+    model: ModelConfig, base: Callable[[str], Tensor], trained: Callable[[str], Tensor]
+) -> Callable[[str], Tensor]:
+    """name -> W + s B A in float64, or what was trained as a whole, or the base's."""
+    with torch.device("meta"):
+        own = Decoder(model)
+    names = {name for name, p in own.named_parameters() if p.requires_grad}
+
+    def get(name: str) -> Tensor:
+        if name in names:
+            return trained(name)
+        weight = base(name)
+        if lora_name(name, "B") not in names:
+            return weight
+        A, B = (trained(lora_name(n, part)).double() for n, part in ((holder_of_A(own, name), "A"), (name, "B")))
+        delta = B.flatten(-3, -2) @ A if B.dim() == 4 else B @ A
+        return weight.double() + model.adapter.factor * delta.view_as(weight)
+
+    return get
+
+
+def export_last(config: Config, model: Decoder, tokenizer: Tokenizer, base: str) -> None:
     """Write the run's last weights as a Hugging Face folder, step-N-hf. Every rank calls it."""
     path = export_folder(config)
     dtype = config.checkpoint.export_dtype
-    export(path, config, model.config, tokenizer, gather(model), dtype=dtype)
+    export(path, config, model.config, tokenizer, gather(model), dtype=dtype, base=base)
     if dist.get_rank() == 0:
         print(f"exported '{path}'")
 

@@ -22,7 +22,7 @@ from titan_linear.models.lora import check_adapters
 from titan_linear.ops.float8 import CAPABILITY
 from titan_linear.ops.layout.build_context import shared_by_nodes
 from titan_linear.ops.runtime.support import capability, dotted
-from titan_linear.run.build import implementations, model_config, open_tokenizer, unallocated, under_key
+from titan_linear.run.build import family_of, implementations, model_config, open_tokenizer, unallocated, under_key
 from titan_linear.run.console import finished, vocabulary
 from titan_linear.run.data import (
     base_of,
@@ -39,6 +39,7 @@ from titan_linear.run.export import export_family, is_exported, lacks_export, no
 from titan_linear.step.optimizer import learning_rate
 from titan_linear.storage.hf_io import CONFIG as HF_CONFIG
 from titan_linear.storage.hf_io import POSITIONS, check_folder
+from titan_linear.storage.peft import check_peft, read_peft
 from titan_linear.storage.run_lock import claimed
 from titan_linear.storage.rundir import (
     check_folders,
@@ -151,7 +152,12 @@ def _check_hugging_face(config: Config, model: ModelConfig, tokenizer: Tokenizer
     exports = c.last_save_in_hf or c.export_interval > 0
     if exports:
         key = "last_save_in_hf = true" if c.last_save_in_hf else f"export_interval = {c.export_interval}"
-        under_key(f"checkpoint.{key}", export_family, config, model, tokenizer)
+        family = under_key(f"checkpoint.{key}", export_family, config, model, tokenizer)
+        if model.adapter:
+            under_key(f"checkpoint.{key}", check_peft, model, family)
+    if path := config.adapter.initial_load_path:
+        theirs = (Path(path), model, family_of(model, config), config.adapter, base_of(config))
+        under_key("adapter.initial_load_path", read_peft, *theirs)
     if hf_weights(config) and (exports or find_step(checkpoint_folder(config), c.load_step) is None):
         free = POSITIONS if config.model.flavor == "hf" else ()
         under_key("checkpoint.initial_load_in_hf", check_folder, Path(hf_weights(config)), model, free)

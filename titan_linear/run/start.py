@@ -14,11 +14,12 @@ from titan_linear.distributed.groups import host_group, on_rank_0
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
-from titan_linear.models.init import initialise
-from titan_linear.run.build import model_config, open_tokenizer
+from titan_linear.models.init import initialise, owned
+from titan_linear.run.build import family_of, model_config, open_tokenizer
 from titan_linear.run.data import base_of, build_streams, check_alike, check_content, content_of, file_groups
 from titan_linear.storage.checkpoint import Checkpointer
 from titan_linear.storage.hf_io import load_weights as load_hf_weights
+from titan_linear.storage.peft import read_peft
 from titan_linear.storage.rundir import checkpoint_folder
 from titan_linear.storage.step_folders import Content, Progress, known_progress, rewind
 from titan_linear.storage.tensors import holds_optimizer, is_adapter, load_weights, named_parameters
@@ -107,9 +108,15 @@ def set_weights(
 
 def set_first_weights(config: Config, model: Decoder, checkpointer: Checkpointer | None = None) -> None:
     """Load or draw the weights that the run begins from. Without a checkpointer: in one process."""
-    c, drawn = config.checkpoint, named_parameters(model)
+    c, parameters = config.checkpoint, named_parameters(model)
+    drawn = parameters
     if path := hf_weights(config) or (c.enable and c.initial_load_path):
         load = load_weights if checkpointer is None else checkpointer.load_weights
         (load_hf_weights if hf_weights(config) else load)(Path(path), model)
-        drawn = {name: p for name, p in drawn.items() if is_adapter(name)}
+        drawn = {name: p for name, p in parameters.items() if is_adapter(name)}
     initialise(model, config.debug.seed, drawn)
+    if path := config.adapter.initial_load_path:
+        family = family_of(model.config, config)
+        for name, tensor in read_peft(Path(path), model.config, family, config.adapter, "").items():
+            local, offsets = owned(parameters[name])
+            local.copy_(tensor[tuple(slice(at, at + n) for at, n in zip(offsets, local.shape, strict=True))])

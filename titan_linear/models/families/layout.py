@@ -72,6 +72,8 @@ class Family:
     wrappers: tuple[str, ...] = ()  # architectures that contain this one as their language model
     ties: bool = True  # whether transformers ties the head where config.json says so; if not, folders have the head too
     mtp: MTP | None = None
+    peft_refuses: tuple[str, ...] = ()  # modules of which `peft` takes no adapter in this architecture
+    peft_weights: tuple[str, ...] = ()  # those that it takes for experts', unless their weights are named
     float32: tuple[str, ...] = ()  # ends of names of our parameters that transformers keeps in float32 or wider
     own_tokenizer: OwnTokenizer | None = None
 
