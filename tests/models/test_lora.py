@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_linear.config import load_config
-from titan_linear.models.config import ModelConfig
+from tests.keys import argv_of
+from titan_linear.config import changed, load_config
+from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
-from titan_linear.models.lora import check_adapters
+from titan_linear.models.lora import check_adapters, described
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import MODELS
 from titan_linear.ops import build_cp_context
+from titan_linear.planner import machine, memory, timing
 from titan_linear.run.build import model_without_tokenizer
+from titan_linear.step.flops import training_flops
 
 RANK = 3  # of which no size of these models is a multiple
 PRESETS = [name for name, flavors in MODELS.items() if "debug" in flavors]
@@ -119,6 +123,44 @@ def test_backward_computes_no_gradient_of_the_base():
     readers = sum(weights[f"layers.0.mixer.{name}_proj.weight"] for name in "qkvgab")
     want = backward_flops(full)[False] - 2 * TOKENS.numel() * (sum(weights.values()) + readers)
     assert backward_flops(model)[False] == want
+
+
+@pytest.mark.parametrize("name", ["gdn", "kimi-linear"])
+def test_model_flops_of_frozen_weights(name):
+    """4 per token and parameter that it meets, where 6 are of adapters and of trained ones."""
+    config, documents = adapted(name), Documents.of(np.array([0, 30, 70]))
+    moe, sizes = config.moe, {n: (p.numel(), p.dim(), p.requires_grad) for n, p in Decoder(config).named_parameters()}
+    share = {n: moe.top_k / moe.num_experts if ".experts." in n else 1 for n in sizes}
+    frozen = sum(n * share[x] for x, (n, dim, own) in sizes.items() if dim > 1 and not own and x != "embedding.weight")
+    added = sum(n * share[x] for x, (n, _, own) in sizes.items() if own)
+    want = training_flops(config.base, documents) + 70 * (6 * added - 2 * frozen)
+    assert training_flops(config, documents) == want
+
+
+def test_what_no_adapter_reaches_is_said():
+    config = adapted("gdn", "--adapter.targets", '["mixer"]', "--adapter.train_extra", '["*norm"]')
+    _, of_mixers, norms, rest = described(Decoder(config)).splitlines()
+    total = sum(p.numel() for p in Decoder(config.base).parameters())
+    mlp = config.num_layers * config.dim * config.hidden_dim
+    assert of_mixers.startswith("adapted: ") and "mixer.a_proj" in of_mixers and "head.norm" in norms
+    assert f"mlp.up_proj {mlp / total:.2%}" in rest and "mixer.A_log" in rest
+
+
+def test_the_plan_knows_what_is_frozen():
+    """2 bytes per parameter of the base over the ranks, 4 of adapters and 8 of their moments."""
+    keys = {"model.name": "qwen3.5", "model.flavor": "27B", "training.mixed_precision_param": "bfloat16"}
+    keys |= {"adapter.enable": "true", "parallelism.context_parallel_degree": 4, "training.seq_len": 4096}
+    config = load_config(argv_of(keys))
+    model = model_without_tokenizer(config)
+    base = memory.parameters(model.base)
+    added = memory.parameters(model) - base
+    parts = memory.memory(config, model, gpus=4)
+    for part, bytes in (("parameters", 2 * base + 4 * added), ("optimizer", 8 * added)):
+        assert bytes / 4 <= parts[part] < 1.001 * bytes / 4
+    h200 = machine.Machine(machine.read_rates(machine.shipped()["H200"]), 8, 50e9, "cudnn")
+    full = changed(config, {"adapter.enable": False})
+    lora, whole = (timing.step(c, model_without_tokenizer(c), 4, h200) for c in (config, full))
+    assert 0.6 < lora.flops / whole.flops < 0.75 and lora.seconds < whole.seconds
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ experts has its own A and B.
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
@@ -81,6 +83,25 @@ def holder_of_A(model: nn.Module, name: str) -> str:
     group = next((names for names in model.config.adapter.shared if name in names), (name,))
     own = dict(model.named_parameters())
     return next(other for other in group if lora_name(other, "A") in own)
+
+
+def described(model: nn.Module) -> str:
+    """Lines for people to read: what is adapted, and what no adapter reaches, by name and share of the base."""
+    own = dict(model.named_parameters())
+    base = {name: p for name, p in own.items() if "lora_" not in name}
+    total = sum(p.numel() for p in base.values())
+    kinds: dict[str, Counter[str]] = {"adapted": Counter(), "trained": Counter(), "no adapter reaches": Counter()}
+    for name, p in base.items():
+        frozen = "adapted" if lora_name(name, "B") in own else "no adapter reaches"
+        kinds["trained" if p.requires_grad else frozen][re.sub(r"^layers\.\d+\.|\.weight$", "", name)] += p.numel()
+    trained = sum(p.numel() for p in own.values() if p.requires_grad)
+    lines = [
+        f"adapters of rank {model.config.adapter.rank}: {trained:,} parameters are trained; of the base's {total:,}"
+    ]
+    for kind, sizes in kinds.items():
+        named = ", ".join(f"{name} {n / total:.2%}" for name, n in sizes.most_common())
+        lines += [f"{kind}: {sizes.total() / total:.2%}: {named}"] if sizes else []
+    return "\n".join(lines)
 
 
 def check_adapters(base: nn.Module, options: Adapter) -> None:

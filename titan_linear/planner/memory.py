@@ -81,11 +81,15 @@ class Types:
 class Units:
     """Numbers of elements of a rank's parameters, and how they are sharded."""
 
-    own: int  # in its shards
+    own: int  # in its shards, of what is trained
+    frozen: int  # of what adapters leave frozen, in the compute dtype
     muon: int  # of these, in matrices that Muon updates
     whole: int  # in parameters that FSDP does not shard, in float32 or wider
+    frozen_whole: int
     layers: tuple[int, ...]  # of each layer, as FSDP gathers it
+    trained: tuple[int, ...]  # of these
     vocabulary: int  # of the head, likewise; the embedding has the same number
+    trained_head: int
     types: Types
     sharded: bool  # FSDP2 manages the parameters
     shards: int  # number of ranks that they are sharded over
@@ -100,17 +104,27 @@ def units(config: Config, model: ModelConfig, gpus: int) -> Units:
     ep = p.expert_parallel_degree
     offloaded = t.enable_cpu_offload
     decoder, _ = _parts(model, tp, ep)
+    own = _own(model, shards, tp, ep)
+    whole = replicated_parameters(decoder)
     return Units(
-        own=sum(_own(model, shards, tp, ep).values()),
+        own=_elements(own),
+        frozen=_elements(own, frozen=True),
         muon=sum(_own_of_muon(config, model, shards)),
-        whole=sum(p.numel() for p in replicated_parameters(decoder)),
+        whole=sum(p.numel() for p in whole if p.requires_grad or not model.adapter),
+        frozen_whole=sum(p.numel() for p in whole if model.adapter and not p.requires_grad),
         layers=tuple(sum(p.numel() for p in _sharded(layer)) for layer in decoder.layers),
+        trained=tuple(sum(p.numel() for p in _sharded(layer) if p.requires_grad) for layer in decoder.layers),
         vocabulary=decoder.head.weight.numel(),
+        trained_head=decoder.head.weight.numel() * decoder.head.weight.requires_grad,
         types=types,
         sharded=replicas * shards > 1 or offloaded,
         shards=shards,
         offloaded=offloaded,
     )
+
+
+def _elements(own: dict[nn.Parameter, int], frozen: bool = False) -> int:
+    return sum(n for p, n in own.items() if p.requires_grad != frozen)
 
 
 def _own(model: ModelConfig, shards: int, tp: int, ep: int) -> dict[nn.Parameter, int]:
@@ -304,7 +318,7 @@ def moments(config: Config, model: ModelConfig, gpus: int, mean: int | None = No
     held = list(accumulate(kept))  # when a layer's backward begins
     fullest = max(range(len(counted)), key=lambda i: held[i] + again[i] + working[i])
     # The gradient of the residual stream (for the final norm in float32 too) and that of the head's weight.
-    around = model.dim * batch.tokens * (u.types.compute + 4) + u.vocabulary * u.types.compute
+    around = model.dim * batch.tokens * (u.types.compute + 4) + u.trained_head * u.types.compute
     optimizer = 2 * stored - (0 if u.offloaded else u.muon * u.types.stored)
     begins = {"gradients": accumulated, "copies": copies, "activations": sum(kept)}
     ends = {"gradients": stored, "copies": copies, "activations": held[0] + again[0], "working": around + working[0]}
@@ -320,7 +334,9 @@ def moments(config: Config, model: ModelConfig, gpus: int, mean: int | None = No
         "first layer": ends,
         "update": update,
     }
-    always = {"parameters": stored, "optimizer": optimizer}
+    frozen = 0 if u.offloaded else u.frozen * u.types.compute
+    frozen += u.frozen_whole * widened(DTYPES[config.training.mixed_precision_param]).itemsize
+    always = {"parameters": stored + frozen, "optimizer": optimizer}
     return {name: {part: float((moment | always).get(part, 0)) for part in PARTS} for name, moment in found.items()}
 
 
@@ -330,9 +346,11 @@ def host_memory(config: Config, model: ModelConfig, gpus: int) -> int:
     p, u = config.parallelism, units(config, model, gpus)
     if not u.offloaded:
         return 0
-    sizes = _own(model, u.shards, p.tensor_parallel_degree, p.expert_parallel_degree).values()
-    each = (size * u.types.stored for size in sizes)
-    return sum(2 * (1 << (n - 1).bit_length()) + 2 * n for n in each) - u.muon * u.types.stored
+    own = _own(model, u.shards, p.tensor_parallel_degree, p.expert_parallel_degree)
+    each = [size * u.types.stored for parameter, size in own.items() if parameter.requires_grad]
+    frozen = [size * u.types.compute for parameter, size in own.items() if not parameter.requires_grad]
+    pinned = sum(1 << (n - 1).bit_length() for n in each * 2 + frozen)
+    return pinned + 2 * sum(each) - u.muon * u.types.stored
 
 
 def saved(config: Config, counted: list[Layer]) -> list[tuple[int, ...]]:
@@ -356,7 +374,7 @@ def _copies(config: Config, u: Units) -> int:
         return 0 if compute == stored else u.own * compute
     sizes = sorted((*u.layers, u.vocabulary))
     whole = sizes if config.parallelism.fsdp_reshard_after_forward == "never" else sizes[-2:]
-    copies = sum(whole) * compute + sizes[-1] * (compute + u.types.reduce)
+    copies = sum(whole) * compute + max(*u.trained, u.trained_head) * (compute + u.types.reduce)
     if u.offloaded:
         moving = stored + u.types.reduce * (2 if u.shards == 1 else 1)
         copies += -(-sizes[-1] // u.shards) * moving
@@ -371,7 +389,7 @@ def _head(config: Config, model: ModelConfig, u: Units, batch: Batch) -> dict[st
     stream = model.dim * (4 * batch.tokens + 2 * compute * tokens)
     stream *= 1 + model.mtp_layers
     logits = min(config.training.loss_chunk_size, tokens) * u.vocabulary // model.dim * (4 + compute)
-    weight = u.vocabulary * (4 + compute if u.sharded else 4)
+    weight = u.trained_head * 4 + (u.vocabulary * compute if u.sharded else 0)
     return {"head": stream + weight, "logits": logits}
 
 

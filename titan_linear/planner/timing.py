@@ -291,14 +291,15 @@ def _passes(clock: Clock, mode: str, layer: Layer) -> tuple[Pass, Pass]:
 
 
 def _head(config: Config, model: ModelConfig, u: Units, batch: Batch, machine: Machine) -> float:
-    """Seconds: three products per chunk of tokens; float32 logits, written once and read twice, and their gradient,
-    written; the weight's float32 gradient, read and written for each chunk."""
+    """Seconds: three products per chunk of tokens, two if the weight is frozen; float32 logits, written once and read
+    twice, and their gradient, written; the weight's float32 gradient, read and written for each chunk."""
     rates, D = machine.rates, model.dim
     tokens, rows = batch.tokens * batch.tp * (1 + model.mtp_layers), u.vocabulary // D
     chunk = min(config.training.loss_chunk_size, tokens)
     chunks = tokens / chunk
-    products = sum(rates.product(size) for size in ((chunk, rows, D), (chunk, D, rows), (rows, D, chunk)))
-    moved = tokens * rows * (3 * 4 + 2) + chunks * u.vocabulary * 2 * 4
+    sizes = [(chunk, rows, D), (chunk, D, rows), (rows, D, chunk)]
+    products = sum(map(rates.product, sizes if u.trained_head else sizes[:2]))
+    moved = tokens * rows * (3 * 4 + 2) + chunks * u.trained_head * 2 * 4
     return products * chunks + moved / rates.elementwise
 
 
@@ -310,7 +311,8 @@ def _optimizer(config: Config, u: Units, times: int, machine: Machine) -> float:
         return u.own * stored * (10 + 3 * (times - 1)) / machine.offload.adamw
     if u.shards > 1:
         gathers = 2 if config.parallelism.fsdp_reshard_after_forward == "always" else 1
-        copied = (sum(u.layers) + 2 * u.vocabulary) * (2 * gathers * compute + compute + u.types.reduce)
+        copied = (sum(u.layers) + 2 * u.vocabulary) * 2 * gathers * compute
+        copied += (sum(u.trained) + 2 * u.trained_head) * (compute + u.types.reduce)
     else:
         copied = 0 if u.sharded or compute == stored else u.own * 2 * (stored + compute)
     return (10 * u.own * stored + times * copied) / machine.rates.elementwise
@@ -336,11 +338,11 @@ def _shared(config: Config, u: Units, machine: Machine, passes: list[tuple[Pass,
     if n > 1 or u.offloaded:
         link = machine.group(n, stride)
         part = (n - 1) / n
-        sizes = (*u.layers, u.vocabulary)
+        sizes, trained = (*u.layers, u.vocabulary), (*u.trained, u.trained_head)
         comes = u.types.stored / n / machine.offload.to_device if u.offloaded else 0.0  # seconds per element
         goes = u.types.stored / n / machine.offload.to_host if u.offloaded else 0.0
         gather = [link.ring + size * (u.types.compute * part / link.all_gather + comes) for size in sizes]
-        reduce = [link.ring + size * (u.types.reduce * part / link.reduce_scatter + goes) for size in sizes]
+        reduce = [link.ring + size * (u.types.reduce * part / link.reduce_scatter + goes) for size in trained]
         exposed += gather[0] + gather[-1] + reduce[0] + reduce[-1]
         freed = p.fsdp_reshard_after_forward == "always"
         for i in range(1, len(u.layers)):

@@ -28,10 +28,12 @@ from titan_linear.config import load_config
 from titan_linear.distributed.ending import report
 from titan_linear.distributed.groups import process_group
 from titan_linear.distributed.process import FAILED, ignore_warnings_of_torch, run_command
+from titan_linear.models.lora import described
 from titan_linear.ops.runtime.support import short
 from titan_linear.proof import compiled, data, definitions, hf, model, ops, processes, resume
 from titan_linear.proof.findings import Finding, Findings, Note
 from titan_linear.proof.subject import Subject, subject_of
+from titan_linear.run.build import unallocated
 
 PATIENCE = timedelta(minutes=10)  # for which processes wait for each other
 
@@ -121,6 +123,7 @@ def _introduction(subject: Subject) -> str:
         f"{(n := subject.degrees.ranks)} rank{'s' * (n > 1)} in one process on {name}: {subject.degrees}, "
         f"{c.parallelism.context_parallel_layout}",
         *(f"cut: {line}" for line in subject.said),
+        *([described(unallocated(subject.model, torch.float32))] if subject.model.adapter else []),
     ]
     return "\n".join(lines)
 

@@ -17,8 +17,9 @@ from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.float8 import float8_line
+from titan_linear.models.lora import described
 from titan_linear.ops.registry import start_lines
-from titan_linear.run.build import VOCAB_MULTIPLE, follows_tokenizer, model_without_tokenizer
+from titan_linear.run.build import VOCAB_MULTIPLE, follows_tokenizer, model_without_tokenizer, unallocated
 from titan_linear.run.export import is_exported
 from titan_linear.step.feed import BatchSharding
 from titan_linear.step.flops import no_peak, peak_tflops
@@ -50,6 +51,7 @@ def write_down(
     lines = [
         f"model {model_name(config)}: {parameters:,} parameters, {model.config.composition}",
         *start_lines(model.implementations),
+        described(unallocated(model.config, torch.float32)) if model.config.adapter else "",
         float8_line(model),
         uncompiled(config, device),
         unbalanced(model.config),

@@ -2,9 +2,9 @@
 
 Only products count, a multiplication and its addition as two operations: projections, convolutions, attention on the
 pairs that the mask leaves, the delta rule by chunks, SwiGLU or the experts that a token is sent to, the head. Backward
-is twice forward: a product for each of the two gradients. Not counted: elementwise work, the embedding's lookup, and
-recomputation, by activation checkpointing or inside a kernel's backward pass. Products with weights follow from these;
-mixers state the others.
+is twice forward, a product for each of the two gradients, or once where adapters leave a weight frozen. Not counted:
+elementwise work, the embedding's lookup, and recomputation, by activation checkpointing or inside a kernel's backward
+pass. Products with weights follow from these; mixers state the others.
 """
 
 from __future__ import annotations
@@ -41,29 +41,33 @@ PEAK_TFLOPS = {
 
 def training_flops(model: ModelConfig, documents: Documents) -> int:
     """FLOPs of forward and backward over these documents, of the whole run."""
-    return 3 * forward_flops(model, documents)
+    return 3 * forward_flops(model, documents) - documents.tokens * _with_weights(model, frozen=True)
 
 
 def forward_flops(model: ModelConfig, documents: Documents) -> int:
     mixers = sum(mixer.flops(documents) for layer in model.layers for mixer in layer.mixers)
-    return mixers + documents.tokens * _with_weights(model.base)
+    return mixers + documents.tokens * _with_weights(model)
 
 
 @cache
-def _with_weights(model: ModelConfig) -> int:
+def _with_weights(model: ModelConfig, frozen: bool = False) -> int:
     """Per token, of all products with weights."""
     with torch.device("meta"):
         decoder = Decoder(model)
-    heads = (1 + model.mtp_layers) * token_flops(decoder.head)
-    return token_flops(decoder.layers) + heads
+    heads = (1 + model.mtp_layers) * token_flops(decoder.head, frozen)
+    return token_flops(decoder.layers, frozen) + heads
 
 
-def token_flops(module: nn.Module) -> int:
-    """Of products with the module's matrices and convolutions, per token: twice their elements; of experts, those that
-    a token is sent to."""
-    elements = sum(p.numel() for p in module.parameters() if p.dim() > 1)
+def token_flops(module: nn.Module, frozen: bool = False) -> int:
+    """Of products with the module's matrices and convolutions, or the frozen ones, per token: twice their elements; of
+    experts, those that a token is sent to."""
+
+    def counted(part: nn.Module) -> list[nn.Parameter]:
+        return [p for p in part.parameters() if p.dim() > 1 and not (frozen and p.requires_grad)]
+
+    elements = sum(p.numel() for p in counted(module))
     for moe in (m for m in module.modules() if isinstance(m, MoE)):
-        experts = sum(p[0].numel() for p in moe.experts.parameters())
+        experts = sum(p[0].numel() for p in counted(moe.experts))
         elements -= (moe.config.num_experts - moe.config.top_k) * experts
     return 2 * elements
 
