@@ -26,7 +26,7 @@ from titan_linear.ops.registry import choose_implementations
 from titan_linear.ops.runtime.support import Choice
 from titan_linear.step.feed import BatchSharding, Feed, MicroBatch
 from titan_linear.step.passes import ComputeCopies, Passes
-from titan_linear.storage.hf_io import download, read_model
+from titan_linear.storage.hf_io import CONFIG, download, read_model
 from titan_linear.storage.hf_writing import find_family
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -120,8 +120,8 @@ def with_adapter(model: ModelConfig, config: Config) -> ModelConfig:
 
 
 def family_of(model: ModelConfig, config: Config) -> str | None:
-    """The architecture under which the model is saved: its folder's, or the first that holds it."""
-    if hf_assets(config):
+    """The architecture under which the model is saved: its folder's, if that is there, or the first that holds it."""
+    if Path(hf_assets(config) or "/").joinpath(CONFIG).is_file():
         family, _ = read_model(Path(hf_assets(config)))
         return family
     try:
