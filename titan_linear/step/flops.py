@@ -41,7 +41,8 @@ PEAK_TFLOPS = {
 
 def training_flops(model: ModelConfig, documents: Documents) -> int:
     """FLOPs of forward and backward over these documents, of the whole run."""
-    return 3 * forward_flops(model, documents) - documents.tokens * _with_weights(model, frozen=True)
+    frozen = _with_weights(model, frozen=True) if model.adapter else 0
+    return 3 * forward_flops(model, documents) - documents.tokens * frozen
 
 
 def forward_flops(model: ModelConfig, documents: Documents) -> int:
