@@ -102,13 +102,15 @@ def test_folders_go_out_and_come_back(name, corpus, worlds, tmp_path):
     folder = tmp_path / "run/checkpoint/step-3-hf"
     ours = begun(config)
     before = logits(ours)
+    with torch.no_grad():
+        bound = 1e-6 + relative(theirs(TOKENS).logits, before)  # and what the base alone differs by
     load_saved(tmp_path / "run/checkpoint/step-3", ours)
     want = logits(ours)
     assert relative(before, want) > 0.01
 
     with torch.no_grad():
         got = peft.PeftModel.from_pretrained(theirs, folder)(TOKENS).logits
-    assert relative(got, want) < 1e-6
+    assert relative(got, want) < bound
 
     for source in (folder, tmp_path / "run"):
         assert convert(["merge", str(source), str(tmp_path / f"{source.name}-merged")]) == 0
@@ -118,7 +120,7 @@ def test_folders_go_out_and_come_back(name, corpus, worlds, tmp_path):
     if not name.startswith("Nemotron"):  # which transformers reads with other limits of time steps
         for opened in (folder, tmp_path / "run-merged"):
             model = AutoModelForCausalLM.from_pretrained(opened, dtype=torch.float32)
-            assert relative(model(TOKENS).logits, want) < 1e-6
+            assert relative(model(TOKENS).logits, want) < bound
 
     again = config_of(name, tmp_path, corpus, adapter__initial_load_path=folder, job__dump_folder=tmp_path / "next")
     preflight(again, 1)
