@@ -220,6 +220,7 @@ def stations(subject: Subject, want: Step, dtype: torch.dtype, one: Step | None)
     ]
     names = [f"{name}, forward" for name in ("the embedding", *trunk, *entered)]
     names += [f"{name}, backward" for name in (*reversed(more), "the head or the loss", *reversed(trunk))]
+    names = names[: len(want.passed)]  # what a frozen embedding gives has no gradient, which would be the last
     of_one = one.passed if one else [None] * len(names)
     bounds = [_bound(dtype, x, y) for x, y in zip(of_one, want.passed, strict=True)]
     back = [name.endswith("backward") for name in names]
