@@ -128,14 +128,10 @@ def ignored(config: ModelConfig, family: str, on_disk: Shapes) -> set[str]:
     if config.moe is not None and config.moe.shared_hidden_dim == 0:
         patterns.append(r".*\.shared_expert_gate\.weight")
     found = {n for n, shape in on_disk.items() if 0 in shape or any(re.fullmatch(p, n) for p in patterns)}
-    mtp = FAMILIES[family].mtp
-    if mtp and not config.mtp_layers:
-        layers = ((n, re.search(r"layers\.(\d+)\.", n)) for n in on_disk)
-        found |= (
-            {n for n in on_disk if n.startswith("mtp.")}
-            if mtp.place
-            else {n for n, layer in layers if layer and int(layer[1]) >= config.num_layers}
-        )
+    if (mtp := FAMILIES[family].mtp) and not config.mtp_layers:
+        layer = re.compile(r"(mtp)\..*" if mtp.place else r".*layers\.(\d+)\..*")
+        of_layers = ((n, layer.fullmatch(n)) for n in on_disk)
+        found |= {n for n, m in of_layers if m and (mtp.place or int(m[1]) >= config.num_layers)}
     return found
 
 

@@ -14,6 +14,7 @@ import math
 from collections import UserDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 
@@ -177,39 +178,31 @@ class _Reader:
 
     def __init__(self, model: Decoder, vocab_size: int | None, device: torch.device):
         self.model, self.vocab_size, self.device = model, vocab_size, device
-        self.layers = range(model.config.num_layers)
         self.caches = [LayerCache() for _ in model.layers]
-        self.length, self.pending = 0, torch.empty(1, 0, model.config.dim, device=device)  # of the last tokens
+        self.length, self.pending = 0, model.embedding.weight.new_empty(1, 0, model.config.dim)  # of the last tokens
 
     def read(self, tokens: Sequence[int]) -> list[int]:
         """The likeliest token after each."""
-        h = self.model.head.norm(self._through(self.layers, self._embedded(tokens), self.length))
+        h = self.model.head.norm(self._through(range(self.model.config.num_layers), self.length, tokens))
         self.length += len(tokens)
-        self.pending = torch.cat([self.pending.to(h.dtype), h], 1)
+        self.pending = torch.cat([self.pending, h], 1)
         return self._likeliest(h)
 
     def draft(self, tokens: Sequence[int]) -> int:
         """The likeliest token after these, which follow those of the first pending hidden states."""
         first = self.length - self.pending.shape[1]
         h, self.pending = self.pending.tensor_split([len(tokens)], 1)
-        h = self._through(self.model.predictor(0), torch.cat([self._embedded(tokens), h], -1), first)
-        return self._likeliest(h[:, -1:])[0]
+        return self._likeliest(self._through(self.model.predictor(0), first, tokens, h)[:, -1:])[0]
 
-    def back(self, length: int, caches: list[LayerCache]) -> None:
-        """Forget what was read since then."""
-        self.pending = self.pending[:, : self.pending.shape[1] - (self.length - length)]
-        self.length, self.caches[: len(caches)] = length, caches
+    def copy(self) -> _Reader:
+        other = copy(self)
+        other.caches = [LayerCache({branch: UserDict(x) for branch, x in kept.items()}) for kept in self.caches]
+        return other
 
-    def kept(self) -> list[LayerCache]:
-        """Caches as they are now, without those of what drafts."""
-        return [LayerCache({branch: UserDict(x) for branch, x in self.caches[i].items()}) for i in self.layers]
-
-    def _embedded(self, tokens: Sequence[int]) -> Tensor:
-        return self.model.embedded(torch.tensor([list(tokens)], device=self.device))
-
-    def _through(self, layers: range, x: Tensor, first: int) -> Tensor:
-        plan = BatchPlan(torch.arange(first, first + x.shape[1], device=self.device))
-        return self.model.through(layers, x, plan, self.caches, Between())
+    def _through(self, layers: range, first: int, tokens: Sequence[int], *h: Tensor) -> Tensor:
+        ids, positions = (torch.tensor(x, device=self.device) for x in (tokens, range(first, first + len(tokens))))
+        x = torch.cat([self.model.embedded(ids.unsqueeze(0)), *h], -1)
+        return self.model.through(layers, x, BatchPlan(positions), self.caches, Between())
 
     def _likeliest(self, h: Tensor) -> list[int]:
         logits = self.model.head.logits(h)[0, :, : self.vocab_size].double().cpu()
@@ -238,10 +231,11 @@ def draft_tokens(
             reader.draft(following)
     while len(new) < max_new_tokens and eos_id not in new[-2:]:
         draft = reader.draft(new[-reader.pending.shape[1] :])
-        length, caches = reader.length, reader.kept()
-        chosen = reader.read([new[-1], draft])
-        if chosen[0] != draft:
-            reader.back(length, caches)
+        ahead = reader.copy()
+        chosen = ahead.read([new[-1], draft])
+        if chosen[0] == draft:
+            reader = ahead
+        else:
             chosen = reader.read(new[-1:])
         new += chosen
         drafts.made += 1
