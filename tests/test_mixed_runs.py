@@ -68,9 +68,9 @@ def test_runs(folder, worlds):
     resumed, content = run(1, 4, training__mixture=two)
     assert [*first[:-1], *resumed] == pytest.approx(alone, rel=1e-9)
     assert content.mixture == [Phase(0, {"a": 3.0, "b": 1.5})]
-    refused = load_config(keys(folder, training__steps=6, training__mixture=three))
+    another = load_config(keys(folder, training__steps=6, training__mixture=three))
     with refused(r"at step 4 \('c' added, 'a' left out, 'b': weight 1.5 → 2.0\); restore it, or "):
-        preflight(refused, 1)
+        preflight(another, 1)
     with refused(r"training\.mixture_from_step = 4"):
         preflight(
             load_config(keys(folder, training__steps=6, training__mixture=three, training__mixture_from_step=2)), 1
