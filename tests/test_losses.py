@@ -18,7 +18,7 @@ from tests.test_train import OWN_FLAVORS, SPLITS, check_equal, train_on_rank
 from titan_linear.config import load_config
 from titan_linear.data import IGNORE, PackedStreams, WholeStreams
 from titan_linear.distributed.one_process import run_ranks
-from titan_linear.losses import reference
+from titan_linear.losses import LOSSES, build_loss, reference
 from titan_linear.losses.reference import Document
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN
@@ -272,3 +272,19 @@ def test_the_doctor_names_faults_of_what_losses_read(name, records, monkeypatch)
     with sabotaged(owner, what, broken):
         found = list(failures(check(subject)))
     assert any(re.search(said, line) for line in found), found
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_without_any_weight_all_is_zero(name, level):
+    """As in padding: no loss, no gradient, and nothing that is not a number."""
+    x, weight = (torch.randn(n, 4, dtype=torch.float64, requires_grad=True) for n in (8, 12))
+    columns = dict.fromkeys(("weights", "reference", "advantages", "behaviour"), torch.zeros(1, 8))
+    columns |= {"document": torch.zeros(1, 8, dtype=torch.int64), "teacher_logprobs": torch.zeros(1, 8, 3)}
+    columns["teacher_ids"] = torch.zeros(1, 8, 3, dtype=torch.int32)
+    labels, plan = torch.full((1, 8), IGNORE), BatchPlan(torch.arange(8))
+    batch = feed.MicroBatch(torch.zeros_like(labels), labels, plan, (0,), columns, num_documents=2)
+    keys = {"loss.name": name} | ({"policy.level": level, "policy.kl": 0.1} if name == "policy" else {})
+    sums = build_loss(load_config(argv_of(keys)))(ChunkedLogits(x, weight, 3), batch)
+    sums.flatten()[0].backward()
+    assert not sums.any() and not x.grad.any() and not weight.grad.any()
