@@ -19,7 +19,7 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.plan import BatchPlan
 from titan_linear.run.build import allocated, model_without_tokenizer
 from titan_linear.run.preflight import cleared, preflight
-from titan_linear.run.start import set_first_weights
+from titan_linear.run.start import load_adapters, set_first_weights
 from titan_linear.storage.tensors import load_saved
 from titan_linear.train import Trainer
 
@@ -70,6 +70,7 @@ def train(rank: int, world_size: int, config: Config) -> None:
 def begun(config: Config) -> Decoder:
     model = allocated(model_without_tokenizer(config), torch.float32, torch.device("cpu"))
     set_first_weights(config, model)
+    load_adapters(config, model)
     return model
 
 
@@ -129,3 +130,27 @@ def test_folders_go_out_and_come_back(name, corpus, worlds, tmp_path):
     again = config_of(name, tmp_path, corpus, adapter__initial_load_path=folder, job__dump_folder=tmp_path / "next")
     preflight(again, 1)
     assert all(torch.equal(p, ours.get_parameter(n)) for n, p in begun(again).named_parameters())
+
+
+def test_what_does_not_fit_is_refused(corpus, worlds, tmp_path):
+    """Another rank, other weights, another base, and what peft cannot name: by a line, before anything starts."""
+    base = make_base("Bamba", tmp_path / "base")
+    worlds(1).run(train, config_of("Bamba", tmp_path, corpus))
+    folder = tmp_path / "run/checkpoint/step-3-hf"
+
+    def refused(message, **keys):
+        keys = {"adapter__initial_load_path": folder, "job__dump_folder": tmp_path / "next"} | keys
+        with pytest.raises(ValueError, match=message):
+            preflight(config_of("Bamba", tmp_path, corpus, **keys), 1)
+
+    refused(r"r = 4, and the run has 8; set adapter.rank to that", adapter__rank=8)
+    refused(r"has base_model\S+ .*which the run does not train", adapter__targets='["mlp"]')
+    refused(r"lm_head.weight is missing", adapter__train_extra='["*norm", "embedding", "head"]')
+    refused(r"last_save_in_hf = true: peft takes no \S+A_log of Bamba", adapter__train_extra='["A_log"]')
+    with torch.no_grad():
+        base.lm_head.weight[0, 0] += 1
+    hf_models.save(base, tmp_path / "base")
+    refused(r"has the adapters of another base \(fingerprint \w+; this one has \w+\); give theirs")
+    longer = {"job__dump_folder": tmp_path / "run", "training__steps": 4, "lr_scheduler__total_steps": 4}
+    refused(r"gives another base of its adapters than the run in", **longer)
+    assert convert(["merge", str(folder), str(tmp_path / "merged")]) == 2

@@ -155,7 +155,8 @@ def _check_hugging_face(config: Config, model: ModelConfig, tokenizer: Tokenizer
         family = under_key(f"checkpoint.{key}", export_family, config, model, tokenizer)
         if model.adapter:
             under_key(f"checkpoint.{key}", check_peft, model, family)
-    if path := config.adapter.initial_load_path:
+    path = config.adapter.initial_load_path
+    if path and find_step(checkpoint_folder(config), c.load_step) is None:
         theirs = (Path(path), model, family_of(model, config), config.adapter, base_of(config))
         under_key("adapter.initial_load_path", read_peft, *theirs)
     if hf_weights(config) and (exports or find_step(checkpoint_folder(config), c.load_step) is None):

@@ -96,7 +96,9 @@ def set_weights(
     """Load the run's checkpoint of this progress, or the weights that the run begins from; with adapters both."""
     if known is None or model.config.adapter:
         set_first_weights(config, model, checkpointer)
-    if known:
+    if known is None:
+        load_adapters(config, model)
+    else:
         folder, step = checkpoint_folder(config), known.step
         # A restart after the last save, which may hold weights only: what is left to do needs no more.
         ended = step >= config.training.steps
@@ -108,15 +110,18 @@ def set_weights(
 
 def set_first_weights(config: Config, model: Decoder, checkpointer: Checkpointer | None = None) -> None:
     """Load or draw the weights that the run begins from. Without a checkpointer: in one process."""
-    c, parameters = config.checkpoint, named_parameters(model)
-    drawn = parameters
+    c, drawn = config.checkpoint, named_parameters(model)
     if path := hf_weights(config) or (c.enable and c.initial_load_path):
         load = load_weights if checkpointer is None else checkpointer.load_weights
         (load_hf_weights if hf_weights(config) else load)(Path(path), model)
-        drawn = {name: p for name, p in parameters.items() if is_adapter(name)}
+        drawn = {name: p for name, p in drawn.items() if is_adapter(name)}
     initialise(model, config.debug.seed, drawn)
+
+
+def load_adapters(config: Config, model: Decoder) -> None:
+    """Load those of adapter.initial_load_path, if it is set."""
     if path := config.adapter.initial_load_path:
-        family = family_of(model.config, config)
+        family, parameters = family_of(model.config, config), named_parameters(model)
         for name, tensor in read_peft(Path(path), model.config, family, config.adapter, "").items():
             local, offsets = owned(parameters[name])
             local.copy_(tensor[tuple(slice(at, at + n) for at, n in zip(offsets, local.shape, strict=True))])
