@@ -294,7 +294,7 @@ def test_models_without_such_products_are_refused(keys, message):
 )
 def test_devices_without_it_are_refused(capability, keys, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
-    monkeypatch.setattr("titan_linear.run.build.capability", lambda device: capability)
+    monkeypatch.setattr("titan_linear.run.preflight.capability", lambda device: capability)
     with refused(message):
         check_float8_device(config_of(**keys))
     check_float8_device(config_of(float8__emulate="true", **keys))

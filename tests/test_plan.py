@@ -124,7 +124,7 @@ def test_each_gpu_that_comes_with_the_package(gpu, capsys):
     assert f"NVIDIA {gpu}" in out and "days for 1e+12 tokens" in out
 
 
-GPUS = {"debug": 2, "reference_340m": 1}  # that a shipped configuration is for, if not eight
+GPUS = {"debug": 2, "reference_340m": 1, "dpo": 4}  # that a shipped configuration is for, if not eight
 
 
 @pytest.mark.parametrize("config", sorted(ROOT.glob("train_configs/[!c]*.toml")), ids=lambda path: path.stem)
