@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_linear.distributed.parts import local_tensor
-from titan_linear.step.optimizer import norms_of
+from titan_linear.step.optimizer import AdamW, Muon, norms_of
 
 AT_ONCE = 1 << 26  # elements for which `update_squares` computes updates at a time, in two copies
 
@@ -41,7 +41,7 @@ def _placed(parts: list[Tensor], places: list[int], n: int, device: torch.device
 
 
 @torch.no_grad()
-def update_squares(optimizer: torch.optim.AdamW, parameters: list[nn.Parameter], device: torch.device) -> Tensor:
+def update_squares(optimizer: AdamW, parameters: list[nn.Parameter], device: torch.device) -> Tensor:
     """[n] float64: for each parameter, the sum of squares of what the last step added to this rank's part of it,
     computed from the moments after the step: Δ = −lr (u + wd p) / (1 − lr wd) with u = m̂ / (√v̂ + ε), or Muon's scaled
     orthogonal matrix, and p as it is now. All ranks call it."""
@@ -50,7 +50,7 @@ def update_squares(optimizer: torch.optim.AdamW, parameters: list[nn.Parameter],
     places = []
     for group in optimizer.param_groups:
         own = [p for p in group["params"] if p in place and optimizer.state.get(p)]
-        directions = optimizer.scaled_directions(group) if "momentum" in group else None
+        directions = optimizer.scaled_directions(group) if isinstance(optimizer, Muon) and "momentum" in group else None
         for part in _at_once(own):
             if directions is None:
                 update = _adamw_directions(group, optimizer.state, part)

@@ -182,7 +182,8 @@ def _own_ids(ids: Tensor, rows: int, ranks: Ranks | None) -> Tensor:
 
 def _differentiated(terms: Terms, rows: Rows, tokens: slice, none: Tensor, wanted: bool) -> tuple[Tensor, Rows | None]:
     """The terms of a chunk, zero where `none` [n], and the derivatives of their sum."""
-    leaves = Rows(*(x if x is None else x.detach().requires_grad_(wanted) for x in rows[:3]), rows.entropy)
+    picked, lse, mean = (x if x is None else x.detach().requires_grad_(wanted) for x in rows[:3])
+    leaves = Rows(picked, lse, mean, rows.entropy)
     with torch.set_grad_enabled(wanted):
         values = terms(leaves, tokens)
         values = values.masked_fill(none.view(-1, *[1] * (values.dim() - 1)), 0)
@@ -190,8 +191,8 @@ def _differentiated(terms: Terms, rows: Rows, tokens: slice, none: Tensor, wante
     if not wanted:
         return values, None
     of = [x for x in leaves[:3] if x is not None]
-    gradients = [*torch.autograd.grad(loss, of, materialize_grads=True), None]
-    return values.detach(), Rows(*gradients[:3], None)
+    picked, lse, mean, *_ = *torch.autograd.grad(loss, of, materialize_grads=True), None
+    return values.detach(), Rows(picked, lse, mean, None)
 
 
 def _summed(

@@ -12,6 +12,7 @@ import torch
 
 from titan_linear.config import hf_assets, hf_weights
 from titan_linear.models.init import count_parameters
+from titan_linear.models.mixers.mamba2 import Mamba2
 from titan_linear.models.plan import BatchPlan
 from titan_linear.proof.findings import Finding, Findings, Note, bound_of_model, off
 from titan_linear.proof.subject import ROOM, Subject
@@ -47,7 +48,7 @@ def logits(subject: Subject) -> Findings:
         return
     told = {}
     if option == "dt_max":
-        least = max((mixer.dt_min for mixer in config.mixers if mixer.name == "mamba2"), default=0.0)
+        least = max((mixer.dt_min for mixer in config.mixers if isinstance(mixer, Mamba2)), default=0.0)
         told["time_step_min"] = least or sys.float_info.min
         yield Note(f"hugging face: transformers {departs}; compared with {told}")
     from transformers import AutoModelForCausalLM, logging

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TypeVar
 
@@ -41,7 +41,7 @@ def on_ranks(degrees: Degrees, on_rank: Callable[[LocalDims], T]) -> list[T]:
         "experts": experts.movedim(0, -1).flatten(0, 1),  # ranks of a data group that have the same experts
     }
     with ExitStack() as stack:
-        dims = [LocalDims(*astuple(degrees), rank, {}) for rank in range(degrees.ranks)]
+        dims = [LocalDims(**asdict(degrees), rank=rank, groups={}) for rank in range(degrees.ranks)]
         for name, rows in members.items():
             for row in rows.tolist():
                 for rank, group in zip(row, stack.enter_context(local_groups(len(row))), strict=True):

@@ -93,7 +93,7 @@ def travelling(k: Tensor, v: Tensor, do: Tensor | None = None, **_: Any) -> int:
 def recurrence(outputs: Outputs, inputs: list[Tensor | None], **_: Any) -> Recurrence:
     """Of an operator whose `inputs` begin with q, k and v."""
     _, k, v, *_ = inputs
-    return Recurrence(*v.shape[:2], k.shape[2], v.shape[2])
+    return Recurrence(v.shape[0], v.shape[1], k.shape[2], v.shape[2])
 
 
 def exchange(kind: str) -> Any:

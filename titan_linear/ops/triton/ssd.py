@@ -294,13 +294,15 @@ def _chunk_gradients(do: Tensor, given: Given, h: Tensor, dh: Tensor) -> ChunkGr
     R, BV = of_carried["R"], of_carried["BV"]
     splits, slices, wide = _splits(NT, H, R), blocks_of(V, BV), _wide(x.D, HV)
     made = ChunkGradients(
-        *(x.k.new_empty(splits, T, H, K, dtype=float32) for _ in range(2)),
-        x.v.new_empty(x.v.shape),
-        gates.new_zeros(NT, HV * V) if wide else None,
-        gates.new_empty(splits, NT, H, BT, BT),
-        gates.new_empty(NT, H, BT),
-        *(gates.new_empty(NT, HV, slices, size) for size in (BT, BV)),
-        gates.new_empty(NT, HV, blocks_of(V, of_pairs["BV"]), 4, BT),
+        dq=x.k.new_empty(splits, T, H, K, dtype=float32),
+        dk=x.k.new_empty(splits, T, H, K, dtype=float32),
+        dv=x.v.new_empty(x.v.shape),
+        dD=gates.new_zeros(NT, HV * V) if wide else None,
+        dE=gates.new_empty(splits, NT, H, BT, BT),
+        own=gates.new_empty(NT, H, BT),
+        taken=gates.new_empty(NT, HV, slices, BT),
+        products=gates.new_empty(NT, HV, slices, BV),
+        sums=gates.new_empty(NT, HV, blocks_of(V, of_pairs["BV"]), 4, BT),
     )
     q, k, v, do = map(rows, (x.q, x.k, x.v, do))
     grid, common = (NT * H * splits,), (chunks, numbers.scale)
