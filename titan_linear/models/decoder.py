@@ -244,7 +244,9 @@ class Decoder(nn.Module):
             loss = partial(ChunkedLogits.sum, ids=labels.flatten(), terms=cross_entropy)
         learns = loss is not None and torch.is_grad_enabled()
         later = plan.later if learns else None
-        x, *embedded = self.embedded(tokens if later is None else torch.cat([tokens, later.tokens])).split(len(tokens))
+        x, embedded = self.embedded(tokens if later is None else torch.cat([tokens, later.tokens])), ()
+        if later is not None:
+            x, *embedded = x.split(len(tokens))
         between = Between()
         x = self.through(range(self.config.num_layers), x, plan, caches, between)
 
