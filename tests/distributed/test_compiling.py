@@ -148,7 +148,7 @@ def small(kind, num_layers, backend):
 
 
 def planned(lengths, W=4):
-    cp = build_cp_context(boundaries(lengths), rank=0, world_size=1, conv1d_kernel_size=W, programs=(2,))
+    cp = build_cp_context(boundaries(lengths), dist.group.WORLD, conv1d_kernel_size=W, programs=(2,))
     cp.mark_dynamic()
     return BatchPlan(cp.position_ids, cp_context=cp)
 
