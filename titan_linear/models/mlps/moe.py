@@ -162,16 +162,13 @@ class Experts(nn.Module):
 
     def _projected(self, x: Tensor, name: str, counts: Tensor) -> Tensor:
         """The product with a weight, and what its adapters add."""
-        y = self.linear(x, getattr(self, name), counts)
+        impl = self.implementations.get("grouped_linear", "auto")
+        y = grouped_linear(x, getattr(self, name).flatten(1, -2), counts, impl)
         if name not in self.adapters:
             return y
         A, B = (getattr(self, lora_name(name, part)) for part in "AB")
-        return torch.add(y, self.linear(self.linear(x, A, counts), B, counts), alpha=self.adapters[name])
-
-    def linear(self, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-        """weight [E, .., inputs]"""
-        impl = self.implementations.get("grouped_linear", "auto")
-        return grouped_linear(x, weight.flatten(1, -2), counts, impl)
+        low = grouped_linear(x, A, counts, impl)
+        return torch.add(y, grouped_linear(low, B.flatten(1, -2), counts, impl), alpha=self.adapters[name])
 
 
 class LocalDispatch:
