@@ -293,7 +293,7 @@ def _layer(model: ModelConfig, n: int, batch: Batch, shift: int) -> Layer:
 
 def _one_expert(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """`Experts.linear` with all rows for one expert: on the meta device, `counts` has no values."""
-    return nn.functional.linear(x, weight[0].flatten(0, -2))
+    return nn.functional.linear(x, weight[0])
 
 
 # --- Memory ----------------------------------------------------------------------------------------------------------

@@ -152,23 +152,25 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x [M, dim], rows sorted by expert; counts [E] int64, the number of rows of each -> [M, dim]."""
         up, down = self.hidden_matrices
-        hidden = self._projected(x, up, counts)
+        y = self.linear(x, getattr(self, up).flatten(1, -2), counts)
+        hidden = self._adapted(y, x, up, counts) if up in self.adapters else y
         if self.gated:
             gate, hidden = hidden.chunk(2, -1)
             hidden = F.silu(gate) * hidden
         else:
             hidden = F.relu(hidden).square()
-        return self._projected(hidden, down, counts)
+        y = self.linear(hidden, getattr(self, down), counts)
+        return self._adapted(y, hidden, down, counts) if down in self.adapters else y
 
-    def _projected(self, x: Tensor, name: str, counts: Tensor) -> Tensor:
-        """The product with a weight, and what its adapters add."""
-        impl = self.implementations.get("grouped_linear", "auto")
-        y = grouped_linear(x, getattr(self, name).flatten(1, -2), counts, impl)
-        if name not in self.adapters:
-            return y
+    def linear(self, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        """weight [E, outputs, inputs]"""
+        return grouped_linear(x, weight, counts, self.implementations.get("grouped_linear", "auto"))
+
+    def _adapted(self, y: Tensor, x: Tensor, name: str, counts: Tensor) -> Tensor:
+        """The product y of x with a weight, and what its adapters add."""
         A, B = (getattr(self, lora_name(name, part)) for part in "AB")
-        low = grouped_linear(x, A, counts, impl)
-        return torch.add(y, grouped_linear(low, B.flatten(1, -2), counts, impl), alpha=self.adapters[name])
+        low = self.linear(x, A, counts)
+        return torch.add(y, self.linear(low, B.flatten(1, -2), counts), alpha=self.adapters[name])
 
 
 class LocalDispatch:
