@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from enum import Enum, auto
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -181,7 +181,8 @@ class Training(Section):
     """Threads that read batches ahead on each rank, two batches each; 0: batches are read when a step asks for them."""
 
 
-LOSSES = ("cross_entropy", "dpo", "distillation", "policy")
+LossName = Literal["cross_entropy", "dpo", "distillation", "policy"]
+LOSSES = get_args(LossName)
 WHOLE = ("dpo", "policy")  # those that take documents whole
 # Columns that losses read, and their dtypes.
 COLUMNS = dict.fromkeys(("weights", "reference", "advantages", "behaviour", "teacher_logprobs"), "<f4")
@@ -191,7 +192,7 @@ COLUMNS |= {"teacher_ids": "<i4"}
 class Loss(Section):
     """What tokens are worth (docs/losses.md). Each loss has a section of its name."""
 
-    name: Literal[LOSSES] = "cross_entropy"  # type: ignore[valid-type]
+    name: LossName = "cross_entropy"
     """The loss."""
     normalise: Literal["auto", "token", "document", "stream"] = "auto"
     """Terms are divided by the number of tokens with a label: of the step; or first within each document (or stream),

@@ -24,9 +24,7 @@ class Targets(Protocol):
 
 
 class Loss(Protocol):
-    group: ClassVar[int] = (
-        0  # documents that are whole in one stream: 1, or 2 that follow each other; 0: streams cut them
-    )
+    group: ClassVar[int] = 0  # documents whole in one stream: 1, or 2 that follow each other; 0: streams cut them
     columns: tuple[str, ...] = ()  # that it reads beside "weights"
     reports: ClassVar[tuple[str, ...]] = ()  # further means, by the same weights
 

@@ -78,6 +78,11 @@ def fitting(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
     return [name for name in kept if any(fits(name, pattern) for pattern in of)]
 
 
+def trained_names(model: nn.Module) -> set[str]:
+    """The parameters that training changes."""
+    return {name for name, p in model.named_parameters() if p.requires_grad}
+
+
 def holder_of_A(model: nn.Module, name: str) -> str:
     """The weight of a model with adapters whose A is also that of this one."""
     group = next((names for names in model.config.adapter.shared if name in names), (name,))

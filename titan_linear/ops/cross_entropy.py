@@ -161,15 +161,14 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 def _of_all(statistics: Tensor, picked: Tensor, ranks: Ranks | None) -> Rows:
     """Rows over the whole vocabulary. statistics [1 or 3, n], picked [n, k]: of the part that this rank has."""
     if ranks is None:
-        lse, picked = statistics[0], picked
-        means = statistics[1:]
+        lse, *means = statistics
     else:
         parts = gather_along(torch.cat([statistics, picked.T]).unsqueeze(0), 0, ranks.group, ranks.size)
         lse = parts[:, 0].logsumexp(0)
         picked = parts[:, len(statistics) :].sum(0).T
         shares = torch.exp(parts[:, 0] - lse)  # of the probability, [size, n]
         means = [parts[:, 1].mean(0), (parts[:, 2] * shares).sum(0)] if len(statistics) > 1 else []
-    return Rows(picked, lse, means[0], lse - means[1]) if len(means) else Rows(picked, lse, None, None)
+    return Rows(picked, lse, means[0], lse - means[1]) if means else Rows(picked, lse, None, None)
 
 
 def _own_ids(ids: Tensor, rows: int, ranks: Ranks | None) -> Tensor:

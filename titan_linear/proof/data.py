@@ -136,11 +136,8 @@ def later(batch: Batch, depth: int) -> Later | None:
 
 
 def _by_depth(later: Later | None) -> dict[str, Tensor]:
-    return (
-        {f"{name} {k} later": x for name, rows in later._asdict().items() for k, x in enumerate(rows, 1)}
-        if later
-        else {}
-    )
+    columns = later._asdict() if later else {}
+    return {f"{name} {k} later": x for name, rows in columns.items() for k, x in enumerate(rows, 1)}
 
 
 def tokens_of(subject: Subject, dp_rank: int, cp_rank: int) -> Tensor:

@@ -24,7 +24,7 @@ from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.layers import lora_name
-from titan_linear.models.lora import holder_of_A
+from titan_linear.models.lora import holder_of_A, trained_names
 from titan_linear.run.build import (
     DTYPES,
     FAMILY_OF,
@@ -226,7 +226,7 @@ def merged(
     """name -> W + s B A in float64, or what was trained as a whole, or the base's."""
     with torch.device("meta"):
         own = Decoder(model)
-    names = {name for name, p in own.named_parameters() if p.requires_grad}
+    names = trained_names(own)
 
     def get(name: str) -> Tensor:
         if name in names:

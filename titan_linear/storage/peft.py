@@ -27,7 +27,7 @@ from titan_linear.models.config import Adapter, ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.families import FAMILIES
 from titan_linear.models.layers import lora_name
-from titan_linear.models.lora import adaptable
+from titan_linear.models.lora import adaptable, trained_names
 from titan_linear.storage.files import alone, beside, finish_replacing, read_json, remove, sync
 from titan_linear.storage.files import replace as put_in_place
 from titan_linear.storage.hf_io import HEAD
@@ -67,7 +67,7 @@ def contents(model: ModelConfig, family: str) -> Contents:
     with torch.device("meta"):
         base, own = Decoder(model.base), Decoder(model)
     weights, _ = adaptable(base)
-    trained = {name for name, p in own.named_parameters() if p.requires_grad}
+    trained = trained_names(own)
     shapes = shapes_of(model) | {name: (*base.get_parameter(name).shape[:-1], options.rank) for name in weights}
     matrices, extra = [], []
     for source, placements in live_layouts(model.base, family, shapes):
