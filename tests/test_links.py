@@ -14,7 +14,7 @@ from titan_linear.data.corpus.writing import Journal, write_into
 from titan_linear.distributed.hangs import Watch
 from titan_linear.hooks.metrics import MetricsLogger
 from titan_linear.hooks.spikes import MicroLoss, write_spike
-from titan_linear.storage.files import alone, write_whole
+from titan_linear.storage.files import replacing, write_whole
 from titan_linear.storage.run_lock import claimed, lock_folder
 from titan_linear.storage.rundir import check_folders
 
@@ -42,7 +42,7 @@ def lock(folder):
 
 
 def export(folder):
-    with alone(folder / "step-1-hf"):
+    with replacing(folder / "step-1-hf"):
         pass
 
 

@@ -125,8 +125,11 @@ def lock(file: IO[str], *, wait: bool = False) -> bool:
 
 
 @contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """Inside `with` no other process writes this folder. A failure leaves nothing behind.
+def replacing(path: Path) -> Iterator[Path]:
+    """A new folder, which takes the place of `path` when `with` ends, synced. Meanwhile no other process writes it.
+
+    Killed at any moment, this leaves the old folder or the new one, whole; a failure leaves the old one and nothing
+    else.
 
     Raises:
         OSError: another process writes it.
@@ -138,8 +141,14 @@ def alone(path: Path) -> Iterator[None]:
         if not _locks(file):
             raise OSError("another process is writing it")
         try:
-            yield
-        finally:  # other ranks wait for this one: no error may escape
+            finish_replacing(path)
+            remove(temporary)
+            temporary.mkdir()
+            yield temporary
+            for written in [*temporary.rglob("*"), temporary]:
+                sync(written)
+            _replace(temporary, path)
+        finally:
             shutil.rmtree(temporary, ignore_errors=True)
             with suppress(OSError):
                 lock_file.unlink()
@@ -153,8 +162,8 @@ def _locks(file: IO[str]) -> bool:
         return True
 
 
-def replace(temporary: Path, path: Path) -> None:
-    """Put the new folder in the place of an old one. Killed at any moment, this leaves the old or the new one, whole.
+def _replace(temporary: Path, path: Path) -> None:
+    """Put the new folder in the place of an old one.
 
     Between the two renames the old one has another name; the next writer of `path` restores it.
     """
@@ -172,7 +181,7 @@ def replace(temporary: Path, path: Path) -> None:
 
 
 def finish_replacing(path: Path) -> None:
-    """Do what a writer that was killed in `replace` left undone."""
+    """Do what a writer that was killed in `_replace` left undone."""
     aside = beside(path, "replaced")
     if os.path.lexists(aside):
         if os.path.lexists(path):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from titan_linear.models.families import FAMILIES
 from titan_linear.models.families.remote import MODELING, ROPE
 from titan_linear.ops.runtime.support import short
 from titan_linear.storage.checkpoint import SaveFailed
-from titan_linear.storage.files import alone, beside, finish_replacing, progress, remove, replace, sync
+from titan_linear.storage.files import progress, replacing
 from titan_linear.storage.hf_io import (
     BLOCK,
     CONFIG,
@@ -130,7 +129,6 @@ def write_folder(
         ValueError: `like` is of another model; the architecture cannot hold the model.
         SaveFailed: on every rank, if the folder could not be written or another process is writing it.
     """
-    temporary = beside(path, "tmp")
     source, found = (None, placements(model, family)) if like is None else check_folder(like, model, POSITIONS)
     if model.tie_embeddings and not FAMILIES[family].ties and (source is None or HEAD in source.tensors):
         shape = (model.vocab_size, model.dim)
@@ -140,26 +138,25 @@ def write_folder(
     copied = [source.tensors[name] for name in others]
     config = _config_json(model, family, dtype, source, extra or {}, longest)
     files = _beside(config, like) | dict(tokenizer or {})
-    writer = _Writer(temporary, _plan(found, family, dtype, source, copied), shard_bytes)
-    failure: OSError | RuntimeError | None = None
-
-    def attempt(work: Callable[..., None], *arguments: object) -> None:
-        """Call `work` on rank 0 until a call fails. Gathering goes on after that: the other ranks wait in it."""
-        nonlocal failure
-        if failure is None and (not dist.is_initialized() or dist.get_rank() == 0):
-            try:
-                work(*arguments)
-            except (OSError, RuntimeError) as error:
-                failure = error
-
-    with ExitStack() as held:
-        attempt(held.enter_context, alone(path))
-        attempt(finish_replacing, path)
-        attempt(writer.begin)
-        for placement in progress(found, f"writing {path.name}"):
-            attempt(writer.write, placement, get(placement.name))
-        attempt(writer.finish, copied, config, files)
-        attempt(replace, temporary, path)
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    plan = _plan(found, family, dtype, source, copied)
+    failure = None
+    left = iter(progress(found, f"writing {path.name}"))
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            with replacing(path) as folder:
+                tensors = _create(folder, plan, shard_bytes)
+                for placement in left:
+                    _write_rows(tensors, placement, get(placement.name))
+                for tensor in copied:
+                    _copy_bytes(tensor, tensors[tensor.name])
+                for name, content in {CONFIG: text.encode(), **files}.items():
+                    (folder / name).parent.mkdir(exist_ok=True)
+                    (folder / name).write_bytes(content)
+        except (OSError, RuntimeError) as error:
+            failure = error
+    for placement in left:  # the other ranks', and of rank 0 after a failure: ranks wait for each other in it
+        get(placement.name)
     _raise_everywhere(path, failure)
 
 
@@ -246,59 +243,42 @@ def _beside(config: Mapping[str, Any], like: Path | None) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in files}
 
 
-class _Writer:
-    """Writes the files of a folder: headers first, so that every row has its place and can be written as it comes."""
+def _create(folder: Path, plan: Mapping[str, Planned], shard_bytes: int) -> dict[str, OnDisk]:
+    """Create the files of weights in their full size, and their index: each row has its place, where it is written as it
+    comes."""
+    groups: list[list[str]] = [[]]  # names of tensors, by file
+    filled = 0
+    for name, tensor in plan.items():
+        if groups[-1] and filled + tensor.size > shard_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += tensor.size
+    files = [f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
+    tensors: dict[str, OnDisk] = {}
+    for file, names in zip(files if len(groups) > 1 else [SINGLE], groups):
+        _write_header(folder / file, {name: plan[name] for name in names})
+        tensors |= read_header(folder / file)
+    if len(groups) > 1:
+        where = {name: tensor.file.name for name, tensor in tensors.items()}
+        total = sum(tensor.size for tensor in plan.values())
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return tensors
 
-    def __init__(self, path: Path, plan: Mapping[str, Planned], shard_bytes: int):
-        groups: list[list[str]] = [[]]  # names of tensors, by file
-        filled = 0
-        for name, tensor in plan.items():
-            if groups[-1] and filled + tensor.size > shard_bytes:
-                groups.append([])
-                filled = 0
-            groups[-1].append(name)
-            filled += tensor.size
-        files = [f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
-        self.path, self.plan = path, plan
-        self.groups = dict(zip(files if len(groups) > 1 else [SINGLE], groups))
-        self.tensors: dict[str, OnDisk] = {}
 
-    def begin(self) -> None:
-        """Create the files in their full size, and the index."""
-        remove(self.path)  # left by an export that was killed
-        self.path.mkdir()
-        for file, names in self.groups.items():
-            _write_header(self.path / file, {name: self.plan[name] for name in names})
-            self.tensors |= read_header(self.path / file)
-        if len(self.groups) > 1:
-            where = {name: tensor.file.name for name, tensor in self.tensors.items()}
-            total = sum(tensor.size for tensor in self.plan.values())
-            index = {"metadata": {"total_size": total}, "weight_map": where}
-            (self.path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-    def write(self, placement: Placement, parameter: Tensor) -> None:
-        """Write the rows of one of our parameters into the tensors that they belong to."""
-        rows = parameter.detach().reshape(-1, placement.width).cpu()
-        for source, start, stop, row in placement.pieces():
-            tensor = self.tensors[source.name]
-            given = rows[row : row + stop - start]
-            values = given.to(DTYPES[tensor.code]).contiguous()
-            if (values.isinf() & given.isfinite()).any():
-                raise OSError(f"{source.name} has values beyond {tensor.code}'s range; choose a wider dtype")
-            with open(tensor.file, "r+b") as file:
-                file.seek(tensor.begin + start * placement.width * values.element_size())
-                file.write(values.view(torch.uint8).numpy())
-
-    def finish(self, copied: list[OnDisk], config: Mapping[str, Any], files: Files) -> None:
-        """Write everything but the weights, then sync all files to disk."""
-        for tensor in copied:
-            _copy_bytes(tensor, self.tensors[tensor.name])
-        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-        for name, content in {CONFIG: text.encode(), **files}.items():
-            (self.path / name).parent.mkdir(exist_ok=True)
-            (self.path / name).write_bytes(content)
-        for file in [*self.path.rglob("*"), self.path]:
-            sync(file)
+def _write_rows(tensors: Mapping[str, OnDisk], placement: Placement, parameter: Tensor) -> None:
+    """Write the rows of one of our parameters into the tensors that they belong to."""
+    rows = parameter.detach().reshape(-1, placement.width).cpu()
+    for source, start, stop, row in placement.pieces():
+        tensor = tensors[source.name]
+        ours = rows[row : row + stop - start]
+        values = ours.to(DTYPES[tensor.code]).contiguous()
+        if (values.isinf() & ours.isfinite()).any():
+            raise OSError(f"{source.name} has values beyond {tensor.code}'s range; choose a wider dtype")
+        with open(tensor.file, "r+b") as file:
+            file.seek(tensor.begin + start * placement.width * values.element_size())
+            file.write(values.view(torch.uint8).numpy())
 
 
 def _write_header(file: Path, plan: Mapping[str, Planned]) -> None:

@@ -28,8 +28,7 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.families import FAMILIES
 from titan_linear.models.layers import lora_name
 from titan_linear.models.lora import adaptable, trained_names
-from titan_linear.storage.files import alone, beside, finish_replacing, read_json, remove, sync
-from titan_linear.storage.files import replace as put_in_place
+from titan_linear.storage.files import read_json, replacing
 from titan_linear.storage.hf_io import HEAD
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -158,17 +157,10 @@ def peft_tensors(model: ModelConfig, family: str, get: Callable[[str], Tensor]) 
 
 def write_peft(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], base: str) -> None:
     """Write a folder, whole or not at all. base: the base's fingerprint."""
-    temporary = beside(path, "tmp")
-    with alone(path):
-        finish_replacing(path)
-        remove(temporary)
-        temporary.mkdir()
+    with replacing(path) as folder:
         content = {name: x.detach().cpu().clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
-        save_file(content, temporary / PEFT_WEIGHTS, {"format": "pt", BASE: base})
-        (temporary / PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        for file in [*temporary.iterdir(), temporary]:
-            sync(file)
-        put_in_place(temporary, path)
+        save_file(content, folder / PEFT_WEIGHTS, {"format": "pt", BASE: base})
+        (folder / PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def options_of(path: Path, model: ModelConfig, family: str) -> dict[str, Any]:
