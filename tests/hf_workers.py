@@ -25,7 +25,7 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import owned
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
-from titan_linear.storage import hf_writing
+from titan_linear.storage import files, hf_writing
 from titan_linear.storage.checkpoint import SaveFailed
 from titan_linear.storage.hf_io import load_weights, read_model
 from titan_linear.storage.hf_writing import gather, write_folder
@@ -117,21 +117,21 @@ def export_fails(rank, world_size, folder, target, failure):
     family, config = read_model(folder)
     model = sharded(config, world_size)
     load_weights(folder, model)
-    whole, written = hf_writing._Writer.write, []
+    whole, written = hf_writing._write_rows, []
 
-    def write(self, *arguments):
+    def write(*arguments):
         written.append(1)
         if len(written) == 3:
             raise failure
-        whole(self, *arguments)
+        whole(*arguments)
 
-    hf_writing._Writer.write = write
+    hf_writing._write_rows = write
     try:
         write_folder(target, config, family, gather(model), dtype=None, like=folder)
     except SaveFailed as error:
         return str(error)
     finally:
-        hf_writing._Writer.write = whole
+        hf_writing._write_rows = whole
     return ""
 
 
@@ -143,13 +143,13 @@ def export_until_killed(folder: Path, moment: int) -> None:
         if event in ("os.rename", "os.remove", "os.rmdir") and next(changes) == moment:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    finish = hf_writing._Writer.finish
+    replace = files._replace
 
-    def then_count(self, *arguments):
-        finish(self, *arguments)
+    def counted(*arguments):
         sys.addaudithook(count)
+        replace(*arguments)
 
-    hf_writing._Writer.finish = then_count
+    files._replace = counted
     export(folder, 2.0)
     os._exit(0)
 

@@ -863,15 +863,14 @@ def make_large_folder(folder):
     folder.mkdir()
     plan = {s.name: s.shape for placement in placements(LARGE, "KDAForCausalLM") for s in placement.sources}
     plan = {name: hf_writing.Planned("F32", shape, 4 * torch.Size(shape).numel()) for name, shape in plan.items()}
-    writer = hf_writing._Writer(folder, plan, 10**9)
-    writer.begin()
-    for tensor in writer.tensors.values():
+    tensors = hf_writing._create(folder, plan, 10**9).values()
+    for tensor in tensors:
         with open(tensor.file, "r+b") as file:
             for row in range(0, tensor.shape[0], EVERY):
                 file.seek(tensor.begin + row * (tensor.end - tensor.begin) // tensor.shape[0])
                 file.write(struct.pack("<f", mark(tensor.name, row)))
     write_json(folder / "config.json", config_to_hf("KDAForCausalLM", LARGE))
-    return sum(tensor.end - tensor.begin for tensor in writer.tensors.values())
+    return sum(tensor.end - tensor.begin for tensor in tensors)
 
 
 def test_a_large_folder_loads_in_the_memory_of_what_a_rank_owns(worlds, tmp_path):

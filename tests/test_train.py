@@ -642,7 +642,7 @@ def test_the_host_waits_once_in_a_step(name, corpus, worlds):
 def slow_disk(rank, world_size, argv, seconds):
     """A run whose rank 0 takes `seconds` to finish a save, and again to finish an export."""
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((Checkpointer, "_commit"), (hf_writing._Writer, "finish")):
+        for owner, name in ((Checkpointer, "_commit"), (hf_writing, "_create")):
             patch.setattr(owner, name, delayed(getattr(owner, name), seconds))
         Trainer(load_config(argv)).train()
 

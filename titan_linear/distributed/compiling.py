@@ -34,7 +34,9 @@ VARIES = 3  # for this number kernels are not specialised, as for 1 and multiple
 def apply_compile(model: Decoder, backend: str) -> None:
     """Compile each layer's `forward`. Layers of one kind, that is of equal options, share a code object and with it
     their graphs, which do not depend on the documents. Other kinds have one of their own: where FSDP2 manages a module,
-    the compiler takes a number that differs between the modules of one code for one that may change.
+    the compiler takes a number that differs between the modules of one code for one that may change. It keeps what it
+    has seen by code object, and no public option parts that: `isolate_recompiles` (torch 2.13) parts the graphs alone,
+    and `dynamic=False` would compile for each number of documents.
 
     What lies between products and our operators (norms, gates, activations) is computed again in backward.
     """

@@ -244,8 +244,7 @@ def _beside(config: Mapping[str, Any], like: Path | None) -> dict[str, bytes]:
 
 
 def _create(folder: Path, plan: Mapping[str, Planned], shard_bytes: int) -> dict[str, OnDisk]:
-    """Create the files of weights in their full size, and their index: each row has its place, where it is written as it
-    comes."""
+    """Create the files of weights in their full size, and their index: each row is written in its place as it comes."""
     groups: list[list[str]] = [[]]  # names of tensors, by file
     filled = 0
     for name, tensor in plan.items():
