@@ -20,6 +20,7 @@ from titan_linear.data import IGNORE, PackedStreams, WholeStreams
 from titan_linear.distributed.one_process import run_ranks
 from titan_linear.losses import LOSSES, build_loss, reference
 from titan_linear.losses.reference import Document
+from titan_linear.models.decoder import Decoder
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN
 from titan_linear.ops.cross_entropy import ChunkedLogits, Rows
@@ -92,6 +93,13 @@ ROLLED_OUT = {
     "policy.clip_low": 0.05,
     "policy.clip_high": 0.1,
 }
+OF_BASE = {
+    "loss.reference": "base",
+    "adapter.enable": "true",
+    "adapter.rank": 3,
+    "training.steps": 3,
+    "optimizer.lr": 0.02,
+}
 CASES = {
     "weights": WEIGHED | {"model.mtp_layers": 1},
     "by document, smoothed": WEIGHED
@@ -106,7 +114,9 @@ CASES = {
         "dpo.length_normalised": "true",
         "dpo.reference_free": "true",
     },
+    "DPO, the base as reference": PAIRS | OF_BASE | {"dpo.beta": 0.5, "training.dataset_columns": '["weights"]'},
     "GRPO": ROLLED_OUT | {"policy.kl": 0.1},
+    "GRPO, the base as reference": ROLLED_OUT | OF_BASE | {"policy.kl": 0.1},
     "GSPO": ROLLED_OUT | {"policy.kl": 0.1, "policy.level": "sequence"},
     "distillation": {
         "training.dataset_columns": '["teacher_ids", "teacher_logprobs"]',
@@ -139,7 +149,8 @@ def arguments(case, records, **more):
 
 def definition(config, trainer, i):
     """The loss of step i by its definition, with the weights that the trainer has."""
-    documents = []
+    documents, base = [], Decoder(trainer.model.config.base).double()
+    base.load_state_dict({name: p for name, p in trainer.model.state_dict().items() if "lora_" not in name})
     streams, size = trainer.loader.streams, config.training.global_batch_size
     raw = copy(streams)
     raw.targets = replace(streams.targets, normalise="token")
@@ -147,10 +158,12 @@ def definition(config, trainer, i):
         stream = raw[n]
         for begin, end in pairwise(stream.cu_seqlens.tolist()):
             tokens = torch.from_numpy(stream.tokens[begin:end])
-            logits = trainer.model(tokens[None], BatchPlan(torch.arange(end - begin)))[0]
+            logits, of_base = (m(tokens[None], BatchPlan(torch.arange(end - begin)))[0] for m in (trainer.model, base))
             labels = torch.from_numpy(stream.labels[begin:end])
             valid = labels != IGNORE
             columns = {name: torch.from_numpy(x[begin:end])[valid].double() for name, x in stream.columns.items()}
+            if config.loss.reference == "base":
+                columns["reference"] = Document(n, of_base[valid], labels[valid], {}).logprobs
             documents.append(Document(n, logits[valid], labels[valid], columns))
         if config.loss.name == "dpo":
             del documents[len(documents) // 2 * 2 :]  # padding

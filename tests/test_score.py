@@ -1,5 +1,6 @@
 """titan-linear score: the log-probabilities of whole logits, under splits, resumed; and the runs that read them."""
 
+import math
 import random
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 
 from tests.keys import argv_of
 from tests.records import change_json, write_lines
-from tests.test_train import OWN_FLAVORS, SPLITS
+from tests.test_train import OWN_FLAVORS, SPLITS, train_on_rank
 from titan_linear import score
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, open_corpus
@@ -106,6 +107,17 @@ def test_it_goes_on_where_it_was_stopped_and_is_compared(keys, tmp_path, worlds)
     assert kept[token] and apart == (7 - before)[kept].max()
     with pytest.raises(AssertionError, match="holds scores of other weights, texts or columns; choose another"):
         run("half", "--temperature", "2")
+
+
+def test_the_base_as_reference_is_as_its_scores_are(keys, tmp_path, worlds):
+    """But for the rounding of these to float32: β times that of at most 66 labels of a pair, below 8 nats each."""
+    worlds(1).run(scored, ["--output", str(tmp_path), *argv_of(keys)])
+    lora = {"loss.name": "dpo", "dpo.beta": 0.5, "adapter.enable": "true", "training.steps": 2, "optimizer.lr": 1e-3}
+    lora |= {"lr_scheduler.warmup_steps": 0, "training.global_batch_size": 2}
+    more = {"loss.scores": tmp_path}, {"loss.reference": "base"}
+    by_scores, by_base = (worlds(1).run(train_on_rank, argv_of(keys | lora | own))[0][0] for own in more)
+    assert by_base[0] == pytest.approx(math.log(2), abs=1e-15) and abs(by_base[1] - math.log(2)) > 1e-3
+    assert by_base == pytest.approx(by_scores, abs=0.5 * 66 * 8 * 2**-25)
 
 
 def test_a_loss_reads_scores_of_its_own_texts_alone(keys, tmp_path, worlds):

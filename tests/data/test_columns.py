@@ -127,6 +127,10 @@ def test_pairs_stay_together_on_their_side_and_in_their_stream(tmp_path):
             {"loss.name": "policy"},
             r"loss\.name = 'policy' reads the column 'advantages', and .* has none; name the rec",
         ),
+        (
+            {"loss.reference": "base"},
+            r"loss\.reference = 'base': cross_entropy, by its keys, reads no reference; remove",
+        ),
     ],
 )
 def test_a_loss_without_what_it_reads(tmp_path, keys, message):
@@ -148,6 +152,10 @@ def test_a_loss_without_what_it_reads(tmp_path, keys, message):
             r"no loss reads 'size'",
         ),
         ({"dpo.beta": 0.5}, r"dpo\.beta = 0\.5 has no effect with loss\.name = \"cross_entropy\"; set that to \"dpo\""),
+        (
+            {"loss.reference": "base"},
+            r"loss\.reference = \"base\" has no effect with adapter\.enable = false; set that",
+        ),
         ({"loss.name": "dpo", "training.seq_len_schedule": "[{until_step = 2, seq_len = 1024}]"}, r"cuts documents"),
     ],
 )

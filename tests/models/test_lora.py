@@ -16,13 +16,14 @@ from titan_linear.config import changed, load_config
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
-from titan_linear.models.lora import check_adapters, described
+from titan_linear.models.lora import check_adapters, described, without_adapters
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import MODELS
 from titan_linear.ops import build_cp_context
 from titan_linear.planner import machine, memory, timing
 from titan_linear.run.build import model_without_tokenizer
-from titan_linear.step.flops import training_flops
+from titan_linear.run.preflight import check_model
+from titan_linear.step.flops import forward_flops, training_flops
 
 RANK = 3  # of which no size of these models is a multiple
 PRESETS = [name for name, flavors in MODELS.items() if "debug" in flavors]
@@ -86,10 +87,16 @@ def test_gradients_are_those_of_merged_weights(name):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_adapters_of_zeros_change_no_bit(name):
+def test_adapters_of_zeros_and_none_change_no_bit(name):
     model = build(adapted(name))
-    base = build(model.config.base)
-    assert torch.equal(loss_of(model), loss_of(base))
+    want = loss_of(build(model.config.base))
+    assert torch.equal(loss_of(model), want)
+    with torch.no_grad():
+        for n, p in model.named_parameters():
+            p.normal_() if n.endswith("lora_B") else None
+    with without_adapters(model):
+        assert torch.equal(loss_of(model), want)
+    assert not torch.equal(loss_of(model), want)
 
 
 class Products(TorchDispatchMode):
@@ -127,7 +134,7 @@ def test_backward_computes_no_gradient_of_the_base():
 
 @pytest.mark.parametrize("name", ["gdn", "kimi-linear"])
 def test_model_flops_of_frozen_weights(name):
-    """4 per token and parameter that it meets, where 6 are of adapters and of trained ones."""
+    """4 per token and parameter that it meets, where 6 are of adapters and trained ones, and of the reference."""
     config, documents = adapted(name), Documents.of(np.array([0, 30, 70]))
     moe, sizes = config.moe, {n: (p.numel(), p.dim(), p.requires_grad) for n, p in Decoder(config).named_parameters()}
     share = {n: moe.top_k / moe.num_experts if ".experts." in n else 1 for n in sizes}
@@ -135,6 +142,8 @@ def test_model_flops_of_frozen_weights(name):
     added = sum(n * share[x] for x, (n, _, own) in sizes.items() if own)
     want = training_flops(config.base, documents) + 70 * (6 * added - 2 * frozen)
     assert training_flops(config, documents) == want
+    again = adapted(name, "--loss.name", "dpo", "--loss.reference", "base")
+    assert training_flops(again, documents) == want + forward_flops(config.base, documents)
 
 
 def test_what_no_adapter_reaches_is_said():
@@ -174,12 +183,34 @@ def test_the_plan_knows_what_is_frozen():
         ),
         (("--adapter.rank", "129"), r"adapter.rank = 129 is above the \d+ channels that layers\S+ reads; use at most"),
         (("--training.expert_bias_update_rate", "0.1"), r"expert_bias_update_rate moves a bias of the base"),
+        (
+            ("--loss.name", "dpo", "--loss.reference", "base", "--adapter.train_extra", '["*norm"]'),
+            r"loss.reference = 'base' is the model as it was, and adapter.train_extra changes",
+        ),
     ],
 )
 def test_what_cannot_be_adapted_is_refused(keys, message):
     with pytest.raises(ValueError, match=message):
         model = adapted("kimi-linear", *keys)
-        check_adapters(Decoder(model.base), model.adapter)
+        check_adapters(Decoder(model.base), model.adapter, 1)
+
+
+def test_a_rank_that_experts_on_a_gpu_do_not_take_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    def check(rank: int, dtype: str = "bfloat16", targets: str = "[]") -> None:
+        keys = {"model.name": "qwen3.5", "adapter.enable": "true", "adapter.rank": rank, "adapter.targets": targets}
+        config = load_config(argv_of(keys | {"training.mixed_precision_param": dtype}))
+        check_model(model_without_tokenizer(config), config, 1, 1)
+
+    with pytest.raises(
+        ValueError, match=r"adapter.rank = 12: layers\.0\.mlp\.experts\.gate_up_proj .* of 8; use 16, or"
+    ):
+        check(12)
+    check(16)
+    check(12, "float32")
+    check(12, targets='["!experts"]')
 
 
 def test_rank_0_is_refused():

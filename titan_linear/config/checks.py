@@ -37,7 +37,7 @@ from titan_linear.config.schema import (
 # Keys that have an effect only with this value of another.
 EFFECTIVE_WITH = {
     ("activation_checkpoint.mode", "selective"): ("activation_checkpoint.selective_ac_option",),
-    ("adapter.enable", True): tuple(key for key in KEYS if key.startswith("adapter.")),
+    ("adapter.enable", True): ("loss.reference", *(key for key in KEYS if key.startswith("adapter."))),
     ("checkpoint.enable", True): (
         "checkpoint.load_step",
         "checkpoint.initial_load_path",

@@ -200,6 +200,9 @@ class Loss(Section):
     auto: document for dpo and policy, token for the others."""
     scores: Annotated[str, Rule.PATH, Rule.OF_A_NODE] = ""
     """Folders (separated by commas) of columns that titan-linear score wrote for the corpus."""
+    reference: Literal["column", "base"] = "column"
+    """Where the log-probabilities of the reference come from, if the loss reads them: the corpus's column, or the
+    model without its adapters (adapter.enable), in each step."""
     mtp_weight: float = Field(0.1, ge=0)
     """Weight of the mean cross-entropy of further tokens (model.mtp_layers), which is in the gradient, not in the
     printed loss."""

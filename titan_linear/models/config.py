@@ -159,6 +159,7 @@ class Adapter:
     targets: tuple[str, ...] = ()  # patterns of names of the weights; (): all
     extra: tuple[str, ...] = ()  # patterns of names of other parameters, which are trained too
     shared: tuple[tuple[str, ...], ...] = ()  # weights that share A, being one matrix in a Hugging Face folder
+    base_is_reference: bool = False  # of the loss: it computes as well, first
 
 
 @dataclass(frozen=True)

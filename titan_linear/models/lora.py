@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -53,6 +54,18 @@ def _add(model: nn.Module, name: str, first: str, options: Adapter) -> None:
         module.lora = Adapted(options.factor, (model.get_submodule(first.rpartition(".")[0]),))
     else:
         module.adapters[leaf] = options.factor
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Inside, the model computes what its base does."""
+    with ExitStack() as restored:
+        for module in model.modules():
+            if isinstance(module, (Projection, Experts)):
+                name, none = ("lora", None) if isinstance(module, Projection) else ("adapters", {})
+                restored.callback(setattr, module, name, getattr(module, name))
+                setattr(module, name, none)
+        yield
 
 
 def adaptable(model: nn.Module) -> tuple[list[str], list[str]]:
@@ -109,8 +122,10 @@ def described(model: nn.Module) -> str:
     return "\n".join(lines)
 
 
-def check_adapters(base: nn.Module, options: Adapter) -> None:
-    """Raise ValueError if a pattern fits nothing of a model, or the rank is above what a projection reads."""
+def check_adapters(base: nn.Module, options: Adapter, multiple: int) -> None:
+    """Raise ValueError if a pattern fits nothing of a model, or the rank is above what a projection reads.
+
+    multiple: that which experts' products need the rank to be."""
     weights, others = adaptable(base)
     for key, patterns, names in (("targets", options.targets, weights), ("train_extra", options.extra, others)):
         for pattern in patterns:
@@ -118,8 +133,14 @@ def check_adapters(base: nn.Module, options: Adapter) -> None:
                 ends = sorted({".".join(name.removesuffix(".weight").split(".")[-2:]) for name in names})
                 raise ValueError(f"adapter.{key}: {pattern!r} fits none of the model's {', '.join(ends)}; correct it")
     for name in fitting(weights, options.targets or ALL):
-        if options.rank > (inputs := base.get_parameter(name).shape[-1]):
+        *experts, _, inputs = base.get_parameter(name).shape
+        if options.rank > inputs:
             raise ValueError(
                 f"adapter.rank = {options.rank} is above the {inputs} channels that {name} reads; use at most {inputs},"
                 " or adapter.targets that leave it out"
+            )
+        if experts and options.rank % multiple:
+            raise ValueError(
+                f"adapter.rank = {options.rank}: {name} and others are experts, whose products on a GPU take multiples "
+                f"of {multiple}; use {math.ceil(options.rank / multiple) * multiple}, or adapter.targets without them"
             )

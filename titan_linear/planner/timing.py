@@ -247,6 +247,8 @@ def step(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: 
     times = micro_steps(config, gpus)
     passes = passes_of(clock, config, model)
     everything = [p for pair in passes for p in pair]
+    if model.adapter and model.adapter.base_is_reference:
+        everything += [forward for forward, _ in passes[: model.num_layers]]
     parts = {part: times * sum(p.parts[part] for p in everything) for part in PARTS}
     parts["head"] = times * _head(config, model, u, batch, machine)
     parts["optimizer"] = _optimizer(config, u, times, machine)
@@ -292,14 +294,16 @@ def _passes(clock: Clock, mode: str, layer: Layer) -> tuple[Pass, Pass]:
 
 def _head(config: Config, model: ModelConfig, u: Units, batch: Batch, machine: Machine) -> float:
     """Seconds: three products per chunk of tokens, two if the weight is frozen; float32 logits, written once and read
-    twice, and their gradient, written; the weight's float32 gradient, read and written for each chunk."""
+    twice, and their gradient, written; the weight's float32 gradient, read and written for each chunk. Of a base that
+    is the reference: a product, and its logits, written and read."""
     rates, D = machine.rates, model.dim
     tokens, rows = batch.tokens * batch.tp * (1 + model.mtp_layers), u.vocabulary // D
     chunk = min(config.training.loss_chunk_size, tokens)
     chunks = tokens / chunk
-    sizes = [(chunk, rows, D), (chunk, D, rows), (rows, D, chunk)]
-    products = sum(map(rates.product, sizes if u.trained_head else sizes[:2]))
-    moved = tokens * rows * (3 * 4 + 2) + chunks * u.trained_head * 2 * 4
+    again = model.adapter is not None and model.adapter.base_is_reference
+    sizes = Counter({(chunk, rows, D): 1 + again, (chunk, D, rows): 1, (rows, D, chunk): u.trained_head > 0})
+    products = sum(rates.product(size) * n for size, n in sizes.items())
+    moved = tokens * rows * (3 * 4 + 2 + again * 2 * 4) + chunks * u.trained_head * 2 * 4
     return products * chunks + moved / rates.elementwise
 
 

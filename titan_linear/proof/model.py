@@ -27,7 +27,7 @@ from titan_linear.proof.ranks import model_of, on_ranks, passes_of, sum_as_fsdp,
 from titan_linear.proof.subject import STREAMS, Subject
 from titan_linear.run.build import DTYPES
 from titan_linear.step.feed import MicroBatch
-from titan_linear.step.passes import ComputeCopies
+from titan_linear.step.passes import ComputeCopies, with_reference
 from titan_linear.step.update import gradient_sums, sum_gradients
 
 
@@ -59,6 +59,8 @@ class Trace:
 
     def _keep(self, i: int):
         def keep(_: object, arguments: tuple[Tensor, ...]) -> None:
+            if not torch.is_grad_enabled():  # the base computes, without its adapters
+                return
             x = arguments[0]
             self.between[i].append(x.detach().double())
             if x.requires_grad:
@@ -83,9 +85,10 @@ def in_one_process(subject: Subject, whole: Decoder) -> Step:
     micro = MicroBatch(
         batch.tokens.to(device), batch.labels.to(device), plan, batch.streams, columns, batch.num_documents
     )
-    of = partial(build_loss(subject.config), batch=micro)
     chunk = subject.config.training.loss_chunk_size
     whole.use(subject.config.model.impl, device, subject.dtype).zero_grad(set_to_none=True)
+    micro = with_reference(whole, micro, ComputeCopies(whole, subject.dtype), chunk)
+    of = partial(build_loss(subject.config), batch=micro)
     with torch.autograd.set_multithreading_enabled(False), Trace(whole) as trace, ComputeCopies(whole, subject.dtype):
         balance = weight / batch.tokens.numel()
         loss = whole(micro.tokens, plan, loss=of, loss_chunk=chunk, balance_weight=balance).flatten()[0] / weight

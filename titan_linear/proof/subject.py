@@ -99,9 +99,9 @@ class Subject:
 
 @torch.no_grad()
 def vary(decoder: Decoder, seed: int) -> None:
-    """Add noise to vectors, which a run draws alike for all heads or channels: gates, norms, biases."""
+    """Add noise to what a run draws alike for all heads or channels: gates, norms, biases, adapters' B."""
     for name, p in decoder.named_parameters():
-        if p.dim() == 1:
+        if p.dim() == 1 or name.endswith("lora_B"):
             p += torch.randn(p.shape, generator=generator(seed, "proof", name)) / 4
 
 

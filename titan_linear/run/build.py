@@ -107,6 +107,11 @@ def with_adapter(model: ModelConfig, config: Config) -> ModelConfig:
             "training.expert_bias_update_rate moves a bias of the base, which adapter.enable = true leaves frozen; "
             "leave it at -1"
         )
+    if config.loss.reference == "base" and a.train_extra:
+        raise ValueError(
+            "loss.reference = 'base' is the model as it was, and adapter.train_extra changes more of it than adapters; "
+            "remove one of them"
+        )
     family = family_of(model, config)
     adapter = Adapter(
         rank=a.rank,
@@ -114,6 +119,7 @@ def with_adapter(model: ModelConfig, config: Config) -> ModelConfig:
         targets=tuple(a.targets),
         extra=tuple(a.train_extra),
         shared=joined(model, family) if family else (),
+        base_is_reference=config.loss.reference == "base",
     )
     moe = model.moe and replace(model.moe, bias_update_rate=0.0)
     return replace(model, adapter=adapter, moe=moe)

@@ -40,7 +40,7 @@ from titan_linear.data import (
 )
 from titan_linear.data.corpus.scores import with_scores
 from titan_linear.distributed.groups import of_all_ranks
-from titan_linear.losses import Loss, build_loss
+from titan_linear.losses import build_loss
 from titan_linear.models.config import ModelConfig, fingerprint
 from titan_linear.run.build import under_key
 from titan_linear.storage.hf_io import open_folder
@@ -108,11 +108,14 @@ def build_streams(config: Config, tokenizer: Tokenizer, progress: Progress | Non
     trained = corpora[: len(given)]
     own = corpora[len(given) :]
     loss = build_loss(config)
-    for corpus in corpora:
-        check_columns(config, loss, corpus)
     normalise = config.loss.normalise
     auto = "document" if loss.group else "token"
-    targets = Targets(auto if normalise == "auto" else normalise, loss.columns, loss.group)
+    columns = tuple(name for name in loss.columns if name != "reference" or config.loss.reference == "column")
+    if config.loss.reference == "base" and columns == loss.columns:
+        raise ValueError(f"loss.reference = 'base': {config.loss.name}, by its keys, reads no reference; remove it")
+    targets = Targets(auto if normalise == "auto" else normalise, columns, loss.group)
+    for corpus in corpora:
+        check_columns(config, targets, corpus)
     make = WholeStreams if loss.group else PackedStreams
     holdout = v.holdout if v.enable and not own else 0.0
 
@@ -130,15 +133,15 @@ def build_streams(config: Config, tokenizer: Tokenizer, progress: Progress | Non
     return streams, MixedStreams(dict(zip(streams.sources, passes, strict=True)), seed=seed, repeat=False)
 
 
-def check_columns(config: Config, loss: Loss, corpus: Corpus) -> None:
+def check_columns(config: Config, targets: Targets, corpus: Corpus) -> None:
     """Raise ValueError if a corpus has not what the loss reads."""
     name = f"loss.name = {config.loss.name!r}"
-    if corpus.group != max(loss.group, 1):
+    if corpus.group != max(targets.group, 1):
         kinds = {1: "single documents", 2: "pairs of documents (training.dataset_format = 'preference')"}
         raise ValueError(
-            f"{name} takes {kinds[max(loss.group, 1)]}, and {corpus.folder} holds {kinds[corpus.group]}; change one"
+            f"{name} takes {kinds[max(targets.group, 1)]}, and {corpus.folder} holds {kinds[corpus.group]}; change one"
         )
-    if missing := [column for column in loss.columns if column not in corpus.columns]:
+    if missing := [column for column in targets.columns if column not in corpus.columns]:
         raise ValueError(
             f"{name} reads the column {missing[0]!r}, and {corpus.folder} has none; name the records' field in "
             "training.dataset_columns, or have titan-linear score write it"

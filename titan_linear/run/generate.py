@@ -32,6 +32,7 @@ from titan_linear.models.decoder import Between, Decoder, LayerCache
 from titan_linear.models.draws import generator
 from titan_linear.models.plan import BatchPlan
 from titan_linear.step.feed import BatchSharding
+from titan_linear.step.passes import with_reference
 
 
 @dataclass(frozen=True)
@@ -306,7 +307,7 @@ class Evaluation:
         total = torch.zeros(2 + len(self.loss.reports), dtype=torch.float64, device=self.device)
         for batch in batches:
             self.ask()
-            micro = self.sharding(batch)
+            micro = with_reference(self.model, self.sharding(batch), self.precision, chunk)
             loss = partial(self.loss, batch=micro)
             with self.precision:
                 total[1:] += self.model(micro.tokens, micro.plan, loss=loss, loss_chunk=chunk)

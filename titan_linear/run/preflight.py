@@ -116,7 +116,6 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
     if warning := check_model(model, config, world_size, node_size or world_size):
         print(warning)
     _check_hugging_face(config, model, tokenizer)
-    implementations(config, model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     progress = _check_checkpoint(config, model, tokenizer) if config.checkpoint.enable else None
     check_folders(config)
     check_mixture_step(config, progress)
@@ -296,8 +295,10 @@ def check_model(model: ModelConfig, config: Config, world_size: int, node_size: 
     """Raise ValueError if the model does not fit its configuration, or this machine; return a warning, or ""."""
     check_splits(model, config)
     check_checkpointing(model, config)
+    chosen = implementations(config, model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if model.adapter:
-        check_adapters(unallocated(model.base, torch.float32), model.adapter)
+        grouped = any(choice.implementation == "grouped_mm" for choice in chosen.values())
+        check_adapters(unallocated(model.base, torch.float32), model.adapter, 8 if grouped else 1)
     check_float8(model, config)
     check_float8_device(config)
     check_node_heads(model, config, world_size, node_size)

@@ -2,14 +2,16 @@
 
 Only products count, a multiplication and its addition as two operations: projections, convolutions, attention on the
 pairs that the mask leaves, the delta rule by chunks, SwiGLU or the experts that a token is sent to, the head. Backward
-is twice forward, a product for each of the two gradients, or once where adapters leave a weight frozen. Not counted:
-elementwise work, the embedding's lookup, and recomputation, by activation checkpointing or inside a kernel's backward
-pass. Products with weights follow from these; mixers state the others.
+is twice forward, a product for each of the two gradients, or once where adapters leave a weight frozen. A base that is
+the loss's reference has a forward of its own. Not counted: elementwise work, the embedding's lookup, and recomputation,
+by activation checkpointing or inside a kernel's backward pass. Products with weights follow from these; mixers state
+the others.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -41,8 +43,12 @@ PEAK_TFLOPS = {
 
 def training_flops(model: ModelConfig, documents: Documents) -> int:
     """FLOPs of forward and backward over these documents, of the whole run."""
-    frozen = _with_weights(model, frozen=True) if model.adapter else 0
-    return 3 * forward_flops(model, documents) - documents.tokens * frozen
+    flops = 3 * forward_flops(model, documents)
+    if model.adapter:
+        flops -= documents.tokens * _with_weights(model, frozen=True)
+    if model.adapter and model.adapter.base_is_reference:
+        flops += forward_flops(replace(model.base, mtp_layers=0), documents)
+    return flops
 
 
 def forward_flops(model: ModelConfig, documents: Documents) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from types import TracebackType
@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from titan_linear.distributed.parallelize import replicated_parameters
 from titan_linear.losses import Loss
+from titan_linear.losses.loss import logprobs
 from titan_linear.models.decoder import Decoder
+from titan_linear.models.lora import without_adapters
 from titan_linear.step.feed import Feed, MicroBatch, StepTokens
 
 
@@ -64,6 +66,18 @@ class Forward:
             del self.loss
 
 
+def with_reference(
+    model: Decoder, batch: MicroBatch, precision: AbstractContextManager[object], loss_chunk: int
+) -> MicroBatch:
+    """The batch, with the column that the loss reads of the base: the log-probability of each label."""
+    if not (model.config.adapter and model.config.adapter.base_is_reference):
+        return batch
+    of_labels = partial(logprobs, labels=batch.labels.flatten())
+    with precision, torch.no_grad(), without_adapters(model):
+        reference = model(batch.tokens, batch.plan, loss=of_labels, loss_chunk=loss_chunk)
+    return replace(batch, columns=batch.columns | {"reference": reference.unsqueeze(0)})
+
+
 class Begun(NamedTuple):
     tokens: StepTokens
     batches: Iterator[MicroBatch]  # all of the step's
@@ -88,13 +102,17 @@ class Passes:
     replicas_once: bool = False
     begun: Begun | None = None
 
+    def next_step(self) -> tuple[StepTokens, Iterator[MicroBatch]]:
+        tokens, batches = self.feed.next_step()
+        return tokens, (with_reference(self.model, batch, self.precision, self.loss_chunk) for batch in batches)
+
     def forward(self, batch: MicroBatch, step: StepTokens) -> Forward:
         return Forward(self.model, batch, step, self.precision, self.loss, self.loss_chunk)
 
     def begin(self) -> None:
         """Queue the next step's first forward, so that the device has work while the host waits for numbers of the step
         before. `run` continues from there; `drop` discards it."""
-        tokens, batches = self.feed.next_step()
+        tokens, batches = self.next_step()
         first = next(batches)
         self.begun = Begun(tokens, chain([first], batches), self.forward(first, tokens))
 
@@ -109,7 +127,7 @@ class Passes:
         float64 (with reports [micro-steps, 1 + reports]), and its streams. `ask` is called before each micro-step with
         the number of those done, and may raise.
         """
-        tokens, batches = self.begun[:2] if self.begun else self.feed.next_step()
+        tokens, batches = self.begun[:2] if self.begun else self.next_step()
         losses, streams = [], []
         for done, batch in enumerate(batches):
             ask(done)
