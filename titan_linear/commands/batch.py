@@ -33,15 +33,20 @@ from titan_linear.storage.step_folders import known_progress
 
 @refusing
 def main(argv: list[str]) -> int:
+    for line in lines_of(argv):
+        print(line)
+    return 0
+
+
+def lines_of(argv: list[str]) -> Iterator[str]:
+    """What the command prints."""
     args, keys = parse(argv)
     config = load_config(keys)
     tokenizer = build_tokenizer(tokenizer_path(config))
     # The newest checkpoint knows the mixtures.
     progress = known_progress(config, -1)
     streams, _ = build_streams(config, tokenizer, progress)
-    for line in shown(args, config, streams, tokenizer):
-        print(line)
-    return 0
+    return shown(args, config, streams, tokenizer)
 
 
 def shown(args: argparse.Namespace, config: Config, streams: Streams, tokenizer: Tokenizer) -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""Runs side by side: where each stands, and the keys in which they differ. TensorBoard draws their curves.
+"""Runs side by side: where each stands, and the keys in which they differ; as a page, also their curves and spikes.
 
 titan-linear report outputs/debug
-titan-linear report outputs/kda outputs/gdn outputs/hybrid
+titan-linear report outputs/kda outputs/gdn outputs/hybrid --html report.html
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from pathlib import Path
 from statistics import median
 
 from titan_linear.commands import command_parser, table
+from titan_linear.commands.page import page
 from titan_linear.config import Training, flat_keys, load_config, toml_value
 from titan_linear.distributed.process import refusing
 from titan_linear.storage import rundir
-from titan_linear.storage.files import parse_json
-from titan_linear.storage.rundir import CONFIG, METRICS, SPIKES
+from titan_linear.storage.files import write_whole
+from titan_linear.storage.rundir import CONFIG, METRICS, SPIKES, json_lines
 
 HEAD = ("run", "trained on", "step", "loss", "best validation", "tokens", "tokens/s", "MFU", "GiB", "skipped", "spikes")
 OWN = ("job.config_file", "job.dump_folder", "job.description")  # keys that differ between any two runs
@@ -33,17 +34,6 @@ class Line(rundir.Line):
     skipped_steps: int = 0
 
 
-def read_lines(path: Path) -> list[Line]:
-    """The lines of a .jsonl file, if it exists; without a last line that is still being written."""
-    if not path.is_file():
-        return []
-    *lines, _torn = path.read_text(encoding="utf-8").split("\n")
-    try:
-        return [parse_json(line, Line) for line in lines]
-    except ValueError as error:
-        raise ValueError(f"'{path}' has a line that no run writes ({error}); repair it") from None
-
-
 def numbers(lines: Sequence[Line], key: str) -> list[float]:
     """A key's values, where it is given and finite."""
     return [getattr(line, key) for line in lines if getattr(line, key) is not None]
@@ -53,7 +43,7 @@ def standing(run: Path) -> list[str]:
     """A run's row under HEAD: loss, tokens and step of its last line, medians of rates, the most memory."""
     if not (run / METRICS).is_file():
         raise ValueError(f"'{run}' holds no {METRICS}; give the folder of a run (job.dump_folder)")
-    lines = read_lines(run / METRICS)
+    lines = json_lines(run / METRICS, Line)
     steps = [line for line in lines if "loss" in line.model_fields_set]
     rates = numbers(steps[1:] or steps, "tokens_per_second")
     mfu = numbers(steps[1:] or steps, "mfu")
@@ -71,7 +61,7 @@ def standing(run: Path) -> list[str]:
         f"{median(mfu):.1%}" if mfu else "–",
         f"{max(memory):.2f}" if memory else "–",
         str(last.skipped_steps),
-        str(len(read_lines(run / SPIKES))),
+        str(len(json_lines(run / SPIKES, Line))),
     ]
 
 
@@ -94,8 +84,14 @@ def differences(runs: Sequence[Path]) -> list[list[str]]:
 def main(argv: list[str]) -> int:
     parser = command_parser("titan-linear report", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    runs = parser.parse_args(argv).runs
-    print(table(HEAD, [standing(run) for run in runs]))
-    if rows := differences(runs):
-        print("\n" + table(["key", *map(str, runs)], rows))
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page, and print its size")
+    args = parser.parse_args(argv)
+    rows, keys = [standing(run) for run in args.runs], differences(args.runs)
+    if args.html:
+        write_whole(args.html, page(args.runs, list(zip(HEAD, *rows, strict=True)), keys))
+        print(f"{args.html}: {args.html.stat().st_size / 1000:,.0f} kB")
+        return 0
+    print(table(HEAD, rows))
+    if keys:
+        print("\n" + table(["key", *map(str, args.runs)], keys))
     return 0

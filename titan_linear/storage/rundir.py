@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
@@ -38,10 +38,12 @@ from titan_linear.config import (
 )
 from titan_linear.storage.files import parse_json, write_whole
 
+T = TypeVar("T")
 CONFIG, RUN_MANIFEST, METRICS, LOCK, BOARD = "config.toml", "manifest.json", "metrics.jsonl", ".lock", "tb"
 STEP_MANIFEST = "manifest.json"  # of a checkpoint
 RECORDERS = "flight_recorder"
 TELEMETRY, SPIKES, WANDB = "telemetry.jsonl", "spikes.jsonl", "wandb_id"
+EVALUATION = "evaluation.jsonl"
 MARK = "# The configuration of the run in"  # how a config.toml begins
 
 
@@ -296,6 +298,17 @@ def _cut(path: Path, step: int) -> None:
     kept = "".join(f"{line}\n" for number, line in enumerate(lines, 1) if _step(path, number, line) <= step)
     if kept != text:
         write_whole(path, kept)
+
+
+def json_lines(path: Path, kind: type[T]) -> list[T]:
+    """The lines of a .jsonl file, if it exists; without a last line that is still being written."""
+    if not path.is_file():
+        return []
+    *lines, _torn = path.read_text(encoding="utf-8").split("\n")
+    try:
+        return [parse_json(line, kind) for line in lines]
+    except ValueError as error:
+        raise ValueError(f"'{path}' has a line that no run writes ({error}); repair it") from None
 
 
 def json_line(value: Mapping[str, Any]) -> str:

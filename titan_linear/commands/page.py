@@ -1,0 +1,221 @@
+"""The page of `titan-linear report --html`: runs as curves and tables, in one file without scripts.
+
+Matplotlib draws each chart as SVG, as wide as a telephone's screen, so that a column of them is read there and several
+on a monitor or on paper. Ink has the colour of the page's text, which is light on dark where the reader's browser is.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from jinja2 import Environment
+from markupsafe import Markup
+
+from titan_linear.commands import batch
+from titan_linear.storage.rundir import CONFIG, EVALUATION, METRICS, SPIKES, TELEMETRY, json_lines
+
+CURVES = {
+    "loss": "training loss, nats per token",
+    "validation_loss": "validation loss, nats per token",
+    "grad_norm": "gradient norm",
+    "lr": "learning rate",
+    "tokens_per_second": "tokens a second",
+    "mfu": "MFU",
+    "memory_gib": "memory, GiB",
+}
+POSITION, LENGTH, SOURCE = "position in the document", "length", "source"
+LOSSES = {"loss_by_position": POSITION, "loss_by_depth": "tokens later", "loss_by_source": SOURCE}
+WORDS = {"plan.txt": "plan", "doctor.txt": "doctor"}  # what a user kept of a command, in the run's folder
+LAST_SPIKES, SPIKE_LINES = 4, 16  # shown of each run, and of each spike
+Json = dict[str, Any]
+Points = Iterable[tuple[Any, Any]]
+Charts = list[tuple[str, Markup]]  # caption, SVG
+
+
+class Run(NamedTuple):
+    folder: Path
+    steps: list[Json]  # of metrics, and spikes, of which not every step is logged
+    seen: dict[str, Json]  # telemetry: quantity → where → what was seen last
+    spikes: list[Json]
+    scores: list[Json]  # of evaluations
+
+
+def page(folders: Sequence[Path], standing: Sequence[Sequence[str]], differences: Sequence[Sequence[str]]) -> str:
+    """The whole page. standing: a row for each property, with a cell for each run; differences: likewise, of keys."""
+    if not find_spec("matplotlib"):
+        raise ValueError("--html draws with matplotlib, which is not installed; pip install 'titan_linear[report]'")
+    from matplotlib.colors import to_hex  # an extra
+
+    runs = [read(folder) for folder in folders]
+    template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+    return (
+        Environment(autoescape=True, trim_blocks=True)
+        .from_string(template)
+        .render(
+            runs={str(folder): to_hex(f"C{n}") for n, folder in enumerate(folders)},
+            tables={"Where they stand": standing, "Keys that differ": differences},
+            charts={
+                "Curves": curves(runs),
+                "Loss by position, further token and source": losses(runs),
+                "Recall": recall(runs),
+                "Inside, by layer": layers(runs),
+            },
+            texts={
+                "Spikes, with the documents of the worst first": {run.folder: spikes(run) for run in runs},
+                "What the planner and the doctor said": {folder: words(folder) for folder in folders},
+            },
+        )
+    )
+
+
+def read(folder: Path) -> Run:
+    metrics, telemetry, spikes, scores = (
+        json_lines(folder / name, Json) for name in (METRICS, TELEMETRY, SPIKES, EVALUATION)
+    )
+    seen: dict[str, Json] = {}
+    for line in telemetry:  # a watched step looks into a few layers at a time
+        for quantity in line.keys() - {"step"}:
+            seen.setdefault(quantity, {}).update(line[quantity])
+    return Run(folder, sorted(metrics + spikes, key=lambda line: line["step"]), seen, spikes, scores)
+
+
+# --- Charts ----------------------------------------------------------------------------------------------------------
+
+
+def curves(runs: Sequence[Run]) -> Charts:
+    charts = []
+    for key, caption in CURVES.items():
+        charts += drawn(caption, "step", [[(line["step"], line.get(key)) for line in run.steps] for run in runs])
+    return charts
+
+
+def losses(runs: Sequence[Run]) -> Charts:
+    """What telemetry saw last of losses by the first position of a bin, by how many tokens later, and by source."""
+    charts = []
+    for quantity, axis in LOSSES.items():
+        number = str if axis == SOURCE else int
+        points = [[(number(x), y) for x, y in run.seen.get(quantity, {}).items()] for run in runs]
+        charts += drawn("nats per token", axis, points)
+    return charts
+
+
+def layers(runs: Sequence[Run]) -> Charts:
+    """What telemetry saw last of each layer: a dot for each head or expert, runs side by side."""
+    dots: dict[str, list[list[tuple[float, Any]]]] = {}
+    for n, run in enumerate(runs):
+        for quantity, found in run.seen.items():
+            of_run = dots.setdefault(quantity, [[] for _ in runs])[n]
+            for where, of in found.items():
+                if layer := re.match(r"layers\.(\d+)", where):
+                    x = int(layer[1]) + 0.1 * n
+                    of_run += [(x, y) for y in (of if isinstance(of, list) else [of])]
+    return [chart for quantity in sorted(dots) for chart in drawn(quantity.replace("_", " "), "layer", dots[quantity])]
+
+
+def recall(runs: Sequence[Run]) -> Charts:
+    """What the last evaluation found of each task: scores by length, and of each run by length and depth."""
+    charts = []
+    for task in dict.fromkeys(line["task"] for run in runs for line in run.scores):
+        rows = [[line for line in run.scores if line["task"] == task] for run in runs]
+        last = [[line for line in of if line["step"] == of[-1]["step"]] for of in rows]
+        charts += drawn(task, LENGTH, [[(length, y) for (length,), y in means(of, "length").items()] for of in last])
+        for run, of in zip(runs, last, strict=True):
+            if any(line["depth"] is not None for line in of):
+                charts += tiles(f"{task}, {run.folder}", means(of, "length", "depth"))
+    return charts
+
+
+def means(lines: Sequence[Json], *keys: str) -> dict[tuple[Any, ...], float]:
+    """Mean score by the values of these keys."""
+    scores: dict[tuple[Any, ...], list[float]] = {}
+    for line in lines:
+        scores.setdefault(tuple(line[key] for key in keys), []).append(line["score"])
+    return {where: fmean(scores[where]) for where in sorted(scores)}
+
+
+def drawn(caption: str, axis: str, points: Sequence[Points]) -> Charts:
+    """A chart of each run's points, unless there are none. A y that is no finite number (null, or text, in a file) is
+    left out. Logarithmic where numbers lie far apart."""
+    finite = [[(x, float(y)) for x, y in of if y is not None and math.isfinite(float(y))] for of in points]
+    values = [y for of in finite for _, y in of]
+    if not values:
+        return []
+    with axes_of(caption) as (axes, charts):
+        for of in finite:
+            style = "." if axis == "layer" else ".-" if len(of) < 33 else "-"
+            axes.plot([x for x, _ in of], [y for _, y in of], style)
+        axes.set_xlabel(axis)
+        if axis in (POSITION, LENGTH):
+            axes.set_xscale("log", base=2)
+        elif axis != SOURCE:
+            axes.locator_params("x", integer=True, min_n_ticks=1)
+        if axis != LENGTH and 0 < 30 * min(values) < max(values):
+            axes.set_yscale("log")
+            axes.yaxis.set_minor_formatter("")
+    return charts
+
+
+def tiles(caption: str, scores: dict[tuple[Any, ...], float]) -> Charts:
+    """A tile for each length and depth: the darker, the lower."""
+    lengths, depths = (sorted(set(of)) for of in zip(*scores, strict=True))
+    with axes_of(caption) as (axes, charts):
+        grid = [[scores.get((length, depth), math.nan) for length in lengths] for depth in depths]
+        axes.imshow(grid, vmin=0, vmax=1, aspect="auto")
+        for (length, depth), score in scores.items():
+            colour = "w" if score < 0.6 else "k"
+            axes.text(lengths.index(length), depths.index(depth), f"{score:.2f}", ha="center", color=colour)
+        axes.set_xticks(range(len(lengths)), lengths)
+        axes.set_yticks(range(len(depths)), depths)
+        axes.set(xlabel="length", ylabel="depth")
+        axes.grid(False)
+    return charts
+
+
+@contextmanager
+def axes_of(caption: str) -> Iterator[tuple[Any, Charts]]:
+    """Axes to draw on, and a list that then has the chart."""
+    from matplotlib import style
+    from matplotlib.figure import Figure
+
+    charts: Charts = []
+    file = io.StringIO()
+    with style.context(Path(__file__).with_suffix(".mplstyle")):
+        figure = Figure()
+        yield figure.subplots(), charts
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    svg = re.sub(r' id="[\w.]+_\d+"', "", file.getvalue())  # of groups: the same in every chart
+    charts.append((caption, Markup(svg[svg.index("<svg") :].replace("#010203", "currentColor"))))
+
+
+# --- Words -----------------------------------------------------------------------------------------------------------
+
+
+def spikes(run: Run) -> list[str]:
+    """What `titan-linear batch` says of the run's last spikes, or why it cannot, as where the corpus is gone."""
+    texts = []
+    for number, spike in list(enumerate(run.spikes, 1))[-LAST_SPIKES:]:
+        try:
+            lines = batch.lines_of(["--spike", str(number), "--job.config_file", str(run.folder / CONFIG)])
+            texts.append("\n".join(islice(lines, SPIKE_LINES)))
+        except ValueError as error:
+            texts.append(f"step {spike['step']}: {error}")
+    return texts
+
+
+def words(folder: Path) -> list[str]:
+    """What the planner and the doctor said, where it was kept; else the command that keeps it."""
+    texts = []
+    for name, command in WORDS.items():
+        kept = folder / name
+        keep = f"titan-linear {command} --job.config_file {folder / CONFIG} | tee {kept}"
+        texts.append(kept.read_text(encoding="utf-8") if kept.is_file() else keep)
+    return texts
