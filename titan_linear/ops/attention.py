@@ -76,6 +76,8 @@ def attention(
         documents = None if cu_seqlens is None else _documents(cu_seqlens, q, k)
         return local_attention(q, k, v, scale, causal, documents)
     _check_context(cp_context, cu_seqlens, q, k)
+    if not causal and cp_context.cut.nodes is not None:
+        raise ValueError("causal = False: in prefix trees a token sees what comes before it; give causal = True")
     if cp_context.ranks.world_size == 1:
         return local_attention(q, k, v, scale, causal, cp_context.stream)
     if method == "auto":
@@ -125,7 +127,7 @@ def pairs_computed(cp: CPContext, method: str) -> float:
     method: one of `METHODS`."""
     if method == "allgather":
         return cp.gathered.pairs[1].tolist()[cp.ranks.rank]
-    own = pairs_by_rank(entries(cp.cut.fragments, cp.cut.documents), cp.ranks.world_size, causal=True).tolist()
+    own = pairs_by_rank(entries(cp.cut), cp.ranks.world_size, causal=True).tolist()
     ranks = {"ulysses": cp.ranks.world_size, "ulysses+ring": cp.ranks.node_size}.get(method, 1)
     first = cp.ranks.rank - cp.ranks.rank % ranks
     return sum(own[first : first + ranks]) / ranks

@@ -78,12 +78,15 @@ def causal_conv1d(
     _check_state(initial_state, check_boundaries(B, T, cu_seqlens, cu_seqlens_cpu), D, W)
     flat = x.flatten(0, 1)
     initial = None if initial_state is None else States(initial_state)
-    if cp_context is not None and cp_context.ranks.world_size > 1 and W > 1:
-        routes = cp_context.halo_of(W - 1)
-        flat, halo = with_halo(flat, routes, cp_context.cut.slots, W - 1, cp_context.ranks.group_name)
-        initial = States(halo.transpose(1, 2), cp_context.tables.forward_chains.entry_slots)
-    convolve = CONVOLUTION.load(CONVOLUTION.implementation(impl, x.device, x.dtype, W=W))
     boundaries = boundaries_of(x, cu_seqlens, cp_context, cu_seqlens_cpu)
+    if cp_context is not None and W > 1 and (cp_context.ranks.world_size > 1 or boundaries.tree is not None):
+        routes = cp_context.halo_of(W - 1)
+        slots, rows = cp_context.cut.slots, cp_context.tables.forward_chains.entry_slots
+        if boundaries.tree is not None:  # each entry has a halo
+            slots, rows = len(boundaries), None
+        flat, halo = with_halo(flat, routes, slots, W - 1, cp_context.ranks.group_name)
+        initial = States(halo.transpose(1, 2), rows)
+    convolve = CONVOLUTION.load(CONVOLUTION.implementation(impl, x.device, x.dtype, W=W))
     bias = None if bias is None else bias.contiguous()
     ys, final = convolve(flat, weight, bias, initial, boundaries, activation, output_final_state, parts, norm_dim)
     ys = tuple(y.unflatten(0, (B, T)) for y in ys)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from titan_linear.ops.exchange.kcp import incoming_states
+from titan_linear.ops.exchange.trees import tree_states
 from titan_linear.ops.exchange.ulysses import heads_to_tokens, tokens_to_heads
 from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.layout.chains import Chains
@@ -108,6 +109,18 @@ class Call:
     cp: CPContext | None  # None unless it has several ranks
     need_final: bool
 
+    @property
+    def group(self) -> str:
+        """The name of the group of several ranks."""
+        return "" if self.cp is None else self.cp.ranks.group_name
+
+    @property
+    def starts(self) -> Tensor | None:
+        """The row of each entry among the states that enter from others; None: the states are the caller's."""
+        if self.boundaries.tree is not None:
+            return self.boundaries.tree.starts
+        return None if self.cp is None else self.cp.tables.forward_chains.entry_slots
+
 
 class Saved(NamedTuple):
     """What forward keeps for backward."""
@@ -135,7 +148,7 @@ class _Recurrence(torch.autograd.Function):
         keep = call.options.disable_recompute and any(ctx.needs_input_grad)
         o, final, entering, M, of_rule, rule = _forward(call, inputs, initial_state, keep)
         ctx.call, ctx.rule = call, rule
-        states = initial_state if call.cp is None else entering
+        states = initial_state if call.starts is None else entering
         ctx.save_for_backward(*Saved(inputs, states, M, of_rule).tensors())
         ctx.set_materialize_grads(False)
         # Views: torch 2.11's compiler drops the gradient of an output that is itself an intermediate of this function.
@@ -149,10 +162,13 @@ class _Recurrence(torch.autograd.Function):
         rule = ctx.rule or call.implementation(inputs, call.options, call.boundaries, differentiable=True, kept=kept)
         ctx.rule = None  # what it holds serves one backward only
         do = torch.zeros_like(inputs.v) if do is None else do
-        if call.cp is not None:
+        if tree := call.boundaries.tree:
+            dS_ext = rule.boundary_backward(do, tree.children)
+            final = States(tree_states(dS_ext, M, tree, call.group, reverse=True), tree.ends)
+        elif call.cp is not None:
             chains = call.cp.tables.reverse_chains
             dS_ext = rule.boundary_backward(do, chains)
-            d_leaving = incoming_states(dS_ext, M, chains, call.cp.ranks.group_name, reverse=True)
+            d_leaving = incoming_states(dS_ext, M, chains, call.group, reverse=True)
             final = States(d_leaving, chains.entry_slots)
         else:
             wanted = call.need_final and d_final is not None  # compiled code gives empty states an empty gradient
@@ -179,10 +195,13 @@ def _forward(call: Call, inputs: AnyInputs, initial_state: Tensor | None, keep: 
     """o, final states, the states that enter from other ranks, M, what the rule keeps, and the rule if `keep`."""
     rule = call.implementation(inputs, call.options, call.boundaries, differentiable=keep)
     states, entering, M = initial_state, None, None
-    if call.cp is not None:
+    if tree := call.boundaries.tree:
+        S_ext, M = rule.boundary(tree.points)
+        states = entering = tree_states(S_ext, M, tree, call.group)
+    elif call.cp is not None:
         chains = call.cp.tables.forward_chains
         S_ext, M = rule.boundary(chains)
-        states = entering = incoming_states(S_ext, M, chains, call.cp.ranks.group_name)
+        states = entering = incoming_states(S_ext, M, chains, call.group)
     o, final = rule.forward(_initial(states, call, inputs), call.need_final)
     return o.to(inputs.v.dtype), final, entering, M, tuple(rule.kept), rule if keep else None
 
@@ -191,8 +210,7 @@ def _initial(states: Tensor | None, call: Call, inputs: AnyInputs) -> States | N
     """The states from which entries start, in the dtype of states (`state_dtype`)."""
     if states is None:
         return None
-    slots = None if call.cp is None else call.cp.tables.forward_chains.entry_slots
-    return States(states.to(state_dtype(inputs)), slots)
+    return States(states.to(state_dtype(inputs)), call.starts)
 
 
 def run(

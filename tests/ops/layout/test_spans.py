@@ -31,7 +31,7 @@ def test_work_is_balanced(kind):
     for T, W, streams, layout in product([32768, 131072], [4, 8, 16, 32, 64], [1, 4], ["contiguous", "zigzag"]):
         for seed in range(1 if kind == "one" else 2):
             documents = packed(kind, T, seed, streams)
-            own = entries(cut_streams(documents, streams, W, layout).fragments, documents)
+            own = entries(cut_streams(documents, streams, W, layout))
             runs = balanced(own, W, causal=True, gives=GIVES)
             assert work(runs, W) <= GIVES + MARGIN < 1.05, (T, W, streams, layout, seed)
             assert moved(runs) < 0.25
@@ -44,9 +44,7 @@ def test_work_is_balanced(kind):
 def test_what_moves():
     """One document on four ranks: the end of the fragments of the last two, in tiles, to the first two."""
     documents = packed("one", 131072, 0)
-    runs = balanced(
-        entries(cut_streams(documents, 1, 4, "contiguous").fragments, documents), 4, causal=True, gives=GIVES
-    )
+    runs = balanced(entries(cut_streams(documents, 1, 4, "contiguous")), 4, causal=True, gives=GIVES)
     away = runs.of(np.flatnonzero(runs.rank != runs.owner))
     assert list(zip(away.owner, away.rank, away.end, strict=True)) == [(3, 0, 131072), (2, 1, 98304)]
     assert not (away.start % 128).any()
@@ -58,7 +56,7 @@ def test_what_moves():
 def test_each_query_is_computed_once(causal):
     for seed, (W, layout) in enumerate(product([2, 8], ["contiguous", "zigzag"])):
         documents = packed("mixed", 16384, seed, 2)
-        own = entries(cut_streams(documents, 2, W, layout).fragments, documents)
+        own = entries(cut_streams(documents, 2, W, layout))
         runs = balanced(own, W, causal, GIVES)
         runs = runs.of(np.argsort(runs.start))
         assert runs.start[0] == 0 and runs.end[-1] == 32768 and (runs.end[:-1] == runs.start[1:]).all()
@@ -74,8 +72,8 @@ def test_no_more_moves_than_pays(kind, T, degree):
     """On four GPUs (docs/experiments.md) these took least time: one document evened out, short ones left where they
     are, long ones among them in between."""
     documents = packed(kind, T, 0)
-    fragments = cut_streams(documents, 1, 4, "contiguous").fragments
-    counted = [gathered_spans(fragments, documents, rank, 4, causal=True).pairs.numpy() for rank in range(4)]
+    cut = cut_streams(documents, 1, 4, "contiguous")
+    counted = [gathered_spans(cut, rank, 4, causal=True).pairs.numpy() for rank in range(4)]
     assert all((pairs == counted[0]).all() for pairs in counted)  # all ranks agree
     own, computed = counted[0]
     assert computed.sum() == own.sum()
@@ -87,8 +85,8 @@ def test_how_keys_travel():
 
     def travel(edges):
         documents = np.array(edges)
-        fragments = cut_streams(documents, 1, 4, "contiguous").fragments
-        found = {int(gathered_spans(fragments, documents, rank, 4, 0, causal=True).keys.travel) for rank in range(4)}
+        cut = cut_streams(documents, 1, 4, "contiguous")
+        found = {int(gathered_spans(cut, rank, 4, 0, causal=True).keys.travel) for rank in range(4)}
         assert len(found) == 1  # the same on all ranks
         return found.pop()
 
@@ -99,9 +97,9 @@ def test_how_keys_travel():
 
 def test_tables_of_many_ranks_stay_small():
     """What grows with the square of the ranks would be 8 MiB, in one table."""
-    fragments = cut_streams(np.array([0, 1 << 24]), 1, 1024, "zigzag").fragments
+    cut = cut_streams(np.array([0, 1 << 24]), 1, 1024, "zigzag")
     tracemalloc.start()
-    gathered_spans(fragments, np.array([0, 1 << 24]), 500, 1024, causal=True)
+    gathered_spans(cut, 500, 1024, causal=True)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 4 << 20

@@ -66,6 +66,11 @@ def _arrival(work: dist.Work, out: Tensor) -> Callable[[], Tensor]:
     return wait
 
 
+def add_rows(into: Tensor, rows: Tensor, x: Tensor) -> None:
+    """into[rows] += x, where rows may repeat. On GPUs `index_add_` would add those that do in any order."""
+    into.index_put_((rows,), x, accumulate=True)
+
+
 # Operators.
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_linear.ops.exchange.collectives import all_to_all
+from titan_linear.ops.exchange.collectives import add_rows, all_to_all
 from titan_linear.ops.layout.fragments import HaloRoutes
 from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import check_first_derivative, operator, register_fake
@@ -47,7 +47,7 @@ def fetch_halo(x: Tensor, tables: list[Tensor], slots: int, width: int, group: s
     if routes.crosses.item():
         sent = routes.send_counts.tolist()
         received = routes.receive_counts.tolist()
-        came = all_to_all(x.index_select(0, routes.rows[: sum(sent)]), sent, received, group)
+        came = _exchanged(x.index_select(0, routes.rows[: sum(sent)]), sent, received, group)
         out.index_copy_(0, routes.places[: sum(received)], came)
     return out.view(slots, width, x.shape[1])
 
@@ -66,13 +66,16 @@ def return_halo(dx: Tensor, d_halo: Tensor, tables: list[Tensor], group: str) ->
     sent = routes.receive_counts.tolist()
     received = routes.send_counts.tolist()
     flat = d_halo.reshape(-1, d_halo.shape[-1])
-    came = all_to_all(flat.index_select(0, routes.places[: sum(sent)]), sent, received, group)
-    # Fragments shorter than the halo share tokens. Gradients of one token are then added one by one: on GPUs
-    # `index_add_` adds those of a single call in any order.
-    slots, width = d_halo.shape[:2]
-    at_once = len(came) if len(dx) >= slots * width else 1
-    for rows, gradients in zip(routes.rows[: len(came)].split(at_once), came.split(at_once), strict=True):
-        dx.index_add_(0, rows, gradients)
+    came = _exchanged(flat.index_select(0, routes.places[: sum(sent)]), sent, received, group)
+    rows = routes.rows[: len(came)]
+    if routes.repeats.item():
+        add_rows(dx, rows, came)
+    else:
+        dx.index_add_(0, rows, came)
+
+
+def _exchanged(x: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
+    return all_to_all(x, sent, received, group) if group else x  # one rank, whose entries follow each other
 
 
 @register_fake(return_halo)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from titan_linear.ops.layout.tables import OnHost
+from titan_linear.ops.layout.trees import Paths, Tree
 
 CHUNK = 64  # tokens of a chunk of the delta rule
 
@@ -45,7 +46,9 @@ class Boundaries:
     cu_seqlens_cpu: OnHost | None = None  # the same on the CPU, where it is known
     longest: OnHost | None = None  # [1] int64: tokens of the longest entry, where it is known
     may_split: bool = True  # whether an implementation may cut entries into segments where heads are few
-    joined: bool = False  # whether entries continue on other ranks, with states that cross
+    joined: bool = False  # whether entries continue on other ranks or in others, with states that cross
+    tree: Tree | None = None  # of entries that continue others; None: none does
+    paths: Paths | None = None  # likewise
     chunks: Mapping[int, ChunkTable] = field(default_factory=dict)  # known tables, by number of tokens per chunk
     # Known segments, by number of programs of a scan over one entry (HV · V / 64); None: no batch's entries are cut.
     segments: Mapping[int, Segments | None] = field(default_factory=dict)

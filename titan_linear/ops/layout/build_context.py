@@ -17,10 +17,12 @@ from titan_linear.ops.layout.chains import chains
 from titan_linear.ops.layout.context import SOFTMAX_METHODS, CPContext, SoftmaxTables, TokenTables
 from titan_linear.ops.layout.documents import check_copy, checked, distinct, short
 from titan_linear.ops.layout.fragments import LAYOUTS, Cut, Fragments, RankGroup, cut_streams, halo_routes, owned
+from titan_linear.ops.layout.nodes import Nodes
 from titan_linear.ops.layout.rectangles import rectangles
 from titan_linear.ops.layout.segments import CONV_RUN, with_tables
 from titan_linear.ops.layout.spans import PAIRS_PER_ROW, gathered_spans
 from titan_linear.ops.layout.tables import to_device
+from titan_linear.ops.layout.trees import Paths, Tree, paths_of, tree_of
 
 
 @torch.inference_mode(False)  # a context built under inference mode must serve training, too
@@ -34,6 +36,7 @@ def build_cp_context(
     rank: int | None = None,
     world_size: int | None = None,
     num_streams: int = 1,
+    parents: Tensor | None = None,
     node_size: int | None = None,
     device: torch.device | None = None,
     programs: Sequence[int] = (),
@@ -54,6 +57,8 @@ def build_cp_context(
         cu_seqlens_cpu: the same values on the CPU; spares a device-to-host copy when cu_seqlens is on a GPU.
         num_streams: number of streams of equal length that `cu_seqlens` describes, one after the other; each is
             cut by itself, and a rank's tokens are its part of the first stream, of the second, and so on.
+        parents: [N] int, of prefix trees (nodes.py): the segment of `cu_seqlens` that each one continues, which lies
+            before it, or −1. Several may continue one: a document is a path. A ring does not know trees.
         node_size: ranks of the group per node, a divisor of W; by default as torchrun started them, else W.
         device: where the tokens will be; that of `cu_seqlens` by default.
         programs: `scan_programs` of the scans to come: for each, long entries are cut into segments.
@@ -66,14 +71,18 @@ def build_cp_context(
     Raises:
         ValueError: boundaries that do not start at 0, that decrease, or that differ from cu_seqlens_cpu; an unknown
             layout or method; neither a group nor a rank below world_size; num_streams or conv1d_kernel_size below 1;
-            a stream length that W (2W for zigzag) does not divide; streams whose edges are not document boundaries.
+            a stream length that W (2W for zigzag) does not divide; streams whose edges are not document boundaries;
+            parents that are no trees of segments with tokens.
     """
     ranks = _rank_group(group, rank, world_size, node_size)
     _check_options(layout, num_streams, conv1d_kernel_size, attention)
     if cu_seqlens_cpu is not None:
         check_copy(cu_seqlens, cu_seqlens_cpu)
     documents = _documents(cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu)
-    cut = cut_streams(documents, num_streams, ranks.world_size, layout)
+    if parents is not None and len(documents) != len(cu_seqlens):
+        raise ValueError("cu_seqlens has segments without tokens, which cannot have or be parents; leave them out")
+    nodes = None if parents is None else Nodes.of(documents, parents, num_streams)
+    cut = cut_streams(documents, num_streams, ranks.world_size, layout, nodes)
     tables = _token_tables(cut, ranks, conv1d_kernel_size, programs, stream_programs)
     context = CPContext(ranks, cut, tables, _softmax_tables(cut, ranks, attention, pairs_per_row))
     return to_device(context, cu_seqlens.device if device is None else torch.device(device))
@@ -113,18 +122,21 @@ def _token_tables(
     programs: Sequence[int],
     stream_programs: Sequence[int] | None,
 ) -> TokenTables:
-    local, positions, entries = _local_layout(cut.documents, owned(cut.fragments, ranks.rank))
+    local, positions, entries = _local_layout(cut, owned(cut.fragments, ranks.rank))
     forward, reverse = (chains(cut.fragments, ranks, entries, reverse=reverse) for reverse in (False, True))
     crossing = (torch.maximum(forward.entry_slots, reverse.entry_slots) >= 0)[:-1].numpy()
+    tree, whole = _trees(cut, ranks.rank)
     documents = halo = None
     if ranks.world_size > 1 or cut.layout != "contiguous":  # else the entries are the documents
         sizes = () if stream_programs is None else (CHUNK,)
-        documents = with_tables(cut.documents.astype(np.int32), sizes, stream_programs or ())
+        documents = with_tables(cut.documents.astype(np.int32), sizes, stream_programs or (), **whole)
+    else:
+        tree = whole
     if conv1d_kernel_size is not None:
-        halo = halo_routes(cut.fragments, ranks.rank, ranks.world_size, conv1d_kernel_size - 1)
+        halo = halo_routes(cut, ranks.rank, ranks.world_size, conv1d_kernel_size - 1)
     return TokenTables(
         torch.from_numpy(positions),
-        with_tables(local, (CHUNK, CONV_RUN), programs, crossing, joined=ranks.world_size > 1),
+        with_tables(local, (CHUNK, CONV_RUN), programs, crossing, joined=ranks.world_size > 1, **tree),
         documents,
         forward,
         reverse,
@@ -133,13 +145,25 @@ def _token_tables(
     )
 
 
+def _trees(cut: Cut, rank: int) -> tuple[dict[str, Tree], dict[str, Tree | Paths]]:
+    """What `Boundaries` holds of prefix trees: of this rank's entries, and of a stream whole on one rank."""
+    nodes = cut.nodes
+    if nodes is None:
+        return {}, {}
+    size = cut.fragments[0].end
+    whole = tree_of(nodes, np.zeros_like(cut.owners), size, 0)
+    return {"tree": tree_of(nodes, cut.owners, size, rank)}, {"tree": whole, "paths": paths_of(nodes)}
+
+
 def _softmax_tables(cut: Cut, ranks: RankGroup, methods: Collection[str], pairs_per_row: int) -> SoftmaxTables:
     place = ranks.rank, ranks.world_size
     ring = spans = nodes = None
+    if cut.nodes is not None:
+        methods = [method for method in methods if "ring" not in method]
     if "ring" in methods:
         ring = rectangles(cut.fragments, *place, causal=True)
     if "allgather" in methods:
-        spans = gathered_spans(cut.fragments, cut.documents, *place, pairs_per_row, causal=True)
+        spans = gathered_spans(cut, *place, pairs_per_row, causal=True)
     if "ulysses+ring" in methods and ranks.world_size > 1:
         nodes = _of_nodes(cut, ranks)
     return SoftmaxTables(ring, spans, nodes, pairs_per_row)
@@ -179,15 +203,15 @@ def _documents(cu_seqlens: Tensor) -> np.ndarray:
     return documents
 
 
-def _local_layout(documents: np.ndarray, fragments: Fragments) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _local_layout(cut: Cut, fragments: Fragments) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rank-local boundaries [N+1] int32, positions within documents [T_local] int64, and each fragment's first and last
     entry [slots, 2]."""
-    lengths, firsts, entries, count = [], [], [], 0
+    documents, lengths, firsts, entries, count = cut.documents, [], [], [], 0
     for f in fragments:
         low, high = np.searchsorted(documents, [f.start, f.end - 1], side="right") - 1
         edges = np.clip(documents[low : high + 2], f.start, f.end)
         lengths.append(np.diff(edges))
-        firsts.append(edges[:-1] - documents[low : high + 1])  # the position of an entry's first token
+        firsts.append(edges[:-1] - cut.begins[low : high + 1])  # the position of an entry's first token
         entries.append((count, count + high - low))
         count += high - low + 1
     length = np.concatenate(lengths)

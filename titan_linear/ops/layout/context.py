@@ -8,6 +8,7 @@ batch on the CPU, with every table that layers need, forward and backward, and r
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -61,17 +62,17 @@ class CPContext:
     @property
     def rectangles(self) -> Rectangles:
         """For causal attention in which keys travel around the ring. ValueError: not planned."""
-        return _planned(self.softmax.ring, "ring")
+        return _planned(self.softmax.ring, "ring", self.cut)
 
     @property
     def gathered(self) -> GatheredSpans:
         """For causal attention in which queries and keys travel to the rank that computes. ValueError: not planned."""
-        return _planned(self.softmax.allgather, "allgather")
+        return _planned(self.softmax.allgather, "allgather", self.cut)
 
     @property
     def of_nodes(self) -> CPContext:
         """The context in which a node is a rank, in the same group. ValueError: not planned."""
-        return _planned(self.softmax.nodes, "ulysses+ring")
+        return _planned(self.softmax.nodes, "ulysses+ring", self.cut)
 
     @property
     def order_in_node(self) -> tuple[int, ...]:
@@ -100,7 +101,7 @@ class CPContext:
     def full_gathered(self) -> GatheredSpans:
         """`gathered` for attention without a causal mask."""
         place = self.ranks.rank, self.ranks.world_size
-        spans = gathered_spans(self.cut.fragments, self.cut.documents, *place, self.softmax.pairs_per_row, causal=False)
+        spans = gathered_spans(self.cut, *place, self.softmax.pairs_per_row, causal=False)
         return to_device(spans, self.cu_seqlens.device)
 
     def mark_dynamic(self) -> None:
@@ -116,16 +117,24 @@ class CPContext:
             counted += [tensor for table in tables for tensor in table]
         for tensor in counted:
             torch._dynamo.mark_dynamic(tensor, 0)
+        for tensor in self._of_trees():
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
         if self.softmax.nodes is not None:
             self.softmax.nodes.mark_dynamic()
+
+    def _of_trees(self) -> Iterator[Tensor]:
+        """All tables of prefix trees, any of which may be short."""
+        for boundaries in (self.tables.boundaries, self.stream):
+            yield from boundaries.paths or ()
+            if tree := boundaries.tree:
+                yield from (*tree.points, *tree.children, *tree.fold, tree.starts, tree.ends)
 
     def halo_of(self, width: int) -> HaloRoutes:
         """Routes of the `width` tokens before each fragment: those planned if the width fits, else made once."""
         tables = self.tables
         if tables.halo is not None and tables.conv1d_kernel_size == width + 1:
             return tables.halo
-        cut_by = self.cut.fragments, self.ranks.rank, self.ranks.world_size
-        return tables.boundaries.derived(_routes_at_first_use, *cut_by, width)
+        return tables.boundaries.derived(_routes_at_first_use, self.cut, self.ranks.rank, self.ranks.world_size, width)
 
     # flash-linear-attention's names.
 
@@ -196,7 +205,9 @@ class CPContext:
 Planned = TypeVar("Planned", Rectangles, GatheredSpans, CPContext)
 
 
-def _planned(tables: Planned | None, method: str) -> Planned:
+def _planned(tables: Planned | None, method: str, cut: Cut) -> Planned:
+    if tables is None and cut.nodes is not None and "ring" in method:
+        raise ValueError(f"method = {method!r} does not know prefix trees; use 'allgather' or 'ulysses'")
     if tables is None:
         raise ValueError(
             f"method = {method!r}: the context was not planned for it; name it in build_cp_context(attention=...)"
@@ -204,7 +215,5 @@ def _planned(tables: Planned | None, method: str) -> Planned:
     return tables
 
 
-def _routes_at_first_use(
-    boundaries: Boundaries, fragments: Fragments, rank: int, world_size: int, width: int
-) -> HaloRoutes:
-    return to_device(halo_routes(fragments, rank, world_size, width), boundaries.cu_seqlens.device)
+def _routes_at_first_use(boundaries: Boundaries, cut: Cut, rank: int, world_size: int, width: int) -> HaloRoutes:
+    return to_device(halo_routes(cut, rank, world_size, width), boundaries.cu_seqlens.device)

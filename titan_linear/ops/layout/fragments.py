@@ -10,6 +10,7 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_linear.ops.layout.nodes import Nodes
 from titan_linear.ops.layout.tables import OnHost, table
 
 LAYOUTS = ("contiguous", "zigzag")
@@ -68,9 +69,22 @@ class Cut:
     slots: int  # number of fragments per rank
     tokens: int  # number of tokens per rank, T_local
     stream_tokens: int  # and of all ranks, T
+    nodes: Nodes | None = None  # if documents are nodes of prefix trees
+
+    @property
+    def begins(self) -> np.ndarray:
+        """[N] where position 0 of each document is, or for a node would be."""
+        return self.documents[:-1] if self.nodes is None else self.nodes.begins
+
+    @property
+    def owners(self) -> np.ndarray:
+        """[fragments] their ranks."""
+        return np.array([f.rank for f in self.fragments])
 
 
-def cut_streams(documents: np.ndarray, num_streams: int, world_size: int, layout: str) -> Cut:
+def cut_streams(
+    documents: np.ndarray, num_streams: int, world_size: int, layout: str, nodes: Nodes | None = None
+) -> Cut:
     """Cut streams into fragments.
 
     Args:
@@ -103,7 +117,7 @@ def cut_streams(documents: np.ndarray, num_streams: int, world_size: int, layout
         fragments.append(Fragment(start, start + size, owner, stream * slots + mirrored, head, tail))
     slots *= num_streams
     order = tuple(f.rank * slots + f.slot for f in fragments)
-    return Cut(layout, num_streams, documents, tuple(fragments), order, slots, slots * size, total)
+    return Cut(layout, num_streams, documents, tuple(fragments), order, slots, slots * size, total, nodes)
 
 
 def owned(fragments: Fragments, rank: int) -> Fragments:
@@ -121,13 +135,17 @@ class HaloRoutes(NamedTuple):
     rows: Tensor  # [.] int64: local tokens to send, by receiver
     places: Tensor  # [.] int64: rows of this rank's halos [slots · width] that received tokens fill, by sender
     crosses: OnHost  # [1] whether a document crosses a cut, on any rank
+    repeats: OnHost  # [1] whether a token may be sent more than once
     send_counts: OnHost  # [W] number of tokens for each receiver
     receive_counts: OnHost  # [W] and from each sender
 
 
-def halo_routes(fragments: Fragments, rank: int, world_size: int, width: int) -> HaloRoutes:
-    """Routes of the `width` tokens before each fragment."""
+def halo_routes(cut: Cut, rank: int, world_size: int, width: int) -> HaloRoutes:
+    """Routes of the `width` tokens before each fragment; in prefix trees, before each entry."""
+    if cut.nodes is not None:
+        return _routes_on_paths(cut.nodes, cut, rank, world_size, width)
     leaving, coming = [], []  # (receiver, row), (sender, place)
+    fragments = cut.fragments
     size = fragments[0].end
     mine = [i for i, f in enumerate(fragments) if f.rank == rank]
     near = {i + n for i in mine for n in range(-(-width // size) + 1)}  # fragments that may need tokens of these
@@ -147,9 +165,30 @@ def halo_routes(fragments: Fragments, rank: int, world_size: int, width: int) ->
         rows=rows,
         places=places,
         crosses=np.array([any(f.enters for f in fragments)]),
+        repeats=np.array([size < width]),
         send_counts=send_counts,
         receive_counts=receive_counts,
     )
+
+
+def _routes_on_paths(nodes: Nodes, cut: Cut, rank: int, world_size: int, width: int) -> HaloRoutes:
+    size = cut.fragments[0].end
+    starts = nodes.starts(size if world_size > 1 else None)
+    owners = cut.owners[starts // size]
+    leaving, coming, entry = [], [], 0
+    for start, owner in zip(starts.tolist(), owners.tolist()):
+        for n, t in enumerate(nodes.before(start, width), 1):
+            f = cut.fragments[t // size]
+            if f.rank == rank:
+                leaving.append((owner, f.slot * size + t - f.start))
+            if owner == rank:
+                coming.append((f.rank, entry * width + width - n))
+        entry += owner == rank
+    rows, send_counts = _by_rank(leaving, world_size, len(leaving))
+    places, receive_counts = _by_rank(coming, world_size, len(coming))
+    always = np.array([True])
+    counts = {"send_counts": send_counts, "receive_counts": receive_counts}
+    return table(HaloRoutes, rows=rows, places=places, crosses=always, repeats=always, **counts)
 
 
 def _by_rank(pairs: list[tuple[int, int]], world_size: int, length: int) -> tuple[np.ndarray, np.ndarray]:

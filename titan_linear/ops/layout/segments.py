@@ -9,6 +9,7 @@ import torch
 
 from titan_linear.ops.layout.boundaries import CHUNK, Boundaries, ChunkTable, Segments
 from titan_linear.ops.layout.tables import table
+from titan_linear.ops.layout.trees import Paths, Tree
 
 CONV_RUN = 256  # tokens per program of the convolution
 
@@ -22,9 +23,13 @@ def with_tables(
     programs: Iterable[int],
     crossing: np.ndarray | None = None,
     joined: bool = False,
+    tree: Tree | None = None,
+    paths: Paths | None = None,
 ) -> Boundaries:
     """`Boundaries` on the host. chunks: the tokens per chunk of each chunk table that is read; programs: of each scan
     over one entry; crossing: as in `segments_of_length`."""
+    if tree is not None:
+        crossing, joined = (torch.maximum(tree.starts, tree.ends) >= 0)[:-1].numpy(), True
     return Boundaries(
         torch.from_numpy(cu_seqlens),
         torch.from_numpy(cu_seqlens),
@@ -32,6 +37,8 @@ def with_tables(
         joined=joined,
         chunks={size: chunk_table(cu_seqlens, size) for size in chunks},
         segments={n: _segments(cu_seqlens, n, crossing, joined) for n in programs},
+        tree=tree,
+        paths=paths,
     )
 
 

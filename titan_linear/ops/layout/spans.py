@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import Boundaries
-from titan_linear.ops.layout.fragments import Fragments
+from titan_linear.ops.layout.fragments import Cut, Fragments
+from titan_linear.ops.layout.nodes import Nodes
 from titan_linear.ops.layout.tables import OnHost, table
 
 # --- Which rank computes which queries -------------------------------------------------------------------------------
@@ -45,7 +46,7 @@ class Runs(NamedTuple):
 
     start: np.ndarray
     end: np.ndarray
-    first: np.ndarray  # the first token of the document
+    first: np.ndarray  # the first token of the document; of a node, as many earlier as there are above it
     last: np.ndarray  # the token after its last one
     owner: np.ndarray  # the rank whose fragment holds them
     rank: np.ndarray  # the rank that computes them
@@ -67,8 +68,9 @@ def pairs_between(start, end, first, last, causal: bool):
     return (end - start) * (start + end + 1 - 2 * first) // 2 if causal else (end - start) * (last - first)
 
 
-def entries(fragments: Fragments, documents: np.ndarray) -> Runs:
+def entries(cut: Cut) -> Runs:
     """The part of each document in each fragment, computed by its owner; in global order."""
+    fragments, documents = cut.fragments, cut.documents
     size = fragments[0].end
     cuts = np.arange(len(fragments)) * size
     at = np.searchsorted(documents, cuts)
@@ -76,8 +78,8 @@ def entries(fragments: Fragments, documents: np.ndarray) -> Runs:
     at = at[inside]
     edges = np.insert(documents, at, cuts[inside])
     document = np.insert(np.arange(len(documents)), at, at - 1)[:-1]
-    owner = np.array([f.rank for f in fragments])[edges[:-1] // size]
-    return Runs(edges[:-1], edges[1:], documents[document], documents[document + 1], owner, owner)
+    owner = cut.owners[edges[:-1] // size]
+    return Runs(edges[:-1], edges[1:], cut.begins[document], documents[document + 1], owner, owner)
 
 
 def balanced(runs: Runs, world_size: int, causal: bool, gives: float) -> Runs:
@@ -200,12 +202,14 @@ Varlen = tuple[Tensor, Tensor, int, int]  # boundaries of q and of k, longest of
 
 
 def document_spans(documents: Boundaries) -> Spans:
-    """One span per document, whose queries and keys are its tokens."""
+    """One span per document, whose queries and keys are its tokens; per node of a tree, whose keys are its path's."""
     device = documents.cu_seqlens
     host = documents.cu_seqlens_cpu
     longest = documents.longest
     assert host is not None and longest is not None
-    return Spans(device, device, host, host, longest, longest)
+    _, *keys = documents.paths or (None, device, host, longest)
+    k, k_cpu, longest_k = keys
+    return Spans(device, k, host, k_cpu, longest, longest_k)
 
 
 class QueryRoutes(NamedTuple):
@@ -240,22 +244,23 @@ class GatheredSpans(NamedTuple):
 
 
 def gathered_spans(
-    fragments: Fragments,
-    documents: np.ndarray,
+    cut: Cut,
     rank: int,
     world_size: int,
     pairs_per_row: int = PAIRS_PER_ROW,
     *,
     causal: bool,
 ) -> GatheredSpans:
-    """fragments: every rank's. documents: [N+1] int64 global boundaries. pairs_per_row: as in `build_cp_context`."""
-    own = entries(fragments, documents)
+    """pairs_per_row: as in `build_cp_context`."""
+    fragments, nodes = cut.fragments, cut.nodes
+    own = entries(cut)
     blocks = _blocks(fragments, world_size)
-    runs = evened(own, blocks, pairs_per_row, causal)
+    runs = evened(own, blocks, pairs_per_row, causal, nodes)
     first, after = runs.first, runs.after(causal)
     here = np.flatnonzero(runs.rank == rank)
     here = here[np.lexsort((runs.start[here], runs.owner[here], runs.owner[here] != rank))]
-    needed = _needed(runs, causal)
+    needed = _needed(runs, causal, nodes)
+    _, *keys = _key_ranges(runs.of(here), causal, nodes)
     q_lengths = (runs.end - runs.start)[here]
     k_lengths = (after - first)[here]
     q, k = (_bounds(lengths).astype(np.int32) for lengths in (q_lengths, k_lengths))
@@ -264,7 +269,7 @@ def gathered_spans(
     return GatheredSpans(
         table(Spans, q=q, k=k, q_cpu=q, k_cpu=k, **longest),
         _query_routes(fragments, runs, rank, world_size),
-        _key_routes(fragments, blocks, needed, first[here], after[here], rank),
+        _key_routes(cut, blocks, needed, *keys, rank),
         torch.from_numpy(pairs),
     )
 
@@ -315,8 +320,16 @@ def _sums_below(edges: np.ndarray, x: np.ndarray) -> np.ndarray:
     return count * x - _bounds(edges)[count]
 
 
-def _needed(runs: Runs, causal: bool) -> _Needed:
-    return _Needed(*_union(runs.rank, runs.first, runs.after(causal)))
+def _key_ranges(runs: Runs, causal: bool, nodes: Nodes | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The runs' keys as ranges of tokens: the number of each one's run, its first token, and the one after its last."""
+    if nodes is None:
+        return np.arange(len(runs.start)), runs.first, runs.after(causal)
+    return nodes.ranges(runs.start, runs.end)
+
+
+def _needed(runs: Runs, causal: bool, nodes: Nodes | None) -> _Needed:
+    number, start, end = _key_ranges(runs, causal, nodes)
+    return _Needed(*_union(runs.rank[number], start, end))
 
 
 def _blocks(fragments: Fragments, world_size: int) -> np.ndarray:
@@ -326,7 +339,7 @@ def _blocks(fragments: Fragments, world_size: int) -> np.ndarray:
     return np.argsort(owners, kind="stable").reshape(world_size, -1, 1) * size + [0, size]
 
 
-def evened(own: Runs, blocks: np.ndarray, pairs_per_row: int, causal: bool) -> Runs:
+def evened(own: Runs, blocks: np.ndarray, pairs_per_row: int, causal: bool, nodes: Nodes | None = None) -> Runs:
     """The runs, evened out to the degree with which the rank that takes longest is done first."""
     world_size = len(blocks)
     loads = pairs_by_rank(own, world_size, causal)
@@ -334,32 +347,34 @@ def evened(own: Runs, blocks: np.ndarray, pairs_per_row: int, causal: bool) -> R
 
     def time(runs: Runs) -> int:
         """In pairs: the most that a rank computes, and the most rows of K|V and of queries that one sends or gets."""
-        return pairs_by_rank(runs, world_size, causal).max() + pairs_per_row * _rows_of_busiest(runs, blocks, causal)
+        rows = _rows_of_busiest(runs, blocks, causal, nodes)
+        return pairs_by_rank(runs, world_size, causal).max() + pairs_per_row * rows
 
     return min([own, *candidates], key=time)
 
 
-def _rows_of_busiest(runs: Runs, blocks: np.ndarray, causal: bool) -> int:
+def _rows_of_busiest(runs: Runs, blocks: np.ndarray, causal: bool, nodes: Nodes | None) -> int:
     world_size = len(blocks)
     moved = runs.of(np.flatnonzero(runs.rank != runs.owner))
     queries = [np.bincount(of, moved.end - moved.start, world_size) for of in (moved.owner, moved.rank)]
-    keys = _needed(runs, causal).traffic(blocks)
+    keys = _needed(runs, causal, nodes).traffic(blocks)
     return np.max(keys) + np.max(queries)
 
 
 def _key_routes(
-    fragments: Fragments, blocks: np.ndarray, needed: _Needed, start: np.ndarray, end: np.ndarray, rank: int
+    cut: Cut, blocks: np.ndarray, needed: _Needed, start: np.ndarray, end: np.ndarray, rank: int
 ) -> KeyRoutes:
     """blocks: [W, slots, 2], the ranks' tokens; start, end: [.] key ranges of the rank's spans, in order."""
     world_size, slots, _ = blocks.shape
+    fragments, owners = cut.fragments, cut.owners
     size = fragments[0].end
     tokens = slots * size
-    owners = np.array([f.rank for f in fragments])
     received, sent = needed.traffic(blocks)
     # Where no document enters a fragment, the spans' keys are the rank's rows, each once and in order. A document that
     # goes on in the same rank's next fragment, as one across the middle of zig-zag does, needs no rows of other ranks,
-    # but some of its rows are keys of two spans.
-    travel = SOME if received.any() or any(f.enters for f in fragments) else NOTHING
+    # but some of its rows are keys of two spans. In trees they always may be.
+    apart = cut.nodes is None and not any(f.enters for f in fragments)
+    travel = SOME if received.any() or not apart else NOTHING
     if travel and max(received.max(), sent.max()) > GATHER_FROM * (world_size - 1) * tokens:
         travel = ALL
 

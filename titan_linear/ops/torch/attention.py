@@ -164,6 +164,9 @@ def local_attention(
 ) -> Tensor:
     """q [B, Tq, Hq, D], k [B, Tk, Hkv, D], v [B, Tk, Hkv, Dv] → o [B, Tq, Hq, Dv]."""
     spans = [] if documents is None else list(document_spans(documents))
+    if documents is not None and documents.paths is not None:
+        rows, *_ = documents.paths
+        k, v = (x[0, rows].unsqueeze(0) for x in (k, v))
     return Attention.apply(q, k, v, (attention_forward, attention_backward), (spans,), scale, causal)
 
 

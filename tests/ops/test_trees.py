@@ -1,0 +1,217 @@
+"""Prefix trees beside the same documents packed apart, in float64: recurrences, convolution, softmax attention."""
+
+import re
+from functools import cache
+from itertools import chain
+
+import pytest
+import torch
+
+from tests.ops.inputs import DEVICE, MAKERS, SMALL, boundaries, call, leaves, relative_error, tokens_of
+from tests.refusals import refused
+from titan_linear.distributed.one_process import run_ranks
+from titan_linear.ops import attention, build_cp_context, causal_conv1d
+
+TOLERANCE = 1e-12
+PARAMETERS = {"A_log", "A", "D", "dt_bias", "weight", "bias"}
+TREES = {  # lengths and parents of nodes, depth first
+    "siblings": ([50, 30, 16, 32], [-1, 0, 0, 0]),
+    "documents_between": ([5, 20, 1, 9, 30, 31, 32], [-1, -1, 1, 1, -1, 4, -1]),
+    "single_tokens": ([1, 1, 1, 1, 1, 1, 1, 1, 2, 6], [-1, 0, 1, 2, 2, 0, 5, 6, -1, 8]),
+    "chain": ([20, 1, 2, 40, 1], [-1, 0, 1, 2, 3]),
+    "over_ranks": ([70, 10, 150, 2, 24], [-1, 0, 1, 1, 0]),
+}
+
+
+def random_tree(seed, tokens=256, depth=12, branching=16):
+    """Depth first: each node continues one on the path to the node before, or none."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def draw(n):
+        return int(torch.randint(n, (), generator=rng))
+
+    lengths, parents, path, children = [], [], [], {}
+    while sum(lengths) < tokens:
+        while path and (len(path) == depth or children[path[-1]] == branching or draw(3) == 0):
+            path.pop()
+        parents.append(path[-1] if path else -1)
+        if path:
+            children[path[-1]] += 1
+        path.append(len(lengths))
+        children[len(lengths)] = 0
+        lengths.append(min(1 if draw(3) == 0 else 1 + draw(24), tokens - sum(lengths)))
+    return lengths, parents
+
+
+TREES |= {f"random_{seed}": random_tree(seed) for seed in range(3)}
+
+
+def paths(name):
+    """Each document as rows of the tree."""
+    lengths, parents = TREES[name]
+    cu = boundaries(lengths).tolist()
+    rows = []
+    for node, parent in enumerate(parents):
+        rows.append([*(rows[parent] if parent >= 0 else []), *range(cu[node], cu[node + 1])])
+    return [rows[node] for node in range(len(parents)) if node not in parents]
+
+
+def inputs_of(op, T):
+    rng = torch.Generator().manual_seed(0)
+    shapes = {
+        "conv": {"x": (1, T, 6), "weight": (6, 4), "bias": (6,)},
+        "attention": {"q": (1, T, 4, 8), "k": (1, T, 4, 8), "v": (1, T, 4, 6)},
+    }
+    if op in shapes:
+        return {n: torch.randn(s, generator=rng, dtype=torch.float64) for n, s in shapes[op].items()}
+    return MAKERS[op](T, **SMALL[op])
+
+
+def run_op(op, x, **options):
+    method = options.pop("method", None)
+    if op == "conv":
+        return causal_conv1d(**x, activation="silu", **options)[0]
+    if op == "attention":
+        return attention(**x, **options, **({"method": method} if method else {}))
+    return call(op, x, **options, **({"cp_method": method} if method else {}))[0]
+
+
+@cache
+def apart(op, name):
+    """Output and gradients by tokens of the tree, from its documents packed apart; a token's output is that in the
+    first document that has it."""
+    lengths, documents = TREES[name][0], paths(name)
+    x = leaves(inputs_of(op, sum(lengths)))
+    rows = torch.tensor([*chain(*documents)])
+    y = run_op(
+        op,
+        {n: t if n in PARAMETERS else t[:, rows] for n, t in x.items()},
+        cu_seqlens=boundaries([len(d) for d in documents]),
+    )
+    first = torch.tensor([rows.tolist().index(t) for t in range(sum(lengths))])
+    y = y[:, first]
+    return [y.detach(), *torch.autograd.grad(y, list(x.values()), gradient_of(y))]
+
+
+def gradient_of(y):
+    return torch.randn(y.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+
+def check(op, name, world_size=1, layout="contiguous", method=None):
+    lengths, parents = TREES[name]
+    want = apart(op, name)
+    whole = inputs_of(op, sum(lengths))
+
+    def on_rank(group=None):
+        where = {"group": group} if group else {"rank": 0, "world_size": 1}
+        context = build_cp_context(boundaries(lengths), parents=torch.tensor(parents), layout=layout, **where)
+        mine = tokens_of(context)
+        x = leaves({n: t if n in PARAMETERS else t[:, mine] for n, t in whole.items()})
+        y = run_op(op, x, cp_context=context, method=method)
+        return mine, [y.detach(), *torch.autograd.grad(y, list(x.values()), gradient_of(want[0])[:, mine])]
+
+    ranks = run_ranks(on_rank, world_size) if world_size > 1 else [on_rank()]
+    order = torch.cat([mine for mine, _ in ranks]).argsort()
+    for n, right, *got in zip(["y", *whole], want, *(results for _, results in ranks), strict=True):
+        found = sum(got) if n in PARAMETERS else torch.cat(got, 1)[:, order]
+        assert relative_error(found, right) < TOLERANCE, (n, relative_error(found, right))
+
+
+OPS = pytest.mark.parametrize("op", [*MAKERS, "conv", "attention"])
+
+
+@OPS
+@pytest.mark.parametrize("name", TREES)
+def test_one_rank(op, name):
+    check(op, name)
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@OPS
+def test_ranks(op, layout, world_size):
+    for name in ("over_ranks", "random_0") if world_size == 8 else TREES:
+        if op in ("kda", "attention") or name in ("siblings", "single_tokens", "random_1"):
+            check(op, name, world_size, layout, "allgather" if op == "attention" else None)
+
+
+@pytest.mark.parametrize("op", ["dplr", "attention"])
+def test_shared_heads(op):
+    check(op, "over_ranks", 2, "zigzag", "ulysses")
+
+
+@pytest.mark.parametrize("op", ["kda", "ssd", "conv"])
+def test_kernels(op):
+    """In float32, beside PyTorch's operations."""
+    lengths, parents = TREES["siblings"]
+    context = build_cp_context(
+        boundaries(lengths), parents=torch.tensor(parents), rank=0, world_size=1, device=torch.device(DEVICE)
+    )
+    sizes = {"kda": {"H": 1, "HV": 1, "V": 16, "gate": "slow"}, "ssd": {"G": 1, "heads": 1, "P": 16, "bias": -7.0}}
+    x = MAKERS[op](sum(lengths), **sizes[op]) if op in sizes else inputs_of(op, sum(lengths))
+
+    def results(impl):
+        own = leaves({n: t.float().to(DEVICE) for n, t in x.items()})
+        y = run_op(op, own, cp_context=context, impl=impl)
+        return [y.detach(), *torch.autograd.grad(y, list(own.values()), gradient_of(y).to(y))]
+
+    for got, right in zip(results("triton"), results("torch"), strict=True):
+        assert relative_error(got.cpu(), right.cpu()) < 2e-6
+
+
+@pytest.mark.parametrize("op", ["gdn", "conv", "attention"])
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_nan_stays_in_its_leaf(op, world_size):
+    """What one leaf holds changes no bit of the outputs of others and of its ancestors, nor of gradients of others."""
+    lengths, parents = TREES["siblings"]
+    cu, x = boundaries(lengths), inputs_of(op, sum(lengths))
+    leaf = slice(int(cu[1]), int(cu[2]))
+
+    def on_rank(changed, group=None):
+        where = {"group": group} if group else {"rank": 0, "world_size": 1}
+        context = build_cp_context(cu, parents=torch.tensor(parents), **where)
+        mine = tokens_of(context)
+        own = leaves({n: t if n in PARAMETERS else t[:, mine] for n, t in changed.items()})
+        y = run_op(op, own, cp_context=context, method="allgather" if op == "attention" and group else None)
+        tokens = [t for n, t in own.items() if n not in PARAMETERS]
+        grads = torch.autograd.grad(y, tokens, torch.ones_like(y))
+        return y.detach(), [grad[:, mine >= leaf.stop] for grad in grads], mine
+
+    def outputs(changed):
+        ranks = run_ranks(lambda group: on_rank(changed, group), world_size) if world_size > 1 else [on_rank(changed)]
+        y = torch.cat([y for y, _, _ in ranks], 1)
+        y[:, leaf] = 0
+        return [y, *(torch.cat(grads, 1) for grads in zip(*(grads for _, grads, _ in ranks)))]
+
+    poisoned = {n: t.clone() for n, t in x.items()}
+    for n in x:
+        if n not in PARAMETERS:
+            poisoned[n][:, leaf] = torch.nan
+    assert all(map(torch.equal, outputs(x), outputs(poisoned)))
+
+
+@pytest.mark.parametrize(
+    "parents, words",
+    [
+        ([-1, 1, 0], "parents[1] = 1 must be −1, or a segment before 1"),
+        ([-1, 2, 0], "parents[1] = 2"),
+        ([-2, 0, 0], "parents[0] = -2"),
+        ([-1, 0], "parents [2] must be [N] = [3]"),
+    ],
+)
+def test_parents_that_are_no_tree(parents, words):
+    with refused(re.escape(words)):
+        build_cp_context(boundaries([4, 4, 8]), rank=0, world_size=1, parents=torch.tensor(parents))
+
+
+def test_other_refusals():
+    where = {"rank": 0, "world_size": 1, "parents": torch.tensor([-1, 0])}
+    with refused("a segment before 1 in its stream"):
+        build_cp_context(boundaries([8, 8]), num_streams=2, **where)
+    with refused("segments without tokens"):
+        build_cp_context(torch.tensor([0, 8, 8, 16]), **where)
+    context = build_cp_context(boundaries([8, 8]), **where)
+    with refused("causal = False"):
+        attention(**inputs_of("attention", 16), causal=False, cp_context=context)
+    with refused("method = 'ring' does not know prefix trees"):
+        _ = build_cp_context(boundaries([8, 8]), **where | {"world_size": 2}).rectangles

@@ -1,0 +1,74 @@
+"""KCP along the paths of prefix trees: S ↦ M S + S_ext at each point, from the roots down (ops/layout/trees.py).
+
+Backward goes up: the gradient of the state that leaves a point is the sum over all that begins from it, of dS_ext and,
+below points, of Mᵀ times the gradient of the state that leaves these. The S_ext and M of shared points are gathered by
+all ranks, and their sums of dS_ext are added up over ranks; all else is a rank's own. In float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_linear.ops.exchange.collectives import add_rows, group_named, start_all_gather
+from titan_linear.ops.exchange.folds import act
+from titan_linear.ops.layout.trees import Fold, Tree
+from titan_linear.ops.runtime import costs
+from titan_linear.ops.runtime.operators import operator, register_fake
+
+
+def tree_states(S_ext: Tensor, M: Tensor, tree: Tree, group: str, *, reverse: bool = False) -> Tensor:
+    """The states from which this rank's entries start, as `tree.starts` numbers them; in reverse, the gradients of
+    those with which its points end. Every rank of the group must call it.
+
+    S_ext: [points, *, K, V], in reverse [children, *, K, V]. M: [points, *, K, K], or if diagonal [points, *, K or 1].
+    """
+    return fold_tree(S_ext, M, list(tree.fold), group, reverse)
+
+
+@operator(kept_by=("selective",), cost=lambda *_, **__: costs.Exchange("halo"), of_driver=True)
+def fold_tree(S_ext: Tensor, M: Tensor, tables: list[Tensor], group: str, reverse: bool) -> Tensor:
+    """`tree_states`; tables: `Fold`."""
+    fold = Fold(*tables)
+    M = _with_shared(M, fold, group)
+    if reverse:
+        return _up(S_ext, M, fold, group).to(S_ext.dtype)
+    S = _with_shared(S_ext, fold, group).double()
+    for ids, above in _levels(fold):
+        S[ids] += act(M[ids], S[above], reverse=False)
+    return S[fold.starts].to(S_ext.dtype)
+
+
+@register_fake(fold_tree)
+def _(S_ext, M, tables, group, reverse):
+    fold = Fold(*tables)
+    return S_ext.new_empty(len(fold.points if reverse else fold.starts), *S_ext.shape[1:])
+
+
+def _up(dS_ext: Tensor, M: Tensor, fold: Fold, group: str) -> Tensor:
+    d = dS_ext.new_zeros(len(M), *dS_ext.shape[1:], dtype=torch.float64)
+    add_rows(d, fold.above, dS_ext[: len(fold.above)].double())
+    levels, shared = [*_levels(fold)], fold.shared.item()
+
+    def add(levels: list[tuple[Tensor, Tensor]]) -> None:
+        for ids, above in reversed(levels):
+            add_rows(d, above, act(M[ids], d[ids], reverse=True))
+
+    add(levels[shared:])
+    if len(fold.sent):
+        dist.all_reduce(d[: len(fold.sent) * group_named(group).size()], group=group_named(group))
+    add(levels[:shared])
+    return d[fold.points]
+
+
+def _with_shared(x: Tensor, fold: Fold, group: str) -> Tensor:
+    """x [points, ...] behind those of all ranks' shared points."""
+    return torch.cat([start_all_gather(x[fold.sent], group)(), x]) if len(fold.sent) else x
+
+
+def _levels(fold: Fold) -> Iterator[tuple[Tensor, Tensor]]:
+    counts = fold.counts.tolist()
+    return zip(fold.order.split(counts), fold.before.split(counts), strict=True)

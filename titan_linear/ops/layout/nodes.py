@@ -1,0 +1,82 @@
+"""Prefix trees: documents that share their beginnings, laid out so that each shared token is computed once.
+
+    documents   a b c d    a b e    a b e f g          a tree   [a b] [c d] [e] [f g],   parents −1 0 0 2
+
+A node of the tree is a segment of the stream and has the index of its parent, which lies before it. A document is a
+path: each of its tokens comes after those of the nodes above. What a mixer needs of a token's past follows:
+
+    a recurrence   starts from the state with which the parent ends; a state's gradient is the sum over the children
+    a convolution  reads its last tokens on the path
+    attention      sees the path
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class Nodes:
+    """The nodes of the trees of a stream, as arrays."""
+
+    edges: np.ndarray  # [N+1] int64, where each begins
+    parents: np.ndarray  # [N] int64, −1: none
+    depth: np.ndarray  # [N] number of tokens above each
+    paths: list[np.ndarray]  # of each, the nodes from its root to itself
+
+    @classmethod
+    def of(cls, edges: np.ndarray, parents: Tensor, num_streams: int) -> Nodes | None:
+        """None: no node has a parent. ValueError: parents that are no tree."""
+        numbers = parents.cpu().numpy().astype(np.int64)
+        if numbers.shape != (len(edges) - 1,):
+            raise ValueError(f"parents {list(numbers.shape)} must be [N] = [{len(edges) - 1}], one for each segment")
+        stream = edges[:-1] // (edges[-1] // num_streams)
+        depth, paths = np.zeros_like(numbers), []
+        for node, parent in enumerate(numbers.tolist()):
+            if not -1 <= parent < node or (parent >= 0 and stream[parent] != stream[node]):
+                raise ValueError(f"parents[{node}] = {parent} must be −1, or a segment before {node} in its stream")
+            above = paths[parent] if parent >= 0 else np.zeros(0, dtype=np.int64)
+            depth[node] = (edges[above + 1] - edges[above]).sum()
+            paths.append(np.append(above, node))
+        return cls(edges, numbers, depth, paths) if (numbers >= 0).any() else None
+
+    @property
+    def begins(self) -> np.ndarray:
+        """[N] where the position 0 of each node's tokens would be."""
+        return self.edges[:-1] - self.depth
+
+    def at(self, tokens: np.ndarray) -> np.ndarray:
+        """The node of each token."""
+        return np.searchsorted(self.edges, tokens, side="right") - 1
+
+    def ranges(self, start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What the tokens start to end of one node see, for each of several: number, first token and token after the
+        last of each range of its path, up to `end`."""
+        paths = [self.paths[node] for node in self.at(start)]
+        number = np.repeat(np.arange(len(paths)), [len(path) for path in paths])
+        nodes = np.concatenate(paths)
+        last = np.append(number[1:] != number[:-1], True)
+        return number, self.edges[nodes], np.where(last, end[number], self.edges[nodes + 1])
+
+    def starts(self, size: int | None) -> np.ndarray:
+        """[E] where each entry begins: each node, and each fragment of `size` tokens."""
+        cuts = np.arange(0, self.edges[-1], size or self.edges[-1])
+        return np.union1d(self.edges[:-1], cuts)
+
+    def entries_before(self, start: np.ndarray) -> np.ndarray:
+        """[E] the entry that each entry continues, −1: none."""
+        node = self.at(start)
+        last = np.searchsorted(start, self.edges[1:]) - 1  # of each node
+        above = np.where(self.parents >= 0, last[self.parents], -1)[node]
+        return np.where(start > self.edges[node], np.arange(len(start)) - 1, above)
+
+    def before(self, token: int, count: int) -> list[int]:
+        """Up to `count` tokens before a token on its path, the last first."""
+        tokens: list[int] = []
+        for node in self.paths[int(self.at(np.array(token)))][::-1].tolist():
+            end = min(token, int(self.edges[node + 1]))
+            tokens += range(end - 1, max(int(self.edges[node]), end - count + len(tokens)) - 1, -1)
+        return tokens

@@ -1,0 +1,124 @@
+"""What recurrences and attention read of prefix trees (nodes.py).
+
+Entries (parts of nodes in fragments) that others begin from are *points*: M S + S_ext leaves them if S enters. States
+follow from those of all points by a fold along the paths (ops/exchange/trees.py). Points that have entries of other
+ranks below them are *shared*: all ranks read their S_ext and M.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from titan_linear.ops.layout.chains import STATE, STATE_AND_M
+from titan_linear.ops.layout.nodes import Nodes
+from titan_linear.ops.layout.tables import OnHost, padded, table
+
+
+class Paths(NamedTuple):
+    """The keys of each entry's queries, one after the other, where a rank has the whole stream."""
+
+    rows: Tensor  # [.] int64
+    edges: Tensor  # [N+1] int32
+    edges_cpu: OnHost  # the same
+    longest: OnHost  # [1]
+
+
+def paths_of(nodes: Nodes) -> Paths:
+    edges = nodes.edges
+    _, start, end = nodes.ranges(edges[:-1], edges[1:])
+    lengths = nodes.depth + np.diff(edges)
+    k = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    rows = np.concatenate([np.arange(*ends) for ends in zip(start, end)])
+    return table(Paths, rows=rows, edges=k, edges_cpu=k, longest=lengths.max(keepdims=True))
+
+
+class Listed(NamedTuple):
+    """Entries whose boundary a rule gives, as in `Chains`."""
+
+    entries: Tensor  # [.] int32
+    wanted: Tensor  # [.] int32: NOTHING, STATE or STATE_AND_M
+    slots: OnHost  # [., 2] both
+
+
+class Fold(NamedTuple):
+    """The order in which states follow from each other. Rows are those of shared points, P for each rank, then those
+    of this rank's points."""
+
+    order: Tensor  # [.] int64: rows of points below others, from the roots down, shared ones first
+    before: Tensor  # [.] int64: the row of the point above each
+    counts: OnHost  # [levels] number of points in each level of `order`
+    shared: OnHost  # [1] number of levels of shared points
+    sent: Tensor  # [P] int64: this rank's points that are shared, and others up to P
+    above: Tensor  # [children] int64: the row of the point above each child
+    points: Tensor  # [≥ 2] int64: this rank's
+    starts: Tensor  # [≥ 2] int64: those from which its entries start
+
+
+class Tree(NamedTuple):
+    """A rank's part in the recurrences of prefix trees. Lists have two entries at least, of which nothing is wanted."""
+
+    points: Listed
+    children: Listed  # entries below a point
+    fold: Fold
+    starts: Tensor  # [N+1] int32: the row among `fold.starts` that each entry starts from, −1: zeros
+    ends: Tensor  # [N+1] int32: the point that each entry is, −1: none
+
+
+def tree_of(nodes: Nodes, owners: np.ndarray, size: int, rank: int) -> Tree:
+    """owners: the rank of each fragment of `size` tokens; one rank has nodes whole."""
+    start = nodes.starts(size if owners.any() else None)
+    owner = owners[start // size]
+    before = nodes.entries_before(start)
+    E, W = len(before), int(owners.max()) + 1
+    point, shared = np.zeros((2, E), dtype=bool)
+    level = np.zeros(E, dtype=np.int64)
+    point[before[before >= 0]] = True
+    for e in np.flatnonzero(before >= 0):
+        level[e] = level[before[e]] + 1
+    for e in np.flatnonzero(before >= 0)[::-1]:
+        shared[before[e]] |= shared[e] | (owner[before[e]] != owner[e])
+    mine, children = (np.flatnonzero(which & (owner == rank)) for which in (point, before >= 0))
+    by_rank = [np.flatnonzero(shared & (owner == r)) for r in range(W)]
+    P = max(map(len, by_rank))
+    row, slot = np.full((2, E), -1)
+    slot[mine] = np.arange(len(mine))
+    row[mine] = W * P + slot[mine]
+    for r, sent in enumerate(by_rank):
+        row[sent] = r * P + np.arange(len(sent))
+    below = np.flatnonzero((row >= 0) & (before >= 0))
+    below = below[np.lexsort((level[below], ~shared[below]))]
+    levels = level[below] + E * ~shared[below]
+    starts, start_of = np.unique(row[before[children]], return_inverse=True)
+    local = np.cumsum(owner == rank) - 1
+    of_entries = np.full((2, local[-1] + 2), -1, dtype=np.int32)
+    of_entries[0, local[children]] = start_of
+    of_entries[1, local[mine]] = slot[mine]
+    fold = table(
+        Fold,
+        order=row[below],
+        before=row[before[below]],
+        counts=np.unique(levels, return_counts=True)[1],
+        shared=np.array([len(np.unique(levels[shared[below]]))]),
+        sent=np.resize(slot[by_rank[rank]], P) if len(by_rank[rank]) else np.zeros(P, dtype=np.int64),
+        above=row[before[children]],
+        points=_two_or_more(row[mine]),
+        starts=_two_or_more(starts),
+    )
+    points = _listed(local[mine], np.where(before[mine] >= 0, STATE_AND_M, STATE))
+    return Tree(
+        points, _listed(local[children], np.full(len(children), STATE)), fold, *map(torch.from_numpy, of_entries)
+    )
+
+
+def _two_or_more(rows: np.ndarray) -> np.ndarray:
+    return np.pad(rows, (0, max(2 - len(rows), 0)))
+
+
+def _listed(entries: np.ndarray, wanted: np.ndarray) -> Listed:
+    slots = padded([*zip(entries.tolist(), wanted.tolist())], max(len(entries), 2), 2).astype(np.int32)
+    slots[len(entries) :] = 0
+    return table(Listed, entries=slots[:, 0], wanted=slots[:, 1], slots=slots)
