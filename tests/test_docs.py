@@ -1,19 +1,25 @@
 """What README and docs/ show runs and exists: programs, configurations, files."""
 
+import os
 import re
 import shutil
 import subprocess
 import sys
 import textwrap
+from collections import Counter
 from dataclasses import replace
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Thread
 from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.browser import chromium
 from tests.models.ours import initialised
 from tests.refusals import exit_of, own_handlers
 from tests.test_train import arguments, train_on_rank
@@ -83,6 +89,34 @@ def test_files_that_a_page_names_exist(page):
         r"`(\w+/[\w./-]*\.(?:py|md|sh|toml)|(?:titan_linear|models|ops|tests|docs)/[\w/]*/)`", page.read_text("utf-8")
     )
     assert [name for name in dict.fromkeys(named) if not any((place / name).exists() for place in PLACES)] == []
+
+
+def test_the_site_has_every_page():
+    (nav,) = re.findall(r"^nav:\n(.*)", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    pages = {page.name for page in PAGES if page.name != "README.md"}
+    assert Counter(re.findall(r"\w+\.md", nav)) == Counter(pages | {"index.md", "CHANGELOG.md"})
+
+
+@pytest.mark.browser
+def test_the_site_is_built_and_searched(tmp_path):
+    """From README.md and docs/ as they are; a word of a docstring is found, and nobody else is asked."""
+    from playwright.sync_api import expect
+
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", tmp_path]
+    subprocess.run(build, cwd=ROOT, check=True, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"})
+    handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, chromium() as browser:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/"
+        view, asked = browser.new_page(), []
+        view.on("request", lambda request: asked.append(request.url))
+        view.goto(url)
+        view.get_by_role("link", name="docs/first_hour.md").click()
+        expect(view.get_by_role("heading", name="The first hour")).to_be_visible()
+        view.get_by_placeholder("Search").fill("chunk_gated_delta_rule")
+        expect(view.locator("a[href$='rule#titan_linear.ops.chunk_gated_delta_rule']").first).to_be_visible()
+        assert {address for address in asked if not address.startswith((url, "blob:", "data:"))} == set()
+        server.shutdown()
 
 
 # --- Commands ---------------------------------------------------------------------------------------------------------

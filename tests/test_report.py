@@ -1,13 +1,13 @@
 """The table of several runs, and their page."""
 
 import json
-import shutil
 from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from tests.browser import chromium
 from titan_linear.commands import batch, report
 from titan_linear.commands.page import SPIKE_LINES, read
 from titan_linear.config import load_config
@@ -157,11 +157,8 @@ def test_a_corpus_that_is_gone(runs, tmp_path):
 @pytest.mark.browser
 def test_a_browser_shows_all_of_the_page(runs, tmp_path):
     """No wider than a telephone or paper, in the colours of the reader; every chart has a size."""
-    from playwright.sync_api import sync_playwright
-
     assert report.main([*runs, "--html", str(tmp_path / "page.html")]) == 0
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=shutil.which("chromium"))
+    with chromium() as browser:
         for width, scheme, media in ((360, "dark", "screen"), (360, "light", "screen"), (794, "dark", "print")):
             view = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
             errors, asked = [], []
@@ -175,4 +172,3 @@ def test_a_browser_shows_all_of_the_page(runs, tmp_path):
             assert ink == ("rgb(255, 255, 255)" if (scheme, media) == ("dark", "screen") else "rgb(0, 0, 0)")
             sizes = [chart.bounding_box() for chart in view.locator("svg").all()]
             assert len(sizes) == 9 and all(300 <= size["width"] <= width and size["height"] > 150 for size in sizes)
-        browser.close()
