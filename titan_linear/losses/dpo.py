@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_linear.config import schema
-from titan_linear.losses.loss import Loss, Targets, through_documents
+from titan_linear.losses.loss import Loss, Targets, column, document_sums, logprobs
 from titan_linear.ops.cross_entropy import ChunkedLogits, Rows
 
 
@@ -30,23 +30,24 @@ class DPO(Loss):
         return () if self.keys.reference_free else ("reference",)
 
     def __call__(self, logits: ChunkedLogits, batch: Targets) -> Tensor:
-        columns = [batch.columns[name].flatten() for name in ("weights", *self.columns)]
-        numbers, slopes = through_documents(logits, batch, columns, self._of_sums)
-        if not torch.is_grad_enabled():
-            return numbers
+        labels = batch.labels.flatten()
+        columns = (batch.columns[name][0] for name in ("weights", *self.columns))
+        count, policy, weights, *reference = document_sums(batch, logprobs(logits, labels), *columns)
+        length = count.clamp(min=1) if self.keys.length_normalised else torch.ones_like(count)
+        reward = (policy - sum(reference)) / length
+        margin = self.keys.beta * (reward[0::2] - reward[1::2])
+        short = self.keys.margin - margin
+        accuracy = torch.heaviside(margin, margin.new_tensor(0.5))
+        of_pairs = torch.stack([F.softplus(short), accuracy, margin], 1)
+        # What the loss changes by with each token's log p: it pulls a chosen document's up, a rejected one's down.
+        pull = -self.keys.beta * short.sigmoid() * (weights[0::2] + weights[1::2])
+        slopes = torch.stack([pull, -pull], 1).flatten() / length
 
         def terms(rows: Rows, tokens: slice) -> Tensor:
-            return slopes[tokens] * rows.logprobs[:, 0]
+            logp = rows.logprobs[:, 0]
+            document = batch.columns["document"][0, tokens]
+            change = slopes[document].to(logp.dtype) * (logp - logp.detach())
+            values = column(batch, "weights", logp)[tokens, None] * of_pairs[document // 2].to(logp.dtype)
+            return torch.cat([values[:, :1] + change.unsqueeze(1), values[:, 1:]], 1)
 
-        change = logits.sum(batch.labels.flatten(), terms)
-        return numbers + (change - change.detach())
-
-    def _of_sums(self, policy: Tensor, weights: Tensor, *reference_and_count: Tensor) -> Tensor:
-        *reference, count = reference_and_count
-        reward = policy - sum(reference)
-        if self.keys.length_normalised:
-            reward = reward / count.clamp(min=1)
-        margin = self.keys.beta * (reward[0::2] - reward[1::2])
-        loss = -F.logsigmoid(margin - self.keys.margin)
-        accuracy = torch.heaviside(margin.detach(), margin.new_tensor(0.5))
-        return torch.stack([loss, accuracy, margin]) @ (weights[0::2] + weights[1::2])
+        return logits.sum(labels, terms)

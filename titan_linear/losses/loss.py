@@ -1,8 +1,8 @@
-"""What every loss is, and is given; and how one learns what a document's tokens are together worth."""
+"""What every loss is, and is given; and sums over documents, which ranks may share: a loss that needs them passes over
+the head twice."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import ClassVar, Protocol
 
@@ -50,27 +50,12 @@ def logprobs(logits: ChunkedLogits, labels: Tensor) -> Tensor:
     return found.masked_fill(labels == IGNORE, 0)
 
 
-def through_documents(
-    logits: ChunkedLogits, batch: Targets, columns: list[Tensor], of_sums: Callable[..., Tensor]
-) -> tuple[Tensor, Tensor]:
-    """A loss of sums over documents, which may lie on several ranks.
-
-    of_sums: the sums [documents] of log p, of each column [T] and of the tokens with a label → loss and reports [m].
-    Returns: these, on the first of the ranks that share the documents, elsewhere zeros; and what the loss changes by
-    with each token's log p, [T]. This costs one pass over the head: the gradient is that of Σ slopes · log p.
-    """
-    labels = batch.labels.flatten()
-    found = logprobs(logits, labels)
-    document = batch.columns["document"].flatten()
-    valid = (labels != IGNORE).double()
-    rows = torch.stack([found.double(), *(x.double() for x in columns), valid]) * valid
-    sums = rows.new_zeros(len(rows), batch.num_documents).index_add_(1, document, rows)
+def document_sums(batch: Targets, *numbers: Tensor) -> Tensor:
+    """For each document, whichever ranks it lies on: how many labels it has, and the sums of these numbers [T], which
+    are 0 where there is no label. [1 + numbers, documents] float64."""
+    rows = torch.stack([(batch.labels[0] != IGNORE).double(), *(x.double() for x in numbers)])
+    sums = rows.new_zeros(len(rows), batch.num_documents).index_add_(1, batch.columns["document"][0], rows)
     context = batch.plan.cp_context
     if context is not None and context.ranks.world_size > 1:
         sums = gather_along(sums.unsqueeze(0), 0, context.ranks.group_name, context.ranks.world_size).sum(0)
-    with torch.enable_grad():
-        of_policy = sums[0].requires_grad_()
-        numbers = of_sums(of_policy, *sums[1:])
-        (slope,) = torch.autograd.grad(numbers[0], of_policy)
-    first = (context is None or context.ranks.rank == 0) and (logits.ranks is None or logits.ranks.rank == 0)
-    return numbers.detach().to(found.dtype) * first, (slope[document] * valid).to(found.dtype)
+    return sums

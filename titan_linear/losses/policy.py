@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from titan_linear.config import schema
-from titan_linear.losses.loss import Loss, Targets, column, through_documents
+from titan_linear.losses.loss import Loss, Targets, column, document_sums, logprobs
 from titan_linear.ops.cross_entropy import ChunkedLogits, Rows
 
 
@@ -30,36 +30,28 @@ class Policy(Loss):
 
     def __call__(self, logits: ChunkedLogits, batch: Targets) -> Tensor:
         labels = batch.labels.flatten()
-        of_sequences = self.keys.level == "sequence"
-        if of_sequences:
-            columns = [batch.columns[name].flatten() for name in ("weights", "advantages", "behaviour")]
-            numbers, slopes = through_documents(logits, batch, columns, self._of_sums)
+        columns = [batch.columns[name][0] for name in ("weights", "advantages", "behaviour")]
+        of_ratios = columns
+        if self.keys.level == "sequence":
+            # Each token has its document's mean weight, advantage and log ratio: together they have its gradient.
+            logp = logprobs(logits, labels)
+            weights, advantages, behaviour = columns
+            sums = document_sums(batch, weights, advantages, logp - behaviour)
+            *means, log_ratio = (sums[1:] / sums[0].clamp(min=1))[:, batch.columns["document"][0]]
+            of_ratios = [*means, logp - log_ratio]
 
         def terms(rows: Rows, tokens: slice) -> Tensor:
             logp = rows.logprobs[:, 0]
-            weights, advantages, behaviour = (
-                column(batch, name, logp)[tokens] for name in ("weights", "advantages", "behaviour")
-            )
+            weights, advantages, behaviour = (x[tokens].to(logp.dtype) for x in of_ratios)
+            ratio = (logp - behaviour).exp()
+            free = ratio * advantages
+            bounded = ratio.clamp(1 - self.keys.clip_low, 1 + self.keys.clip_high) * advantages
+            of_tokens = column(batch, "weights", logp)[tokens]
             kl = torch.zeros_like(logp)
             if self.keys.kl:
                 distance = column(batch, "reference", logp)[tokens] - logp
-                kl = distance.exp() - distance - 1
-            if of_sequences:
-                change = slopes[tokens] * logp
-                loss, clipped = change - change.detach(), torch.zeros_like(logp)
-            else:
-                loss, clipped = (weights * x for x in self._clipped((logp - behaviour).exp(), advantages))
-            return torch.stack([loss + weights * self.keys.kl * kl, weights * rows.entropy, clipped, weights * kl], 1)
+                kl = of_tokens * (distance.exp() - distance - 1)
+            loss = self.keys.kl * kl - weights * torch.minimum(free, bounded)
+            return torch.stack([loss, of_tokens * rows.entropy, weights * (bounded < free), kl], 1)
 
-        sums = logits.sum(labels, terms, statistics=True)
-        return sums + numbers if of_sequences else sums
-
-    def _of_sums(self, policy: Tensor, weights: Tensor, advantages: Tensor, behaviour: Tensor, count: Tensor) -> Tensor:
-        count = count.clamp(min=1)
-        loss, clipped = self._clipped(((policy - behaviour) / count).exp(), advantages / count)
-        return torch.stack([loss, torch.zeros_like(loss), clipped, torch.zeros_like(loss)]) @ weights
-
-    def _clipped(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        """The objective, and 1 where it is clipped."""
-        free, bounded = ratio * advantages, ratio.clamp(1 - self.keys.clip_low, 1 + self.keys.clip_high) * advantages
-        return -torch.minimum(free, bounded), (bounded < free).to(ratio.dtype)
+        return logits.sum(labels, terms, statistics=True)

@@ -53,6 +53,7 @@ TOKENS, OFFSETS, HASHES = FILES = ("tokens.bin", "offsets.bin", "hashes.bin")
 ANSWERS, WEIGHTS = "answers.bin", "weights.bin"
 FILE_ENDS, PATHS = "files.bin", "files.json"  # of the text files
 INFO = "corpus.json"
+PLACE = "place"  # the column of places in the corpus
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +98,10 @@ class Corpus:
         if self.answer_weights is None:
             return inside.astype(np.float32)
         return inside * self.answer_weights[np.minimum(answer, len(self.answer_weights) - 1)]
+
+    def column(self, name: str, positions: np.ndarray) -> np.ndarray:
+        """The numbers beside the tokens at these positions, [n] or [n, width]; of PLACE the positions."""
+        return positions if name == PLACE else self.columns[name][positions]
 
     @property
     def summary(self) -> str:

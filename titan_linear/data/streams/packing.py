@@ -256,23 +256,38 @@ class PackedStreams:
         i = operator.index(i)
         if i < 0 or (not self.repeat and i >= len(self)):
             raise IndexError(f"stream {i}")
-        starts, lengths, next_token = self._parts(i)
+        return self._stream(*self._parts(i), self.place(i)[1])
+
+    def padding(self) -> Stream:
+        """A stream of padding only: it gives a rank as many streams as the others have."""
+        none = np.zeros(0, dtype=np.int64)
+        return self._stream(none, none, IGNORE, self.seq_len)
+
+    def _stream(self, starts: np.ndarray, lengths: np.ndarray, next_token: int, seq_len: int) -> Stream:
+        """Of these runs of the corpus's tokens, then the token that follows; padding, a document of zeros, fills it."""
+        end = lengths.sum()
+        if end < seq_len:
+            starts, lengths = np.append(starts, 0), np.append(lengths, seq_len - end)
         edges = np.concatenate([[0], np.cumsum(lengths)])
-        within = np.arange(edges[-1]) - np.repeat(edges[:-1], lengths)
+        within = np.arange(seq_len) - np.repeat(edges[:-1], lengths)
         positions = np.repeat(starts, lengths) + within
+        positions[end:] = 0
         tokens = self.corpus.tokens[positions].astype(np.int64)
+        tokens[end:] = 0
         labels = np.append(tokens[1:], next_token)
         labels[edges[1:-1] - 1] = IGNORE  # inside a stream, a run ends where its document ends
-        weights = self.corpus.weights(positions + 1) * (labels != IGNORE)
+        labels[end:] = IGNORE
+        following = positions + 1
+        weights = self.corpus.weights(following) * (labels != IGNORE)
         labels[weights == 0] = IGNORE
         columns = {"weights": self._divided(weights, edges)}
         for name in self.targets.columns:
-            column = self.corpus.columns[name][np.minimum(positions + 1, self.corpus.num_tokens - 1)]
+            column = self.corpus.column(name, np.minimum(following, self.corpus.num_tokens - 1))
             column[labels == IGNORE] = 0
             columns[name] = column
         if self.targets.group:
             columns["document"] = np.repeat(np.arange(len(lengths)), lengths)
-        return self._padded(tokens, labels, edges, within, columns, self.place(i)[1])
+        return Stream(tokens, labels, edges.astype(np.int32), within, columns)
 
     def _parts(self, i: int) -> tuple[np.ndarray, np.ndarray, int]:
         """`_runs` of stream i."""
@@ -291,35 +306,6 @@ class PackedStreams:
     def runs(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """Where the documents of stream i begin in the corpus's tokens [n], and how many tokens of each it has [n]."""
         return self._parts(i)[:2]
-
-    def padding(self) -> Stream:
-        """A stream of padding only: it gives a rank as many streams as the others have."""
-        none = np.zeros(0, dtype=np.int64)
-        columns = {"weights": none.astype(np.float32)}
-        columns |= {name: self.corpus.columns[name][:0] for name in self.targets.columns}
-        columns |= {"document": none} if self.targets.group else {}
-        return self._padded(none, none, np.zeros(1, dtype=np.int64), none, columns, self.seq_len)
-
-    def _padded(
-        self,
-        tokens: np.ndarray,
-        labels: np.ndarray,
-        edges: np.ndarray,
-        positions: np.ndarray,
-        columns: dict[str, np.ndarray],
-        seq_len: int,
-    ) -> Stream:
-        missing = seq_len - len(tokens)
-        if missing:
-            tokens = np.append(tokens, np.zeros(missing, dtype=np.int64))
-            labels = np.append(labels, np.full(missing, IGNORE))
-            edges = np.append(edges, seq_len)
-            positions = np.append(positions, np.arange(missing))
-            columns = {
-                name: np.append(x, np.zeros((missing, *x.shape[1:]), dtype=x.dtype), axis=0)
-                for name, x in columns.items()
-            }
-        return Stream(tokens, labels, edges.astype(np.int32), positions, columns)
 
     def _runs(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, int]:
         """The line's [start, stop) as runs of corpus.tokens, one per document: where each begins [n], its length [n].
