@@ -97,7 +97,8 @@ MUTANTS = [
     # --- losses
     Mutant("reward[0::2] - reward[1::2]", "reward[1::2] - reward[0::2]", "test_losses.py: defined and DPO"),
     Mutant("ranks.world_size).sum(0)", "ranks.world_size)[0]", "test_losses.py: splits and cp and DPO"),
-    Mutant(".to(found.dtype) * first", ".to(found.dtype)", "test_losses.py: splits and cp and DPO"),
+    Mutant("[pull, -pull]", "[pull, pull]", "test_losses.py: splits and dp and SimPO"),
+    Mutant("logp - log_ratio]", "behaviour]", "test_losses.py: defined and GSPO"),
     Mutant("np.minimum(positions + 1,", "np.minimum(positions,", "test_columns.py"),
     Mutant("np.add.reduceat(weights > 0", "np.add.reduceat(weights >= 0", "test_columns.py"),
     Mutant("first = documents // self.corpus.group * self", "first = documents * self", "test_columns.py"),
@@ -105,7 +106,10 @@ MUTANTS = [
     Mutant("-torch.minimum(free, bounded)", "-bounded", "test_losses.py: defined and GRPO"),
     Mutant("tau**2 *", "tau *", "test_losses.py: defined and distillation"),
     Mutant("(parts[:, 2] * shares).sum(0)", "parts[:, 2].mean(0)", "test_losses.py: gradients"),
-    Mutant("of_tokens + 1  # of labels", "of_tokens", "test_score.py: one and process"),
+    Mutant(
+        "return positions if name == PLACE", "return positions - 1 if name == PLACE", "test_score.py: one and process"
+    ),
+    Mutant("logits[:, max(vocab_size", "logits[:, max(9 * vocab_size", "test_score.py: one and process"),
     # --- the step
     Mutant("(experts >= 0) & (experts < len(self.counts))", "experts >= 0", "test_experts.py"),
     Mutant("copy * weights[:, j, None]", "copy * weights[:, 0, None]", "test_copies.py"),

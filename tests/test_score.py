@@ -2,6 +2,7 @@
 
 import math
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +14,10 @@ from tests.test_train import OWN_FLAVORS, SPLITS, train_on_rank
 from titan_linear import score
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, open_corpus
+from titan_linear.data.corpus import scores
 from titan_linear.data.corpus.corpus import column_file, open_column
 from titan_linear.data.corpus.scores import SCORES, differences
+from titan_linear.distributed.groups import host_group, on_rank_0
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN
 from titan_linear.run.build import open_tokenizer
@@ -49,20 +52,26 @@ def keys(tmp_path_factory):
 def scored(rank, world_size, argv):
     OWN["hybrid"] |= OWN_FLAVORS
     args, keys = score.parse(argv)
-    score.Scorer(args, load_config(keys)).run()
+    config = load_config(keys)
+    folder = Path(args.output)
+    on_rank_0(lambda: scores.begin(folder, *score.scores_of(args, config, open_tokenizer(config))), host_group())
+    score.score(folder, config)
 
 
 def exact(rank, world_size, argv):
     """Of each document: log p of its tokens but the first, and the likeliest."""
     OWN["hybrid"] |= OWN_FLAVORS
     config = load_config(argv)
-    model, found = Trainer(config).model, {}
+    model, words, found = Trainer(config).model, open_tokenizer(config).vocab_size, {}
     corpus = open_corpus(texts_of(config.training, config, open_tokenizer(config)))
     for begin, end in zip(corpus.offsets[:-1], corpus.offsets[1:]):
         tokens = torch.from_numpy(corpus.tokens[begin:end].astype(np.int64))
         with torch.no_grad():
             logprobs = model(tokens[None], BatchPlan(torch.arange(len(tokens))))[0, :-1].log_softmax(-1)
-        found[begin] = logprobs.gather(1, tokens[1:, None])[:, 0].numpy(), *map(np.array, logprobs.topk(TOP))
+        found[begin] = (
+            logprobs.gather(1, tokens[1:, None])[:, 0].numpy(),
+            *map(np.array, logprobs[:, :words].topk(TOP)),
+        )
     return found
 
 
@@ -127,5 +136,10 @@ def test_a_loss_reads_scores_of_its_own_texts_alone(keys, tmp_path, worlds):
     assert corpus.columns["reference"].any()
     other = write_lines(tmp_path / "other.jsonl", [{"chosen": "yes", "rejected": "no"}])
     config = load_config(argv_of(keys | {"training.dataset_path": other}, loss__scores=tmp_path))
-    with pytest.raises(ValueError, match=r"loss\.scores: .* is of another corpus or tokenizer"):
-        open_corpora(config, ByteTokenizer())
+    warmer = load_config(argv_of(keys, loss__name="distillation", loss__scores=tmp_path, distillation__temperature=2))
+    for mistaken, problem in (
+        (config, "is of another corpus or tokenizer"),
+        (warmer, "was scored with --temperature 1.0, and the loss reads log-probabilities at 2; score with that"),
+    ):
+        with pytest.raises(ValueError, match=rf"loss\.scores: .* {problem}"):
+            open_corpora(mistaken, ByteTokenizer())

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -31,7 +32,8 @@ from torch import Tensor
 from titan_linear.commands import command_parser
 from titan_linear.config import Config, changed, check_config, load_config
 from titan_linear.data import Batch, Corpus, PackedStreams, Streams, Targets, Tokenizer, WholeStreams, split_corpus
-from titan_linear.data.corpus.scores import Scores, begin, differences, put
+from titan_linear.data.corpus.corpus import PLACE
+from titan_linear.data.corpus.scores import Rows, Scores, begin, differences, put, read_scores
 from titan_linear.data.streams.loader import micro_batch
 from titan_linear.distributed.ending import report
 from titan_linear.distributed.groups import host_group, on_rank_0, process_group
@@ -50,7 +52,6 @@ from titan_linear.run.build import (
 from titan_linear.run.data import open_corpora
 from titan_linear.run.preflight import check_model
 from titan_linear.run.start import build_checkpointer, set_first_weights
-from titan_linear.step.feed import MicroBatch
 from titan_linear.storage.hf_io import CONFIG as HF_CONFIG
 from titan_linear.storage.rundir import config_path
 from titan_linear.storage.step_folders import weights_path
@@ -62,7 +63,7 @@ SAVED = 30.0  # seconds of scoring that a kill costs
 def main(argv: list[str]) -> int:
     args, keys = parse(argv)
     if under_launcher():
-        return work(args, load_config(keys))
+        return work(Path(args.output), load_config(keys))
     if args.compare:
         for name, (apart, token) in differences(*map(Path, args.compare)).items():
             print(f"{name}: largest difference {apart:.3g}, at token {token:,} of the corpus")
@@ -74,9 +75,8 @@ def main(argv: list[str]) -> int:
     check_config(config, node.count * node.processes)
     tokenizer = open_tokenizer(config)
     check_model(model_config(config, tokenizer), config, node.count * node.processes, node.processes)
-    corpus = corpus_of(config, tokenizer)
-    begin(Path(args.output), scores_of(args, config, corpus, streams_of(config, corpus)), corpus.num_tokens)
-    return run_workers(config, node, "titan_linear.score", argv_of(args))
+    begin(Path(args.output), *scores_of(args, config, tokenizer))
+    return run_workers(config, node, "titan_linear.score", ["--output", args.output])
 
 
 def config_for(path: Path, keys: list[str]) -> Config:
@@ -90,25 +90,14 @@ def config_for(path: Path, keys: list[str]) -> Config:
     return changed(load_config([*first, *keys]), {"loss.scores": ""})
 
 
-def corpus_of(config: Config, tokenizer: Tokenizer) -> Corpus:
-    if config.training.mixture:
-        raise ValueError("training.mixture: a corpus is scored at a time; give training.dataset and its path instead")
-    return open_corpora(config, tokenizer)[0]
-
-
-def streams_of(config: Config, corpus: Corpus) -> Streams:
-    """One pass over the corpus; documents are whole if all fit."""
-    side = split_corpus(corpus, 0.0, "train")
-    whole = int(np.diff(corpus.offsets).reshape(-1, corpus.group).sum(1).max()) <= config.training.seq_len
-    make, group = (WholeStreams, corpus.group) if whole else (PackedStreams, 0)
-    return make(side, seq_len=config.training.seq_len, seed=0, repeat=False, targets=Targets(group=group))
-
-
-def scores_of(args: argparse.Namespace, config: Config, corpus: Corpus, streams: Streams) -> Scores:
+def scores_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) -> tuple[Scores, int]:
+    """What these arguments ask for, and the number of tokens of the corpus."""
+    corpus = corpus_of(config, tokenizer)
+    streams = streams_of(config, corpus)
     columns = {args.column: ("<f4", 0)}
     if args.top_k:
         columns |= {"teacher_ids": ("<i4", args.top_k), "teacher_logprobs": ("<f4", args.top_k)}
-    return Scores(
+    scores = Scores(
         corpus=corpus.fingerprint,
         tokenizer=corpus.info["tokenizer"]["fingerprint"],
         by={
@@ -120,77 +109,103 @@ def scores_of(args: argparse.Namespace, config: Config, corpus: Corpus, streams:
         next_stream=0,
         streams=len(streams),
     )
+    return scores, corpus.num_tokens
+
+
+def corpus_of(config: Config, tokenizer: Tokenizer) -> Corpus:
+    if config.training.mixture:
+        raise ValueError("training.mixture: a corpus is scored at a time; give training.dataset and its path instead")
+    return open_corpora(config, tokenizer)[0]
+
+
+def streams_of(config: Config, corpus: Corpus) -> Streams:
+    """One pass over the corpus; documents are whole if all fit."""
+    side = split_corpus(corpus, 0.0, "train")
+    whole = int(np.diff(corpus.offsets).reshape(-1, corpus.group).sum(1).max()) <= config.training.seq_len
+    make, group = (WholeStreams, corpus.group) if whole else (PackedStreams, 0)
+    return make(side, seq_len=config.training.seq_len, seed=0, repeat=False, targets=Targets("token", (PLACE,), group))
 
 
 # --- In each process --------------------------------------------------------------------------------------------------
 
 
-def work(args: argparse.Namespace, config: Config) -> int:
+def work(folder: Path, config: Config) -> int:
     try:
         with process_group(timedelta(seconds=config.comm.init_timeout_seconds)):
-            Scorer(args, config).run()
+            score(folder, config)
     except Exception as error:
         return report(error)
     return 0
 
 
-class Scorer:
-    """This rank's part of the scoring."""
+def score(folder: Path, config: Config) -> None:
+    """Write what is missing of the folder's columns."""
+    host, first, begun = host_group(), dist.get_rank() == 0, time.perf_counter()
+    scores = on_rank_0(lambda: read_scores(folder), host)
+    scorer, L = Scorer(config), config.training.local_batch_size
+    streams = streams_of(config, corpus_of(config, scorer.tokenizer))
+    dims, each, end = scorer.dims, scorer.dims.dp * L, len(streams)
+    start, count = scores.next_stream // each, -(-end // each)
+    batches = (micro_batch(streams, n, L, dims.dp_rank, dims.dp, end) for n in range(start, count))
+    read = partial(_columns, scores=scores, vocab_size=scorer.tokenizer.vocab_size)
+    rows, saved = [], begun
+    for n, own in enumerate(scorer.read(batches, read), start + 1):
+        of_all = [None] * dist.get_world_size() if first else None
+        dist.gather_object(None if dims.tp_ranks.rank else own, of_all, group=host)  # ranks of tp have the same
+        rows += filter(None, of_all or [])
+        if first and (n == count or time.perf_counter() - saved > SAVED):
+            put(folder, scores, rows, min(n * each, end))
+            rows, saved = [], time.perf_counter()
+            rate = (n - start) * each * config.training.seq_len / (saved - begun)
+            print(f"scored {min(n * each, end):,} of {end:,} streams, {rate:,.0f} tokens/s", flush=True)
 
-    def __init__(self, args: argparse.Namespace, config: Config):
-        self.args, self.config, self.folder = args, config, Path(args.output)
-        self.device, self.host = own_device(), host_group()
-        tokenizer = open_tokenizer(config)
-        corpus = corpus_of(config, tokenizer)
+
+def _columns(logits: ChunkedLogits, labels: Tensor, scores: Scores, vocab_size: int) -> tuple[Tensor, ...]:
+    logits = replace(logits, x=logits.x / float(scores.by["temperature"]))
+    _, k = scores.columns.get("teacher_ids", ("", 0))
+    return logprobs(logits, labels), *(logits.top(k, vocab_size) if k else ())
+
+
+class Scorer:
+    """A model with its weights, on this rank of a split, that reads batches with a column of places."""
+
+    def __init__(self, config: Config):
+        self.tokenizer, self.device, self.chunk = open_tokenizer(config), own_device(), config.training.loss_chunk_size
         self.dims = build_dims(config, self.device)
-        self.model = build_model(config, model_config(config, tokenizer), self.dims, self.device)
+        self.model = build_model(config, model_config(config, self.tokenizer), self.dims, self.device)
         set_first_weights(config, self.model, build_checkpointer(config))
-        self.streams = streams_of(config, corpus)
         self.cut = build_sharding(config, self.model.config, self.dims, self.device)
         self.precision = mixed_precision(config, self.model, self.dims)
-        scores = scores_of(args, config, corpus, self.streams)
-        self.scores = on_rank_0(lambda: begin(self.folder, scores, corpus.num_tokens), self.host)
+
+    def read(
+        self, batches: Iterable[Batch], columns: Callable[[ChunkedLogits, Tensor], tuple[Tensor, ...]]
+    ) -> Iterator[Rows]:
+        """Of each batch the places of this rank's labels and their columns, [n] or [n, width] each. The device computes
+        the next batch meanwhile."""
+        queued = []
+        for batch in batches:
+            queued.append(self._queue(batch, columns))
+            if len(queued) > 1:
+                yield _arrived(*queued.pop(0))
+        yield from (_arrived(*last) for last in queued)
 
     @torch.no_grad()
-    def run(self) -> None:
-        L = self.config.training.local_batch_size
-        each, first = self.dims.dp * L, dist.get_rank() == 0
-        rows, begun, saved = [], time.perf_counter(), time.perf_counter()
-        start = self.scores.next_stream // each
-        count = -(-len(self.streams) // each)
-        for n in range(start, count):
-            own = self._score(micro_batch(self.streams, n, L, self.dims.dp_rank, self.dims.dp, len(self.streams)))
-            of_all = [None] * dist.get_world_size() if first else None
-            dist.gather_object(own, of_all, group=self.host)
-            rows += [row for row in of_all or [] if row is not None]
-            if first and (n + 1 == count or time.perf_counter() - saved > SAVED):
-                end = min((n + 1) * each, len(self.streams))
-                put(self.folder, self.scores, rows, end)
-                rows, saved = [], time.perf_counter()
-                rate = (end - start * each) * self.config.training.seq_len / (saved - begun)
-                print(f"scored {end:,} of {len(self.streams):,} streams, {rate:,.0f} tokens/s", flush=True)
-
-    def _score(self, batch: Batch) -> tuple[np.ndarray, dict[str, np.ndarray]] | None:
-        """The places in the corpus of this rank's labels, and their columns; None: another rank has the same."""
-        places = np.zeros(batch.tokens.shape[1], dtype=np.int64)
-        for j, stream in enumerate(i for i in batch.streams if i < len(self.streams)):
-            starts, lengths = self.streams.runs(stream)
-            of_tokens = np.repeat(starts - np.cumsum(lengths) + lengths, lengths) + np.arange(lengths.sum())
-            places[j * self.streams.seq_len :][: len(of_tokens)] = of_tokens + 1  # of labels
-        micro = self.cut(replace(batch, columns={"place": torch.from_numpy(places)[None]}))
+    def _queue(self, batch: Batch, columns: Callable) -> tuple[torch.cuda.Event | None, list[Tensor]]:
+        micro = self.cut(batch)
+        labels = micro.labels[0]
         with self.precision:
-            columns = partial(self._columns, micro=micro)
-            found = self.model(micro.tokens, micro.plan, loss=columns, loss_chunk=self.config.training.loss_chunk_size)
-        if self.dims.tp_ranks.rank:
-            return None
-        valid = (micro.labels[0] != IGNORE).cpu().numpy()
-        columns = {name: x.cpu().numpy()[valid] for name, x in zip(self.scores.columns, found)}
-        return micro.columns["place"][0].cpu().numpy()[valid], columns
+            loss = partial(columns, labels=labels)
+            found = self.model(micro.tokens, micro.plan, loss=loss, loss_chunk=self.chunk)
+        numbers = [x.to("cpu", non_blocking=True) for x in (labels, micro.columns[PLACE][0], *found)]
+        on_gpu = self.device.type == "cuda"
+        return torch.cuda.current_stream(self.device).record_event() if on_gpu else None, numbers
 
-    def _columns(self, logits: ChunkedLogits, micro: MicroBatch) -> tuple[Tensor, ...]:
-        logits = replace(logits, x=logits.x / self.args.temperature)
-        top = logits.top(self.args.top_k) if self.args.top_k else ()
-        return logprobs(logits, micro.labels.flatten()), *top
+
+def _arrived(event: torch.cuda.Event | None, numbers: list[Tensor]) -> Rows:
+    if event is not None:
+        event.synchronize()
+    labels, *numbers = (x.numpy() for x in numbers)
+    return [x[labels != IGNORE] for x in numbers]
 
 
 # --- Arguments --------------------------------------------------------------------------------------------------------
@@ -212,12 +227,6 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if not 0 <= args.top_k <= 256 or args.temperature <= 0:
         raise ValueError(f"--top-k {args.top_k} must be 0 to 256, and --temperature {args.temperature:g} above 0")
     return args, keys
-
-
-def argv_of(args: argparse.Namespace) -> list[str]:
-    """For a worker."""
-    given = {"--output": args.output, "--as": args.column, "--top-k": args.top_k, "--temperature": args.temperature}
-    return [str(text) for pair in given.items() for text in pair]
 
 
 if __name__ == "__main__":

@@ -81,22 +81,25 @@ class ChunkedLogits:
         return _ChunkedSum.apply(self.weight, self, sums, name, torch.is_grad_enabled(), *states)
 
     @torch.no_grad()
-    def top(self, k: int) -> tuple[Tensor, Tensor]:
-        """The k likeliest ids of each token and their log-probabilities, [T, k] each, the likeliest first."""
+    def top(self, k: int, vocab_size: int) -> tuple[Tensor, Tensor]:
+        """The k likeliest ids below `vocab_size` of each token and their log-probabilities, [T, k] each, the likeliest
+        first."""
         row_statistics, _ = CROSS_ENTROPY.load(CROSS_ENTROPY.implementation(self.impl, self.x.device, self.x.dtype))
         wide = torch.promote_types(self.x.dtype, torch.float32)
         ids, logprobs = [], []
+        before = self.ranks.rank * len(self.weight) if self.ranks else 0
         for x in self.x.split(self.chunk):
             logits = _logits(x, self.weight, wide)
+            rows = _of_all(row_statistics(logits, False), logits[:, :0], self.ranks)
+            logits[:, max(vocab_size - before, 0) :] = float("-inf")
             picked, its_ids = logits.topk(min(k, len(self.weight)))
-            rows = _of_all(row_statistics(logits, False), picked[:, :0], self.ranks)
             if self.ranks:
-                parts = (picked, its_ids + self.ranks.rank * len(self.weight))
+                parts = (picked, its_ids + before)
                 parts = (gather_along(x.unsqueeze(0), 0, self.ranks.group, self.ranks.size) for x in parts)
                 of_all, its_ids = (x.transpose(0, 1).flatten(1) for x in parts)  # [chunk, size · k]
                 picked, places = of_all.topk(k)
                 its_ids = its_ids.gather(1, places)
-            ids.append(its_ids)
+            ids.append(its_ids.int())
             logprobs.append(picked - rows.lse.unsqueeze(1))
         return torch.cat(ids), torch.cat(logprobs)
 

@@ -57,7 +57,8 @@ def open_corpora(config: Config, tokenizer: Tokenizer) -> list[Corpus]:
         own = texts_of(config.training, config, tokenizer)
         wanted.append((replace(own, path=v.dataset_path, path_key="validation.dataset_path"), False))
     corpora = [open_corpus(texts, with_paths=with_paths) for texts, with_paths in wanted]
-    return with_scores(corpora, filter(None, config.loss.scores.split(",")))
+    temperature = getattr(getattr(config, config.loss.name), "temperature", 1.0)
+    return with_scores(corpora, filter(None, config.loss.scores.split(",")), temperature)
 
 
 def texts_of(source: Training | Source, config: Config, tokenizer: Tokenizer) -> Texts:

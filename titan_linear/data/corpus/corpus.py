@@ -90,6 +90,11 @@ class Corpus:
         on. The tokenizer has a fingerprint of its own."""
         return self.info["fingerprint"]
 
+    @property
+    def identity(self) -> tuple[str, str]:
+        """Of its content and its tokenizer."""
+        return self.fingerprint, self.info["tokenizer"]["fingerprint"]
+
     def weights(self, positions: np.ndarray) -> np.ndarray:
         """What the tokens at these positions in `tokens`, [n] int64, count, [n] float32; 0: they are not trained on."""
         if self.answers is None:
@@ -168,9 +173,9 @@ def load_corpus(folder: Path) -> Corpus:
     return corpus
 
 
-def open_column(folder: Path, name: str, dtype: str, width: int) -> np.ndarray:
+def open_column(folder: Path, name: str, dtype: str, width: int, mode: str = "r") -> np.ndarray:
     """[num_tokens], or with a width [num_tokens, width]; mapped."""
-    numbers = np.asarray(np.memmap(folder / column_file(name), dtype, mode="r"))
+    numbers = np.asarray(np.memmap(folder / column_file(name), dtype, mode=mode))
     return numbers.reshape(-1, width) if width else numbers
 
 

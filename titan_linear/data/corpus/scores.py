@@ -6,7 +6,7 @@ scores.json    the corpus and the tokenizer by their fingerprints, the columns, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from titan_linear.data.corpus.corpus import Corpus, as_json, column_file, open_c
 from titan_linear.storage.files import read_json, sync, write_whole
 
 SCORES = "scores.json"
+Rows = list[np.ndarray]  # places in the corpus [n], then each column, [n] or [n, width]
 
 
 class Scores(BaseModel):
@@ -28,73 +29,77 @@ class Scores(BaseModel):
     streams: int
 
 
-def open_scores(folder: Path) -> Scores:
-    """ValueError: it holds none, or not all yet."""
-    scores = read_json(folder / SCORES, Scores, "give a folder that titan-linear score wrote")
+def read_scores(folder: Path) -> Scores:
+    return read_json(folder / SCORES, Scores, "give a folder that titan-linear score wrote")
+
+
+def open_scores(folder: Path) -> tuple[Scores, dict[str, np.ndarray]]:
+    """With its columns. ValueError: it holds none, or not all yet."""
+    scores = read_scores(folder)
     if scores.next_stream < scores.streams:
         raise ValueError(
             f"{folder} is scored to stream {scores.next_stream} of {scores.streams}; run the same titan-linear score "
             "again, which goes on from there"
         )
-    return scores
+    return scores, {name: open_column(folder, name, *kind) for name, kind in scores.columns.items()}
 
 
-def with_scores(corpora: Iterable[Corpus], folders: Iterable[str]) -> list[Corpus]:
-    """The corpora with the columns of these folders. ValueError: one is of none of the corpora."""
+def with_scores(corpora: Iterable[Corpus], folders: Iterable[str], temperature: float) -> list[Corpus]:
+    """The corpora with the columns of these folders. ValueError: one is of none of the corpora, or was scored at
+    another temperature than the loss has."""
     corpora = list(corpora)
     for folder in map(Path, folders):
-        scores = open_scores(folder)
-        fits = [corpus.fingerprint == scores.corpus for corpus in corpora]
-        if not any(fits):
+        scores, columns = open_scores(folder)
+        identity = scores.corpus, scores.tokenizer
+        if identity not in (known := [corpus.identity for corpus in corpora]):
             raise ValueError(
-                f"loss.scores: {folder} is of another corpus or tokenizer (fingerprints {scores.corpus} and "
-                f"{scores.tokenizer}) than the run's ({', '.join(c.fingerprint for c in corpora)}); score that"
+                f"loss.scores: {folder} is of another corpus or tokenizer (fingerprints {' and '.join(identity)}) than "
+                f"the run's ({', '.join(map(' and '.join, known))}); score that"
             )
-        columns = {name: open_column(folder, name, *kind) for name, kind in scores.columns.items()}
+        if float(scores.by["temperature"]) != temperature:
+            raise ValueError(
+                f"loss.scores: {folder} was scored with --temperature {scores.by['temperature']}, and the loss reads "
+                f"log-probabilities at {temperature:g}; score with that, or set distillation.temperature"
+            )
         corpora = [
-            replace(corpus, columns={**corpus.columns, **columns}) if fit else corpus
-            for corpus, fit in zip(corpora, fits)
+            replace(corpus, columns={**corpus.columns, **columns}) if corpus.identity == identity else corpus
+            for corpus in corpora
         ]
     return corpora
 
 
-def begin(folder: Path, scores: Scores, num_tokens: int) -> Scores:
-    """What `folder` holds of these scores so far; new files if nothing. ValueError: it holds others."""
+def begin(folder: Path, scores: Scores, num_tokens: int) -> None:
+    """New files, unless `folder` holds some of these scores. ValueError: it holds others."""
     if (folder / SCORES).exists():
-        found = read_json(folder / SCORES, Scores, "choose another folder")
-        if found.model_copy(update={"next_stream": 0}) != scores:
+        if read_scores(folder).model_copy(update={"next_stream": 0}) != scores:
             raise ValueError(f"{folder} holds scores of other weights, texts or columns; choose another folder")
-        return found
+        return
     folder.mkdir(parents=True, exist_ok=True)
     for name, (dtype, width) in scores.columns.items():
         with (folder / column_file(name)).open("wb") as file:
             file.truncate(num_tokens * np.dtype(dtype).itemsize * max(width, 1))
     write_whole(folder / SCORES, as_json(scores.model_dump()))
-    return scores
 
 
-def put(folder: Path, scores: Scores, rows: Sequence[tuple[np.ndarray, dict[str, np.ndarray]]], end: int) -> None:
-    """Write rows (places in the corpus [n], and columns [n] or [n, width]) of the streams before `end`."""
-    for name, (dtype, width) in scores.columns.items():
-        shape = (-1, width) if width else (-1,)
-        column = np.memmap(folder / column_file(name), dtype, mode="r+").reshape(shape)
-        for places, columns in rows:
-            column[places] = columns[name]
-        column.flush()
+def put(folder: Path, scores: Scores, rows: Iterable[Rows], end: int) -> None:
+    """Write the rows of the streams before `end`."""
+    for i, (name, kind) in enumerate(scores.columns.items(), 1):
+        column = open_column(folder, name, *kind, mode="r+")
+        for row in rows:
+            column[row[0]] = row[i]
+        sync(folder / column_file(name))
     write_whole(folder / SCORES, as_json(scores.model_copy(update={"next_stream": end}).model_dump()))
     sync(folder)
 
 
 def differences(first: Path, second: Path) -> dict[str, tuple[float, int]]:
     """For each column that both have: the largest difference, and the token it is at. ValueError: other texts."""
-    one, other = open_scores(first), open_scores(second)
+    (one, columns), (other, others) = open_scores(first), open_scores(second)
     if (one.corpus, one.tokenizer) != (other.corpus, other.tokenizer):
         raise ValueError(f"{first} and {second} are of other corpora or tokenizers; score one with both")
     found = {}
-    for name, kind in one.columns.items():
-        if other.columns.get(name) == kind:
-            a, b = (open_column(folder, name, *kind) for folder in (first, second))
-            apart = np.abs(a.astype(np.float64) - b)
-            apart = apart.max(1) if kind[1] else apart
+    for name, column in columns.items():
+        if other.columns.get(name) == one.columns[name]:
+            apart = np.abs(column.astype(np.float64) - others[name]).reshape(len(column), -1).max(1)
             found[name] = float(apart.max()), int(apart.argmax())
     return found
