@@ -148,7 +148,7 @@ def arguments(case, records, **more):
 
 
 def definition(config, trainer, i):
-    """The loss of step i by its definition, with the weights that the trainer has."""
+    """The loss of step i by its definition, with the weights that the trainer has, and its gradient's norm."""
     documents, base = [], Decoder(trainer.model.config.base).double()
     base.load_state_dict({name: p for name, p in trainer.model.state_dict().items() if "lora_" not in name})
     streams, size = trainer.loader.streams, config.training.global_batch_size
@@ -163,29 +163,33 @@ def definition(config, trainer, i):
             valid = labels != IGNORE
             columns = {name: torch.from_numpy(x[begin:end])[valid].double() for name, x in stream.columns.items()}
             if config.loss.reference == "base":
-                columns["reference"] = Document(n, of_base[valid], labels[valid], {}).logprobs
+                columns["reference"] = Document(n, of_base[valid], labels[valid], {}).logprobs.detach()
             documents.append(Document(n, logits[valid], labels[valid], columns))
         if config.loss.name == "dpo":
             del documents[len(documents) // 2 * 2 :]  # padding
     name = config.loss.name
-    return reference.loss(name, documents, getattr(config, name), streams.targets.normalise).item()
+    loss = reference.loss(name, documents, getattr(config, name), streams.targets.normalise)
+    trained = [p for p in trainer.model.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(loss, trained, materialize_grads=True)
+    return loss.item(), torch.stack([x.norm() for x in gradients]).norm().item()
 
 
 def first_losses(rank, world_size, argv):
-    """Of each step, by the trainer and by the definition, with the same weights."""
+    """Of each step, with the norm of the gradient, by the trainer and by the definition, with the same weights."""
     OWN["hybrid"] |= OWN_FLAVORS
     config = load_config(argv)
     trainer, pairs = Trainer(config), []
     for i in range(config.training.steps):
-        with torch.no_grad():
-            want = definition(config, trainer, i)
-        pairs.append((trainer.train_step()["loss"], want))
+        want = definition(config, trainer, i)
+        numbers = trainer.train_step()
+        pairs.append(((numbers["loss"], numbers["grad_norm"]), want))
     return pairs
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_as_defined(case, records, worlds):
-    for got, want in worlds(1).run(first_losses, arguments(case, records))[0]:
+    later = {"loss__mtp_weight": 0} if "model.mtp_layers" in CASES[case] else {}
+    for got, want in worlds(1).run(first_losses, arguments(case, records, **later))[0]:
         assert got == pytest.approx(want, rel=1e-10)
 
 
