@@ -19,7 +19,7 @@ from tests.models.ours import initialised
 from tests.ops.inputs import boundaries
 from titan_linear.distributed.compiling import apply_compile, compile_kernels, compute_again
 from titan_linear.distributed.tensor_parallel import apply_tp
-from titan_linear.models.config import ModelConfig
+from titan_linear.models.config import Adapter, ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.mixers import GDN, KDA, RWKV7, Attention, Lightning
@@ -100,6 +100,18 @@ def test_a_layer_that_cannot_be_compiled_is_named():
     apply_compile(model, backend)
     with pytest.raises(ValueError, match=r"layers\.0 \(kda\) cannot .* no room and more\); set compile\.enable"):
         model(torch.zeros(1, 8, dtype=torch.int64), BatchPlan(torch.arange(8)))
+
+
+def test_layers_whose_inputs_and_weights_have_no_gradients():
+    """As in the first layer of a frozen model, whose adapters alone are trained."""
+    config = ModelConfig(
+        vocab_size=8, dim=32, num_layers=1, hidden_dim=32, pattern=UNEQUAL[:1], adapter=Adapter(4, 1.0)
+    )
+    model, tokens = initialised(config), torch.arange(8)[None]
+    loss = model(tokens, BatchPlan(torch.arange(8)), tokens)
+    torch.compiler.reset()
+    apply_compile(model, "aot_eager")
+    assert model(tokens, BatchPlan(torch.arange(8)), tokens).allclose(loss)
 
 
 def gradient_of_other_code(rank, world_size):

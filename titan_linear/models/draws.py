@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,12 +26,12 @@ def _digest(seed: int, *name: object) -> bytes:
     return hashlib.sha256(repr((seed, *name)).encode()).digest()
 
 
-def stream(seed: int, name: str) -> tuple[np.uint64, np.uint64]:
+def stream(seed: int, name: str) -> tuple[int, int]:
     """(start, step) of a parameter's numbers."""
-    start, step = np.frombuffer(_digest(seed, name)[:16], "<u8")
-    step |= np.uint64(1)
-    if int(step ^ (step >> np.uint64(1))).bit_count() < 24:  # too regular a step (section 5 of the paper)
-        step ^= np.uint64(0xAAAAAAAAAAAAAAAA)
+    start, step = (int.from_bytes(_digest(seed, name)[i : i + 8], "little") for i in (0, 8))
+    step |= 1
+    if (step ^ (step >> 1)).bit_count() < 24:  # too regular a step (section 5 of the paper)
+        step ^= 0xAAAAAAAAAAAAAAAA
     return start, step
 
 
@@ -40,39 +39,44 @@ def stream(seed: int, name: str) -> tuple[np.uint64, np.uint64]:
 class Elements:
     """Some elements of one parameter."""
 
-    stream: tuple[np.uint64, np.uint64]
-    index: np.ndarray  # [n] uint64, their indices in the whole parameter, flattened
+    stream: tuple[int, int]
+    index: Tensor  # [n] int64, their indices in the whole parameter, flattened; numbers are drawn on its device
 
-    def bits(self) -> np.ndarray:
-        """[n] uint64."""
-        start, step = self.stream
+    def bits(self) -> Tensor:
+        """[n] int64, the bits of unsigned numbers."""
+        start, step = map(_signed, self.stream)
         x = self.index * step
         x += start
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            x ^= x >> np.uint64(shift)
-            x *= np.uint64(factor)
-        x ^= x >> np.uint64(31)
+            x ^= _right(x, shift)
+            x *= _signed(factor)
+        x ^= _right(x, 31)
         return x
 
     def places(self) -> Tensor:
         """[n] float64, the indices themselves."""
-        return _floats(self.index)
+        return self.index.double()
 
     def uniform(self) -> Tensor:
         """[n] float64 in (0, 1)."""
-        return _floats(self.bits() >> np.uint64(12)).add_(0.5).mul_(2.0**-52)
+        return _right(self.bits(), 12).double().add_(0.5).mul_(2.0**-52)
 
     def normal(self) -> Tensor:
         """[n] float64, by Box and Muller from the two halves of each number; at most 6.77 in magnitude."""
         bits = self.bits()
-        radius = _floats(bits >> np.uint64(32)).add_(0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()
-        angle = _floats(bits & np.uint64(0xFFFFFFFF)).mul_(2 * math.pi * 2.0**-32)
+        radius = _right(bits, 32).double().add_(0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()
+        angle = (bits & 0xFFFFFFFF).double().mul_(2 * math.pi * 2.0**-32)
         return radius.mul_(angle.cos_())
 
 
-def _floats(numbers: np.ndarray) -> Tensor:
-    """uint64 numbers below 2^63 as float64, via int64, which processors convert several at a time."""
-    return torch.from_numpy(numbers.view(np.int64).astype(np.float64))
+def _signed(number: int) -> int:
+    """The int64 of the same 64 bits; its sums and products have those of unsigned numbers."""
+    return number - (number >> 63 << 64)
+
+
+def _right(x: Tensor, shift: int) -> Tensor:
+    """x >> shift with zeros from the left."""
+    return (x >> shift).bitwise_and_((1 << (64 - shift)) - 1)
 
 
 # --- How a parameter is drawn ----------------------------------------------------------------------------------------
@@ -81,15 +85,15 @@ Draw = Callable[[Elements], Tensor]  # -> [n] floating
 
 
 def zeros(elements: Elements) -> Tensor:
-    return torch.zeros(len(elements.index))
+    return torch.zeros_like(elements.index, dtype=torch.float32)
 
 
 def ones(elements: Elements) -> Tensor:
-    return torch.ones(len(elements.index))
+    return torch.ones_like(elements.index, dtype=torch.float32)
 
 
 def constant(value: float) -> Draw:
-    return lambda elements: torch.full((len(elements.index),), value)
+    return lambda elements: torch.full_like(elements.index, value, dtype=torch.float32)
 
 
 def token_mix(dim: int, power: float) -> Draw:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -20,8 +19,7 @@ from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.draws import Draw, Elements, normal, stream, zeros
 
-BLOCK = 1 << 18  # elements drawn at once: enough that threads seldom wait for each other to pass on Python's lock
-BUFFER = 1 << 25  # elements drawn before they are copied to their parameter: work for many cores
+BLOCKS = {"cpu": 1 << 16, "cuda": 1 << 22}  # elements drawn at once: what caches hold; many for each launch
 
 
 @torch.no_grad()
@@ -31,12 +29,11 @@ def initialise(model: Decoder, seed: int, parameters: Mapping[str, Tensor] | Non
     parameters: by name; give them where the model's own do not say of which whole they are a part (`named_parameters`
         in storage/tensors.py).
     """
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        for name, parameter in (dict(model.named_parameters()) if parameters is None else parameters).items():
-            owner, _, leaf = name.rpartition(".")
-            draw = draw_of(model.get_submodule(owner), leaf, model.config.init_std)
-            local, offsets = owned(parameter)
-            fill(local, tuple(parameter.shape), offsets, draw, stream(seed, name), pool)
+    for name, parameter in (dict(model.named_parameters()) if parameters is None else parameters).items():
+        owner, _, leaf = name.rpartition(".")
+        draw = draw_of(model.get_submodule(owner), leaf, model.config.init_std)
+        local, offsets = owned(parameter)
+        fill(local, tuple(parameter.shape), offsets, draw, stream(seed, name))
 
 
 def owned(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -54,33 +51,23 @@ def draw_of(module: nn.Module, leaf: str, std: float) -> Draw:
     return getattr(module, "initial", {}).get(leaf, normal(std))
 
 
-def fill(
-    local: Tensor,
-    shape: tuple[int, ...],
-    offsets: tuple[int, ...],
-    draw: Draw,
-    stream: tuple[np.uint64, np.uint64],
-    pool: Executor,
-) -> None:
-    """Fill `local`, the part of a parameter [shape] that begins at `offsets`; draws are rounded to float32."""
+def fill(local: Tensor, shape: tuple[int, ...], offsets: tuple[int, ...], draw: Draw, stream: tuple[int, int]) -> None:
+    """Fill `local`, the part of a parameter [shape] that begins at `offsets`, on its device; draws are rounded to
+    float32."""
     flat = local.view(-1)
-    length, shift = runs(tuple(local.shape), shape, offsets)
-    for begin in range(0, len(flat), BUFFER):
-        drawn = torch.empty(min(BUFFER, len(flat) - begin))
-
-        def block(first: int, begin: int = begin, drawn: Tensor = drawn) -> None:
-            out = drawn[first : first + BLOCK]
-            element = np.arange(begin + first, begin + first + len(out), dtype=np.uint64)
-            element += shift[element // length] if len(shift) > 1 else shift
-            out.copy_(draw(Elements(stream, element)))
-
-        list(pool.map(block, range(0, len(drawn), BLOCK)))
-        flat[begin : begin + len(drawn)].copy_(drawn)
+    length, shifts = runs(tuple(local.shape), shape, offsets)
+    shift = torch.from_numpy(shifts).to(flat.device)
+    block = BLOCKS[flat.device.type]
+    for begin in range(0, len(flat), block):
+        out = flat[begin : begin + block]
+        element = torch.arange(begin, begin + len(out), device=flat.device)
+        element += shift[element // length] if len(shift) > 1 else shift
+        out.copy_(draw(Elements(stream, element)).float())
 
 
-def runs(sizes: tuple[int, ...], shape: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[np.uint64, np.ndarray]:
+def runs(sizes: tuple[int, ...], shape: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[int, np.ndarray]:
     """Where a box [sizes] at `offsets` lies in a tensor [shape], both flattened, as runs of equal length:
-    (length, shift [runs]). Element j of the box is element j + shift[j // length] of the tensor, modulo 2^64."""
+    (length, shift [runs] int64). Element j of the box is element j + shift[j // length] of the tensor."""
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     cut = max((d for d in range(len(shape)) if sizes[d] != shape[d]), default=0)  # later dimensions are whole
     starts = np.zeros(1, np.int64)
@@ -88,7 +75,7 @@ def runs(sizes: tuple[int, ...], shape: tuple[int, ...], offsets: tuple[int, ...
         starts = np.add.outer(starts, (offsets[d] + np.arange(sizes[d])) * strides[d]).ravel()
     length = math.prod(sizes[cut:])
     starts += offsets[cut] * strides[cut] - np.arange(len(starts)) * length
-    return np.uint64(length), starts.astype(np.uint64)
+    return length, starts
 
 
 def count_parameters(config: ModelConfig) -> int:

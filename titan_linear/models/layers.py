@@ -160,8 +160,8 @@ def project(x: Tensor, *projections: Projection) -> Tensor:
 def _joined(x: Tensor, *projections: Projection) -> Tensor:
     weights = [projection.weight for projection in projections]
     product = projections[0].product
-    # Without gradients, compiled code takes a call with as many arguments as `forward` has for one without ctx.
-    if not torch.is_grad_enabled():
+    # Where nothing has a gradient (generation; a frozen model's first layer), the compiler cannot pass on `product`.
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in (x, *weights)):
         return product(x, torch.cat(weights))
     return _Project.apply(x, product, *weights)
 
