@@ -155,7 +155,7 @@ def test_planned_segments_are_those_of_the_device():
         cu = boundaries(lengths)
         planned = segments_of_length(cu.numpy(), length, np.ones(len(lengths), dtype=bool))
         found = segments_of(Boundaries(cu.to(DEVICE, torch.int32)), sum(lengths), length)
-        S = len(planned.numbers)
+        S = len(planned.entries)
         assert torch.equal(found.cu_seqlens[: S + 1].cpu(), planned.cu_seqlens)
         assert torch.equal(found.offsets.cpu(), planned.offsets)
         assert torch.equal(found.chunk_offsets[: S + 1].cpu(), planned.chunk_offsets)

@@ -55,8 +55,9 @@ def main():
     inputs = [meta(T, H, dim, kind="bfloat16") for dim in (K, K, V, K, K)] + [meta(T, H, K, kind="float32")]
     chunks, *_ = stream(H, K, V, False)
     with compiled_launches() as launches:
-        tiles = RWKV7.tiles(*launch(RWKV7.prepare, inputs, chunks, [1.0, 0.0]))
-        launch(RWKV7.recompute, inputs, chunks, [tiles.inverse], [1.0, 0.0])
+        untold, none = ([None] * 7, [1.0, 0.0], 0), dict.fromkeys(RWKV7.tiles._fields)
+        *_, inverse, _ = launch(RWKV7.prepare, inputs, list(none.values()), chunks, *untold)
+        launch(RWKV7.recompute, inputs, list((none | {"inverse": inverse}).values()), chunks, *untold)
     names = ["rwkv7_prepare", "rwkv7_recompute"]
     print(json.dumps(with_wrong_instructions({name: [made] for name, made in zip(names, launches, strict=True)})))
 

@@ -3,6 +3,7 @@ index."""
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,6 +37,10 @@ def rule(op, inputs, options=OPTIONS):
 
 def numbers(values):
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def listed(entries, wanted=None):
+    return SimpleNamespace(entries=numbers(entries), wanted=None if wanted is None else numbers(wanted))
 
 
 def randn(*shape):
@@ -75,7 +80,7 @@ def test_views_of_one_projection_are_not_copied(op):
     def results(tensors, do):
         r = rule(op, tensors, options)
         r = RULES[op](tensors, options, r.chunks, r.kept[2:])
-        boundary = *r.entry_transitions(numbers([0])), r.entry_gradients(do, numbers([0]))
+        boundary = *r.boundary(listed([0])), r.boundary_backward(do, listed([0]))
         return [r.forward(None, False)[0], *boundary, *r.backward(do, None, None, False)[0]]
 
     with Copies() as copies:
@@ -123,12 +128,12 @@ def test_states_by_index(op):
 
 
 def test_only_wanted_boundaries_are_computed(op):
-    r, do, entries = rule(op, flat_inputs(op, V=64)), randn(sum(LENGTHS), 1, 64), numbers([1, 2, 0])
-    every, some = r.entry_transitions(entries), r.entry_transitions(entries, numbers([1, 0, 2]))
+    r, do, entries = rule(op, flat_inputs(op, V=64)), randn(sum(LENGTHS), 1, 64), [1, 2, 0]
+    every, some = r.boundary(listed(entries)), r.boundary(listed(entries, [1, 0, 2]))
     assert torch.equal(some[0][[0, 2]], every[0][[0, 2]]) and torch.equal(some[1][2], every[1][2])
-    gradients = r.entry_gradients(do, entries), r.entry_gradients(do, entries, numbers([1, 0, 1]))
+    gradients = r.boundary_backward(do, listed(entries)), r.boundary_backward(do, listed(entries, [1, 0, 1]))
     assert torch.equal(gradients[1][[0, 2]], gradients[0][[0, 2]])
     with new_memory_of_nan():
-        S_ext, M = r.entry_transitions(entries, numbers([1, 0, 2]))
+        S_ext, M = r.boundary(listed(entries, [1, 0, 2]))
         assert S_ext[1].isnan().all() and M[:2].isnan().all()
-        assert r.entry_gradients(do, entries, numbers([1, 0, 1]))[1].isnan().all()
+        assert r.boundary_backward(do, listed(entries, [1, 0, 1]))[1].isnan().all()

@@ -15,16 +15,18 @@ def check_stages(stages: Stages, inputs: list[Tensor | None], numbers: list[floa
     cu, index = (torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in ([0, len(inputs[0])], [0]))
     chunks, (_, _, K), (_, HV, V) = list(chunks_of(cu, len(inputs[0]))), inputs[0].shape, inputs[2].shape
     states = [torch.ones(1, HV, K, V, device=DEVICE), index if indexed else None]
-    prepared = [x for name, x in zip(stages.inputs._fields, inputs) if name in stages.prepared._fields]
-    opcheck, do = torch.library.opcheck, torch.ones_like(inputs[2])
-    opcheck(stages.prepare.overload, (prepared, chunks, numbers))
-    tiles = stages.prepare(prepared, chunks, numbers)
+    none, do = [None, None], torch.ones_like(inputs[2])
+    prepared = [x if name in stages.prepared else None for name, x in zip(stages.inputs._fields, inputs)]
+    untold = [*none, *none, *none, None], numbers, 0
+    opcheck = torch.library.opcheck
+    opcheck(stages.prepare.overload, (prepared, [None] * len(stages.tiles._fields), chunks, *untold))
+    tiles = stages.prepare(prepared, [None] * len(stages.tiles._fields), chunks, *untold)
     assert all(t.numel() for t in tiles)
     if stages.again:
-        kept = [t for name, t in zip(stages.tiles._fields, tiles) if name in stages.kept]
-        opcheck(stages.recompute.overload, (prepared, chunks, kept, numbers))
+        kept = [t if name in stages.kept else None for name, t in zip(stages.tiles._fields, tiles)]
+        opcheck(stages.recompute.overload, (prepared, kept, chunks, *untold))
     tables = inputs, tiles, chunks
-    opcheck(stages.scan.overload, (*tables, states, int(indexed), numbers))
-    opcheck(stages.boundary.overload, (*tables, [index, None], numbers))
-    opcheck(stages.boundary_bwd.overload, (do, *tables, [index, None], numbers))
-    opcheck(stages.backward.overload, (do, *tables, states, states, indexed, numbers))
+    opcheck(stages.scan.overload, (*tables, [*states, *none, *none, None], numbers, int(indexed)))
+    opcheck(stages.boundary.overload, (*tables, [*none, *none, index, None, None], numbers, 1))
+    opcheck(stages.boundary_bwd.overload, (*tables, [*none, *none, index, None, do], numbers, 1))
+    opcheck(stages.backward.overload, (*tables, [*states, *states, *none, do], numbers, int(indexed)))

@@ -31,7 +31,7 @@ class Segments(NamedTuple):
     chunk_index: Tensor  # [NT, 2] int32
     chunk_offsets: Tensor  # [S+1] int32
     offsets: Tensor  # [N+1] int32: the first segment of each entry
-    numbers: Tensor  # [S] int32: 0 … S − 1
+    entries: Tensor  # [S] int32: 0 … S − 1, each as an entry of its own
     wanted: Tensor  # [S] int32: 2 if anything follows from the segment's S_ext and M, else 0
 
 

@@ -101,6 +101,6 @@ def segments_of_length(cu_seqlens: np.ndarray, length: int, crossing: np.ndarray
         torch.from_numpy(edges),
         *chunks,
         torch.from_numpy(offsets),
-        numbers=torch.arange(len(entry), dtype=torch.int32),
+        entries=torch.arange(len(entry), dtype=torch.int32),
         wanted=torch.from_numpy(2 * read[entry].astype(np.int32)),
     )

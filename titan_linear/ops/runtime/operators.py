@@ -156,7 +156,7 @@ def operator(
 ) -> Callable[..., Any]:
     """Register `fn` as torch.ops.titan_linear.<name>, by default its own, and return a function that calls it, whose
     `.overload` is the operator. The schema comes from fn's annotations; `fn` mutates only the arguments named in
-    `mutates`, and its first argument is a tensor, or a list that begins with one, given by position. spec: fields of
+    `mutates`, and its first argument is a tensor, or a list that holds one, given by position. spec: fields of
     `Spec`.
 
     The operator runs on any device and has no gradient of its own: `register_fake` says what it returns,
@@ -176,7 +176,9 @@ def operator(
 
     @wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
-        first = args[0][0] if type(args[0]) is list else args[0]
+        first = args[0]
+        if type(first) is list:
+            first = next(x for x in first if x is not None)
         return (overload if _watched(first) else implementation)(*args, **kwargs)
 
     call.overload = overload

@@ -8,19 +8,20 @@ q, k [T, H, K], v [T, HV, V], g, beta [T, HV], HV = R·H. With A_log [HV], g is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import CHUNK as BT
-from titan_linear.ops.runtime.options import DeltaRuleOptions, Fields, Inputs
+from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs
 from titan_linear.ops.triton import gdn_kernels as kernels
-from titan_linear.ops.triton.chunks import ALL, listed_entries
+from titan_linear.ops.triton.chunks import listed_entries
 from titan_linear.ops.triton.configs import Config, config, widest_slice
 from titan_linear.ops.triton.solve import solve_kernel
 from titan_linear.ops.triton.stages import Given, Stages
-from titan_linear.ops.triton.tiles import NONE, Pair, chunk_tiles, ragged_tiles, rows, sum_groups
+from titan_linear.ops.triton.tiles import Pair, chunk_tiles, ragged_tiles, rows, sum_groups
 
 
 class Numbers(NamedTuple):
@@ -42,8 +43,8 @@ def _sliced(kernel: str, k: Tensor, HV: int, V: int) -> Config:
     return {"R": HV // H, "K": K, "V": V} | config(kernel, k, K, BV=min(K, widest_slice(V)))
 
 
-def _launch_scan(given: Given, kernel: str, initial: Pair = NONE, listed: Pair = ALL, **outputs: Any) -> None:
-    x, tiles, chunks, numbers = given
+def _launch_scan(given: Given, kernel: str, **outputs: Any) -> None:
+    x, tiles, chunks, numbers, initial, _, listed, *_ = given
     (_, HV, V), K = x.v.shape, x.k.shape[2]
     chosen = _sliced(kernel, x.k, HV, V)
     columns = V + K if "M" in outputs else V
@@ -62,16 +63,8 @@ def _launch_scan(given: Given, kernel: str, initial: Pair = NONE, listed: Pair =
     )
 
 
-def _launch_reverse(
-    given: Given,
-    kernel: str,
-    do: Tensor,
-    d_initial: Pair,
-    d_final: Pair = NONE,
-    listed: Pair = ALL,
-    **outputs: Tensor,
-) -> None:
-    x, tiles, chunks, numbers = given
+def _launch_reverse(given: Given, kernel: str, d_initial: Pair, **outputs: Tensor) -> None:
+    x, tiles, chunks, numbers, _, d_final, listed, do, _ = given
     (_, HV, V), K = do.shape, x.k.shape[2]
     chosen = _sliced(kernel, x.k, HV, V)
     kernels.reverse_kernel[(listed_entries(listed, chunks) * HV * (V // chosen["BV"]),)](
@@ -93,24 +86,24 @@ def _launch_reverse(
 
 
 class GDNStages(Stages):
-    name, inputs, prepared, tiles, numbers, kept = "gdn", Inputs, Inputs, Tiles, Numbers, Tiles._fields
+    name, inputs, prepared, tiles, numbers, kept = "gdn", Inputs, Inputs._fields, Tiles, Numbers, Tiles._fields
 
     def numbers_of(self, x: Inputs, options: DeltaRuleOptions) -> Numbers:
         return Numbers(options.scale, options.beta_range)
 
-    def empty_tiles(self, x: Inputs, NT: int, kept: Fields | None, numbers: Numbers) -> Tiles:
-        C, A = (x.k.new_empty(NT, x.g.shape[1], BT, BT) for _ in range(2))
-        return Tiles(C, A, x.k.new_empty(NT, x.g.shape[1], 2, BT, dtype=torch.float32))
+    def tile_shapes(self, x: Inputs, numbers: Numbers) -> Sequence[tuple[Any, ...]]:
+        matrix = x.k.dtype, x.g.shape[1], BT, BT
+        return matrix, matrix, (torch.float32, x.g.shape[1], 2, BT)
 
-    def launch_prepare(self, given: Given) -> None:
-        x, tiles, chunks, numbers = given
+    def launch_prepare(self, given: Given, tiles: Tiles) -> None:
+        x, numbers = given.x, given.numbers
         (_, H, K), (NT, HV, _, _) = x.k.shape, tiles.C.shape
         kernels.prepare_kernel[(NT * HV,)](
             *map(rows, (x.q, x.k, x.g, x.beta)),
             x.A_log,
             x.dt_bias,
             tiles,
-            chunks,
+            given.chunks,
             numbers.scale,
             HV,
             R=HV // H,
@@ -121,26 +114,24 @@ class GDNStages(Stages):
         beta = tiles.gates[:, :, 1]
         solve_kernel[(NT * HV,)](beta, tiles.C, STRIDE_B=2 * BT, SCALED=True, **config("solve", x.k, K))
 
-    def launch_scan(self, given: Given, initial: Pair, o: Tensor, final_state: Tensor | None) -> None:
+    def launch_scan(self, given: Given, o: Tensor, final_state: Tensor | None) -> None:
         queries = {"q_desc": ragged_tiles(given.x.q, given.x.q.shape[2]), "A_desc": chunk_tiles(given.tiles.A)}
-        _launch_scan(given, "gdn scan", initial, o=o, final_state=final_state, **queries)
+        _launch_scan(given, "gdn scan", o=o, final_state=final_state, **queries)
 
-    def launch_boundary(self, given: Given, listed: Pair, S_ext: Tensor, M: Tensor) -> None:
-        _launch_scan(given, "gdn boundary", listed=listed, final_state=S_ext, M=M)
+    def launch_boundary(self, given: Given, S_ext: Tensor, M: Tensor) -> None:
+        _launch_scan(given, "gdn boundary", final_state=S_ext, M=M)
 
-    def launch_boundary_bwd(self, do: Tensor, given: Given, listed: Pair, dS_ext: Tensor) -> None:
-        _launch_reverse(given, "gdn boundary", do, (dS_ext, None), listed=listed)
+    def launch_boundary_bwd(self, given: Given, dS_ext: Tensor) -> None:
+        _launch_reverse(given, "gdn boundary", (dS_ext, None))
 
-    def launch_backward(
-        self, do: Tensor, given: Given, initial: Pair, d_final: Pair, d_initial: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def launch_backward(self, given: Given, d_initial: Tensor | None) -> tuple[Tensor | None, ...]:
         x = given.x
-        (NT, HV, _, _), (_, _, K), V = given.tiles.C.shape, x.k.shape, do.shape[2]
+        (NT, HV, _, _), (_, _, K), V = given.tiles.C.shape, x.k.shape, x.v.shape[2]
         h, dh = (x.k.new_empty(NT, HV, K, V) for _ in range(2))
         y, dv = (x.v.new_empty(x.v.shape) for _ in range(2))
-        _launch_scan(given, "gdn states", initial, h=h, y=y)
-        _launch_reverse(given, "gdn reverse", do, (d_initial, initial[1]), d_final, dh=dh, dv=dv)
-        dq, dk, dg, dbeta, *of_heads = _gradients(do, given, initial, d_final, h, dh, y, dv)
+        _launch_scan(given, "gdn states", h=h, y=y)
+        _launch_reverse(given, "gdn reverse", (d_initial, given.initial[1]), dh=dh, dv=dv)
+        dq, dk, dg, dbeta, *of_heads = _gradients(given, h, dh, y, dv)
         return dq, dk, dv, dg, dbeta, *of_heads
 
     def room(self, x: Inputs) -> int:
@@ -153,11 +144,9 @@ class GDNStages(Stages):
 GDN = GDNStages()
 
 
-def _gradients(
-    do: Tensor, given: Given, initial: Pair, d_final: Pair, h: Tensor, dh: Tensor, y: Tensor, dv: Tensor
-) -> tuple[Tensor | None, ...]:
+def _gradients(given: Given, h: Tensor, dh: Tensor, y: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
     """dq, dk, dg, dbeta, dA_log, ddt_bias."""
-    x, tiles, chunks, numbers = given
+    x, tiles, chunks, numbers, initial, d_final, _, do, _ = given
     (T, H, K), (NT, HV, _, V) = x.k.shape, h.shape
     dq, dk = (x.q.new_empty(T, HV, K) for _ in range(2))
     dg, dbeta = x.g.new_empty(x.g.shape), x.beta.new_empty(x.beta.shape)

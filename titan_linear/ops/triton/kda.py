@@ -6,6 +6,7 @@ backward.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,14 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import CHUNK
-from titan_linear.ops.runtime.options import DeltaRuleOptions, Fields, Inputs
-from titan_linear.ops.triton.chunks import ALL, listed_entries
+from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs
+from titan_linear.ops.triton.chunks import listed_entries
 from titan_linear.ops.triton.configs import config, widest_slice
 from titan_linear.ops.triton.kda_bwd import backward_scans_kernel, gradient_kernel, matrix_kernel
 from titan_linear.ops.triton.kda_fwd import prepare_kernel, scan_kernel
 from titan_linear.ops.triton.solve import solve_kernel
 from titan_linear.ops.triton.stages import Given, Stages
-from titan_linear.ops.triton.tiles import NONE, Pair, chunk_tiles, ragged_tiles, rows, sum_groups
+from titan_linear.ops.triton.tiles import Pair, chunk_tiles, ragged_tiles, rows, sum_groups
 
 GATES = {"none": 0, "softplus": 1, "bounded": 2}
 
@@ -65,7 +66,7 @@ def _passes(safe_gate: float, safe: str, any_gate: str) -> list[tuple[str, bool]
 
 
 class KDAStages(Stages):
-    name, inputs, prepared, tiles, numbers = "kda", Inputs, Inputs, Tiles, Numbers
+    name, inputs, prepared, tiles, numbers = "kda", Inputs, Inputs._fields, Tiles, Numbers
     kept, again = ("Aqk", "Gn"), ("qg", "kn", "kg", "decay", "b")
 
     def numbers_of(self, x: Inputs, options: DeltaRuleOptions) -> Numbers:
@@ -75,16 +76,16 @@ class KDAStages(Stages):
     def any_gate(self, numbers: Numbers) -> bool:
         return not numbers.safe_gate
 
-    def empty_tiles(self, x: Inputs, NT: int, kept: Fields | None, numbers: Numbers) -> Tiles:
-        (_, HV, K), dtype = x.g.shape, compute_dtype(x.q.dtype)
-        qg, kn, kg = (x.g.new_empty(NT, HV, K, CHUNK, dtype=dtype) for _ in range(3))
-        decay, b = (x.g.new_empty(NT, HV, dim, dtype=torch.float32) for dim in (K, CHUNK))
-        Aqk, Gn = (x.g.new_empty(NT, HV, CHUNK, CHUNK, dtype=dtype) if kept is None else None for _ in range(2))
-        return Tiles(qg, kn, kg, decay, b, Aqk, Gn)
+    def tile_shapes(self, x: Inputs, numbers: Numbers) -> Sequence[tuple[Any, ...]]:
+        (_, HV, K), C, dtype = x.g.shape, CHUNK, compute_dtype(x.q.dtype)
+        keys, matrix = (dtype, HV, K, C), (dtype, HV, C, C)
+        return keys, keys, keys, (torch.float32, HV, K), (torch.float32, HV, C), matrix, matrix
 
-    def launch_prepare(self, given: Given) -> None:
-        x, tiles, chunks, n = given
-        (NT, HV, K, _), matrices = tiles.qg.shape, tiles.Aqk is not None
+    def launch_prepare(self, given: Given, tiles: Tiles) -> None:
+        x, n = given.x, given.numbers
+        (NT, HV, K, _), matrices = tiles.qg.shape, given.tiles.Aqk is None
+        if not matrices:
+            tiles = tiles._replace(Aqk=None, Gn=None)
         fast = x.q.new_empty(NT, HV, dtype=torch.int32) if matrices and not n.safe_gate else None
         kernel = "kda prepare" if matrices else "kda recompute"
         passes = _passes(n.safe_gate, f"{kernel} safe", kernel)
@@ -96,7 +97,7 @@ class KDAStages(Stages):
                 x.dt_bias,
                 tiles,
                 fast,
-                chunks,
+                given.chunks,
                 n.scale,
                 n.lower_bound,
                 H=x.q.shape[1],
@@ -112,31 +113,29 @@ class KDAStages(Stages):
         if matrices:
             solve_kernel[NT * HV,](tiles.b, tiles.Gn, STRIDE_B=CHUNK, SCALED=False, **config("solve", x.q, K))
 
-    def launch_scan(self, given: Given, initial: Pair, o: Tensor, final_state: Tensor | None) -> None:
-        _launch_scan(given, widest_slice(o.shape[2]), initial, o=o, final_state=final_state)
+    def launch_scan(self, given: Given, o: Tensor, final_state: Tensor | None) -> None:
+        _launch_scan(given, widest_slice(o.shape[2]), o=o, final_state=final_state)
 
-    def launch_boundary(self, given: Given, listed: Pair, S_ext: Tensor, M: Tensor) -> None:
+    def launch_boundary(self, given: Given, S_ext: Tensor, M: Tensor) -> None:
         _, _, K, V = S_ext.shape
-        _launch_scan(given, min(K, widest_slice(V)), listed=listed, final_state=S_ext, M=M)
+        _launch_scan(given, min(K, widest_slice(V)), final_state=S_ext, M=M)
 
-    def launch_boundary_bwd(self, do: Tensor, given: Given, listed: Pair, dS_ext: Tensor) -> None:
-        _launch_backward_scans(do, given, NONE, NONE, (dS_ext, None), listed)
+    def launch_boundary_bwd(self, given: Given, dS_ext: Tensor) -> None:
+        _launch_backward_scans(given, (dS_ext, None))
 
-    def launch_backward(
-        self, do: Tensor, given: Given, initial: Pair, d_final: Pair, d_initial: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        x, tiles, V = given.x, given.tiles, do.shape[2]
+    def launch_backward(self, given: Given, d_initial: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, tiles, V = given.x, given.tiles, given.do.shape[2]
         NT, HV, K, C = tiles.qg.shape
         h, dh = (tiles.qg.new_empty(NT, HV, V, K) for _ in range(2))
         r, y = (tiles.qg.new_empty(NT, HV, V, C) for _ in range(2))
-        _launch_backward_scans(do, given, initial, d_final, (d_initial, initial[1]), h=h, dh=dh, r=r, y=y)
+        _launch_backward_scans(given, (d_initial, given.initial[1]), h=h, dh=dh, r=r, y=y)
         dv, dbeta = x.v.new_empty(x.v.shape), x.beta.new_empty(x.beta.shape)
         dA, dK = (tiles.qg.new_empty(NT, HV, C, C) for _ in range(2))
         constants = _constants(tiles, "kda matrix", V, widest_slice(V))
         del constants["K"]
         beta_range = given.numbers.beta_range or None
         matrix_kernel[HV, NT](
-            rows(do),
+            rows(given.do),
             tiles.b,
             r,
             y,
@@ -149,7 +148,7 @@ class KDAStages(Stages):
             BETA_RANGE=beta_range,
             **constants,
         )
-        dq, dk, dg, dA_log, ddt_bias = _gradients(do, given, h, dh, r, y, dA, dK)
+        dq, dk, dg, dA_log, ddt_bias = _gradients(given, h, dh, r, y, dA, dK)
         return dq, dk, dv, dg, dbeta, dA_log, ddt_bias
 
     def room(self, x: Inputs) -> int:
@@ -163,24 +162,16 @@ class KDAStages(Stages):
 KDA = KDAStages()
 
 
-def _launch_scan(given: Given, BV: int, initial: Pair = NONE, listed: Pair = ALL, **outputs: Tensor | None) -> None:
-    x, tiles, chunks, _ = given
+def _launch_scan(given: Given, BV: int, **outputs: Tensor | None) -> None:
+    x, tiles, chunks, _, initial, _, listed, *_ = given
     constants = _constants(tiles, "kda scan", x.v.shape[2], BV)
     columns = x.v.shape[2] + (constants["K"] if "M" in outputs else 0)
     grid = columns // constants["BV"], listed_entries(listed, chunks) * constants["HV"]
     scan_kernel[grid](rows(x.v), tiles, initial, listed, chunks, **outputs, **constants)
 
 
-def _launch_backward_scans(
-    do: Tensor,
-    given: Given,
-    initial: Pair,
-    d_final: Pair,
-    d_initial: Pair,
-    listed: Pair = ALL,
-    **outputs: Tensor,
-) -> None:
-    x, tiles, chunks, _ = given
+def _launch_backward_scans(given: Given, d_initial: Pair, **outputs: Tensor) -> None:
+    x, tiles, chunks, _, initial, d_final, listed, do, _ = given
     V = do.shape[2]
     constants = _constants(tiles, "kda reverse", V, widest_slice(V))
     grid = V // constants["BV"], listed_entries(listed, chunks) * constants["HV"], 2 if outputs else 1
@@ -190,10 +181,10 @@ def _launch_backward_scans(
 
 
 def _gradients(
-    do: Tensor, given: Given, h: Tensor, dh: Tensor, r: Tensor, y: Tensor, dA: Tensor, dK: Tensor
+    given: Given, h: Tensor, dh: Tensor, r: Tensor, y: Tensor, dA: Tensor, dK: Tensor
 ) -> tuple[Tensor | None, ...]:
     """dq, dk, dg, dA_log, ddt_bias."""
-    x, tiles, chunks, n = given
+    x, tiles, chunks, n, *_, do, _ = given
     (T, H, K), (NT, HV, V, _), C = x.q.shape, h.shape, CHUNK
     # With grouped value heads, each value head writes its own dq and dk in fp32; they are summed below.
     dq, dk = (x.q.new_empty(T, HV, K, dtype=x.q.dtype if HV == H else torch.float32) for _ in range(2))

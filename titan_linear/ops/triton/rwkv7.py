@@ -8,19 +8,20 @@ and head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import CHUNK
-from titan_linear.ops.runtime.options import DPLRInputs, DPLROptions, Fields
+from titan_linear.ops.runtime.options import DPLRInputs, DPLROptions
 from titan_linear.ops.triton import rwkv7_kernels as kernels
 from titan_linear.ops.triton.chunks import ALL, listed_entries
 from titan_linear.ops.triton.configs import config, widest_slice
 from titan_linear.ops.triton.kda import TRITON_DTYPE, compute_dtype
 from titan_linear.ops.triton.stages import Given, Stages
-from titan_linear.ops.triton.tiles import NONE, Pair, rows
+from titan_linear.ops.triton.tiles import Pair, rows
 
 
 class Numbers(NamedTuple):
@@ -50,71 +51,58 @@ def _loop(tiles: Tiles, kernel: str = "rwkv7 loop") -> dict[str, Any]:
     return _constants(tiles) | config(kernel, tiles.U, max(K, V), BV=min(K, widest_slice(V)))
 
 
-def _launch_states(
-    do: Tensor,
-    given: Given,
-    initial: Pair,
-    d_final: Pair,
-    d_initial: Pair,
-    listed: Pair = ALL,
-    **outputs: Tensor,
-) -> None:
-    chosen = _loop(given.tiles)
-    grid = chosen["V"] // chosen["BV"], listed_entries(listed, given.chunks) * chosen["H"], 2 if outputs else 1
-    kernels.states_kernel[grid](
-        rows(do), given.tiles, initial, d_final, d_initial, listed, given.chunks, **outputs, **chosen
-    )
+def _launch_states(given: Given, d_initial: Pair, **outputs: Tensor) -> None:
+    _, tiles, chunks, _, initial, d_final, listed, do, _ = given
+    chosen = _loop(tiles)
+    grid = chosen["V"] // chosen["BV"], listed_entries(listed, chunks) * chosen["H"], 2 if outputs else 1
+    kernels.states_kernel[grid](rows(do), tiles, initial, d_final, d_initial, listed, chunks, **outputs, **chosen)
+
+
+def _launch_scan(given: Given, kernel: str, columns: int, **outputs: Tensor | None) -> None:
+    _, tiles, chunks, _, initial, _, listed, *_ = given
+    chosen = _loop(tiles, kernel)
+    grid = columns // chosen["BV"], listed_entries(listed, chunks) * chosen["H"]
+    kernels.scan_kernel[grid](tiles, initial, listed, chunks, **outputs, **chosen)
 
 
 class RWKV7Stages(Stages):
-    name, inputs, prepared, tiles, numbers = "rwkv7", DPLRInputs, DPLRInputs, Tiles, Numbers
+    name, inputs, prepared, tiles, numbers = "rwkv7", DPLRInputs, DPLRInputs._fields, Tiles, Numbers
     kept, again = ("inverse",), ("P", "U", "Q", "decay")
 
     def numbers_of(self, x: DPLRInputs, options: DPLROptions) -> Numbers:
         return Numbers(options.scale, options.rate)
 
-    def empty_tiles(self, x: DPLRInputs, NT: int, kept: Fields | None, numbers: Numbers) -> Tiles:
-        (_, H, K), V, C = x.q.shape, x.v.shape[2], CHUNK
+    def tile_shapes(self, x: DPLRInputs, numbers: Numbers) -> Sequence[tuple[Any, ...]]:
+        (_, H, K), V, C, dtype = x.q.shape, x.v.shape[2], CHUNK, compute_dtype(x.q.dtype)
+        decay = torch.float32, H, K
+        return (dtype, H, K, K), (dtype, H, K, V), (dtype, H, C, K), decay, (dtype, H, C, C), (dtype, H, C, V)
 
-        def empty(*shape: int) -> Tensor:
-            return x.q.new_empty(NT, H, *shape, dtype=compute_dtype(x.q.dtype))
-
-        decay = x.q.new_empty(NT, H, K, dtype=torch.float32)
-        T, O = (*kept, None) if kept else (empty(C, C), empty(C, V))
-        return Tiles(empty(K, K), empty(K, V), empty(C, K), decay, T, O)
-
-    def launch_prepare(self, given: Given) -> None:
-        x, tiles, chunks, numbers = given
+    def launch_prepare(self, given: Given, tiles: Tiles) -> None:
+        x, numbers = given.x, given.numbers
         kernels.prepare_kernel[tiles.U.shape[1], tiles.U.shape[0]](
             *map(rows, x),
             tiles,
-            chunks,
+            given.chunks,
             numbers.scale,
             RATE=numbers.rate or None,
             **_constants(tiles),
             **config("rwkv7 prepare", tiles.U, x.q.shape[2]),
         )
 
-    def launch_scan(self, given: Given, initial: Pair, o: Tensor, final_state: Tensor | None) -> None:
-        chosen = _loop(given.tiles, "rwkv7 scan")
-        grid = chosen["V"] // chosen["BV"], listed_entries(ALL, given.chunks) * chosen["H"]
-        kernels.scan_kernel[grid](given.tiles, initial, ALL, given.chunks, o=o, final_state=final_state, **chosen)
+    def launch_scan(self, given: Given, o: Tensor, final_state: Tensor | None) -> None:
+        _launch_scan(given, "rwkv7 scan", o.shape[2], o=o, final_state=final_state)
 
-    def launch_boundary(self, given: Given, listed: Pair, S_ext: Tensor, M: Tensor) -> None:
-        chosen, (F, H, K, V) = _loop(given.tiles), S_ext.shape
-        grid = (V + K) // chosen["BV"], F * H
-        kernels.scan_kernel[grid](given.tiles, NONE, listed, given.chunks, final_state=S_ext, M=M, **chosen)
+    def launch_boundary(self, given: Given, S_ext: Tensor, M: Tensor) -> None:
+        _launch_scan(given, "rwkv7 loop", sum(S_ext.shape[2:]), final_state=S_ext, M=M)
 
-    def launch_boundary_bwd(self, do: Tensor, given: Given, listed: Pair, dS_ext: Tensor) -> None:
-        _launch_states(do, given, NONE, NONE, (dS_ext, None), listed)
+    def launch_boundary_bwd(self, given: Given, dS_ext: Tensor) -> None:
+        _launch_states(given, (dS_ext, None))
 
-    def launch_backward(
-        self, do: Tensor, given: Given, initial: Pair, d_final: Pair, d_initial: Tensor | None
-    ) -> list[Tensor]:
-        x, tiles, chunks, numbers = given
+    def launch_backward(self, given: Given, d_initial: Tensor | None) -> list[Tensor]:
+        x, tiles, chunks, numbers, initial, *_, do, _ = given
         NT, H, K, V = tiles.U.shape
         h, dh = tiles.U.new_empty(NT + listed_entries(ALL, chunks), H, K, V), torch.empty_like(tiles.U)
-        _launch_states(do, given, initial, d_final, (d_initial, initial[1]), h=h, dh=dh)
+        _launch_states(given, (d_initial, initial[1]), h=h, dh=dh)
         grads = [t.new_empty(t.shape) for t in x]
         kernels.gradient_kernel[H, NT](
             *map(rows, (do, *x)),

@@ -84,25 +84,25 @@ class SplitDocuments:
         return self.states, self.M, *self.segments, *tiles
 
     def boundary(self, chains: Chains) -> tuple[Tensor, Tensor]:
-        self.S_ext, self.M = self.rule.entry_transitions(self.segments.numbers, self.segments.wanted)
+        self.S_ext, self.M = self.rule.boundary(self.segments)
         return fold_entries(self.S_ext, self.M, self.segments.offsets, chains.entries, None, False)
 
     def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]:
         if self.S_ext is None:
-            self.S_ext, self.M = self.rule.entry_transitions(self.segments.numbers, self.segments.wanted)
+            self.S_ext, self.M = self.rule.boundary(self.segments)
         self.states = self._fold(self.S_ext, initial, reverse=False)
         o, last = self.rule.forward(States(self.states), need_final)
         return o, last[self.segments.offsets[1:] - 1] if need_final else last
 
     def boundary_backward(self, do: Tensor, chains: Chains) -> Tensor:
-        self.dS_ext = self.rule.entry_gradients(do, self.segments.numbers, self.segments.wanted)
+        self.dS_ext = self.rule.boundary_backward(do, self.segments)
         return fold_entries_back(self.dS_ext, self.M, self.segments.offsets, chains.entries)
 
     def backward(
         self, do: Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
     ) -> tuple[AnyInputs, Tensor]:
         if self.dS_ext is None:
-            self.dS_ext = self.rule.entry_gradients(do, self.segments.numbers, self.segments.wanted)
+            self.dS_ext = self.rule.boundary_backward(do, self.segments)
         d_last = self._fold(self.dS_ext, d_final, reverse=True)
         grads, d_first = self.rule.backward(do, States(self.states), States(d_last), need_d_initial)
         return grads, d_first[self.segments.offsets[:-1]] if need_d_initial else d_first

@@ -21,28 +21,23 @@ At T = 32768, 128 heads × 64, K = 128, G = 1, bf16, in GB and TFLOP, at 4.2 TB/
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor, float32
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titan_linear.ops.layout.boundaries import CHUNK as BT
 from titan_linear.ops.layout.segments import SHORTEST
-from titan_linear.ops.runtime.options import DecayInputs, DecayOptions, Fields
+from titan_linear.ops.runtime.options import DecayInputs, DecayOptions
 from titan_linear.ops.triton import ssd_kernels as kernels
 from titan_linear.ops.triton.chunks import ALL, listed_entries
 from titan_linear.ops.triton.configs import Config, config
 from titan_linear.ops.triton.stages import Given, Stages
-from titan_linear.ops.triton.tiles import Pair, blocks_of, chunk_tiles, empty_states, ragged_tiles, rows
+from titan_linear.ops.triton.tiles import blocks_of, chunk_tiles, empty_states, ragged_tiles, rows
 
 BH = 16  # heads of a program on decays
 PROGRAMS = 256  # of `scan`, `carried` or `pairs` that fill a GPU, two on a multiprocessor
-
-
-class Prepared(NamedTuple):
-    g: Tensor
-    A: Tensor | None
-    dt_bias: Tensor | None
 
 
 class Numbers(NamedTuple):
@@ -111,7 +106,7 @@ def _before_last_piece(given: Given, pieces: int) -> tuple[Tensor | None, Tensor
     n = parts - parts // pieces
     S_ext = empty_states(x.v, listed_entries(ALL, given.chunks) * n, x.k.shape[2])
     M = S_ext.new_empty(*S_ext.shape[:2], 1)
-    _launch_boundary(given, x.k, x.v, ALL, S_ext, M, 1.0, n, parts)
+    _launch_boundary(given, x.k, x.v, S_ext, M, 1.0, n, parts)
     return S_ext, M, parts
 
 
@@ -119,7 +114,6 @@ def _launch_boundary(
     given: Given,
     x: Tensor,
     y: Tensor,
-    listed: Pair,
     S_ext: Tensor,
     M: Tensor | None,
     scale: float,
@@ -136,7 +130,7 @@ def _launch_boundary(
         S_ext,
         M,
         given.chunks,
-        listed,
+        given.listed,
         scale,
         HV,
         n,
@@ -156,23 +150,23 @@ def _splits(NT: int, H: int, R: int) -> int:
 
 
 class SSDStages(Stages):
-    name, inputs, prepared, tiles, numbers, kept = "ssd", DecayInputs, Prepared, Tiles, Numbers, ()
+    name, inputs, prepared, tiles, numbers, kept = "ssd", DecayInputs, ("g", "A", "dt_bias"), Tiles, Numbers, ()
 
     def numbers_of(self, x: DecayInputs, options: DecayOptions) -> Numbers:
         return Numbers(options.scale, options.dt_softplus, *options.dt_limit, 2 if x.q.dtype == float32 else 1)
 
-    def empty_tiles(self, x: Prepared, NT: int, kept: Fields | None, numbers: Numbers) -> Tiles:
-        return Tiles(x.g.new_empty(NT, x.g.shape[1], 1 + int(numbers.parts), BT, dtype=float32))
+    def tile_shapes(self, x: DecayInputs, numbers: Numbers) -> Sequence[tuple[Any, ...]]:
+        return ((float32, x.g.shape[1], 1 + int(numbers.parts), BT),)
 
-    def launch_prepare(self, given: Given) -> None:
-        x, (gates,), chunks, n = given
+    def launch_prepare(self, given: Given, tiles: Tiles) -> None:
+        x, (gates,), n = given.x, tiles, given.numbers
         NT, HV, parts, _ = gates.shape
         kernels.prepare_kernel[(NT * blocks_of(HV, BH),)](
             rows(x.g),
             x.A,
             x.dt_bias,
             gates,
-            chunks,
+            given.chunks,
             n.low,
             n.high,
             HV,
@@ -182,8 +176,8 @@ class SSDStages(Stages):
             num_warps=4,
         )
 
-    def launch_scan(self, given: Given, initial: Pair, o: Tensor, final_state: Tensor | None) -> None:
-        x, (gates,), chunks, numbers = given
+    def launch_scan(self, given: Given, o: Tensor, final_state: Tensor | None) -> None:
+        x, (gates,), chunks, numbers, initial, *_ = given
         (T, HV, V), N = x.v.shape, listed_entries(ALL, chunks)
         chosen, scores = _sliced("ssd scan", x.k, x.v, gates), _scores(x.q, x.k, len(gates), chunks)
         slices = blocks_of(V, chosen["BV"])
@@ -215,19 +209,17 @@ class SSDStages(Stages):
     def transition(self, K: int) -> tuple[int, ...]:
         return (1,)
 
-    def launch_boundary(self, given: Given, listed: Pair, S_ext: Tensor, M: Tensor) -> None:
-        _launch_boundary(given, given.x.k, given.x.v, listed, S_ext, M, 1.0)
+    def launch_boundary(self, given: Given, S_ext: Tensor, M: Tensor) -> None:
+        _launch_boundary(given, given.x.k, given.x.v, S_ext, M, 1.0)
 
-    def launch_boundary_bwd(self, do: Tensor, given: Given, listed: Pair, dS_ext: Tensor) -> None:
-        _launch_boundary(given, given.x.q, do, listed, dS_ext, None, given.numbers.scale)
+    def launch_boundary_bwd(self, given: Given, dS_ext: Tensor) -> None:
+        _launch_boundary(given, given.x.q, given.do, dS_ext, None, given.numbers.scale)
 
-    def launch_backward(
-        self, do: Tensor, given: Given, initial: Pair, d_final: Pair, d_initial: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def launch_backward(self, given: Given, d_initial: Tensor | None) -> tuple[Tensor | None, ...]:
         x = given.x
-        h, dh = _states(do, given, initial, d_final, d_initial)
-        chunk = _chunk_gradients(do, given, h, dh)
-        dg, dA, d_bias, d_skip = _gate_gradients(given, chunk, initial, d_final)
+        h, dh = _states(given, d_initial)
+        chunk = _chunk_gradients(given, h, dh)
+        dg, dA, d_bias, d_skip = _gate_gradients(given, chunk)
         d_skip = d_skip if chunk.dD is None else chunk.dD.sum(0)
         dA, dD, d_bias = (
             None if p is None else d.to(p.dtype, copy=True) for p, d in ((x.A, dA), (x.D, d_skip), (x.dt_bias, d_bias))
@@ -245,9 +237,9 @@ class SSDStages(Stages):
 SSD = SSDStages()
 
 
-def _states(do: Tensor, given: Given, initial: Pair, d_final: Pair, d_initial: Tensor | None) -> tuple[Tensor, Tensor]:
+def _states(given: Given, d_initial: Tensor | None) -> tuple[Tensor, Tensor]:
     """Before each chunk the state, and behind it its gradient, [NT, HV, K, V]."""
-    x, (gates,), chunks, numbers = given
+    x, (gates,), chunks, numbers, initial, d_final, _, do, _ = given
     (NT, HV, _, _), K, V = gates.shape, x.k.shape[2], x.v.shape[2]
     h, dh = (x.v.new_empty(NT, HV, K, V) for _ in range(2))
     chosen = _sliced("ssd pass", x.k, x.v, gates)
@@ -287,8 +279,8 @@ class ChunkGradients(NamedTuple):
     sums: Tensor  # [NT, HV, slices, 4, BT] fp32
 
 
-def _chunk_gradients(do: Tensor, given: Given, h: Tensor, dh: Tensor) -> ChunkGradients:
-    x, (gates,), chunks, numbers = given
+def _chunk_gradients(given: Given, h: Tensor, dh: Tensor) -> ChunkGradients:
+    x, (gates,), chunks, numbers, *_, do, _ = given
     (T, H, K), (NT, HV, _, V) = x.k.shape, h.shape
     of_carried, of_pairs = (_sliced(f"ssd {kernel}", x.k, x.v, gates) for kernel in ("carried", "pairs"))
     R, BV = of_carried["R"], of_carried["BV"]
@@ -340,11 +332,9 @@ def _group_gradients(given: Given, chunk: ChunkGradients) -> tuple[Tensor, Tenso
     return dq, dk
 
 
-def _gate_gradients(
-    given: Given, chunk: ChunkGradients, initial: Pair, d_final: Pair
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _gate_gradients(given: Given, chunk: ChunkGradients) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dg, and of heads those of A, dt_bias and D."""
-    x, (gates,), chunks, n = given
+    x, (gates,), chunks, n, initial, d_final, *_ = given
     (NT, HV, parts, _), (_, H, K), V = gates.shape, x.k.shape, x.v.shape[2]
     dg, d_heads = x.g.new_empty(x.g.shape), gates.new_empty(3, NT, HV)
     kernels.gates_kernel[(NT * blocks_of(HV, BH),)](

@@ -1,15 +1,15 @@
 """The stages of a chunked recurrence in Triton: as operators, and behind the driver's interface (`ops/recurrence.py`,
 `Rule`). The operators of a rule are
 
-    NAME_prepare        inputs -> tiles                                         chunk-parallel
-    NAME_recompute      (inputs, kept tiles) -> other tiles, again for backward; only if a rule keeps a part
-    NAME_scan           (inputs, tiles, initial states) -> o, final states      sequential in a head
-    NAME_boundary       (inputs, tiles, some entries) -> S_ext, M               for context parallelism and segments
-    NAME_boundary_bwd   (do, inputs, tiles, some entries) -> dS_ext
-    NAME_backward       (do, all of these) -> gradients
+    NAME_prepare        -> tiles                                                chunk-parallel
+    NAME_recompute      -> tiles that are not kept, again for backward; only if a rule keeps a part
+    NAME_scan           -> o [T, HV, V], last states                            sequential in a head
+    NAME_boundary       -> S_ext, M: for context parallelism and segments
+    NAME_boundary_bwd   -> dS_ext
+    NAME_backward       -> gradients of the inputs (empty if not given), and of the initial states in their rows
 
-Inputs are flat packed streams [T, ...] of N entries (`tiles.py`: any stride between tokens). Operators take named
-tuples as lists: inputs, tiles, `Chunks`, `States`, and a rule's numbers. Nothing here waits for the device.
+All take what `Given` names, as lists. Inputs are flat packed streams [T, ...] of N entries (`tiles.py`: any stride
+between tokens). Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -18,24 +18,32 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
+from titan_linear.ops.layout.boundaries import Segments
 from titan_linear.ops.layout.chains import Chains
 from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.runtime.options import AnyInputs, AnyOptions, Fields, States
-from titan_linear.ops.triton.chunks import Chunks
-from titan_linear.ops.triton.tiles import Pair, dense_heads, empty_states
+from titan_linear.ops.triton.chunks import ALL, Chunks
+from titan_linear.ops.triton.tiles import NONE, Pair, dense_heads, empty_states
 
 
 class Given(NamedTuple):
     """What every stage is given; x, tiles and numbers are the rule's."""
 
     x: Any
-    tiles: Any
-    chunks: tuple[Tensor, Tensor, Tensor]  # `Chunks`
+    tiles: Any  # None: not prepared
+    chunks: tuple[Tensor, ...]  # `Chunks`
     numbers: Any
+    initial: Pair  # states that enter entries
+    d_final: Pair  # gradients of those that leave them
+    listed: Pair  # at whose boundaries states are written (`ALL`)
+    do: Tensor | None
+    rows: int  # of the states, or of their gradients, that are written, [rows, HV, K, V] fp32
+
+
+Launch = Callable[[Given], list[Tensor]]
 
 
 class Stages(ABC):
@@ -43,7 +51,7 @@ class Stages(ABC):
 
     name: ClassVar[str]
     inputs: ClassVar[type[AnyInputs]]
-    prepared: ClassVar[type[Any]]  # those inputs that tiles are prepared from
+    prepared: ClassVar[tuple[str, ...]]  # those inputs that tiles are prepared from
     tiles: ClassVar[type[Any]]
     numbers: ClassVar[type[Any]]  # floats
     kept: ClassVar[tuple[str, ...]]  # tiles that backward does not compute again
@@ -51,28 +59,35 @@ class Stages(ABC):
 
     def __init__(self) -> None:
         whole, by_gates = self.kept == self.tiles._fields, self._cost_by_gates
-        cost = by_gates if self.prepared is self.inputs else None  # from gates alone: its bytes
-        self.prepare = self._operator(self._prepare, self._empty, cost, prepares=None if whole else "forward")
+        cost = by_gates if self.prepared == self.inputs._fields else None  # from gates alone: its bytes
+        self.prepare = self._operator(self._prepare, self._new_tiles, cost, prepares=None if whole else "forward")
         if self.again:
-            self.recompute = self._operator(self._recompute, self._empty_again, by_gates, prepares="backward")
+            self.recompute = self._operator(self._recompute, self._new_tiles, by_gates, prepares="backward")
         self.scan = self._operator(self._scan, self._scanned, kept_by=("selective",))
         self.boundary = self._operator(self._boundary, self._transitions, kept_by=("selective",))
-        self.boundary_bwd = self._operator(self._boundary_bwd, self._entering)
+        self.boundary_bwd = self._operator(self._boundary_bwd, self._states)
         self.backward = self._operator(self._backward, self._gradients, by_gates, temporary=self._room)
 
     def _operator(
-        self,
-        fn: Callable[..., Any],
-        fake: Callable[..., Any],
-        cost: Callable[..., costs.Cost] | None = costs.recurrence,
-        **spec: Any,
-    ) -> Callable[..., Any]:
-        made = operator(fn, name=self.name + fn.__name__, cost=cost, of_driver=True, **spec)
-        register_fake(made)(fake)
+        self, run: Launch, empty: Launch, cost: Callable[..., costs.Cost] | None = costs.recurrence, **spec: Any
+    ) -> Callable[..., list[Tensor]]:
+        """`empty` makes the outputs of `run`."""
+
+        def stage(
+            inputs: Fields, tiles: Fields, chunks: Fields, ends: Fields, numbers: list[float], rows: int
+        ) -> list[Tensor]:
+            return run(self._given(inputs, tiles, chunks, ends, numbers, rows))
+
+        made = operator(stage, name=self.name + run.__name__, cost=cost, of_driver=True, **spec)
+        register_fake(made)(lambda *given: empty(self._given(*given)))
         return made
 
-    def _given(self, inputs: Fields, tiles: Fields, chunks: Fields, numbers: list[float]) -> Given:
-        return Given(self.inputs(*inputs), self.tiles(*tiles), tuple(chunks), self.numbers(*numbers))
+    def _given(
+        self, inputs: Fields, tiles: Fields, chunks: Fields, ends: Fields, numbers: list[float], rows: int
+    ) -> Given:
+        pairs = tuple(ends[:2]), tuple(ends[2:4]), tuple(ends[4:6])
+        x = self.inputs(*inputs)
+        return Given(x, self.tiles(*tiles), tuple(chunks), self.numbers(*numbers), *pairs, ends[6], rows)
 
     # --- What a rule states
 
@@ -80,14 +95,15 @@ class Stages(ABC):
     def numbers_of(self, x: AnyInputs, options: AnyOptions) -> Any: ...
 
     @abstractmethod
-    def empty_tiles(self, x: Any, NT: int, kept: Fields | None, numbers: Any) -> Any:
-        """Tiles of NT chunks, to be prepared from x; for backward, given `kept`, those that it needs for that."""
+    def tile_shapes(self, x: Any, numbers: Any) -> Sequence[tuple[Any, ...]]:
+        """Of each of the tiles: the dtype, and the shape in one chunk."""
 
     @abstractmethod
-    def launch_prepare(self, given: Given) -> None: ...
+    def launch_prepare(self, given: Given, tiles: Any) -> None:
+        """Fill `tiles`; of those that `given` has, nothing is asked."""
 
     @abstractmethod
-    def launch_scan(self, given: Given, initial: Pair, o: Tensor, final_state: Tensor | None) -> None: ...
+    def launch_scan(self, given: Given, o: Tensor, final_state: Tensor | None) -> None: ...
 
     def transition(self, K: int) -> tuple[int, ...]:
         """The shape of a head's M."""
@@ -98,16 +114,17 @@ class Stages(ABC):
         return False
 
     @abstractmethod
-    def launch_boundary(self, given: Given, listed: Pair, S_ext: Tensor, M: Tensor) -> None: ...
+    def launch_boundary(self, given: Given, S_ext: Tensor, M: Tensor) -> None:
+        """S_ext, each listed entry's last state from a zero state, and M [rows, HV, ...], its transition, fp32."""
 
     @abstractmethod
-    def launch_boundary_bwd(self, do: Tensor, given: Given, listed: Pair, dS_ext: Tensor) -> None: ...
+    def launch_boundary_bwd(self, given: Given, dS_ext: Tensor) -> None:
+        """dS_ext, the gradient of each listed entry's incoming state if its last state has none."""
 
     @abstractmethod
-    def launch_backward(
-        self, do: Tensor, given: Given, initial: Pair, d_final: Pair, d_initial: Tensor | None
-    ) -> Sequence[Tensor | None]:
-        """-> the gradients of the inputs, each dense and in its input's dtype."""
+    def launch_backward(self, given: Given, d_initial: Tensor | None) -> Sequence[Tensor | None]:
+        """-> the gradients of the inputs, each dense and in its input's dtype. d_initial: in the rows of the initial
+        states; those that belong to no entry stay unwritten."""
 
     @abstractmethod
     def room(self, x: Any) -> int:
@@ -115,103 +132,57 @@ class Stages(ABC):
 
     # --- Operators, and what they return without computing it
 
-    def _unprepared(self, inputs: Fields, chunks: Fields, kept: Fields | None, numbers: list[float]) -> Given:
-        x, (_, chunk_index, _), n = self.prepared(*inputs), chunks, self.numbers(*numbers)
-        return Given(x, self.empty_tiles(x, chunk_index.shape[0], kept, n), tuple(chunks), n)
+    def _new_tiles(self, given: Given) -> list[Tensor]:
+        _, chunk_index, _ = given.chunks
+        fields = zip(self.tiles._fields, self.tile_shapes(given.x, given.numbers), strict=True)
+        NT, some = chunk_index.shape[0], any(t is not None for t in given.tiles)
+        shapes = [shape for name, shape in fields if not some or name in self.again]
+        return [chunk_index.new_empty(NT, *shape, dtype=dtype) for dtype, *shape in shapes]
 
-    def _empty(self, inputs: Fields, chunks: Fields, numbers: list[float]) -> list[Tensor]:
-        return list(self._unprepared(inputs, chunks, None, numbers).tiles)
+    def _prepare(self, given: Given) -> list[Tensor]:
+        tiles = self._new_tiles(given)
+        self.launch_prepare(given, self.tiles(*tiles))
+        return tiles
 
-    def _prepare(self, inputs: Fields, chunks: Fields, numbers: list[float]) -> list[Tensor]:
-        given = self._unprepared(inputs, chunks, None, numbers)
-        self.launch_prepare(given)
-        return list(given.tiles)
+    def _recompute(self, given: Given) -> list[Tensor]:
+        tiles = self._new_tiles(given)
+        self.launch_prepare(given, given.tiles._replace(**dict(zip(self.again, tiles, strict=True))))
+        return tiles
 
-    def _empty_again(self, inputs: Fields, chunks: Fields, kept: Fields, numbers: list[float]) -> list[Tensor]:
-        tiles = self._unprepared(inputs, chunks, kept, numbers).tiles
-        return [getattr(tiles, name) for name in self.again]
+    def _states(self, given: Given) -> list[Tensor]:
+        return [empty_states(given.x.v, given.rows, given.x.q.shape[2])]
 
-    def _recompute(self, inputs: Fields, chunks: Fields, kept: Fields, numbers: list[float]) -> list[Tensor]:
-        given = self._unprepared(inputs, chunks, kept, numbers)
-        self.launch_prepare(given)
-        return [getattr(given.tiles, name) for name in self.again]
+    def _scanned(self, given: Given) -> list[Tensor]:
+        return [given.x.v.new_empty(given.x.v.shape), *self._states(given)]
 
-    def _scanned(
-        self, inputs: Fields, tiles: Fields, chunks: Fields, initial: Fields, final_rows: int, numbers: list[float]
-    ) -> tuple[Tensor, Tensor]:
-        q, _, v, *_ = inputs
-        return v.new_empty(v.shape), empty_states(v, final_rows, q.shape[2])
+    def _scan(self, given: Given) -> list[Tensor]:
+        o, final_state = self._scanned(given)
+        self.launch_scan(given, o, final_state if given.rows else None)
+        return [o, final_state]
 
-    def _scan(
-        self, inputs: Fields, tiles: Fields, chunks: Fields, initial: Fields, final_rows: int, numbers: list[float]
-    ) -> tuple[Tensor, Tensor]:
-        """-> o, final_state [final_rows, HV, K, V] fp32 (0 rows: none is written)."""
-        o, final_state = self._scanned(inputs, tiles, chunks, initial, final_rows, numbers)
-        given = self._given(inputs, tiles, chunks, numbers)
-        self.launch_scan(given, tuple(initial), o, final_state if final_rows else None)
-        return o, final_state
+    def _transitions(self, given: Given) -> list[Tensor]:
+        (S_ext,) = self._states(given)
+        return [S_ext, S_ext.new_empty(*S_ext.shape[:2], *self.transition(S_ext.shape[2]))]
 
-    def _transitions(
-        self, inputs: Fields, tiles: Fields, chunks: Fields, listed: Fields, numbers: list[float]
-    ) -> tuple[Tensor, Tensor]:
-        q, _, v, *_ = inputs
-        K, F = q.shape[2], listed[0].shape[0]
-        return empty_states(v, F, K), v.new_empty(F, v.shape[1], *self.transition(K), dtype=torch.float32)
+    def _boundary(self, given: Given) -> list[Tensor]:
+        S_ext, M = self._transitions(given)
+        self.launch_boundary(given, S_ext, M)
+        return [S_ext, M]
 
-    def _boundary(
-        self, inputs: Fields, tiles: Fields, chunks: Fields, listed: Fields, numbers: list[float]
-    ) -> tuple[Tensor, Tensor]:
-        """-> S_ext [F, HV, K, V], each listed entry's last state from a zero state, and M, its transition; fp32."""
-        S_ext, M = self._transitions(inputs, tiles, chunks, listed, numbers)
-        self.launch_boundary(self._given(inputs, tiles, chunks, numbers), tuple(listed), S_ext, M)
-        return S_ext, M
+    def _boundary_bwd(self, given: Given) -> list[Tensor]:
+        (dS_ext,) = self._states(given)
+        self.launch_boundary_bwd(given, dS_ext)
+        return [dS_ext]
 
-    def _entering(
-        self, do: Tensor, inputs: Fields, tiles: Fields, chunks: Fields, listed: Fields, numbers: list[float]
-    ) -> Tensor:
-        return empty_states(do, listed[0].shape[0], inputs[0].shape[2])
+    def _gradients(self, given: Given) -> list[Tensor]:
+        grads = (given.do.new_empty(0) if x is None else x.new_empty(x.shape) for x in given.x)
+        return [*grads, *self._states(given)]
 
-    def _boundary_bwd(
-        self, do: Tensor, inputs: Fields, tiles: Fields, chunks: Fields, listed: Fields, numbers: list[float]
-    ) -> Tensor:
-        """-> dS_ext [F, HV, K, V] fp32: the gradient of each listed entry's incoming state if its last state has none;
-        unwritten where it is not wanted."""
-        dS_ext = self._entering(do, inputs, tiles, chunks, listed, numbers)
-        self.launch_boundary_bwd(do, self._given(inputs, tiles, chunks, numbers), tuple(listed), dS_ext)
-        return dS_ext
-
-    def _gradients(
-        self,
-        do: Tensor,
-        inputs: Fields,
-        tiles: Fields,
-        chunks: Fields,
-        initial: Fields,
-        d_final: Fields,
-        need_d_initial: bool,
-        numbers: list[float],
-    ) -> list[Tensor]:
-        grads = (do.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs)
-        return [*grads, do.new_empty(initial[0].shape if need_d_initial else 0, dtype=torch.float32)]
-
-    def _backward(
-        self,
-        do: Tensor,
-        inputs: Fields,
-        tiles: Fields,
-        chunks: Fields,
-        initial: Fields,
-        d_final: Fields,
-        need_d_initial: bool,
-        numbers: list[float],
-    ) -> list[Tensor]:
-        """-> the gradients of the inputs (empty if not given), and of the initial states, fp32 in their shape (empty
-        unless needed; rows that belong to no entry stay unwritten)."""
-        d_initial = do.new_empty(initial[0].shape if need_d_initial else 0, dtype=torch.float32)
-        given = self._given(inputs, tiles, chunks, numbers)
-        states = tuple(initial), tuple(d_final), d_initial if need_d_initial else None
-        grads = self.launch_backward(dense_heads(do), given, *states)
-        return [do.new_empty(0) if d is None else d for d in (*grads, d_initial)]
+    def _backward(self, given: Given) -> list[Tensor]:
+        (d_initial,) = self._states(given)
+        given = given._replace(do=dense_heads(given.do))
+        grads = self.launch_backward(given, d_initial if given.rows else None)
+        return [given.do.new_empty(0) if d is None else d for d in (*grads, d_initial)]
 
     def _cost_by_gates(
         self, outputs: costs.Outputs, inputs: Fields, numbers: list[float], **_: Any
@@ -226,52 +197,63 @@ class TritonRule:
     """One call's stages over chunks; see `Rule` in ops/recurrence.py. kept: forward's tiles, or none: prepare all."""
 
     def __init__(self, stages: Stages, inputs: AnyInputs, options: AnyOptions, chunks: Chunks, kept: Sequence[Tensor]):
-        self.stages, self.inputs, self.chunks = stages, inputs, list(chunks)
-        self.numbers = numbers = [float(n or 0) for n in stages.numbers_of(inputs, options)]
-        prepared = [getattr(inputs, name) for name in stages.prepared._fields]
-        names, made = stages.kept, kept
-        if not kept:
-            names, made = stages.tiles._fields, stages.prepare(prepared, self.chunks, numbers)
-        elif stages.again:
-            again = stages.recompute(prepared, self.chunks, list(kept), numbers)
-            names, made = stages.kept + stages.again, [*kept, *again]
-        self.tiles = stages.tiles(**dict.fromkeys(stages.tiles._fields) | dict(zip(names, made, strict=True)))
+        self.stages, self.inputs, self.chunks = stages, inputs, chunks
+        self.numbers = [float(n or 0) for n in stages.numbers_of(inputs, options)]
+        tiles: dict[str, Tensor | None] = dict.fromkeys(stages.tiles._fields)
+        if kept:
+            tiles |= dict(zip(stages.kept, kept, strict=True))
+        self.tiles = list(tiles.values())
+        if stages.again or not kept:
+            stage, names = (stages.recompute, stages.again) if kept else (stages.prepare, tiles)
+            prepared = [x if name in stages.prepared else None for name, x in inputs._asdict().items()]
+            tiles |= dict(zip(names, self._run(stage, prepared), strict=True))
+        self.tiles = list(tiles.values())
 
     @property
     def kept(self) -> tuple[Tensor, ...]:
-        _, chunk_index, chunk_offsets = self.chunks
-        return chunk_index, chunk_offsets, *(getattr(self.tiles, name) for name in self.stages.kept)
+        _, *tables = self.chunks
+        tiles = dict(zip(self.stages.tiles._fields, self.tiles, strict=True))
+        return *tables, *(tiles[name] for name in self.stages.kept)
 
     def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]:
-        rows = self.chunks[0].shape[0] - 1 if need_final else 0
-        return self.stages.scan(*self._tables(), _fields(initial), rows, self.numbers)
+        rows = self.chunks.cu_seqlens.shape[0] - 1 if need_final else 0
+        o, final = self._run(self.stages.scan, initial=initial, rows=rows)
+        return o, final
 
-    def boundary(self, chains: Chains) -> tuple[Tensor, Tensor]:
-        return self.entry_transitions(chains.entries, chains.wanted)
+    def boundary(self, listed: Chains | Segments) -> tuple[Tensor, Tensor]:
+        S_ext, M = self._run(self.stages.boundary, listed=listed)
+        return S_ext, M
 
-    def boundary_backward(self, do: Tensor, chains: Chains) -> Tensor:
-        return self.entry_gradients(do, chains.entries, chains.wanted)
-
-    def entry_transitions(self, entries: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """entries [F] int32 -> S_ext [F, HV, K, V] and M; see `ALL`."""
-        return self.stages.boundary(*self._tables(), [entries, wanted], self.numbers)
-
-    def entry_gradients(self, do: Tensor, entries: Tensor, wanted: Tensor | None = None) -> Tensor:
-        """entries [F] int32 -> dS_ext [F, HV, K, V]."""
-        return self.stages.boundary_bwd(do, *self._tables(), [entries, wanted], self.numbers)
+    def boundary_backward(self, do: Tensor, listed: Chains | Segments) -> Tensor:
+        (dS_ext,) = self._run(self.stages.boundary_bwd, do=do, listed=listed)
+        return dS_ext
 
     def backward(
         self, do: Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
     ) -> tuple[AnyInputs, Tensor]:
-        states = _fields(initial), _fields(d_final)
-        *grads, d_initial = self.stages.backward(do, *self._tables(), *states, need_d_initial, self.numbers)
+        rows = initial.values.shape[0] if need_d_initial else 0
+        *grads, d_initial = self._run(self.stages.backward, do=do, initial=initial, d_final=d_final, rows=rows)
         given = (None if x is None else d for x, d in zip(self.inputs, grads, strict=True))
         return type(self.inputs)(*given), d_initial
 
-    def _tables(self) -> tuple[Fields, Fields, Fields]:
-        return list(self.inputs), list(self.tiles), self.chunks
+    def _run(
+        self,
+        stage: Callable[..., list[Tensor]],
+        inputs: Fields | None = None,
+        *,
+        initial: States | None = None,
+        d_final: States | None = None,
+        listed: Chains | Segments | None = None,
+        do: Tensor | None = None,
+        rows: int = 0,
+    ) -> list[Tensor]:
+        entries, wanted = ALL
+        if listed is not None:
+            entries, wanted, rows = listed.entries, listed.wanted, listed.entries.shape[0]
+        ends = [*_pair(initial), *_pair(d_final), entries, wanted, do]
+        return stage(inputs or list(self.inputs), self.tiles, list(self.chunks), ends, self.numbers, rows)
 
 
-def _fields(states: States | None) -> Fields:
-    """As operators take them: contiguous states, or None for zeros, and the row of each entry among them."""
-    return [None, None] if states is None else [states.values.contiguous(), states.index]
+def _pair(states: States | None) -> Pair:
+    """As kernels read them: contiguous states, or None for zeros, and the row of each entry among them."""
+    return NONE if states is None else (states.values.contiguous(), states.index)
