@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_linear.ops.runtime import costs
-from titan_linear.ops.runtime.operators import operator, register_fake
+from titan_linear.ops.runtime.operators import operator
 
 Product = Callable[[Tensor, Tensor], Tensor]  # x [.., K], weight [N, K] -> x weightᵀ [.., N]
 LARGEST = 448.0  # of e4m3
@@ -41,7 +41,7 @@ def _cost(outputs: costs.Outputs, a: Tensor, b: Tensor, **_: Any) -> costs.Produ
     return costs.Product(len(a), len(b), a.shape[1])
 
 
-@operator(cost=_cost)
+@operator(cost=_cost, fake=lambda a, b, scale_a, scale_b, dtype, emulate: a.new_empty(len(a), len(b), dtype=dtype))
 def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, emulate: bool) -> Tensor:
     """a [M, K], b [N, K] e4m3, scales of their rows [M, 1], [N, 1] -> a bᵀ [M, N] in `dtype`: bfloat16, or any float
     type if it is emulated, by a product in float32 or wider."""
@@ -50,11 +50,6 @@ def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype
         return (a.to(wide) @ b.to(wide).T * scale_a * scale_b.T).to(dtype)
     rows = F.ScalingType.RowWise
     return F.scaled_mm(a, b.T, scale_a, rows, scale_b.T, rows, output_dtype=dtype, use_fast_accum=True)
-
-
-@register_fake(scaled_product)
-def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, emulate: bool) -> Tensor:
-    return a.new_empty(len(a), len(b), dtype=dtype)
 
 
 def float8_linear(x: Tensor, weight: Tensor, emulate: bool = False) -> Tensor:

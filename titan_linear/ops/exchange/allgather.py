@@ -22,7 +22,7 @@ from titan_linear.ops.exchange.collectives import start_all_gather, start_all_to
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.layout.spans import ALL, NOTHING, KeyRoutes, QueryRoutes, Spans
 from titan_linear.ops.runtime import costs
-from titan_linear.ops.runtime.operators import operator, register_fake
+from titan_linear.ops.runtime.operators import operator
 from titan_linear.ops.torch.attention import (
     Attention,
     Rows,
@@ -94,7 +94,7 @@ def _cost(
     return costs.attention(outputs, q, v, **more)._replace(keys=gathered)
 
 
-@operator(kept_by=("selective", "attention"), cost=_cost)
+@operator(fake=empty_output, kept_by=("selective", "attention"), cost=_cost)
 def allgather_forward(
     q: Tensor,
     k: Tensor,
@@ -135,7 +135,7 @@ def _room_in_backward(q: Tensor, k: Tensor, v: Tensor, keys: list[Tensor], pairs
     return slices + acc * (q.numel() + k.numel() + v.numel())
 
 
-@operator(cost=_cost, temporary=_room_in_backward)
+@operator(fake=empty_gradients, cost=_cost, temporary=_room_in_backward)
 def allgather_backward(
     do: Tensor,
     q: Tensor,
@@ -173,10 +173,6 @@ def allgather_backward(
     (dkv,) = gradients_of_keys.joined()
     dk, dv = dkv.split([k.shape[-1], v.shape[-1]], dim=-1)
     return dq[None], dk[None].to(k.dtype).contiguous(), dv[None].to(v.dtype).contiguous()
-
-
-register_fake(allgather_forward)(empty_output)
-register_fake(allgather_backward)(empty_gradients)
 
 
 def _slices(

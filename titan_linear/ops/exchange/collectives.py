@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_linear.ops.runtime import costs
-from titan_linear.ops.runtime.operators import operator, register_autograd, register_fake
+from titan_linear.ops.runtime.operators import operator, register_autograd
 
 
 class Ranks(NamedTuple):
@@ -74,47 +74,40 @@ def add_rows(into: Tensor, rows: Tensor, x: Tensor) -> None:
 # Operators.
 
 
-@operator(cost=costs.exchange("gather"))
+def _resized(x: Tensor, dim: int, length: int) -> Tensor:
+    return x.new_empty(*x.shape[:dim], length, *x.shape[dim + 1 :])
+
+
+@operator(fake=lambda x, dim, group, size: _resized(x, dim, x.shape[dim] * size), cost=costs.exchange("gather"))
 def gather_along(x: Tensor, dim: int, group: str, size: int) -> Tensor:
     """x [1 .., n, ...] of each rank → [1 .., size · n, ...], in rank order; n is the size of dimension `dim`."""
-    out = x.new_empty(_with(x.shape, dim, x.shape[dim] * size))
+    out = _resized(x, dim, x.shape[dim] * size)
     dist.all_gather_into_tensor(out.flatten(0, dim), x.flatten(0, dim).contiguous(), group=group_named(group))
     return out
 
 
-@register_fake(gather_along)
-def _(x, dim, group, size):
-    return x.new_empty(_with(x.shape, dim, x.shape[dim] * size))
-
-
-@operator(kept_by=("selective",), cost=costs.exchange("scatter"))
+@operator(
+    fake=lambda x, dim, group, size: _resized(x, dim, x.shape[dim] // size),
+    kept_by=("selective",),
+    cost=costs.exchange("scatter"),
+)
 def scatter_along(x: Tensor, dim: int, group: str, size: int) -> Tensor:
     """x [1 .., size · n, ...] of each rank → [1 .., n, ...], this rank's part of the sum. Adjoint of `gather_along`."""
-    out = x.new_empty(_with(x.shape, dim, x.shape[dim] // size))
+    out = _resized(x, dim, x.shape[dim] // size)
     dist.reduce_scatter_tensor(out.flatten(0, dim), x.flatten(0, dim).contiguous(), group=group_named(group))
     return out
 
 
-@register_fake(scatter_along)
-def _(x, dim, group, size):
-    return x.new_empty(_with(x.shape, dim, x.shape[dim] // size))
-
-
-def _with(shape: torch.Size, dim: int, length: int) -> list[int]:
-    return [*shape[:dim], length, *shape[dim + 1 :]]
-
-
-@operator(kept_by=("selective",), cost=costs.exchange("sum"))
+@operator(
+    fake=lambda x, group: torch.empty_like(x, memory_format=torch.contiguous_format),
+    kept_by=("selective",),
+    cost=costs.exchange("sum"),
+)
 def sum_ranks(x: Tensor, group: str) -> Tensor:
     """x [...] of each rank → [...], their sum: its own adjoint."""
     out = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, group=group_named(group))
     return out
-
-
-@register_fake(sum_ranks)
-def _(x, group):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def gather_tokens(x: Tensor, ranks: Ranks) -> Tensor:

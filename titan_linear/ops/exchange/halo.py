@@ -14,7 +14,7 @@ from torch import Tensor
 from titan_linear.ops.exchange.collectives import add_rows, all_to_all
 from titan_linear.ops.layout.fragments import HaloRoutes
 from titan_linear.ops.runtime import costs
-from titan_linear.ops.runtime.operators import check_first_derivative, operator, register_fake
+from titan_linear.ops.runtime.operators import check_first_derivative, operator
 
 
 def with_halo(x: Tensor, routes: HaloRoutes, slots: int, width: int, group: str) -> tuple[Tensor, Tensor]:
@@ -39,7 +39,15 @@ class _WithHalo(torch.autograd.Function):
         return dx, None, None, None, None
 
 
-@operator(kept_by=("selective",), cost=lambda *_, **__: costs.Exchange("halo"))
+def _cost(*_: Any, **__: Any) -> costs.Exchange:
+    return costs.Exchange("halo")
+
+
+@operator(
+    fake=lambda x, tables, slots, width, group: x.new_empty(slots, width, x.shape[1]),
+    kept_by=("selective",),
+    cost=_cost,
+)
 def fetch_halo(x: Tensor, tables: list[Tensor], slots: int, width: int, group: str) -> Tensor:
     """x [T_local, D] -> [slots, width, D]; tables: `HaloRoutes`."""
     routes = HaloRoutes(*tables)
@@ -52,12 +60,7 @@ def fetch_halo(x: Tensor, tables: list[Tensor], slots: int, width: int, group: s
     return out.view(slots, width, x.shape[1])
 
 
-@register_fake(fetch_halo)
-def _(x, tables, slots, width, group):
-    return x.new_empty(slots, width, x.shape[1])
-
-
-@operator(mutates=("dx",), cost=lambda *_, **__: costs.Exchange("halo"))
+@operator(fake=lambda *_: None, mutates=("dx",), cost=_cost)
 def return_halo(dx: Tensor, d_halo: Tensor, tables: list[Tensor], group: str) -> None:
     """Add to dx [T_local, D], in place, the gradients of these tokens as halos: the adjoint of `fetch_halo`."""
     routes = HaloRoutes(*tables)
@@ -76,8 +79,3 @@ def return_halo(dx: Tensor, d_halo: Tensor, tables: list[Tensor], group: str) ->
 
 def _exchanged(x: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
     return all_to_all(x, sent, received, group) if group else x  # one rank, whose entries follow each other
-
-
-@register_fake(return_halo)
-def _(dx, d_halo, tables, group):
-    return None

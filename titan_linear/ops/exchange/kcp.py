@@ -23,7 +23,7 @@ from titan_linear.ops.exchange.levels import incoming_by_levels
 from titan_linear.ops.layout.chains import Chains
 from titan_linear.ops.layout.levels import Sizes, route
 from titan_linear.ops.runtime import costs
-from titan_linear.ops.runtime.operators import operator, register_fake
+from titan_linear.ops.runtime.operators import operator
 
 
 def incoming_states(S_ext: Tensor, M: Tensor, chains: Chains, group: str, *, reverse: bool = False) -> Tensor:
@@ -45,7 +45,7 @@ def _cost(outputs: costs.Outputs, S_ext: Tensor, M: Tensor, tables: list[Tensor]
     return costs.Incoming(tables, S_ext, M)
 
 
-@operator(kept_by=("selective",), cost=_cost, of_driver=True)
+@operator(fake=lambda S_ext, *_: torch.empty_like(S_ext), kept_by=("selective",), cost=_cost, of_driver=True)
 def kcp_incoming(S_ext: Tensor, M: Tensor, tables: list[Tensor], group: str, reverse: bool) -> Tensor:
     """`incoming_states`; tables: `Chains`."""
     c = Chains(*tables)
@@ -54,11 +54,6 @@ def kcp_incoming(S_ext: Tensor, M: Tensor, tables: list[Tensor], group: str, rev
     if levels := route(c.most.item(), group_named(group).size(), c.node_size.item(), sizes_of(S_ext, M)):
         return incoming_by_levels(S_ext, M, c, levels, group, reverse).contiguous()
     return fold_chains(*exchange(S_ext, M, c, group), c, reverse)
-
-
-@register_fake(kcp_incoming)
-def _(S_ext, *_):
-    return torch.empty_like(S_ext)
 
 
 def sizes_of(S_ext: Tensor, M: Tensor) -> Sizes:

@@ -20,7 +20,7 @@ from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.layout.rectangles import Rectangle
 from titan_linear.ops.layout.spans import Spans, document_spans
 from titan_linear.ops.runtime import costs
-from titan_linear.ops.runtime.operators import operator, register_fake
+from titan_linear.ops.runtime.operators import operator
 from titan_linear.ops.torch.attention import (
     Attention,
     Rows,
@@ -51,7 +51,7 @@ def _cost(outputs: costs.Outputs, stride: int, **arguments: Any) -> costs.Attent
     return costs.attention(outputs, **arguments)._replace(keys=keys)
 
 
-@operator(kept_by=("selective", "attention"), cost=_cost)
+@operator(fake=empty_output, kept_by=("selective", "attention"), cost=_cost)
 def ring_forward(
     q: Tensor,
     k: Tensor,
@@ -87,7 +87,7 @@ def _room_in_backward(q: Tensor, k: Tensor, v: Tensor, hops: Tensor, **_: Any) -
     return (acc + k.element_size()) * (q.numel() + keys) + travelling
 
 
-@operator(cost=_cost, temporary=_room_in_backward)
+@operator(fake=empty_gradients, cost=_cost, temporary=_room_in_backward)
 def ring_backward(
     do: Tensor,
     q: Tensor,
@@ -120,10 +120,6 @@ def ring_backward(
             gradient.depart(hop)
     gradient.come_home()
     return dq.to(q.dtype).contiguous(), home[..., :D].to(k.dtype).contiguous(), home[..., D:].to(v.dtype).contiguous()
-
-
-register_fake(ring_forward)(empty_output)
-register_fake(ring_backward)(empty_gradients)
 
 
 def _by_hop(by_hop: Tensor, hops: int) -> Iterator[list[Rectangle]]:

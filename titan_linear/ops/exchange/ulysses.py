@@ -17,7 +17,7 @@ from titan_linear.ops.exchange.collectives import all_to_all, group_named
 from titan_linear.ops.exchange.ring import ring_attention
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.runtime import costs
-from titan_linear.ops.runtime.operators import check_first_derivative, operator, register_fake
+from titan_linear.ops.runtime.operators import check_first_derivative, operator
 from titan_linear.ops.torch.attention import local_attention
 
 
@@ -93,7 +93,13 @@ class _ExchangeHeads(torch.autograd.Function):
         return exchange_heads(grad, *ctx.where, not ctx.to_heads), None, None, None
 
 
-@operator(kept_by=("selective",), cost=costs.exchange("heads"))
+def _exchanged(x: Tensor, order: list[int], world_size: int, group: str, to_heads: bool) -> Tensor:
+    B, tokens, heads, *rest = x.shape
+    shape = (tokens * world_size, heads // world_size) if to_heads else (tokens // world_size, heads * world_size)
+    return x.new_empty(B, *shape, *rest)
+
+
+@operator(fake=_exchanged, kept_by=("selective",), cost=costs.exchange("heads"))
 def exchange_heads(x: Tensor, order: list[int], world_size: int, group: str, to_heads: bool) -> Tensor:
     """to_heads: [1, T_local, H, ...] → [1, T, H/W, ...]; else back. world_size: W, or the ranks of a node."""
     if to_heads:
@@ -101,13 +107,6 @@ def exchange_heads(x: Tensor, order: list[int], world_size: int, group: str, to_
         return to_global_order(_all_to_all(parts, group), order).unsqueeze(0)
     parts = _all_to_all(to_rank_order(x[0], order, world_size), group)  # [W, T_local, H/W, ...], by sender
     return parts.movedim(0, 1).flatten(1, 2).unsqueeze(0).contiguous()  # flatten copies, except with one head per rank
-
-
-@register_fake(exchange_heads)
-def _(x, order, world_size, group, to_heads):
-    B, tokens, heads, *rest = x.shape
-    shape = (tokens * world_size, heads // world_size) if to_heads else (tokens // world_size, heads * world_size)
-    return x.new_empty(B, *shape, *rest)
 
 
 def _all_to_all(parts: Tensor, group: str) -> Tensor:

@@ -152,18 +152,23 @@ SPECS: dict[str, Spec] = {}  # by the operator's name
 
 
 def operator(
-    fn: Callable[..., Any] | None = None, *, name: str | None = None, mutates: Sequence[str] = (), **spec: Any
+    fn: Callable[..., Any] | None = None,
+    *,
+    fake: Callable[..., Any],
+    name: str | None = None,
+    mutates: Sequence[str] = (),
+    **spec: Any,
 ) -> Callable[..., Any]:
     """Register `fn` as torch.ops.titan_linear.<name>, by default its own, and return a function that calls it, whose
     `.overload` is the operator. The schema comes from fn's annotations; `fn` mutates only the arguments named in
-    `mutates`, and its first argument is a tensor, or a list that holds one, given by position. spec: fields of
-    `Spec`.
+    `mutates`, and its first argument is a tensor, or a list that holds one, given by position. fake: what makes the
+    outputs without computing them, from the same arguments; spec: fields of `Spec`.
 
-    The operator runs on any device and has no gradient of its own: `register_fake` says what it returns,
-    `register_autograd` gives it a gradient, and `autograd.Function`s may call it.
+    The operator runs on any device and has no gradient of its own: `register_autograd` gives it one, and
+    `autograd.Function`s may call it.
     """
     if fn is None:
-        return partial(operator, mutates=mutates, **spec)
+        return partial(operator, fake=fake, mutates=mutates, **spec)
     name = name or fn.__name__
     schema = torch.library.infer_schema(fn, mutates_args=mutates)
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -172,6 +177,7 @@ def operator(
     implementation = kept(fn, modes=modes) if modes else fn
     LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     overload = getattr(torch.ops.titan_linear, name).default
+    torch.library.register_fake(overload, fake, lib=LIBRARY)
     overload.python = fn  # for callers that look inside: dispatch modes see an operator as one call
 
     @wraps(fn)
@@ -196,11 +202,6 @@ def _watched(x: Tensor) -> bool:
         or _get_current_dispatch_mode() is not None
         or torch.autograd._profiler_enabled()
     )
-
-
-def register_fake(op: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate the function that, given op's arguments, makes its outputs without computing them."""
-    return torch.library.register_fake(op.overload, lib=LIBRARY)
 
 
 def check_first_derivative() -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.layout.spans import CUDNN_MULTIPLE, Spans, document_spans
 from titan_linear.ops.runtime import costs
-from titan_linear.ops.runtime.operators import check_first_derivative, operator, register_fake
+from titan_linear.ops.runtime.operators import check_first_derivative, operator
 from titan_linear.ops.torch.attention_kernels import (
     ATTENTION,
     TO_THE_END,
@@ -170,7 +170,7 @@ def local_attention(
     return Attention.apply(q, k, v, (attention_forward, attention_backward), (spans,), scale, causal)
 
 
-@operator(kept_by=("selective", "attention"), cost=costs.attention)
+@operator(fake=empty_output, kept_by=("selective", "attention"), cost=costs.attention)
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, spans: list[Tensor], scale: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
@@ -184,7 +184,7 @@ def _room_in_backward(q: Tensor, **_: Any) -> int:
     return 4 * q.numel()
 
 
-@operator(cost=costs.attention, temporary=_room_in_backward)
+@operator(fake=empty_gradients, cost=costs.attention, temporary=_room_in_backward)
 def attention_backward(
     do: Tensor,
     q: Tensor,
@@ -199,7 +199,3 @@ def attention_backward(
     grads = attend_spans_backward(Rows(do, q, k, v, o, lse), scale, causal, Spans(*spans) if spans else None)
     dq, dk, dv = (grad.to(x.dtype).contiguous() for grad, x in zip(grads, (q, k, v), strict=True))
     return dq, dk, dv
-
-
-register_fake(attention_forward)(empty_output)
-register_fake(attention_backward)(empty_gradients)

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from titan_linear.ops.layout.boundaries import CHUNK
-from titan_linear.ops.runtime.operators import operator, register_fake
+from titan_linear.ops.runtime.operators import operator
 from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.tiles import BT, Pair
 
@@ -106,16 +106,15 @@ def chunk_table_kernel(cu_seqlens, chunk_index, chunk_offsets, N, NT, BT, BN: co
         tl.store(chunk_index + 2 * (first + o_c) + 1, o_c, mask=m_c)
 
 
-@operator
+def _empty_table(cu_seqlens: Tensor, chunk_size: int, rows: int) -> tuple[Tensor, Tensor]:
+    return cu_seqlens.new_empty(rows, 2), cu_seqlens.new_empty(cu_seqlens.shape)
+
+
+@operator(fake=_empty_table)
 def chunk_table(cu_seqlens: Tensor, chunk_size: int, rows: int) -> tuple[Tensor, Tensor]:
     """cu_seqlens [N+1] int32 -> chunk_index [rows, 2], chunk_offsets [N+1], both int32; rows: `max_chunks`, or more."""
-    chunk_index, chunk_offsets = cu_seqlens.new_empty(rows, 2), cu_seqlens.new_empty(cu_seqlens.shape)
+    chunk_index, chunk_offsets = _empty_table(cu_seqlens, chunk_size, rows)
     chunk_table_kernel[(cu_seqlens.shape[0],)](
         cu_seqlens, chunk_index, chunk_offsets, cu_seqlens.shape[0] - 1, rows, chunk_size, BN=256
     )
     return chunk_index, chunk_offsets
-
-
-@register_fake(chunk_table)
-def _(cu_seqlens, chunk_size, rows):
-    return cu_seqlens.new_empty(rows, 2), cu_seqlens.new_empty(cu_seqlens.shape)

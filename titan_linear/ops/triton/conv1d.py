@@ -24,7 +24,7 @@ from triton.language import constexpr
 from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.layout.segments import CONV_RUN
 from titan_linear.ops.runtime import costs
-from titan_linear.ops.runtime.operators import check_first_derivative, operator, register_autograd, register_fake
+from titan_linear.ops.runtime.operators import check_first_derivative, operator, register_autograd
 from titan_linear.ops.runtime.options import States
 from titan_linear.ops.triton.chunks import chunks_of
 from titan_linear.ops.triton.gates import sigmoid
@@ -327,7 +327,20 @@ def _cost(outputs: costs.Outputs, x: Tensor, **_: Any) -> costs.Convolution:
     return costs.Convolution(x.numel())
 
 
-@operator(kept_by=("selective",), cost=_cost)
+def _outputs(x: Tensor, weight: Tensor, cu_seqlens: Tensor, widths: list[int], need_final: bool) -> tuple[Tensor, ...]:
+    (T, D), missing = x.shape, 3 - len(widths)
+    final_shape = (cu_seqlens.shape[0] - 1, D, weight.shape[1] - 1) if need_final else (0,)
+    shapes = [*((T, width) for width in widths), *[(0,)] * missing, final_shape]
+    return tuple(x.new_empty(shape) for shape in shapes)
+
+
+@operator(
+    fake=lambda x, w, b, s, i, cu_seqlens, n, widths, silu, K, need_final: _outputs(
+        x, w, cu_seqlens, widths, need_final
+    ),
+    kept_by=("selective",),
+    cost=_cost,
+)
 def conv1d(
     x: Tensor,
     weight: Tensor,
@@ -378,21 +391,14 @@ def conv1d(
     return *ys, final_state
 
 
-def _outputs(
-    x: Tensor, weight: Tensor, cu_seqlens: Tensor, widths: list[int], output_final_state: bool
-) -> tuple[Tensor, ...]:
-    (T, D), missing = x.shape, 3 - len(widths)
-    final_shape = (cu_seqlens.shape[0] - 1, D, weight.shape[1] - 1) if output_final_state else (0,)
-    shapes = [*((T, width) for width in widths), *[(0,)] * missing, final_shape]
-    return tuple(x.new_empty(shape) for shape in shapes)
+def _gradients(x, dys, d_final_state, weight, bias, initial_state, *_):
+    empty = x.new_empty(0)
+    d_bias = torch.empty_like(bias) if bias is not None else empty
+    d_state = initial_state.new_empty(initial_state.shape) if initial_state is not None else empty.clone()
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), d_bias, d_state
 
 
-@register_fake(conv1d)
-def _(x, weight, bias, initial_state, state_index, cu_seqlens, chunk_index, widths, silu, norm_dim, output_final_state):
-    return _outputs(x, weight, cu_seqlens, widths, output_final_state)
-
-
-@operator(cost=_cost)
+@operator(fake=_gradients, cost=_cost)
 def conv1d_backward(
     x: Tensor,
     dys: list[Tensor],
@@ -446,14 +452,6 @@ def conv1d_backward(
     )
     d_bias = x.new_empty(0) if bias is None else d_bias.sum(0).to(bias.dtype)
     return dx, d_weight.sum(0).t().contiguous().to(weight.dtype), d_bias, d_state
-
-
-@register_fake(conv1d_backward)
-def _(x, dys, d_final_state, weight, bias, initial_state, state_index, cu_seqlens, chunk_index, silu, norm_dim):
-    empty = x.new_empty(0)
-    d_bias = torch.empty_like(bias) if bias is not None else empty
-    d_state = initial_state.new_empty(initial_state.shape) if initial_state is not None else empty.clone()
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), d_bias, d_state
 
 
 def _blocks(widths: list[int], config: dict[str, int], norm_dim: int | None) -> tuple[dict[str, int], int]:

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from titan_linear.ops.runtime.operators import operator, register_fake
+from titan_linear.ops.runtime.operators import operator
 from titan_linear.ops.triton.launch import Kernel
 
 TILE = 4096  # numbers of all copies of a token that a program holds at once
@@ -52,7 +52,7 @@ def _tile(k: int, D: int) -> dict[str, int]:
     return {"BK": BK, "BD": min(max(TILE // BK, 16), triton.next_power_of_2(D)), "num_warps": 4}
 
 
-@operator
+@operator(fake=lambda y, slots, weights: y.new_empty(len(slots), y.shape[1]))
 def collect_copies(y: Tensor, slots: Tensor, weights: Tensor | None) -> Tensor:
     """y [rows, D], slots and weights [N, k], contiguous -> [N, D]: Σ_j weights[n, j] · y[slots[n, j]]."""
     (N, k), D = slots.shape, y.shape[1]
@@ -63,7 +63,7 @@ def collect_copies(y: Tensor, slots: Tensor, weights: Tensor | None) -> Tensor:
     return x
 
 
-@operator
+@operator(fake=lambda dx, slots, weights, y: (torch.empty_like(y), torch.empty_like(weights)))
 def collect_copies_backward(dx: Tensor, slots: Tensor, weights: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """dx [N, D] -> dy [rows, D], dweights [N, k]."""
     dy, dweights = torch.empty_like(y), torch.empty_like(weights)
@@ -71,13 +71,3 @@ def collect_copies_backward(dx: Tensor, slots: Tensor, weights: Tensor, y: Tenso
     if N:
         collect_bwd_kernel[(N,)](dx, slots, weights, y, dy, dweights, k, D, **_tile(k, D))
     return dy, dweights
-
-
-@register_fake(collect_copies)
-def _(y, slots, weights):
-    return y.new_empty(len(slots), y.shape[1])
-
-
-@register_fake(collect_copies_backward)
-def _(dx, slots, weights, y):
-    return torch.empty_like(y), torch.empty_like(weights)

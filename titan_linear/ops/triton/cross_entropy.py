@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from titan_linear.ops.runtime.operators import operator, register_fake
+from titan_linear.ops.runtime.operators import operator
 from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.tiles import blocks_of
 
@@ -57,7 +57,7 @@ def gradient_kernel(logits, lse, target, a, b, c, d, stride, vocab, UNIFORM: con
     tl.store(d + i_t * vocab + o_v, b_d.to(d.dtype.element_ty), mask=m_v)
 
 
-@operator
+@operator(fake=lambda logits, more: logits.new_empty(3 if more else 1, logits.shape[0]))
 def row_statistics(logits: Tensor, more: bool) -> Tensor:
     """logits [N, vocab] fp32 -> their log-sum-exp; with `more` also their mean, and their mean under softmax: [1 or 3,
     N] fp32."""
@@ -66,12 +66,7 @@ def row_statistics(logits: Tensor, more: bool) -> Tensor:
     return out
 
 
-@register_fake(row_statistics)
-def _(logits, more):
-    return logits.new_empty(3 if more else 1, logits.shape[0])
-
-
-@operator
+@operator(fake=lambda logits, lse, target, a, b, c, dtype: logits.new_empty(logits.shape, dtype=dtype))
 def logits_gradient(
     logits: Tensor, lse: Tensor, target: Tensor, a: Tensor, b: Tensor | None, c: Tensor, dtype: torch.dtype
 ) -> Tensor:
@@ -92,8 +87,3 @@ def logits_gradient(
         **BLOCK,
     )
     return d
-
-
-@register_fake(logits_gradient)
-def _(logits, lse, target, a, b, c, dtype):
-    return logits.new_empty(logits.shape, dtype=dtype)

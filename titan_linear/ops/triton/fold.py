@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from titan_linear.ops.runtime import costs
-from titan_linear.ops.runtime.operators import operator, register_fake
+from titan_linear.ops.runtime.operators import operator
 from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.tiles import read_state
 
@@ -79,7 +79,7 @@ def fold_kernel(
         tl.debug_barrier()  # the next link reads all rows
 
 
-@operator
+@operator(fake=lambda S_ext, M, offsets, *_: S_ext.new_empty(offsets.shape[0] - 1, *S_ext.shape[1:]))
 def fold(S_ext: Tensor, M: Tensor, chain_offsets: Tensor, s_row: Tensor, m_row: Tensor, reverse: bool) -> Tensor:
     """-> [slots, HV, K, V]. Each slot starts with S = 0; then, for each of its links i, from chain_offsets[slot] up to
     chain_offsets[slot + 1], S = M[m_row[i]] S + S_ext[s_row[i]], or S = S_ext[s_row[i]] where m_row is -1.
@@ -102,11 +102,6 @@ def fold(S_ext: Tensor, M: Tensor, chain_offsets: Tensor, s_row: Tensor, m_row: 
         **constants,
     )
     return out[0]
-
-
-@register_fake(fold)
-def _(S_ext, M, chain_offsets, s_row, m_row, reverse):
-    return S_ext.new_empty(chain_offsets.shape[0] - 1, *S_ext.shape[1:])
 
 
 @Kernel
@@ -157,7 +152,7 @@ def _segments(outputs: costs.Outputs, S_ext: Tensor, **_: Any) -> costs.Segments
     return costs.Segments(len(S_ext))
 
 
-@operator(kept_by=("selective",), cost=_segments, of_driver=True)
+@operator(fake=lambda S_ext, *_: torch.empty_like(S_ext), kept_by=("selective",), cost=_segments, of_driver=True)
 def fold_segments(
     S_ext: Tensor,
     M: Tensor,
@@ -190,11 +185,6 @@ def fold_segments(
         **constants,
     )
     return out
-
-
-@register_fake(fold_segments)
-def _(S_ext, *_):
-    return torch.empty_like(S_ext)
 
 
 @triton.jit
@@ -282,7 +272,15 @@ def _launch_fold_entries(
     return state[0]
 
 
-@operator(kept_by=("selective",), of_driver=True)
+def _of_entries(x: Tensor, entries: Tensor) -> Tensor:
+    return x.new_empty(entries.shape[0], *x.shape[1:])
+
+
+@operator(
+    fake=lambda S_ext, M, offsets, entries, *_: (_of_entries(S_ext, entries), _of_entries(M, entries)),
+    kept_by=("selective",),
+    of_driver=True,
+)
 def fold_entries(
     S_ext: Tensor, M: Tensor, segment_offsets: Tensor, entries: Tensor, wanted: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor]:
@@ -296,17 +294,7 @@ def fold_entries(
     return _launch_fold_entries(S_ext, M, segment_offsets, entries, wanted, transition, reverse), transition[0]
 
 
-@register_fake(fold_entries)
-def _(S_ext, M, segment_offsets, entries, wanted, reverse):
-    return tuple(x.new_empty(len(entries), *x.shape[1:]) for x in (S_ext, M))
-
-
-@operator(of_driver=True)
+@operator(fake=lambda dS_ext, M, offsets, entries: _of_entries(dS_ext, entries), of_driver=True)
 def fold_entries_back(dS_ext: Tensor, M: Tensor, segment_offsets: Tensor, entries: Tensor) -> Tensor:
     """dS_ext [n, HV, K, V] of `entries` [n] int32, from those of all segments."""
     return _launch_fold_entries(dS_ext, M, segment_offsets, entries, None, None, True)
-
-
-@register_fake(fold_entries_back)
-def _(dS_ext, M, segment_offsets, entries):
-    return dS_ext.new_empty(len(entries), *dS_ext.shape[1:])

@@ -18,7 +18,7 @@ from triton.language import constexpr
 
 from titan_linear.ops.layout.boundaries import Boundaries, Segments
 from titan_linear.ops.layout.chains import Chains
-from titan_linear.ops.runtime.operators import operator, register_fake
+from titan_linear.ops.runtime.operators import operator
 from titan_linear.ops.runtime.options import AnyInputs, AnyOptions, States
 from titan_linear.ops.triton.chunks import Chunks, chunks_of, max_chunks
 from titan_linear.ops.triton.fold import fold_entries, fold_entries_back, fold_segments
@@ -36,7 +36,12 @@ def boundaries_kernel(table, cu_seqlens, boundaries, tokens, length, S, B: const
     tl.store(boundaries + o_s, tl.where(used, begin, tokens), mask=o_s <= S)
 
 
-@operator
+def _empty_table(cu_seqlens: Tensor, tokens: int, length: int) -> tuple[Tensor, Tensor]:
+    segments = max_chunks(tokens, cu_seqlens.shape[0] - 1, length)
+    return cu_seqlens.new_empty(segments + 1), torch.empty_like(cu_seqlens)
+
+
+@operator(fake=_empty_table)
 def segment_table(cu_seqlens: Tensor, tokens: int, length: int) -> tuple[Tensor, Tensor]:
     """cu_seqlens [N+1] int32 -> boundaries [S+1] of segments, of which surplus ones are empty, and segment_offsets
     [N+1], each document's first segment."""
@@ -46,12 +51,6 @@ def segment_table(cu_seqlens: Tensor, tokens: int, length: int) -> tuple[Tensor,
         table, cu_seqlens, boundaries, tokens, length, len(table), B=256
     )
     return boundaries, segment_offsets
-
-
-@register_fake(segment_table)
-def _(cu_seqlens, tokens, length):
-    segments = max_chunks(tokens, cu_seqlens.shape[0] - 1, length)
-    return cu_seqlens.new_empty(segments + 1), torch.empty_like(cu_seqlens)
 
 
 class SplitDocuments:

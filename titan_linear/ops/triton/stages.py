@@ -23,7 +23,7 @@ from torch import Tensor
 from titan_linear.ops.layout.boundaries import Segments
 from titan_linear.ops.layout.chains import Chains
 from titan_linear.ops.runtime import costs
-from titan_linear.ops.runtime.operators import operator, register_fake
+from titan_linear.ops.runtime.operators import operator
 from titan_linear.ops.runtime.options import AnyInputs, AnyOptions, Fields, States
 from titan_linear.ops.triton.chunks import ALL, Chunks
 from titan_linear.ops.triton.tiles import NONE, Pair, dense_heads, empty_states
@@ -78,9 +78,10 @@ class Stages(ABC):
         ) -> list[Tensor]:
             return run(self._given(inputs, tiles, chunks, ends, numbers, rows))
 
-        made = operator(stage, name=self.name + run.__name__, cost=cost, of_driver=True, **spec)
-        register_fake(made)(lambda *given: empty(self._given(*given)))
-        return made
+        def fake(*given: Any) -> list[Tensor]:
+            return empty(self._given(*given))
+
+        return operator(stage, fake=fake, name=self.name + run.__name__, cost=cost, of_driver=True, **spec)
 
     def _given(
         self, inputs: Fields, tiles: Fields, chunks: Fields, ends: Fields, numbers: list[float], rows: int

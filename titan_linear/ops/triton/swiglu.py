@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from titan_linear.ops.runtime.operators import operator, register_fake
+from titan_linear.ops.runtime.operators import operator
 from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.tiles import blocks_of
 
@@ -45,17 +45,21 @@ def _grid(rows: int, H: int) -> tuple[int, int]:
     return blocks_of(rows, TILE["ROWS"]), blocks_of(H, TILE["BH"])
 
 
-@operator
+def _product(gate_up: Tensor, factor: float) -> Tensor:
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+@operator(fake=_product)
 def swiglu_forward(gate_up: Tensor, factor: float) -> Tensor:
     """gate_up [.., 2 H] contiguous -> [.., H]."""
-    H = gate_up.shape[-1] // 2
-    y = gate_up.new_empty(*gate_up.shape[:-1], H)
+    y = _product(gate_up, factor)
+    H = y.shape[-1]
     rows = y.numel() // H
     swiglu_fwd_kernel[_grid(rows, H)](gate_up, y, rows, H, FACTOR=factor, **TILE)
     return y
 
 
-@operator
+@operator(fake=lambda gate_up, dy, factor: (torch.empty_like(gate_up), torch.empty_like(dy)))
 def swiglu_backward(gate_up: Tensor, dy: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     """gate_up [.., 2 H], dy [.., H], both contiguous -> the gradient of gate_up, and what forward returned."""
     d, y = torch.empty_like(gate_up), torch.empty_like(dy)
@@ -63,13 +67,3 @@ def swiglu_backward(gate_up: Tensor, dy: Tensor, factor: float) -> tuple[Tensor,
     rows = dy.numel() // H
     swiglu_bwd_kernel[_grid(rows, H)](gate_up, dy, d, y, rows, H, FACTOR=factor, **TILE)
     return d, y
-
-
-@register_fake(swiglu_forward)
-def _(gate_up, factor):
-    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-
-
-@register_fake(swiglu_backward)
-def _(gate_up, dy, factor):
-    return torch.empty_like(gate_up), torch.empty_like(dy)
