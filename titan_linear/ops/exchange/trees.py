@@ -17,7 +17,7 @@ from titan_linear.ops.exchange.collectives import add_rows, group_named, start_a
 from titan_linear.ops.exchange.folds import act
 from titan_linear.ops.layout.trees import Fold, Tree
 from titan_linear.ops.runtime import costs
-from titan_linear.ops.runtime.operators import operator, register_fake
+from titan_linear.ops.runtime.operators import operator
 
 
 def tree_states(S_ext: Tensor, M: Tensor, tree: Tree, group: str, *, reverse: bool = False) -> Tensor:
@@ -29,7 +29,12 @@ def tree_states(S_ext: Tensor, M: Tensor, tree: Tree, group: str, *, reverse: bo
     return fold_tree(S_ext, M, list(tree.fold), group, reverse)
 
 
-@operator(kept_by=("selective",), cost=lambda *_, **__: costs.Exchange("halo"), of_driver=True)
+def _folded(S_ext: Tensor, M: Tensor, tables: list[Tensor], group: str, reverse: bool) -> Tensor:
+    fold = Fold(*tables)
+    return S_ext.new_empty(len(fold.points if reverse else fold.starts), *S_ext.shape[1:])
+
+
+@operator(fake=_folded, kept_by=("selective",), cost=lambda *_, **__: costs.Exchange("halo"), of_driver=True)
 def fold_tree(S_ext: Tensor, M: Tensor, tables: list[Tensor], group: str, reverse: bool) -> Tensor:
     """`tree_states`; tables: `Fold`."""
     fold = Fold(*tables)
@@ -40,12 +45,6 @@ def fold_tree(S_ext: Tensor, M: Tensor, tables: list[Tensor], group: str, revers
     for ids, above in _levels(fold):
         S[ids] += act(M[ids], S[above], reverse=False)
     return S[fold.starts].to(S_ext.dtype)
-
-
-@register_fake(fold_tree)
-def _(S_ext, M, tables, group, reverse):
-    fold = Fold(*tables)
-    return S_ext.new_empty(len(fold.points if reverse else fold.starts), *S_ext.shape[1:])
 
 
 def _up(dS_ext: Tensor, M: Tensor, fold: Fold, group: str) -> Tensor:
