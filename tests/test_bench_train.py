@@ -8,7 +8,7 @@ import pytest
 
 from tests.refusals import is_refused
 from titan_linear.config import Config
-from titan_linear.models.config import ModelConfig
+from titan_linear.models.config import Documents, ModelConfig
 from tools import bench_train
 from tools.bench_train import COLUMNS, Fla, Row, cells
 
@@ -51,6 +51,13 @@ def test_streams_of_the_keys(worlds, tmp_path):
     assert row["in_step"].pairs == 2 * 31 * 32 / 2  # a document is its 30 bytes and an end
 
 
+def test_losses_are_timed_on_the_same_documents(worlds):
+    argv = [*SMALL, "--documents", "16", "--steps", "1", "--losses", *bench_train.LOSSES]
+    rows = worlds(1).run(measured_on_rank, argv)[0]
+    assert [row["loss"] for row in rows] == list(bench_train.LOSSES)
+    assert {row["in_step"] for row in rows} == {Documents(128, 8 * 16 * 17 / 2, 8 * 16**2)}
+
+
 def test_layers_of_a_cut_model(worlds):
     (row,) = worlds(1).run(measured_on_rank, [*SMALL, "--layers", "6"])[0]
     assert row["layers"] == 6
@@ -61,7 +68,7 @@ def test_a_refusal_of_fla_is_said_and_the_others_go_on():
         raise RuntimeError(f"{model.num_layers} layers\nare too many")
 
     args, keys = bench_train.parse(SMALL)
-    ((name, config),) = bench_train.configurations(args, keys, 1)
+    ((name, _, config),) = bench_train.configurations(args, keys, 1, {})
     assert bench_train._row_or_reason(args, name, config, refuse) == "hybrid/debug: no row of FLA: 3 layers"
 
 
@@ -76,6 +83,7 @@ def test_a_row_of_a_gpu(worlds):
     ("argv", "message"),
     [
         (["--documents", "few"], "--documents 'few' must be 'one', 'run', or"),
+        (["--losses", "ce", "dpo"], "--losses: on the same tokens all documents are of --documents 'one' tokens"),
         (["--steps", "0"], "--steps 0 must be 1 or more"),
         (["--layers", "-1"], "command line: model.num_layers = -1 must be"),
         (["--models", "kda/7B"], "model.flavor = '7B' is unknown"),

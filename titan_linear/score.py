@@ -57,6 +57,7 @@ from titan_linear.storage.rundir import config_path
 from titan_linear.storage.step_folders import weights_path
 
 SAVED = 30.0  # seconds of scoring that a kill costs
+Columns = Callable[[ChunkedLogits, Tensor], tuple[Tensor, ...]]  # of logits and labels [T]: [T] or [T, n] each
 
 
 @refusing
@@ -132,31 +133,29 @@ def streams_of(config: Config, corpus: Corpus) -> Streams:
 def work(folder: Path, config: Config) -> int:
     try:
         with process_group(timedelta(seconds=config.comm.init_timeout_seconds)):
-            score(folder, config)
+            scorer = Scorer(config)
+            score(folder, scorer, streams_of(config, corpus_of(config, scorer.tokenizer)))
     except Exception as error:
         return report(error)
     return 0
 
 
-def score(folder: Path, config: Config) -> None:
+def score(folder: Path, scorer: Scorer, streams: Streams) -> None:
     """Write what is missing of the folder's columns."""
     host, first, begun = host_group(), dist.get_rank() == 0, time.perf_counter()
     scores = on_rank_0(lambda: read_scores(folder), host)
-    scorer, L = Scorer(config), config.training.local_batch_size
-    streams = streams_of(config, corpus_of(config, scorer.tokenizer))
-    dims, each, end = scorer.dims, scorer.dims.dp * L, len(streams)
+    each, end = scorer.dims.dp * scorer.local_batch_size, len(streams)
     start, count = scores.next_stream // each, -(-end // each)
-    batches = (micro_batch(streams, n, L, dims.dp_rank, dims.dp, end) for n in range(start, count))
-    read = partial(_columns, scores=scores, vocab_size=scorer.tokenizer.vocab_size)
+    columns = partial(_columns, scores=scores, vocab_size=scorer.tokenizer.vocab_size)
     rows, saved = [], begun
-    for n, own in enumerate(scorer.read(batches, read), start + 1):
+    for n, own in enumerate(scorer.read(streams, range(start, count), columns), start + 1):
         of_all = [None] * dist.get_world_size() if first else None
-        dist.gather_object(None if dims.tp_ranks.rank else own, of_all, group=host)  # ranks of tp have the same
+        dist.gather_object(None if scorer.dims.tp_ranks.rank else own, of_all, group=host)  # ranks of tp have the same
         rows += filter(None, of_all or [])
         if first and (n == count or time.perf_counter() - saved > SAVED):
             put(folder, scores, rows, min(n * each, end))
             rows, saved = [], time.perf_counter()
-            rate = (n - start) * each * config.training.seq_len / (saved - begun)
+            rate = (n - start) * each * streams.seq_len / (saved - begun)
             print(f"scored {min(n * each, end):,} of {end:,} streams, {rate:,.0f} tokens/s", flush=True)
 
 
@@ -167,30 +166,30 @@ def _columns(logits: ChunkedLogits, labels: Tensor, scores: Scores, vocab_size: 
 
 
 class Scorer:
-    """A model with its weights, on this rank of a split, that reads batches with a column of places."""
+    """A model with its weights, on this rank of a split, that reads streams with a column of places."""
 
     def __init__(self, config: Config):
-        self.tokenizer, self.device, self.chunk = open_tokenizer(config), own_device(), config.training.loss_chunk_size
+        self.tokenizer, self.device = open_tokenizer(config), own_device()
+        self.local_batch_size, self.chunk = config.training.local_batch_size, config.training.loss_chunk_size
         self.dims = build_dims(config, self.device)
         self.model = build_model(config, model_config(config, self.tokenizer), self.dims, self.device)
         set_first_weights(config, self.model, build_checkpointer(config))
         self.cut = build_sharding(config, self.model.config, self.dims, self.device)
         self.precision = mixed_precision(config, self.model, self.dims)
 
-    def read(
-        self, batches: Iterable[Batch], columns: Callable[[ChunkedLogits, Tensor], tuple[Tensor, ...]]
-    ) -> Iterator[Rows]:
-        """Of each batch the places of this rank's labels and their columns, [n] or [n, width] each. The device computes
-        the next batch meanwhile."""
+    def read(self, streams: Streams, numbers: Iterable[int], columns: Columns) -> Iterator[Rows]:
+        """Of each micro-batch the places of this rank's labels and their columns, [n] or [n, width] each. The device
+        computes the next one meanwhile."""
         queued = []
-        for batch in batches:
+        for n in numbers:
+            batch = micro_batch(streams, n, self.local_batch_size, self.dims.dp_rank, self.dims.dp, len(streams))
             queued.append(self._queue(batch, columns))
             if len(queued) > 1:
                 yield _arrived(*queued.pop(0))
         yield from (_arrived(*last) for last in queued)
 
     @torch.no_grad()
-    def _queue(self, batch: Batch, columns: Callable) -> tuple[torch.cuda.Event | None, list[Tensor]]:
+    def _queue(self, batch: Batch, columns: Columns) -> tuple[torch.cuda.Event | None, list[Tensor]]:
         micro = self.cut(batch)
         labels = micro.labels[0]
         with self.precision:

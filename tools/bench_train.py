@@ -4,13 +4,15 @@
     python -m tools.bench_train --models kda/340M gdn/340M --fla -- --compile.enable true
     python -m tools.bench_train --models qwen3.5/9B --layers 4 --documents 4096
     python -m tools.bench_train --models hybrid/340M --documents run -- --training.dataset stdlib
+    python -m tools.bench_train --losses ce weights dpo policy sequence distillation mtp --documents 4096
     torchrun --nproc-per-node 4 -m tools.bench_train --models hybrid/1.3B kda/1.3B --seq-len 131072 -- \\
         --parallelism.context_parallel_degree 4 --parallelism.context_parallel_layout zigzag
 
-A row per model, number of layers and mode of checkpointing, stepped by the trainer. Keys after `--` are the run's, as
+A row per model, loss and mode of checkpointing, stepped by the trainer. Keys after `--` are the run's, as
 for run_train.sh, and hold for all rows (`--metrics.telemetry_freq 1`: the cost of a step with telemetry). A step has
 training.local_batch_size streams on each data-parallel rank, unless keys say otherwise. Streams are random bytes, in a
 temporary folder that all ranks can read, or with `--documents run` those of the keys' corpus. Nothing is saved.
+With several losses all documents have that many tokens: so they fill streams, and pairs and single ones pack alike.
 
     tokens/s/GPU, TFLOP/s, MFU   median of --steps steps after --warmup, of the slowest rank; FLOPs: docs/telemetry.md
     memory                       the most that PyTorch allocated in those steps, GiB, on the rank that had most
@@ -36,13 +38,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import date, timedelta
 from functools import partial
 from importlib.metadata import distributions
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -52,12 +54,15 @@ import torch
 import torch.distributed as dist
 
 from titan_linear.commands import command_parser, line, table
+from titan_linear.config import COLUMNS as COLUMNS_READ
 from titan_linear.config import Config, check_config, data_parallel_degrees, load_config
 from titan_linear.data import build_tokenizer, write_corpus
+from titan_linear.data.corpus.columns import DocumentTokens
 from titan_linear.distributed.groups import of_all_ranks, on_rank_0, process_group
 from titan_linear.distributed.process import ignore_warnings_of_torch, own_device, run_command
 from titan_linear.hooks import Hook, StepResult
 from titan_linear.hooks.report import clock_and_power, peak_memory_gib
+from titan_linear.losses import build_loss
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.run.build import model_without_tokenizer
 from titan_linear.step.feed import FeedStats
@@ -69,27 +74,60 @@ from tools.peers import Peer, be_alone, fla_has, fla_loss, fla_model, split_keys
 
 PACKAGES = ("torch", "triton", "flash-attn-4", "fla-core", "tilelang", "flash-qla")
 FLA_MODES = ("none", "full")  # of activation checkpointing
+LOSSES = {  # keys of each; its corpus has the columns that it reads
+    "ce": [],
+    "weights": [],
+    "dpo": ["--loss.name=dpo"],
+    "policy": ["--loss.name=policy"],
+    "sequence": ["--loss.name=policy", "--policy.level=sequence"],
+    "distillation": ["--loss.name=distillation"],
+    "mtp": ["--model.mtp_layers=1"],
+}
+TOP = 64  # of the teacher's tokens
 
 
 # --- Random tokens ---------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def random_corpus(args: argparse.Namespace, streams: int) -> Iterator[list[str]]:
-    """The keys of a corpus of random bytes for so many streams, which is there inside `with`. Every rank calls it."""
+def random_corpora(args: argparse.Namespace, streams: int) -> Iterator[dict[str, list[str]]]:
+    """For each loss the keys of a corpus of random bytes for so many streams, which is there inside `with`. Every rank
+    calls it."""
+    with tempfile.TemporaryDirectory() as own:
+        folder = Path(on_rank_0(lambda: own, dist.group.WORLD))
+        for loss in args.losses:
+            on_rank_0(partial(write_random, folder / loss, args, streams, loss), dist.group.WORLD)
+        yield {loss: ["--training.dataset=tokens", f"--training.dataset_path={folder / loss}"] for loss in args.losses}
+        dist.barrier()
+
+
+def write_random(corpus: Path, args: argparse.Namespace, streams: int, loss: str) -> None:
     draw = np.random.default_rng(0)
     tokens = streams * args.seq_len
     if args.documents == "one":
         lengths = np.full(streams, args.seq_len)
+    elif len(args.losses) > 1:
+        lengths = np.full(tokens // int(args.documents), int(args.documents))
     else:
         mean = int(args.documents)
         lengths = 1 + draw.exponential(mean, size=2 + 2 * tokens // mean).astype(int)
-    with tempfile.TemporaryDirectory() as own:
-        folder = Path(on_rank_0(lambda: own, dist.group.WORLD), "corpus")
-        documents = (draw.integers(256, size=n) for n in lengths)
-        on_rank_0(lambda: write_corpus(folder, documents, build_tokenizer(None)), dist.group.WORLD)
-        yield ["--training.dataset=tokens", f"--training.dataset_path={folder}"]
-        dist.barrier()
+    read = build_loss(load_config(LOSSES[loss]))
+
+    def document(n: int) -> DocumentTokens:
+        columns = {name: draw.normal(-5.5, 0.1, n) for name in read.columns}
+        if "teacher_ids" in columns:
+            columns["teacher_ids"] = draw.integers(256, size=(n, TOP))
+            columns["teacher_logprobs"] = np.full((n, TOP), math.log(0.9 / TOP))
+        return DocumentTokens(draw.integers(256, size=n), draw.random(n, dtype=np.float32), columns)
+
+    write_corpus(
+        corpus,
+        map(document, lengths),
+        build_tokenizer(None),
+        answers=loss == "weights",
+        columns={name: COLUMNS_READ[name] for name in read.columns},
+        pairs=read.group == 2,
+    )
 
 
 # --- What is measured ------------------------------------------------------------------------------------------------
@@ -228,42 +266,44 @@ def profiled(step: Callable[[], None], device: torch.device) -> tuple[int | None
 # --- Rows ------------------------------------------------------------------------------------------------------------
 
 
-def configurations(args: argparse.Namespace, keys: list[str], ranks: int) -> list[tuple[str, Config]]:
-    """(model, configuration) of each row, but for its depth. ValueError: keys that do not fit together."""
-    rows = []
-    for model in args.models:
+def configurations(
+    args: argparse.Namespace, keys: list[str], ranks: int, corpora: Mapping[str, list[str]]
+) -> Iterator[tuple[str, str, Config]]:
+    """(model, loss, configuration) of each row. ValueError: keys that do not fit together."""
+    for model, mode, loss in product(args.models, args.checkpointing, args.losses):
         name, _, flavor = model.partition("/")
-        for mode in args.checkpointing:
-            argv = [
-                f"--model.name={name}",
-                f"--model.flavor={flavor or 'debug'}",
-                f"--training.seq_len={args.seq_len}",
-                f"--activation_checkpoint.mode={mode}",
-                "--checkpoint.enable=false",
-                f"--training.steps={args.steps + args.warmup + 3}",  # the last one is not done: a step always follows
-                *([f"--model.num_layers={args.layers}"] if args.layers else []),
-            ]
-            config = load_config([*argv, *keys])
-            if not any(key.startswith("--training.global_batch_size") for key in keys):
-                streams = math.prod(data_parallel_degrees(config, ranks)) * config.training.local_batch_size
-                config = load_config([*argv, f"--training.global_batch_size={streams}", *keys])
-            check_config(config, ranks)
-            rows.append((model, config))
-    return rows
+        argv = [
+            f"--model.name={name}",
+            f"--model.flavor={flavor or 'debug'}",
+            f"--training.seq_len={args.seq_len}",
+            f"--activation_checkpoint.mode={mode}",
+            "--checkpoint.enable=false",
+            f"--training.steps={args.steps + args.warmup + 3}",  # the last one is not done: a step always follows
+            *([f"--model.num_layers={args.layers}"] if args.layers else []),
+            *LOSSES[loss],
+            *corpora.get(loss, []),
+        ]
+        config = load_config([*argv, *keys])
+        if not any(key.startswith("--training.global_batch_size") for key in keys):
+            streams = math.prod(data_parallel_degrees(config, ranks)) * config.training.local_batch_size
+            config = load_config([*argv, f"--training.global_batch_size={streams}", *keys])
+        check_config(config, ranks)
+        yield model, loss, config
 
 
 def measured(args: argparse.Namespace, keys: list[str]) -> Iterator[Row | str]:
     """The rows, one after the other; where FLA gives none, its reason. Every rank calls this, in a process group."""
     ranks = dist.get_world_size()
-    largest = max(config.training.global_batch_size for _, config in configurations(args, keys, ranks))
-    corpus_keys = nullcontext([]) if args.documents == "run" else random_corpus(args, 4 * largest)
-    with corpus_keys as corpus, tempfile.TemporaryDirectory() as folder:
-        for name, config in configurations(args, [*keys, *corpus, f"--job.dump_folder={folder}"], ranks):
+    largest = max(config.training.global_batch_size for *_, config in configurations(args, keys, ranks, {}))
+    of_losses = nullcontext({}) if args.documents == "run" else random_corpora(args, 4 * largest)
+    with of_losses as corpora, tempfile.TemporaryDirectory() as folder:
+        for name, loss, config in configurations(args, [*keys, f"--job.dump_folder={folder}"], ranks, corpora):
             kinds = [Ours]
             if args.fla and fla_has(model_without_tokenizer(config)) and config.activation_checkpoint.mode in FLA_MODES:
                 kinds += [partial(Fla, compiled=compiled) for compiled in (False, True)]
             for kind in kinds:
-                yield _row_or_reason(args, name, config, kind)
+                row = _row_or_reason(args, name, config, kind)
+                yield row if isinstance(row, str) else row | {"loss": loss}
                 gc.collect()
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
@@ -309,6 +349,7 @@ COLUMNS = (
     ("model", "model", ""),
     ("layers", "layers", ""),
     ("by", "by", ""),
+    ("loss", "loss", ""),
     ("checkpointing", "checkpointing", ""),
     ("tokens", "tokens", ""),
     ("documents", "documents", ""),
@@ -343,6 +384,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "--documents", default="one", help='"one" per stream, the mean tokens of packed ones, or "run": the keys\''
     )
     parser.add_argument("--checkpointing", nargs="+", default=["none"], help="activation_checkpoint.mode of each row")
+    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=["ce"], help="loss of each row (default: ce)")
     parser.add_argument("--steps", type=int, default=10, help="timed steps (default: 10)")
     parser.add_argument("--warmup", type=int, default=3, help="untimed steps after the first (default: 3)")
     parser.add_argument("--fla", action="store_true", help="also time flash-linear-attention's models")
@@ -354,13 +396,18 @@ def check(args: argparse.Namespace, keys: list[str], ranks: int) -> None:
     """ValueError: arguments or configurations that cannot be measured."""
     if args.documents not in ("one", "run") and not (args.documents.isdigit() and int(args.documents)):
         raise ValueError(f"--documents {args.documents!r} must be 'one', 'run', or a mean length in tokens")
+    if len(args.losses) > 1 and not (args.documents.isdigit() and args.seq_len % (2 * int(args.documents)) == 0):
+        raise ValueError(
+            f"--losses: on the same tokens all documents are of --documents {args.documents!r} tokens, an even number "
+            "in a stream; give a divisor of half of --seq-len"
+        )
     if args.steps < 1 or args.warmup < 0:
         raise ValueError(f"--steps {args.steps} must be 1 or more, --warmup {args.warmup} 0 or more")
     if args.fla and not find_spec("fla"):
         raise ValueError("--fla needs flash-linear-attention, which is not installed here")
     if args.fla and (ranks > 1 or not torch.cuda.is_available()):
         raise ValueError("--fla times its models on one GPU; start one process, where there is a GPU")
-    for _, config in configurations(args, keys, ranks):
+    for *_, config in configurations(args, keys, ranks, {}):
         model_without_tokenizer(config)  # refuses a model that does not exist
 
 

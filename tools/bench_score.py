@@ -1,0 +1,76 @@
+"""How fast titan-linear score is beside a forward of the same model, whose weights are drawn, on random bytes.
+
+    python -m tools.bench_score --models qwen3.5/9B --seq-len 131072 -- --training.dtype bfloat16
+    torchrun --nproc-per-node 4 -m tools.bench_score --models qwen3.5/9B --seq-len 131072 -- \\
+        --training.dtype bfloat16 --parallelism.context_parallel_degree 4
+
+Arguments are those of tools.bench_train. Rates are of all GPUs: of the layers alone, of a forward with the head, and of
+scoring, which takes the likeliest 64 tokens too and writes them; and the last as a share of the one before.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_linear import score
+from titan_linear.config import Config
+from titan_linear.data.corpus.scores import Rows, begin
+from titan_linear.distributed.groups import host_group, on_rank_0, process_group
+from titan_linear.distributed.process import run_command
+from titan_linear.losses.loss import logprobs
+from titan_linear.ops.cross_entropy import ChunkedLogits
+from tools.bench_train import TOP, configurations, header, parse, random_corpora
+from tools.peers import be_alone
+
+
+def of_layers(logits: ChunkedLogits, labels: Tensor) -> tuple[Tensor, ...]:
+    return (logits.x[:, 0],)
+
+
+def with_head(logits: ChunkedLogits, labels: Tensor) -> tuple[Tensor, ...]:
+    return (logprobs(logits, labels),)
+
+
+def main(argv: list[str]) -> int:
+    args, keys = parse(argv)
+    be_alone()
+    with process_group(timedelta(minutes=30)), random_corpora(args, args.steps * dist.get_world_size()) as corpora:
+        for name, _, config in configurations(args, keys, dist.get_world_size(), corpora):
+            rates = measured(config)
+            if dist.get_rank() == 0:
+                parts = (f"{what} {rate:,.0f}" for what, rate in rates.items())
+                print(f"{header()}\n{name}, tokens/s: {', '.join(parts)}; {rates['score'] / rates['forward']:.1%}")
+    return 0
+
+
+def measured(config: Config) -> dict[str, float]:
+    scorer = score.Scorer(config)
+    streams = score.streams_of(config, score.corpus_of(config, scorer.tokenizer))
+    numbers = range(len(streams) // (scorer.dims.dp * scorer.local_batch_size))
+
+    def rate(work: Callable[[], object]) -> float:
+        begun = time.perf_counter()
+        work()
+        return len(numbers) * scorer.dims.dp * scorer.local_batch_size * streams.seq_len / (time.perf_counter() - begun)
+
+    def read(columns: score.Columns) -> list[Rows]:
+        return list(scorer.read(streams, numbers, columns))
+
+    read(with_head)  # compiles
+    rates = {"layers": rate(lambda: read(of_layers)), "forward": rate(lambda: read(with_head))}
+    with tempfile.TemporaryDirectory() as own:
+        folder = Path(on_rank_0(lambda: own, host_group()))
+        asked, _ = score.parse(["PATH", "--output", str(folder), "--top-k", str(TOP)])
+        on_rank_0(lambda: begin(folder, *score.scores_of(asked, config, scorer.tokenizer)), host_group())
+        return rates | {"score": rate(lambda: score.score(folder, scorer, streams))}
+
+
+if __name__ == "__main__":
+    run_command(main)
