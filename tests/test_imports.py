@@ -22,6 +22,7 @@ LAYERS = (
     ("commands",),
     ("train", "launch"),
     ("score",),
+    ("evaluate",),
     ("__main__",),
     ("tools",),
 )

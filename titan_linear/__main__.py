@@ -24,6 +24,7 @@ COMMANDS = {
     "convert": Command("titan_linear.commands.convert", "checkpoints to Hugging Face folders, and back"),
     "generate": Command("titan_linear.commands.generate", "text from a run, a checkpoint or a Hugging Face folder"),
     "score": Command("titan_linear.score", "log-probabilities of texts, as losses read them, or compared"),
+    "evaluate": Command("titan_linear.evaluate", "what weights remember of long texts, by length and depth"),
     "report": Command("titan_linear.commands.report", "runs side by side: losses, rates, and the keys that differ"),
 }
 

@@ -34,6 +34,7 @@ from titan_linear.config.schema import (
     ActivationCheckpoint,
     Adapter,
     Config,
+    Evaluation,
     LRScheduler,
     Model,
     Optimizer,

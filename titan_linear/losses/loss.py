@@ -37,17 +37,17 @@ def column(batch: Targets, name: str, like: Tensor) -> Tensor:
     return batch.columns[name][0].to(like.dtype)
 
 
-def logprobs(logits: ChunkedLogits, labels: Tensor) -> Tensor:
-    """log p of labels [T], 0 where there is none; without a gradient."""
-    found = torch.zeros_like(labels, dtype=torch.promote_types(logits.x.dtype, torch.float32))
+def logprobs(logits: ChunkedLogits, ids: Tensor) -> Tensor:
+    """log p of ids [T] or [T, k], 0 where the first of a token's is no label; without a gradient."""
+    found = torch.zeros_like(ids, dtype=torch.promote_types(logits.x.dtype, torch.float32))
 
     def keep(rows: Rows, tokens: slice) -> Tensor:
-        found[tokens] = rows.logprobs[:, 0]
+        found[tokens] = rows.logprobs.view_as(found[tokens])
         return rows.lse
 
     with torch.no_grad():
-        replace(logits, token_losses=None, more=()).sum(labels, keep)
-    return found.masked_fill(labels == IGNORE, 0)
+        replace(logits, token_losses=None, more=()).sum(ids, keep)
+    return found.masked_fill(ids == IGNORE, 0)
 
 
 def document_sums(batch: Targets, *numbers: Tensor) -> Tensor:

@@ -62,6 +62,11 @@ class RopeScaling:
                 return f"rope_scaling {low} = {getattr(self, low)}, which must be below {high} = {getattr(self, high)}"
         return None
 
+    @property
+    def reached(self) -> float | None:
+        """The longest text that it is for; None: unknown."""
+        return self.original_max_position_embeddings and self.factor * self.original_max_position_embeddings
+
     def on_cos_and_sin(self) -> float:
         """The factor by which YaRN lets scores grow, once for the query and once for the key."""
         if self.rope_type != "yarn" or self.attention_factor is not None:

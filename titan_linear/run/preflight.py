@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from titan_linear.config import Config, check_config, hf_weights, layer_checkpointing
+from titan_linear.config import Config, check_config, hf_assets, hf_weights, layer_checkpointing
 from titan_linear.data import MixedStreams, Streams, Tokenizer, num_labels, verify_changed, verify_corpus
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.float8 import SMALLEST, use_float8
@@ -35,10 +35,11 @@ from titan_linear.run.data import (
     other_tokenizer,
     tokens_of,
 )
+from titan_linear.run.evaluate import open_prompts
 from titan_linear.run.export import export_family, is_exported, lacks_export, not_exported
 from titan_linear.step.optimizer import learning_rate
 from titan_linear.storage.hf_io import CONFIG as HF_CONFIG
-from titan_linear.storage.hf_io import POSITIONS, check_folder
+from titan_linear.storage.hf_io import POSITIONS, check_folder, read_config
 from titan_linear.storage.peft import check_peft, read_peft
 from titan_linear.storage.run_lock import claimed
 from titan_linear.storage.rundir import (
@@ -286,6 +287,19 @@ def prove(argv: list[str], world_size: int) -> None:
     if code:
         print("doctor.at_start = true: the run is not started", file=sys.stderr)
         raise SystemExit(code)
+
+
+def check_evaluation(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> None:
+    """Raise ValueError if a task is not known, or a length is not for it, for the texts or for the model."""
+    longest, folder = max(config.evaluation.lengths), hf_assets(config)
+    limits = [read_config(Path(folder)).get("max_position_embeddings")] if folder and model.rotaries else []
+    limits += [scaling.reached for mixer in model.mixers if (scaling := getattr(mixer, "rope_scaling", None))]
+    if past := [limit for limit in limits if limit and limit < longest]:
+        raise ValueError(
+            f"evaluation.lengths: {longest} is above the {min(past):,.0f} positions of the model; give less, or extend "
+            "them by rope_scaling"
+        )
+    open_prompts(config, tokenizer)
 
 
 # --- What a configuration's splits, precision and devices require of the model ----------------------------------------

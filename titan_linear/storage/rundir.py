@@ -4,6 +4,7 @@
     manifest.json    what the run was made with: versions, commit, hardware, ... (run_manifest.py)
     metrics.jsonl    a line per logged step
     telemetry.jsonl  what telemetry saw inside every metrics.telemetry_freq-th step
+    evaluation.jsonl what evaluations showed, a line per prompt
     spikes.jsonl     steps whose loss was an outlier or not finite, with their streams
     tb/              metrics and telemetry for TensorBoard
     checkpoint/      step-N/
@@ -42,8 +43,7 @@ T = TypeVar("T")
 CONFIG, RUN_MANIFEST, METRICS, LOCK, BOARD = "config.toml", "manifest.json", "metrics.jsonl", ".lock", "tb"
 STEP_MANIFEST = "manifest.json"  # of a checkpoint
 RECORDERS = "flight_recorder"
-TELEMETRY, SPIKES, WANDB = "telemetry.jsonl", "spikes.jsonl", "wandb_id"
-EVALUATION = "evaluation.jsonl"
+TELEMETRY, SPIKES, EVALUATION, WANDB = "telemetry.jsonl", "spikes.jsonl", "evaluation.jsonl", "wandb_id"
 MARK = "# The configuration of the run in"  # how a config.toml begins
 
 
@@ -54,7 +54,7 @@ def check_folders(config: Config) -> None:
         ValueError: something other than a folder is in the way, or a folder may not be written, or a file is a link.
     """
     c, p = config.checkpoint, config.profiling
-    for name in (METRICS, TELEMETRY, SPIKES):
+    for name in (METRICS, TELEMETRY, SPIKES, EVALUATION):
         if (link := Path(config.job.dump_folder, name)).is_symlink():
             raise ValueError(
                 f"job.dump_folder = {config.job.dump_folder!r}: '{link}' is a link, and a run appends to none; put the "
@@ -135,7 +135,7 @@ def set_run_aside(config: Config) -> None:
     """Move what a run without checkpoints left into abandoned-DATE/ in its folder; for `starts_anew`."""
     folder = Path(config.job.dump_folder)
     p = config.profiling
-    files = (CONFIG, RUN_MANIFEST, METRICS, TELEMETRY, SPIKES, WANDB, BOARD, RECORDERS)
+    files = (CONFIG, RUN_MANIFEST, METRICS, TELEMETRY, SPIKES, EVALUATION, WANDB, BOARD, RECORDERS)
     traces = [name for name in (p.save_traces_folder, p.save_memory_snapshot_folder) if not Path(name).is_absolute()]
     left = dict.fromkeys(Path(os.path.normpath(name)) for name in (*files, *traces))
     whole = [folder / path for path in left if not left.keys() & set(path.parents)]  # traces may lie in tb
@@ -287,7 +287,7 @@ def cut_metrics(folder: str, step: int) -> None:
     Raises:
         ValueError: a line before the last is not a line of metrics.
     """
-    for name in (METRICS, TELEMETRY, SPIKES):
+    for name in (METRICS, TELEMETRY, SPIKES, EVALUATION):
         if (Path(folder) / name).exists():
             _cut(Path(folder) / name, step)
 

@@ -224,7 +224,7 @@ def write_rope(attention: Attention) -> Json:
     if (rope := attention.rope_scaling) is None:
         return dict(rope_parameters=dict(rope_type="default", **positions))
     used = {name: x for name in USES[rope.rope_type] if (x := getattr(rope, name)) is not None}
-    reached = rope.factor * rope.original_max_position_embeddings if rope.rope_type == "yarn" else None
+    reached = rope.reached if rope.rope_type == "yarn" else None
     return dict(rope_parameters=used | positions, **({"max_position_embeddings": round(reached)} if reached else {}))
 
 

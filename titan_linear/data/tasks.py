@@ -1,0 +1,219 @@
+"""What a model is asked about a long text. A task is a function (draw, text, depth) → `Question`, made offline: from a
+seed, and for some from a text.
+
+niah_*, vt, cwe, fwe, qa_*   the thirteen forms of RULER (Hsieh et al. 2024): needles, variables, words, documents
+mqar, copy, induction        pairs of words in pairs (Arora et al. 2023), a passage in words, pairs of words in a text
+"""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice, repeat
+from typing import NamedTuple
+
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
+VALUES: dict[str, Callable[[random.Random], str]] = {  # those of a kind have one length: none begins another
+    "word": lambda rng: "".join(rng.choice("bcdfghjklmnpqrstvwxz") + rng.choice("aeiou") for _ in range(3)),
+    "number": lambda rng: str(rng.randrange(10**6, 10**7)),
+    "uuid": lambda rng: str(uuid.UUID(int=rng.getrandbits(128), version=4)),
+    "name": lambda rng: "".join(rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=5)),
+}
+
+
+class Draw:
+    """Draws values of a kind that differ from all that matter."""
+
+    def __init__(self, rng: random.Random):
+        self.rng, self.known = rng, set[str]()
+
+    def other(self, kind: str) -> str:
+        """One that does not matter, and may come again."""
+        while (value := VALUES[kind](self.rng)) in self.known:
+            pass
+        return value
+
+    def __call__(self, kind: str, count: int) -> list[str]:
+        values = []
+        for _ in range(count):
+            values.append(self.other(kind))
+            self.known.add(values[-1])
+        return values
+
+    def shuffled(self, items: list[str]) -> list[str]:
+        return self.rng.sample(items, len(items))
+
+
+class Answer(NamedTuple):
+    lead: str  # what is before it
+    text: str
+    others: list[str]  # texts in its place, those of the context first
+
+
+class Question(NamedTuple):
+    head: str
+    context: Iterator[str]  # pieces, without end or to the text's; needles lie between them
+    needles: list[tuple[float, str]]  # each with its depth: the share of the context before it
+    question: str
+    answers: list[Answer]  # one after the other
+    hidden: list[str]  # what no piece of the context has
+
+
+def spread(depth: float, count: int) -> list[float]:
+    """This depth, and others at equal distances."""
+    return [depth, *((depth + i / count) % 1 for i in range(1, count))]
+
+
+def _others(draw: Draw, kind: str, value: str, values: list[str]) -> list[str]:
+    """In place of this value: those of the context, then some that are not in it."""
+    return [f" {x}" for x in [*values, *(draw.other(kind) for _ in range(8))] if x != value]
+
+
+def needles(
+    draw: Draw,
+    text: Iterator[str],
+    depth: float,
+    *,
+    key: str = "word",
+    value: str = "number",
+    keys: int = 1,
+    values: int = 1,
+    asked: int = 1,
+    among: str = "text",
+) -> Question:
+    """Some of the `values` that each of the keys has, in a text, in noise or among other needles."""
+    names = draw(key, keys)
+    facts = list(zip([name for name in names for _ in range(values)], draw(value, keys * values)))
+    depths = spread(depth, len(facts))
+    if values > 1:  # they are asked for in their order
+        depths.sort()
+    says = f"One of the special magic {value}s for {{}} is:".format
+    pieces = (f"\n{says(draw.other(key))} {draw.other(value)}.\n" for _ in repeat(None))
+    known = [x for _, x in facts]
+    return Question(
+        f"Some special magic {value}s are hidden in the following text. Remember them.\n",
+        {"text": text, "noise": repeat(NOISE), "needles": pieces}[among],
+        [(at, f"\n{says(name)} {x}.\n") for at, (name, x) in zip(depths, facts)],
+        f"\nWhat are the special magic {value}s for {', '.join(names[:asked])} in the text above, in their order?\n",
+        [Answer(f"\n{says(name)}", f" {x}", _others(draw, value, x, known)) for name, x in facts[: asked * values]],
+        known,
+    )
+
+
+def variables(draw: Draw, text: Iterator[str], depth: float) -> Question:
+    """The five variables that have a value through one another; five others have another."""
+    chains, lines = [], []
+    numbers = draw("number", 2)
+    for value in numbers:
+        chains.append(draw("name", 5))
+        lines.append(
+            [f"\nVAR {name} = {of}.\n" for name, of in zip(chains[-1], [value, *(f"VAR {x}" for x in chains[-1])])]
+        )
+    return Question(
+        "Remember the chains of variables in the following text.\n",
+        repeat(NOISE),
+        list(zip(sorted(spread(depth, 10)), [line for pair in zip(*lines) for line in pair])),
+        f"\nWhich variables have the value {numbers[0]} in the text above, in their order?\n",
+        _list(draw, "name", chains[0], chains[1]),
+        [],
+    )
+
+
+def _list(draw: Draw, kind: str, values: list[str], wrong: list[str]) -> list[Answer]:
+    leads = ["They are:", *repeat(",", len(values) - 1)]
+    return [Answer(lead, f" {x}", _others(draw, kind, x, wrong)) for lead, x in zip(leads, values)]
+
+
+def counted(draw: Draw, text: Iterator[str], depth: float, *, counts: list[int], rare: int, order: str) -> Question:
+    """The words that come so often in each line of words; `rare` others come once in all."""
+    words, others = draw("word", len(counts)), draw("word", rare)
+    words = sorted(words) if len(set(counts)) == 1 else words
+    often = [word for word, count in zip(words, counts) for _ in range(count)]
+
+    def lines() -> Iterator[str]:
+        yield " ".join(draw.shuffled(often + others)) + "\n"
+        while True:
+            yield " ".join(draw.shuffled(often + [draw.other("word") for _ in range(rare)])) + "\n"
+
+    return Question(
+        "Remember which of the following words come most often.\n",
+        lines(),
+        [],
+        f"\nWhich {len(words)} words come most often in the list above, {order}?\n",
+        _list(draw, "word", words, others),
+        [],
+    )
+
+
+def documents(draw: Draw, text: Iterator[str], depth: float, *, hops: int) -> Question:
+    """The title of the document that says something; or with two hops, the title that this document refers to."""
+    titles = draw("word", 3)
+
+    def document(title: str, to: str) -> tuple[list[str], str]:
+        lines = list(islice((line for line in text if len(line) > 20), 3))
+        return lines, f"\nDocument {title}:\n{''.join(lines)}\nIt refers to the document {to}.\n" if lines else ""
+
+    (lines, first), *others = (document(titles[i], titles[(i + 1) % 3]) for i in range(3))
+    quoted = max(lines, key=lambda line: (not any(line in other for _, other in others), len(line)), default="").strip()
+    asks = ("Which document says", "To which document does the document refer that says")[hops - 1]
+    answer = titles[hops - 1]
+    pieces = (document(draw.other("word"), draw.other("word"))[1] for _ in repeat(None))
+    return Question(
+        "Remember the following documents.\n",
+        iter(lambda: next(pieces), ""),
+        list(zip(spread(depth, 3), [first, *(other for _, other in others)])),
+        f"\n{asks}: {quoted}\n",
+        [Answer("The document", f" {answer}", _others(draw, "word", answer, titles))],
+        [quoted],
+    )
+
+
+def pairs(draw: Draw, text: Iterator[str], depth: float, *, asked: int, count: int, among: str) -> Question:
+    """The words that followed some words."""
+    keys, values = draw("word", count), draw("word", count)
+    end = "\n" if among == "text" else ""
+    pieces = (f"\n{draw.other('word')} {draw.other('word')}" for _ in repeat(None))
+    return Question(
+        "",
+        {"text": text, "pairs": pieces}[among],
+        [(at, f"\n{key} {value}{end}") for at, key, value in zip(spread(depth, count), keys, values)],
+        "",
+        [Answer(f"\n{key}", f" {x}", _others(draw, "word", x, values)) for key, x in list(zip(keys, values))[:asked]],
+        [],
+    )
+
+
+def passage(draw: Draw, text: Iterator[str], depth: float) -> Question:
+    """What follows four words in a line of words."""
+    words = draw("word", 20)
+    return Question(
+        "",
+        (f" {draw.other('word')}" for _ in repeat(None)),
+        [(depth, "".join(f" {word}" for word in words))],
+        "\n" + " ".join(words[:4]),
+        [Answer("", f" {word}", _others(draw, "word", word, words)) for word in words[4:]],
+        [],
+    )
+
+
+TASKS: dict[str, Callable[[Draw, Iterator[str], float], Question]] = {
+    "niah_single_1": partial(needles, among="noise"),
+    "niah_single_2": needles,
+    "niah_single_3": partial(needles, value="uuid"),
+    "niah_multikey_1": partial(needles, keys=4),
+    "niah_multikey_2": partial(needles, keys=4, among="needles"),
+    "niah_multikey_3": partial(needles, keys=4, key="uuid", value="uuid", among="needles"),
+    "niah_multivalue": partial(needles, values=4),
+    "niah_multiquery": partial(needles, keys=4, asked=4),
+    "vt": variables,
+    "cwe": partial(counted, counts=[1] * 10, rare=10, order="in alphabetical order"),
+    "fwe": partial(counted, counts=[8, 4, 2], rare=2, order="most often first"),
+    "qa_1": partial(documents, hops=1),
+    "qa_2": partial(documents, hops=2),
+    "mqar": partial(pairs, asked=8, count=8, among="pairs"),
+    "copy": passage,
+    "induction": partial(pairs, asked=1, count=4, among="text"),
+}
+LOSS = "loss"  # of documents as they are, by position

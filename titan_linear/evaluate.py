@@ -1,0 +1,125 @@
+"""Evaluate what trained weights remember of long texts, by length and depth.
+
+titan-linear evaluate outputs/debug --tasks niah_single_2 mqar --lengths 1k 2k
+titan-linear evaluate Qwen3.5-2B --tasks niah_multikey_1 vt --lengths 4k 64k 1m --training.dataset_path 'books/*'
+
+PATH is a run's folder or its checkpoint/, a step-N in it, or a Hugging Face folder. Keys, the run's own and those that
+are given here, say what the texts are and under which split it runs, of NGPU processes as in training. Tasks and
+scores: docs/evaluation.md. FOLDER/evaluation.jsonl gets a line for each prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from titan_linear.commands import command_parser, table
+from titan_linear.config import Config, check_config, load_config
+from titan_linear.distributed.ending import report
+from titan_linear.distributed.groups import host_group, process_group
+from titan_linear.distributed.process import own_device, refusing, under_launcher
+from titan_linear.launch import run_workers, this_node
+from titan_linear.run.build import (
+    build_dims,
+    build_model,
+    build_sharding,
+    mixed_precision,
+    model_config,
+    open_tokenizer,
+)
+from titan_linear.run.evaluate import Examination, Record, means, open_prompts
+from titan_linear.run.preflight import check_evaluation, check_model
+from titan_linear.run.start import build_checkpointer, set_first_weights
+from titan_linear.score import config_for
+from titan_linear.storage.files import open_own
+from titan_linear.storage.rundir import EVALUATION, json_line
+
+SIZES = {"k": 1 << 10, "m": 1 << 20}
+
+
+@refusing
+def main(argv: list[str]) -> int:
+    args, keys = parse(argv)
+    if under_launcher():
+        return work(args.output, load_config(keys))
+    config, node = config_for(Path(args.path), keys), this_node()
+    world_size = node.count * node.processes
+    check_config(config, world_size)
+    tokenizer = open_tokenizer(config)
+    model = model_config(config, tokenizer)
+    check_model(model, config, world_size, node.processes)
+    check_evaluation(config, model, tokenizer)
+    return run_workers(config, node, "titan_linear.evaluate", ["--output", args.output])
+
+
+def work(output: str, config: Config) -> int:
+    try:
+        with process_group(timedelta(seconds=config.comm.init_timeout_seconds)):
+            records = examined(config)
+            if dist.get_rank() == 0:
+                shown(records, output, step_of(config))
+    except Exception as error:
+        return report(error)
+    return 0
+
+
+def examined(config: Config) -> list[Record]:
+    """What each prompt has shown, on rank 0."""
+    device, host, tokenizer = own_device(), host_group(), open_tokenizer(config)
+    dims = build_dims(config, device)
+    model = build_model(config, model_config(config, tokenizer), dims, device)
+    set_first_weights(config, model, build_checkpointer(config))
+    cut, precision = build_sharding(config, model.config, dims, device), mixed_precision(config, model, dims)
+    return Examination(config, model, dims, cut, precision, host, open_prompts(config, tokenizer)).run()
+
+
+def step_of(config: Config) -> int:
+    """Of the checkpoint; 0 for a folder from elsewhere."""
+    found = re.search(r"step-(\d+)$", config.checkpoint.initial_load_path)
+    return int(found[1]) if found else 0
+
+
+def shown(records: list[Record], output: str, step: int) -> None:
+    names = ("exact", "score", "chance", "loss")
+    rows = [
+        (*of, *(f"{numbers[name]:.3f}" if name in numbers else "" for name in names)) for of, numbers in means(records)
+    ]
+    print(table(("task", "length", *names), rows))
+    if output:
+        with open_own(Path(output) / EVALUATION, "a") as file:
+            file.writelines(json_line({"step": step, **record}) for record in records)
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The arguments, and those that are keys of the configuration."""
+    parser = command_parser(
+        "titan-linear evaluate", __doc__, allow_abbrev=False, usage="titan-linear evaluate PATH --tasks … --lengths …"
+    )
+    parser.add_argument("--tasks", nargs="+", default=[], help="evaluation.tasks")
+    parser.add_argument("--lengths", nargs="+", type=size, default=[], help="evaluation.lengths: 512, 4k or 1m tokens")
+    parser.add_argument("-o", "--output", default="", help="folder for evaluation.jsonl (default: none)")
+    path = argv[:1] if argv and not argv[0].startswith("-") else []  # argparse would take the value of a key for it
+    args, keys = parser.parse_known_args(argv[len(path) :])
+    args.path = "".join(path)
+    if not (args.path or under_launcher()):
+        raise ValueError("give PATH, what is evaluated: a run's folder, a checkpoint or a Hugging Face folder")
+    for name in ("tasks", "lengths"):
+        if given := getattr(args, name):
+            keys += [f"--evaluation.{name}", str(given)]
+    return args, keys
+
+
+def size(text: str) -> int:
+    """ "4k" → 4096."""
+    if not re.fullmatch(r"[1-9][0-9]*[kKmM]?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens; write 512, 4k or 1m")
+    return int(text.rstrip("kKmM")) * SIZES.get(text[-1].lower(), 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,171 @@
+"""What a model remembers: prompts are packed as documents, and their answers scored in one forward under any split.
+
+    exact    1 if greedy decoding would write the answer: each of its tokens is the likeliest after those before it
+    score    1 if the answer is likelier than others in its place, at the token where they part; chance: 1 / candidates
+    loss     −log p of the answer, nats per token
+
+A prompt's numbers are means over its answers, and those of the answers before stand in the prompt. So no state is kept,
+and nothing is decoded: a model that writes the answer is one that finds each of its tokens likeliest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_linear.config import Config, Evaluation
+from titan_linear.data import Prompts, Sample, Side, Tokenizer, split_corpus
+from titan_linear.data.streams.loader import micro_batch
+from titan_linear.data.tasks import LOSS, TASKS
+from titan_linear.distributed.mesh import ParallelDims
+from titan_linear.losses.loss import logprobs
+from titan_linear.models.decoder import Decoder
+from titan_linear.ops.cross_entropy import IGNORE, ChunkedLogits
+from titan_linear.run.data import open_corpora
+from titan_linear.step.feed import BatchSharding, MicroBatch
+
+Record = dict[str, Any]
+
+
+def samples_of(e: Evaluation) -> list[Sample]:
+    """Of each task and length as many as evaluation.samples, at even depths."""
+    depths = np.linspace(0, 1, e.samples).tolist() if e.samples > 1 else [0.5]
+    return [
+        Sample(task, length, depth, number)
+        for task in e.tasks
+        for length in e.lengths
+        for number, depth in enumerate(depths)
+    ]
+
+
+def open_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
+    """Of the configuration, in streams that its ranks can cut, at least as long as training.seq_len.
+
+    ValueError: a task that is not known; a length for which the text is too short, or that is too short for a task.
+    """
+    e, p = config.evaluation, config.parallelism
+    if unknown := [task for task in e.tasks if task not in (*TASKS, LOSS)]:
+        raise ValueError(f"evaluation.tasks: {unknown[0]!r} is unknown; use some of {', '.join((*TASKS, LOSS))}")
+    even = 2 * p.context_parallel_degree * p.tensor_parallel_degree
+    seq_len = -(-max(config.training.seq_len, *e.lengths) // even) * even
+    prompts = Prompts(samples_of(e), tokenizer, text_of(config, tokenizer), seq_len, config.debug.seed)
+    for task in e.tasks:
+        for length in (min(e.lengths), max(e.lengths)):
+            prompts.prompt(Sample(task, length, 1.0, 0))
+    return prompts
+
+
+def text_of(config: Config, tokenizer: Tokenizer) -> Side:
+    """The documents to validate on, else those to train on; of a mixture, its first source's."""
+    v = config.validation
+    corpora = open_corpora(config, tokenizer)
+    if v.enable and not v.dataset_path:
+        return split_corpus(corpora[0], v.holdout, "validation")
+    return split_corpus(corpora[-1 if v.enable else 0], 0.0, "train")
+
+
+@dataclass(frozen=True, eq=False)
+class Examination:
+    """Every rank calls it, however the model is split."""
+
+    config: Config
+    model: Decoder
+    dims: ParallelDims
+    sharding: BatchSharding
+    precision: AbstractContextManager[object]
+    host: dist.ProcessGroup
+    prompts: Prompts
+
+    @torch.no_grad()
+    def run(self, ask: Callable[[], None] = lambda: None) -> list[Record]:
+        """On rank 0 what each prompt has shown, elsewhere nothing. ask: called before each batch; it may raise."""
+        found = []
+        for n in range(-(-len(self.prompts) // self.dims.dp)):
+            ask()
+            rows = self._rows(micro_batch(self.prompts, n, 1, self.dims.dp_rank, self.dims.dp, len(self.prompts)))
+            of_all = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+            dist.gather_object(rows, of_all, group=self.host)
+            if of_all:
+                found += self._shown(np.concatenate(of_all))
+        return [record for _, records in sorted(found, key=lambda pair: pair[0]) for record in records]
+
+    def _rows(self, batch: Any) -> np.ndarray:
+        """Of this rank's labels; none if another rank has the same."""
+        micro = self.sharding(batch)
+        with self.precision:
+            rows = self.model(
+                micro.tokens,
+                micro.plan,
+                loss=partial(_answered, micro=micro),
+                loss_chunk=self.config.training.loss_chunk_size,
+            )
+        return rows[: 0 if self.dims.tp_ranks.rank else len(rows)].cpu().numpy()
+
+    def _shown(self, rows: np.ndarray) -> Iterator[tuple[int, list[Record]]]:
+        rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
+        for of in np.split(rows, np.flatnonzero(np.diff(rows[:, 0])) + 1):
+            sample = self.prompts.samples[int(of[0, 0])] if len(of) else None
+            if sample:
+                yield int(of[0, 0]), list((by_position if sample.task == LOSS else recall)(sample, of))
+
+
+def _answered(logits: ChunkedLogits, micro: MicroBatch) -> Tensor:
+    """Of each label [n, 5 + others] float64: prompt, position, which answer, whether it is the likeliest token, its
+    log p, and those of the tokens in its place (NaN: none)."""
+    answers, labels = micro.columns["answers"][0], micro.labels[0]
+    rows = labels != IGNORE
+    rows[0] = True  # no kernel runs on no rows
+    few = replace(logits, x=logits.x[rows], more=(), token_losses=None)
+    ids = torch.cat([labels[rows, None], answers[rows, 2:]], 1)
+    likeliest, _ = few.top(1)
+    of = torch.stack(
+        [answers[rows, 0], micro.plan.position_ids[rows] + 1, answers[rows, 1], likeliest[:, 0] == ids[:, 0]]
+    )
+    return torch.cat([of.T, logprobs(few, ids).masked_fill(ids < 0, torch.nan)], 1).double()[ids[:, 0] != IGNORE]
+
+
+def recall(sample: Sample, rows: np.ndarray) -> Iterator[Record]:
+    answers = np.split(rows, np.flatnonzero(np.diff(rows[:, 2])) + 1)
+    chosen, chance = [], []
+    for row in rows[~np.isnan(rows[:, 5])]:
+        own, *others = row[4:][~np.isnan(row[4:])]
+        ties = sum(other == own for other in others)
+        chosen.append((own >= max(others)) / (1 + ties))
+        chance.append(1 / (1 + len(others)))
+    yield {
+        "task": sample.task,
+        "length": sample.length,
+        "depth": sample.depth,
+        "exact": float(np.mean([answer[:, 3].all() for answer in answers])),
+        "score": float(np.mean(chosen)),
+        "chance": float(np.mean(chance)),
+        "loss": float(-rows[:, 4].mean()),
+    }
+
+
+def means(records: Iterable[Record]) -> list[tuple[tuple[str, int], dict[str, float]]]:
+    """Of each task and length the means of its records' numbers."""
+    grouped: dict[tuple[str, int], list[Record]] = {}
+    for record in records:
+        grouped.setdefault((record["task"], record["length"]), []).append(record)
+    names = ("exact", "score", "chance", "loss")
+    return [
+        (of, {name: float(np.mean([record[name] for record in some])) for name in names if name in some[0]})
+        for of, some in grouped.items()
+    ]
+
+
+def by_position(sample: Sample, rows: np.ndarray) -> Iterator[Record]:
+    """Of the positions 1, 2–3, 4–7, …, keyed by the first."""
+    bins = np.log2(rows[:, 1]).astype(int)
+    for i in np.unique(bins):
+        loss = float(-rows[bins == i, 4].mean())
+        yield {"task": sample.task, "length": sample.length, "depth": None, "position": 2 ** int(i), "score": loss}
