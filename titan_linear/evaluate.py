@@ -22,20 +22,12 @@ from titan_linear.commands import command_parser, table
 from titan_linear.config import Config, check_config, load_config
 from titan_linear.distributed.ending import report
 from titan_linear.distributed.groups import host_group, process_group
-from titan_linear.distributed.process import own_device, refusing, under_launcher
+from titan_linear.distributed.process import refusing, under_launcher
 from titan_linear.launch import run_workers, this_node
-from titan_linear.run.build import (
-    build_dims,
-    build_model,
-    build_sharding,
-    mixed_precision,
-    model_config,
-    open_tokenizer,
-)
+from titan_linear.run.build import model_config, open_tokenizer
 from titan_linear.run.evaluate import Examination, Record, means, open_prompts
 from titan_linear.run.preflight import check_evaluation, check_model
-from titan_linear.run.start import build_checkpointer, set_first_weights
-from titan_linear.score import config_for
+from titan_linear.score import Scorer, config_for
 from titan_linear.storage.files import open_own
 from titan_linear.storage.rundir import EVALUATION, json_line
 
@@ -70,12 +62,9 @@ def work(output: str, config: Config) -> int:
 
 def examined(config: Config) -> list[Record]:
     """What each prompt has shown, on rank 0."""
-    device, host, tokenizer = own_device(), host_group(), open_tokenizer(config)
-    dims = build_dims(config, device)
-    model = build_model(config, model_config(config, tokenizer), dims, device)
-    set_first_weights(config, model, build_checkpointer(config))
-    cut, precision = build_sharding(config, model.config, dims, device), mixed_precision(config, model, dims)
-    return Examination(config, model, dims, cut, precision, host, open_prompts(config, tokenizer)).run()
+    host, own = host_group(), Scorer(config)
+    prompts = open_prompts(config, own.tokenizer)
+    return Examination(config, own.model, own.dims, own.cut, own.precision, host, prompts).run()
 
 
 def step_of(config: Config) -> int:

@@ -104,7 +104,7 @@ class Examination:
             rows = self.model(
                 micro.tokens,
                 micro.plan,
-                loss=partial(_answered, micro=micro),
+                loss=partial(_answered, micro=micro, vocab_size=self.prompts.tokenizer.vocab_size),
                 loss_chunk=self.config.training.loss_chunk_size,
             )
         return rows[: 0 if self.dims.tp_ranks.rank else len(rows)].cpu().numpy()
@@ -117,7 +117,7 @@ class Examination:
                 yield int(of[0, 0]), list((by_position if sample.task == LOSS else recall)(sample, of))
 
 
-def _answered(logits: ChunkedLogits, micro: MicroBatch) -> Tensor:
+def _answered(logits: ChunkedLogits, micro: MicroBatch, vocab_size: int) -> Tensor:
     """Of each label [n, 5 + others] float64: prompt, position, which answer, whether it is the likeliest token, its
     log p, and those of the tokens in its place (NaN: none)."""
     answers, labels = micro.columns["answers"][0], micro.labels[0]
@@ -125,7 +125,7 @@ def _answered(logits: ChunkedLogits, micro: MicroBatch) -> Tensor:
     rows[0] = True  # no kernel runs on no rows
     few = replace(logits, x=logits.x[rows], more=(), token_losses=None)
     ids = torch.cat([labels[rows, None], answers[rows, 2:]], 1)
-    likeliest, _ = few.top(1)
+    likeliest, _ = few.top(1, vocab_size)
     of = torch.stack(
         [answers[rows, 0], micro.plan.position_ids[rows] + 1, answers[rows, 1], likeliest[:, 0] == ids[:, 0]]
     )
