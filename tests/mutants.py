@@ -57,7 +57,7 @@ MUTANTS = [
     Mutant("of.token_losses[tokens] =", "of.token_losses[: len(none)] =", "ops/test_cross_entropy.py"),
     Mutant("inside = at < ends", "inside = at < len(ends)", "models/test_mtp.py"),
     Mutant("if torch.is_grad_enabled() else (own,)", "if False else (own,)", "models/test_mtp.py"),
-    Mutant("torch.cat([x, h], -1), plan, caches", "torch.cat([h, x], -1), plan, caches", "models/test_mtp.py"),
+    Mutant("torch.cat([token, h], -1), plan, caches", "torch.cat([h, token], -1), plan, caches", "models/test_mtp.py"),
     Mutant("keepdim=True) + 1e-6)).to", "keepdim=True) + 1e-5)).to", "ops/test_delta_rule.py"),
     Mutant("(ranks[::-1] if mirrored[s] else ranks)", "ranks", "test_attention_cp.py: nodes_on"),
     Mutant("step * self.stride", "step", "test_attention_cp.py: nodes_on"),

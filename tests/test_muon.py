@@ -217,7 +217,7 @@ def refused(rank, world_size):
 
 
 def test_a_cut_that_no_rank_can_undo_is_refused(worlds):
-    said = r"optimizer.name = 'muon': layers.0.x \[2, 4, 3, 5\] is cut along dimension 1, so that no rank can gather"
+    said = r"optimizer.name = 'muon': layers.0.x \[2, 4, 3, 5\] is cut by S\(1\), so that no rank can gather"
     for line in worlds(2).run(refused):
         assert re.match(said, line) and "\n" not in line
 

@@ -175,7 +175,7 @@ def _read_command_line(argv: list[str]) -> dict[str, dict[str, Any]]:
 
 def _keys_in_tables(argv: list[str]) -> list[str]:
     """The options that are a mixer's table or a key of a table, model.kda and model.kda.heads, each once."""
-    found = {}
+    found: dict[str, None] = {}
     for option, following in zip(argv, [*argv[1:], ""]):
         name, equals, value = option.removeprefix("--").partition("=")
         value = value if equals else following

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from operator import getitem
 from pathlib import Path
 from textwrap import shorten
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ def apply_compile(model: Decoder, backend: str) -> None:
     What lies between products and our operators (norms, gates, activations) is computed again in backward.
     """
     compiler = _compiler(backend)
-    codes = {}
+    codes: dict[object, CodeType] = {}
     for i, layer in enumerate(model.layers):
         kind = layer.options.name
         experts = model.config.has_experts(i)

@@ -110,4 +110,5 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         check_first_derivative()
-        return all_to_all(grad.contiguous(), *ctx.sizes, ctx.group), None, None, None, None
+        send, receive = ctx.sizes
+        return all_to_all(grad.contiguous(), send, receive, ctx.group), None, None, None, None

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -83,7 +83,8 @@ def on_rank_0(work: Callable[[], T], host: dist.ProcessGroup) -> T:
     Raises:
         Any error of `work`, on rank 0, which has to report it; SystemExit with its exit code on the others.
     """
-    outcome, raised = [None, None], None  # result, exit code
+    outcome: list[Any] = [None, None]  # result, exit code
+    raised = None
     if dist.get_rank() == 0:
         try:
             outcome[0] = work()

@@ -35,8 +35,8 @@ class Watch(threading.Thread):
     """Leaves when another rank has failed or does not answer; reports a late collective, once, together with those of
     the other ranks. Meanwhile this rank's main thread may wait for ever."""
 
-    def __init__(self, folder: Path, store: dist.Store, timeout: float):
-        """timeout: that of training, in seconds. store: one of all ranks."""
+    def __init__(self, folder: Path, store: Any, timeout: float):
+        """timeout: that of training, in seconds. store: `dist.Store` of all ranks."""
         super().__init__(daemon=True)
         # A connection of its own: the main thread may hold the other one while it waits for a key.
         self.folder = folder
@@ -129,7 +129,7 @@ class Watch(threading.Thread):
 def recorders() -> dict[str, Callable[..., bytes]]:
     """Functions that dump this process's recorders, by name: that of collectives on its device, and with a GPU also
     gloo's."""
-    module = torch._C._distributed_c10d
+    module: Any = torch._C._distributed_c10d
     if torch.cuda.is_available():
         return {"rank": module._dump_nccl_trace, "gloo": module._dump_fr_trace}
     return {"rank": module._dump_fr_trace}

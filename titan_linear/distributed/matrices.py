@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 Apply = Callable[[list[Tensor]], list[Tensor]]  # to matrices, of any shapes
 
@@ -162,13 +162,13 @@ def parts_of(name: str, stack: Tensor, ranks: int) -> dict[int, Part]:
         for i, (n, placement) in enumerate(zip(mesh.shape, stack.placements, strict=True)):
             if isinstance(placement, Replicate):
                 copy = copy * n + where[i]
-            elif placement.dim not in (0, stack.dim() - 2, stack.dim() - 1):
-                raise ValueError(
-                    f"optimizer.name = 'muon': {name} {list(stack.shape)} is cut along dimension {placement.dim}, so "
-                    "that no rank can gather its matrices; use 'AdamW', or cut it along its first or last two"
-                )
-            else:
+            elif isinstance(placement, Shard) and placement.dim in (0, stack.dim() - 2, stack.dim() - 1):
                 bounds[placement.dim] = _chunk(*bounds[placement.dim], n, where[i])
+            else:
+                raise ValueError(
+                    f"optimizer.name = 'muon': {name} {list(stack.shape)} is cut by {placement}, so that no rank can "
+                    "gather its matrices; use 'AdamW', or cut it along its first or last two dimensions"
+                )
         start, stop = bounds[0] if stack.dim() > 2 else (0, 1)
         rows, columns = (slice(*pair) for pair in bounds[-2:])
         found[int(mesh[where])] = Part(copy, range(start * each, stop * each), rows, columns)

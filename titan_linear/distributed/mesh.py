@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -24,7 +25,7 @@ class ParallelDims:
     ep: int  # neighbouring ranks of dp_shard × cp that share the experts out
     mesh: DeviceMesh  # dp_replicate, dp_shard, cp, tp
     fsdp_mesh: DeviceMesh  # what FSDP shards over; where shards have copies (HSDP), with replicate before it
-    expert_mesh: DeviceMesh | None  # replicate, expert_shard, ep, tp: the same ranks; None: ep is 1
+    expert_mesh: Any  # DeviceMesh: replicate, expert_shard, ep, tp: the same ranks; None: ep is 1
     data_group: dist.ProcessGroup  # dp_replicate × dp_shard × cp: the ranks that have the same part of each tensor
     cpu_offload: bool = False  # FSDP2's shards of the parameters lie in the host's memory
 
@@ -78,7 +79,7 @@ class ParallelDims:
         return Ranks(self.expert_mesh.get_group("ep").group_name, self.ep, self.expert_mesh.get_local_rank("ep"))
 
     @property
-    def groups(self) -> list[dist.ProcessGroup]:
+    def groups(self) -> list[dist.ProcessGroup | None]:
         """All groups in which ranks train."""
         experts = self.expert_mesh.get_all_groups() if self.expert_mesh else []
         meshes = [*self.mesh.get_all_groups(), *self.fsdp_mesh.get_all_groups(), *experts]

@@ -69,7 +69,8 @@ def take_turns(work: Sequence[Callable[[], T]]) -> list[T]:
 
     The last rank is the caller's thread: torch 2.11 may crash where another than the main thread compiles.
     """
-    turns, results = Turns(len(work)), [None] * len(work)
+    turns = Turns(len(work))
+    results: list[Any] = [None] * len(work)
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def run(rank: int) -> None:
@@ -268,7 +269,7 @@ class LocalGroup(dist.ProcessGroup):
     """One rank's view of a group in this process; `torch.distributed` calls these methods."""
 
     def __init__(self, shared: Shared, rank: int):
-        super().__init__(rank, shared.size)
+        super().__init__(rank, shared.size)  # type: ignore[call-arg]  # its annotations lack this one
         self._shared, self._rank, self._count = shared, rank, 0
         self.node_size = gcd(shared.size, 8)  # ranks per node, which decides by what way things travel
         # Each rank's view has a name of its own, so that looking up a group by its name finds this rank's.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -96,7 +97,11 @@ def apply_fsdp(model: Decoder, dims: ParallelDims, policy: MixedPrecisionPolicy,
     queued read them there, so it writes to them only after it has waited for the device (`update`).
     """
     policy = replace(policy, cast_forward_inputs=False)
-    options = {"mesh": dims.fsdp_mesh, "mp_policy": policy, "ignored_params": set(replicated_parameters(model))}
+    options: dict[str, Any] = {
+        "mesh": dims.fsdp_mesh,
+        "mp_policy": policy,
+        "ignored_params": set(replicated_parameters(model)),
+    }
     if dims.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=dims.mesh.device_type == "cuda")
     for layer in model.layers:

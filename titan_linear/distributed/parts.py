@@ -34,7 +34,7 @@ class Parts:
             if dim is not None:
                 shape[dim] *= mesh.size(i)
         if isinstance(local, DTensor):
-            local, sharding = local.to_local(), local.placements
+            sharding, local = local.placements, local.to_local()
         placements = [*(Replicate() if dim is None else Shard(dim) for dim in dims), *sharding]
         whole = torch.empty(shape, device="meta")
         meta = TensorMeta(whole.shape, whole.stride(), local.dtype)

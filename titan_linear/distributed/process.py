@@ -106,7 +106,7 @@ class _Escaping(_Around):
         return len(text)
 
 
-def unescaped(stream: TextIO) -> TextIO:
+def unescaped(stream: TextIO) -> Any:
     """The stream to write to what is certain to be the program's own, colours included."""
     return stream.stream if isinstance(stream, _Escaping) else stream
 

@@ -91,7 +91,7 @@ def _summed(x: Tensor, ranks: Ranks) -> Tensor:
     return scatter_tokens(x, ranks) if torch.is_grad_enabled() else sum_over_ranks(x, ranks)
 
 
-def _on_all_tokens(module: nn.Module, x: Tensor, *arguments: object) -> Tensor | Output:
+def _on_all_tokens(module: nn.Module, x: Tensor, *arguments: object) -> Any:
     """A mixer or an MLP. The values that a mixer hands to later layers are of this rank's heads, and of all tokens."""
     out = type(module).forward(module, _gathered(x, module.ranks), *arguments)
     if isinstance(out, Tensor):

@@ -4,6 +4,7 @@ others, which should compile nothing."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 
@@ -60,7 +61,7 @@ class Compilation(Hook):
         """One rank may take long at the disk while others wait in a collective."""
         return without_timeout(self.dims.groups, self.host, self._timeout)
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self) -> Mapping[str, float]:
         return self.graphs.counts() if self.graphs else {}
 
     @property

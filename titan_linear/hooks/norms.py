@@ -65,7 +65,8 @@ def update_squares(optimizer: AdamW, parameters: list[nn.Parameter], device: tor
 
 def _at_once(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Split into lists of at most `AT_ONCE` elements, or of one parameter."""
-    part, elements = [], 0
+    part: list[nn.Parameter] = []
+    elements = 0
     for p in parameters:
         number = local_tensor(p).numel()
         if part and elements + number > AT_ONCE:
@@ -78,7 +79,7 @@ def _at_once(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 def _adamw_directions(
     group: dict[str, Any], state: dict[nn.Parameter, dict[str, Tensor]], own: list[nn.Parameter]
-) -> list[Tensor]:
+) -> tuple[Tensor, ...]:
     """m̂ / (√v̂ + ε) of parameters of one group."""
     moments = [[local_tensor(state[p][name]) for p in own] for name in ("exp_avg", "exp_avg_sq")]
     step = state[own[0]]["step"].double()

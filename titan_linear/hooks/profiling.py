@@ -94,7 +94,8 @@ class MemorySnapshots(Hook):
     def __enter__(self) -> MemorySnapshots:
         if self.config.profiling.enable_memory_snapshot and torch.cuda.is_available():
             torch.cuda.memory._record_memory_history(max_entries=EVENTS)
-            torch._C._cuda_attach_out_of_memory_observer(self._out_of_memory)  # for good: it cannot be detached
+            own: Any = torch._C
+            own._cuda_attach_out_of_memory_observer(self._out_of_memory)  # for good: it cannot be detached
         self.previous = signal.signal(signal.SIGUSR1, self._note)
         return self
 

@@ -222,7 +222,7 @@ class Telemetry(Hook):
     def named(self, numbers: list[float]) -> Observed:
         """What was seen, from `sums` on the host. Means of nothing are left out."""
         rows = torch.tensor(numbers, dtype=torch.float64).view(self.dims.tp, -1)
-        seen = {}
+        seen: Observed = {}
         start = 0
         for (quantity, where), part in self._parts.items():
             size = part.values.numel()

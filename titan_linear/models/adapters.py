@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -86,7 +87,8 @@ def placements(config: ModelConfig, family: str, on_disk: Shapes | None = None) 
             message lists them all.
     """
     ours = shapes_of(config)
-    done, problems, used = {}, [], set()
+    done: dict[str, Placement] = {}
+    problems, used = [], set()
     for spellings in _layouts(config, family, ours, on_disk):
         layout = _spelling(spellings, on_disk)
         problems += [] if on_disk is None else _wrong(layout, on_disk)
@@ -163,11 +165,11 @@ def mtp_depth(config: Mapping[str, object]) -> int:
     return _depth(FAMILIES[config_from_hf(config)[0]], config)
 
 
-def _depth(family: Family, config: Mapping[str, object]) -> int:
+def _depth(family: Family, config: Mapping[str, Any]) -> int:
     return (family.mtp and _text(config).get(family.mtp.key, family.mtp.implied)) or 0
 
 
-def _text(config: Mapping[str, object]) -> dict[str, object]:
+def _text(config: Mapping[str, Any]) -> dict[str, Any]:
     """The language model's keys, which may be in text_config; transformers reads tie_word_embeddings outside of it."""
     outside = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
     return {**config, **(config.get("text_config") or {}), **outside}

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from types import GenericAlias
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -271,7 +271,7 @@ def _validator(kind: type) -> TypeAdapter:
 def mistake(model: ModelConfig) -> str | None:
     """What no model can have, worded for a message: a value of another type than its option, too small or too large, or
     values that contradict each other; None if there is nothing."""
-    mixers = [mixer for entry in model.pattern for mixer in mixers_of(entry)]
+    mixers: list[Any] = [mixer for entry in model.pattern for mixer in mixers_of(entry)]
     for part in (model, *mixers):
         owner = getattr(part, "name", "the model's")
         try:
@@ -296,7 +296,9 @@ def mistake(model: ModelConfig) -> str | None:
 def differences(ours: ModelConfig, theirs: ModelConfig) -> dict[str, tuple[object, object]]:
     """Where two models differ as functions: option -> (ours, theirs). Options of training do not count."""
     kinds = [tuple(layer.name for layer in model.layers) for model in (ours, theirs)]
-    pairs = [("", *({**_without_mixers(model), "layers": kind} for model, kind in zip((ours, theirs), kinds)))]
+    pairs: list[Any] = [
+        ("", *({**_without_mixers(model), "layers": kind} for model, kind in zip((ours, theirs), kinds)))
+    ]
     if kinds[0] == kinds[1]:
         of_both = ((m for layer in model.layers for m in layer.mixers) for model in (ours, theirs))
         pairs += [(f"{a.name}.", vars(a), vars(b)) for a, b in zip(*of_both)]

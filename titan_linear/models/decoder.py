@@ -244,7 +244,8 @@ class Decoder(nn.Module):
             loss = partial(ChunkedLogits.sum, ids=labels.flatten(), terms=cross_entropy)
         learns = loss is not None and torch.is_grad_enabled()
         later = plan.later if learns else None
-        x, embedded = self.embedded(tokens if later is None else torch.cat([tokens, later.tokens])), ()
+        x = self.embedded(tokens if later is None else torch.cat([tokens, later.tokens]))
+        embedded: list[Tensor] = []
         if later is not None:
             x, *embedded = x.split(len(tokens))
         between = Between()
@@ -252,8 +253,8 @@ class Decoder(nn.Module):
 
         def further(h: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
             """Each depth goes on from the hidden states of the one before."""
-            for depth, (x, *targets) in enumerate(zip(embedded, later.labels, later.weights, strict=True)):
-                h = self.through(self.predictor(depth), torch.cat([x, h], -1), plan, caches, between)
+            for depth, (token, *targets) in enumerate(zip(embedded, later.labels, later.weights, strict=True)):
+                h = self.through(self.predictor(depth), torch.cat([token, h], -1), plan, caches, between)
                 yield h, *targets
 
         out = self.head(

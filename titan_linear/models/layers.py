@@ -104,8 +104,7 @@ def add_low_rank(y: Tensor, low: Tensor, *projections: Projection) -> Tensor:
         B = low.new_zeros(len(p.weight), rank) if p.lora is None else p.lora_B
         rows.append(F.pad(B, (i * rank, (len(downs) - 1 - i) * rank)))  # [outputs, Σ r]
     factor = next(p.lora.factor for p in projections if p.lora)
-    flat = (x.reshape(-1, x.shape[-1]) for x in (y, low))
-    return torch.addmm(*flat, torch.cat(rows).T, alpha=factor).view_as(y)
+    return torch.addmm(y.flatten(0, -2), low.flatten(0, -2), torch.cat(rows).T, alpha=factor).view_as(y)
 
 
 def _downs(projections: Sequence[Projection]) -> list[Projection]:

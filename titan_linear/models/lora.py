@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -31,7 +32,7 @@ def add_adapters(model: nn.Module, options: Adapter) -> None:
     extra = fitting(others, options.extra)
     for name, p in model.named_parameters():
         p.requires_grad_(name in extra)
-    first = {}
+    first: dict[str, str] = {}
     for names in options.shared:
         together = [name for name in names if name in targets]
         first |= dict.fromkeys(together, together[0] if together else "")
@@ -44,7 +45,7 @@ def _add(model: nn.Module, name: str, first: str, options: Adapter) -> None:
     weight = model.get_parameter(name)
     *outer, outputs, inputs = weight.shape
     owner, _, leaf = name.rpartition(".")
-    module = model.get_submodule(owner)
+    module: Any = model.get_submodule(owner)
     A, B = (lora_name(leaf, part) for part in "AB")
     if first == name:
         setattr(module, A, nn.Parameter(weight.new_empty(*outer[:1], options.rank, inputs)))

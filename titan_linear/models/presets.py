@@ -92,7 +92,7 @@ def _name(entry: Entry) -> str:
     return entry if isinstance(entry, str) else BESIDE.join(mixer.name for mixer in mixers_of(entry))
 
 
-def _entry(entry: Entry | str, bases: Mapping[str, MixerOptions], given: Mapping[str, Any]) -> Entry:
+def _entry(entry: Entry | str, bases: Mapping[str, MixerOptions], given: Mapping[str, Any]) -> Any:
     """An entry of a pattern, or the mixers that its name has of `bases`, with the options that the keys give."""
     if entry in ALONE:
         return entry
@@ -101,13 +101,13 @@ def _entry(entry: Entry | str, bases: Mapping[str, MixerOptions], given: Mapping
     return mixers if len(mixers) > 1 else mixers[0]
 
 
-def _mixer(base: MixerOptions | str, given: Mapping[str, Any]) -> MixerOptions:
+def _mixer(base: MixerOptions | str, given: Mapping[str, Any]) -> Any:
     """A mixer with the options that the keys give; a name stands for one without a base."""
-    name, base = (base, None) if isinstance(base, str) else (base.name, base)
-    return _with_options(MIXERS[name], base, given.get(name, {}), f"model.{name}")
+    name = base if isinstance(base, str) else base.name
+    return _with_options(MIXERS[name], None if isinstance(base, str) else base, given.get(name, {}), f"model.{name}")
 
 
-def _with_options(kind: type[Options], base: Options | None, given: Mapping[str, Any], where: str) -> Options:
+def _with_options(kind: type[Options], base: Any, given: Mapping[str, Any], where: str) -> Options:
     """`base`, or without it the defaults, with the given options, of which "" stands for None. where: the table's name
     in messages."""
     known = {field.name: field for field in fields(kind)}

@@ -95,7 +95,8 @@ class Rates:
 def _tflops(rates: list[tuple[float, float]], size: Size) -> float:
     """The rate of products of this size: rates are by the smallest of the three."""
     known = sorted((math.log2(width), rate) for width, rate in rates)
-    return float(np.interp(math.log2(min(size)), *zip(*known, strict=True)))
+    sizes, measured = zip(*known, strict=True)
+    return float(np.interp(math.log2(min(size)), sizes, measured))
 
 
 def shipped() -> dict[str, Path]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -91,7 +91,7 @@ def sum_as_fsdp(model: Decoder, dims: LocalDims) -> None:
 def whole_gradients(parts: Sequence[tuple[LocalDims, Decoder]]) -> list[tuple[int, dict[str, Tensor]]]:
     """Join every parameter's gradient from the ranks that hold its parts: (first rank, gradients) for each set of ranks
     that together hold all of them."""
-    sets = {}
+    sets: dict[int, list[tuple[LocalDims, Decoder]]] = {}
     for dims, model in parts:  # a set: the ranks of one ep group, with all their tp ranks
         sets.setdefault(dims.rank // (dims.ep * dims.tp), []).append((dims, model))
     return [(ranks[0][0].rank, _joined(ranks)) for ranks in sets.values()]
@@ -99,8 +99,8 @@ def whole_gradients(parts: Sequence[tuple[LocalDims, Decoder]]) -> list[tuple[in
 
 def _joined(ranks: list[tuple[LocalDims, Decoder]]) -> dict[str, Tensor]:
     tp, joined = ranks[0][0].tp, {}
-    parts = ranks[0][1].parts
-    grads = [{name: p.grad for name, p in model.named_parameters()} for _, model in ranks]
+    parts: Any = ranks[0][1].parts
+    grads: list[dict[str, Any]] = [{name: p.grad for name, p in model.named_parameters()} for _, model in ranks]
     for name, grad in grads[0].items():
         if grad is None:
             continue

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,7 +63,7 @@ class Subject:
         """All streams of a step, as one rank would take them."""
         return next(iter(self.loader(0, 1, STREAMS * self.degrees.dp)))
 
-    def loader(self, dp_rank: int, dp: int, local: int = STREAMS) -> Iterator[Batch]:
+    def loader(self, dp_rank: int, dp: int, local: int = STREAMS) -> Iterable[Batch]:
         """A data-parallel rank's batches of `local` streams, from the first step on."""
         streams = MoreDocuments(self.streams)
         step = STREAMS * self.degrees.dp
@@ -268,7 +269,7 @@ def _fewer_experts(moe: MoEConfig, factor: int, tp: int, ep: int) -> MoEConfig:
     return replace(fewer, hidden_dim=_divided(moe.hidden_dim, factor, tp), shared_hidden_dim=shared)
 
 
-def _fewer_heads(mixer: MixerOptions, factor: int, config: Config) -> MixerOptions:
+def _fewer_heads(mixer: Any, factor: int, config: Config) -> MixerOptions:
     """Keep a fraction of all heads, at least four, if ranks can still split them; heads stay as wide."""
     p = config.parallelism
     names = ("heads", "v_heads", "kv_heads", "groups")

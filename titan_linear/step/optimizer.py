@@ -127,7 +127,7 @@ def build_optimizer(model: nn.Module, config: Optimizer) -> AdamW:
 def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
     """The matrices between embedding and head, and stacks of them, by name: weights of linear layers, and what modules
     name in `hidden_matrices`."""
-    found = {}
+    found: dict[str, nn.Parameter] = {}
     for path, module in model.named_modules():
         names = ("weight",) if isinstance(module, nn.Linear) else getattr(module, "hidden_matrices", ())
         found |= {f"{path}.{name}": getattr(module, name) for name in names}
@@ -212,7 +212,7 @@ def _rows(flat: Tensor) -> list[Tensor]:
     return rows
 
 
-def update(optimizer: torch.optim.AdamW, numbers: StepNumbers, lr: float, max_norm: float) -> None:
+def update(optimizer: Any, numbers: StepNumbers, lr: float, max_norm: float) -> None:
     """Do one step with gradients clipped to a 2-norm of max_norm, unless loss or norm is not finite: then neither
     weights nor moments change. The optimizer's own kernels decide that on the device; the host need not know the
     numbers yet. With offload the host waits for them, and so for every copy of a parameter that the device has yet to

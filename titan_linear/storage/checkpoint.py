@@ -250,9 +250,9 @@ class Checkpointer:
                 manifest, altered = self._fill(tmp, state, progress, planner)
             if altered:
                 raise OSError(altered)
-            self._together(lambda: self.rank == 0 and self._commit(step, tmp, manifest))
+            self._first(lambda: self._commit(step, tmp, manifest))
             self._saved = (step, "optimizer" in state)
-            self._together(lambda: self.rank == 0 and self.prune(step))
+            self._first(lambda: self.prune(step))
         except (OSError, RuntimeError, dcp.CheckpointException) as failure:  # the same on every rank
             if peer_is_lost(failure):
                 raise
@@ -270,17 +270,23 @@ class Checkpointer:
         """Write everything but the manifest; return that, on rank 0 with the tensors, and which files the disk
         altered."""
         content = (progress.model_dump_json(indent=2) + "\n").encode()
-        self._together(lambda: self.rank == 0 and self._prepare(tmp, content))
+        self._first(lambda: self._prepare(tmp, content))
         # It would sync before its last block is written. What is in host memory already is not read ahead: that waits
         # for what the device does meanwhile, which waits for the other ranks, and one of them may be waiting for us.
         ahead = 0 if self._thread else READ_AHEAD
+        files = _Summed()
         writer = _Writer(tmp, sync_files=False, per_thread_copy_ahead=ahead)
+        writer.fs = files
         dcp.save(state, storage_writer=writer, planner=planner, process_group=self.group)
-        own = writer.fs.written | ({PROGRESS: checksum(content)} if self.rank == 0 else {})
+        own = files.written | ({PROGRESS: checksum(content)} if self.rank == 0 else {})
         parts = self._together(lambda: (own, self._sync(tmp, own)))
         files = {name: entry for part, _ in parts for name, entry in part.items()}
         manifest = Manifest.model_construct(files=files, tensors=writer.tensors)
         return manifest, "; ".join(f"rank {rank}: {names}" for rank, (_, names) in enumerate(parts) if names)
+
+    def _first(self, work: Callable[[], None]) -> None:
+        """Run `work` on rank 0, as `_together` does."""
+        self._together(work if self.rank == 0 else lambda: None)
 
     def _together(self, work: Callable[[], Any]) -> list[Any]:
         """Run `work` on every rank; return their results in rank order. An error of any rank is raised on all."""

@@ -269,7 +269,8 @@ class RowReader:
     """Reads rows of a folder's tensors; a file is mapped into memory from its first use until `files` closes."""
 
     def __init__(self, folder: Folder, files: ExitStack):
-        self.folder, self.files, self.open = folder, files, {}
+        self.folder, self.files = folder, files
+        self.open: dict[Path, Any] = {}
 
     def fill(self, placement: Placement, local: Tensor, offsets: tuple[int, ...]) -> None:
         """Fill `local`, the part of the placement's parameter that begins at `offsets`."""

@@ -192,7 +192,7 @@ def _config_json(
     longest: int,
 ) -> dict[str, Any]:
     changes = dict(extra) if dtype is None else {**extra, "dtype": short(dtype)}
-    config = dict(source.config) if source else config_to_hf(family, model)
+    config: dict[str, Any] = dict(source.config) if source else config_to_hf(family, model)
     tables = [config]
     if isinstance(config.get("text_config"), dict):  # from which transformers opens the language model alone
         config["text_config"] = dict(config["text_config"])
@@ -282,7 +282,8 @@ def _write_rows(tensors: Mapping[str, OnDisk], placement: Placement, parameter: 
 
 def _write_header(file: Path, plan: Mapping[str, Planned]) -> None:
     """Create a safetensors file in its full size, whose tensors are still holes."""
-    header, end = {"__metadata__": {"format": "pt"}}, 0
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
     for name, tensor in plan.items():
         header[name] = {"dtype": tensor.code, "shape": list(tensor.shape), "data_offsets": [end, end + tensor.size]}
         end += tensor.size

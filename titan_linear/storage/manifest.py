@@ -118,7 +118,8 @@ class Reader(dcp.FileSystemReader):
     @cached_property
     def metadata(self) -> Metadata:
         """What is in the folder. Unreadable: its manifest is missing or damaged."""
-        tensors, where = {}, {}
+        tensors = {}
+        where: dict[MetadataIndex, Chunk] = {}
         for name, stored in read_manifest(Path(self.path)).tensors.items():
             chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in stored.chunks]
             size = torch.Size(stored.size)

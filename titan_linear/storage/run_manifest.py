@@ -69,7 +69,7 @@ def _cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _git_commit() -> dict[str, Any] | None:
+def _git_commit() -> Any:
     """The commit of this source tree, and whether it has changes; None for an installed package or without git."""
     package = Path(__file__).parents[1]
     if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:

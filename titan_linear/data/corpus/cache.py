@@ -97,7 +97,12 @@ class Texts:
     @cached_property
     def encoder(self) -> Encoder:
         """What encodes documents: for texts the tokenizer, for conversations a `RecordEncoder`."""
-        makers = {"messages": Conversations, "completion": Completions, "tokens": Ids, "preference": Preferences}
+        makers: dict[str, type] = {
+            "messages": Conversations,
+            "completion": Completions,
+            "tokens": Ids,
+            "preference": Preferences,
+        }
         return self.tokenizer if self.dataset_format == "text" else makers[self.dataset_format](self.tokenizer)
 
     @property
@@ -155,7 +160,7 @@ def open_corpus(texts: Texts, *, cache_dir: Path | None = None, with_paths: bool
     """
     t = texts
     if t.dataset == "tokens":
-        folder = Path(os.path.expanduser(t.path)).absolute()
+        folder = Path(os.path.expanduser(t.path or "")).absolute()
         if not folder.is_dir():
             raise ValueError(
                 f"{t.path_key} = {t.path!r}: no such folder; give a corpus's (titan-linear corpus writes one)"

@@ -131,10 +131,10 @@ class Preferences:
         self._chats = Conversations(tokenizer) if has_template else None
         self.fingerprint = f"preference-1 {self._chats.fingerprint if self._chats else ''}"
 
-    def encode_batch(self, records: Sequence[Record]) -> list[list[MaskedTokens] | str]:
+    def encode_batch(self, records: Sequence[Record]) -> list[list[Any] | str]:
         return [self._encode(record) for record in records]
 
-    def _encode(self, record: Record) -> list[MaskedTokens] | str:
+    def _encode(self, record: Record) -> list[Any] | str:
         prompt, texts = record.get("prompt"), [record["chosen"], record["rejected"]]
         if isinstance(texts[0], str):
             pair = self._texts.encode_batch([{"prompt": prompt or "", "completion": text} for text in texts])
@@ -160,16 +160,18 @@ class Conversations:
     ValueError: the tokenizer has none, or it is not a valid template.
     """
 
+    fingerprint: str
+
     def __init__(self, tokenizer: Tokenizer):
-        found = tokenizer.chat_templates if isinstance(tokenizer, HuggingFaceTokenizer) else {}
-        sources = {name: found[name] for name in ("default", "tool_use") if name in found}
-        if "default" not in sources:
+        if not (isinstance(tokenizer, HuggingFaceTokenizer) and "default" in tokenizer.chat_templates):
             raise ValueError(
                 "training.dataset_format = 'messages' takes a chat template, and the tokenizer has none; set "
                 "model.tokenizer_path to a folder with one (chat_template in tokenizer_config.json, or a "
                 "chat_template.jinja beside tokenizer.json: docs/data.md has an example), or use 'completion'"
             )
-        self._templates = {name: _Template(name, source) for name, source in sources.items()}
+        found = tokenizer.chat_templates
+        sources = {name: found[name] for name in ("default", "tool_use") if name in found}
+        self._templates: dict[str, _Template] = {name: _Template(name, source) for name, source in sources.items()}
         own = set().union(*(template.names for template in self._templates.values())) - {*NAMED_TOKENS}
         self._tokenizer, known = tokenizer, tokenizer.token_names
         self._names = {name: known[name] for name in (*NAMED_TOKENS, *sorted(own)) if name in known}
@@ -209,21 +211,21 @@ class Conversations:
         messages, whole = _with_arguments(write, messages)
         _check_all_written(write, messages, whole)
         if write.programs.marked is not None:
-            plain, answers = _cut_marks(write(messages, write.programs.marked))
+            plain, places = _cut_marks(write(messages, write.programs.marked))
             if plain != whole:
                 raise _Problem(
                     "the chat template changes what it has between {% generation %} and {% endgeneration %}; have it "
                     "change that inside of them"
                 )
             said = [weight for weight in weights if weight is not None]
-            if len(answers) != len(said):
+            if len(places) != len(said):
                 if set(said) != {1}:
                     raise _Problem(
                         f"a weight that is not 1, and no answer for each message of the role {ANSWERER!r}; {_REMEDY}"
                     )
-                said = [1.0] * len(answers)
-            return whole, [(*answer, weight) for answer, weight in zip(answers, said) if weight]
-        answers = []
+                said = [1.0] * len(places)
+            return whole, [(*place, weight) for place, weight in zip(places, said) if weight]
+        answers: Answers = []
         for i in compress(range(len(weights)), weights):
             prompt = write(messages[:i], add_generation_prompt=True)
             answered = write(messages[: i + 1])
@@ -440,8 +442,8 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        if self.environment.marks:
-            begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in self.environment.marks)
+        if marks := vars(self.environment)["marks"]:
+            begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in marks)
             body = [begin, *body, end]
         return nodes.Scope(body).set_lineno(line)
 

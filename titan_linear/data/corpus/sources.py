@@ -32,7 +32,7 @@ from collections.abc import Collection, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from pydantic import BaseModel, Field
 from pydantic_core import to_json
@@ -347,7 +347,7 @@ def _line(line: bytes, origin: str, size: float, fields: _Fields) -> Document:
 
 
 @contextmanager
-def _decompressed(raw: BinaryIO) -> Iterator[BinaryIO]:
+def _decompressed(raw: io.BufferedReader) -> Iterator[io.BufferedReader]:
     head = raw.peek(len(_ZSTD))
     if head.startswith(_ZSTD):
         import pyarrow as pa  # brings zstd with it: Python has its own from 3.14

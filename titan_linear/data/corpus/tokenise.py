@@ -10,7 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -50,7 +50,7 @@ def may_have_children() -> bool:
 
 def tokenise(
     encoder: Encoder, documents: Iterable[Document], num_workers: int
-) -> Iterator[tuple[Document, Tokens | str]]:
+) -> Generator[tuple[Document, Tokens | str], None, None]:
     """Each document with its tokens, or with the reason why it cannot have any. No eos is added to texts.
 
     Close it if you leave it before its end. ValueError: a worker was killed.
@@ -118,7 +118,7 @@ def _encode(encoder: Encoder, contents: Sequence[Any]) -> Encoded:
 def _in_order(workers: list[Connection], blocks: Iterator[Block]) -> Iterator[tuple[Block, Encoded]]:
     numbered = enumerate(blocks)
     idle = workers
-    at_work = {}  # worker → (number, block)
+    at_work: dict[Any, Any] = {}  # worker → (number, block)
     done: dict[int, tuple[Block, Encoded]] = {}
     following = 0  # the number of the block to yield next
     while True:

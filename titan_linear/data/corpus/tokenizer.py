@@ -57,13 +57,16 @@ class Tokenizer(Protocol):
     vocab_size: the largest id + 1 (ids may have holes, and a model must embed them all).
     eos_id: the token that ends a document, or None.
     fingerprint: changes whenever the tokens of some text may change.
-    summary: for the console: a line, and one for a warning if there is any.
     """
 
     vocab_size: int
     eos_id: int | None
     fingerprint: str
-    summary: str
+
+    @property
+    def summary(self) -> str:
+        """For the console: a line, and one for a warning if there is any."""
+        ...
 
     def encode(self, text: str) -> np.ndarray:
         """The tokens of a text, [n] integers, without eos. Raises ValueError if it cannot take the text; if that is not
@@ -96,7 +99,7 @@ class ByteTokenizer:
     """
 
     vocab_size = 257
-    eos_id = 256
+    eos_id: int | None = 256
     fingerprint = "bytes-257"
     summary = "tokenizer: none, bytes are tokens (model.tokenizer_path)"
 

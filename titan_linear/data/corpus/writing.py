@@ -342,7 +342,7 @@ def _sizes(journal: Journal, dtype: str) -> dict[str, int]:
 
 def _open_arrays(folder: Path, dtype: str, journal: Journal, stack: ExitStack) -> dict[str, BinaryIO]:
     """The files of _names, cut to what counts of them and open at their ends."""
-    files = {}
+    files: dict[str, Any] = {}
     for name, size in _sizes(journal, dtype).items():
         files[name] = stack.enter_context(open_own(folder / name, "ab"))
         files[name].truncate(size)  # extends new offsets.bin and files.bin, which begin with 0, to 8 zeros

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from titan_linear.models.families.keys import Json, Part
 from titan_linear.models.mixers import MIXERS
@@ -82,7 +83,9 @@ def read_family(name: str, keys: Part, own_tokenizer: OwnTokenizer | None) -> Fa
     """A family with what is in tensors/NAME.json: fields of `Family`. A table there has, for our parameters, each
     spelling of the tensors that they are: names, alone or in a table of fields of `Layout`."""
     file = Path(__file__).with_name("tensors") / f"{name}.json"
-    has = {field: tuple(x) if isinstance(x, list) else x for field, x in json.loads(file.read_text()).items()}
+    has: dict[str, Any] = {
+        field: tuple(x) if isinstance(x, list) else x for field, x in json.loads(file.read_text()).items()
+    }
     has |= {part: _parts(has[part]) for part in ("model", "mlp", "experts")}
     has["layers"] = {
         tuple(MIXERS[kind] for kind in kinds.split()): _parts(parts) for kinds, parts in has["layers"].items()

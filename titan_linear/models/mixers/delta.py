@@ -166,7 +166,8 @@ class KDAMixer(DeltaMixer):
         value_dim = options.v_heads * self.v_head_dim
         self.low_rank_gates = options.low_rank_gates
         rank = self.v_head_dim if self.low_rank_gates else config.dim
-        f_proj, g_proj = projection(rank, gate_dim), projection(rank, value_dim, options.gate_bias)
+        f_proj: Any = projection(rank, gate_dim)
+        g_proj: Any = projection(rank, value_dim, options.gate_bias)
         if self.low_rank_gates:
             f_proj, g_proj = (nn.Sequential(projection(config.dim, rank), second) for second in (f_proj, g_proj))
         self.f_proj, self.g_proj = f_proj, g_proj
@@ -174,11 +175,11 @@ class KDAMixer(DeltaMixer):
         self.dt_bias = nn.Parameter(torch.empty(gate_dim))
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        f_out, g_out = self.f_proj, self.g_proj
         f = g = x
+        f_out, g_out = self.f_proj, self.g_proj
         if self.low_rank_gates:
-            (f_in, f_out), (g_in, g_out) = f_out, g_out
-            f, g = project_each(x, f_in, g_in)
+            f, g = project_each(x, f_out[0], g_out[0])
+            f_out, g_out = f_out[1], g_out[1]
         return f_out(f).unflatten(-1, (-1, self.head_dim)), self.b_proj(x), g_out(g)
 
     def _log_decay(self, inputs: Inputs) -> Tensor:

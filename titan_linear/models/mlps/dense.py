@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,8 @@ class Dense(MLPOptions):
         return ShiftedReLU2(dim, self.hidden_dim, depth)
 
     def ops(self, dim: int, tp: int) -> OpDims:
-        return {"swiglu": {"swiglu": {}}, "relu2": {}, "shifted_relu2": SHIFT_OPS}[self.activation]
+        ops: dict[str, OpDims] = {"swiglu": {"swiglu": {}}, "relu2": {}, "shifted_relu2": SHIFT_OPS}
+        return ops[self.activation]
 
     @property
     def split_counts(self) -> dict[str, int]:
@@ -61,10 +62,9 @@ class SwiGLU(nn.Module):
         impl = self.implementations.get("swiglu", "auto")
         gate_up = project(x, self.gate_proj, self.up_proj)
         down = self.down_proj
-        options = impl, down.product, self.gate_factor
-        if down.lora is None:
-            return swiglu(gate_up, down.weight, *options)
-        return add_low_rank(*swiglu(gate_up, down.weight, *options, down.lora_A), down)
+        A = None if down.lora is None else down.lora_A
+        y: Any = swiglu(gate_up, down.weight, impl, down.product, self.gate_factor, A)
+        return y if A is None else add_low_rank(*y, down)
 
 
 class ReLU2(nn.Module):

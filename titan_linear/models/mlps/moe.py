@@ -86,7 +86,7 @@ class MoEConfig(MLPOptions):
             "I": self.hidden_dim // tp,
             "O": self.width(dim),
         }  # of the last product; the first has O, then 2 I or I
-        swiglu = {"swiglu": {}} if self.shared_hidden_dim and self.activation == "swiglu" else {}
+        swiglu: OpDims = {"swiglu": {}} if self.shared_hidden_dim and self.activation == "swiglu" else {}
         return {**swiglu, "expert_copies": {}, "grouped_linear": sizes}
 
     @property
@@ -214,6 +214,7 @@ class MoE(nn.Module):
         self.dispatch: Callable[..., LocalDispatch] = LocalDispatch
         self.implementations: dict[str, Choice] = {}
         # [E] int64, tokens sent to each expert in this step
+        self.loads: Tensor
         self.register_buffer("loads", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False)
 
     def forward(self, x: Tensor, plan: BatchPlan, cache: Cache = None) -> Output:
