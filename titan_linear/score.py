@@ -147,7 +147,8 @@ def score(folder: Path, scorer: Scorer, streams: Streams) -> None:
     each, end = scorer.dims.dp * scorer.local_batch_size, len(streams)
     start, count = scores.next_stream // each, -(-end // each)
     columns = partial(_columns, scores=scores, vocab_size=scorer.tokenizer.vocab_size)
-    rows, saved = [], begun
+    rows: list[Any] = []
+    saved = begun
     for n, own in enumerate(scorer.read(streams, range(start, count), columns), start + 1):
         of_all = [None] * dist.get_world_size() if first else None
         dist.gather_object(None if scorer.dims.tp_ranks.rank else own, of_all, group=host)  # ranks of tp have the same

@@ -63,9 +63,9 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     with ExitStack() as restored:
         for module in model.modules():
             if isinstance(module, (Projection, Experts)):
-                name, none = ("lora", None) if isinstance(module, Projection) else ("adapters", {})
+                name = "lora" if isinstance(module, Projection) else "adapters"
                 restored.callback(setattr, module, name, getattr(module, name))
-                setattr(module, name, none)
+                setattr(module, name, None if name == "lora" else {})
         yield
 
 

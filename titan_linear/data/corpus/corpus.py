@@ -173,7 +173,7 @@ def load_corpus(folder: Path) -> Corpus:
     return corpus
 
 
-def open_column(folder: Path, name: str, dtype: str, width: int, mode: str = "r") -> np.ndarray:
+def open_column(folder: Path, name: str, dtype: str, width: int, mode: Any = "r") -> np.ndarray:
     """[num_tokens], or with a width [num_tokens, width]; mapped."""
     numbers = np.asarray(np.memmap(folder / column_file(name), dtype, mode=mode))
     return numbers.reshape(-1, width) if width else numbers
