@@ -23,6 +23,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,7 +58,7 @@ from titan_linear.storage.rundir import config_path
 from titan_linear.storage.step_folders import weights_path
 
 SAVED = 30.0  # seconds of scoring that a kill costs
-Columns = Callable[[ChunkedLogits, Tensor], tuple[Tensor, ...]]  # of logits and labels [T]: [T] or [T, n] each
+Columns = Callable[..., tuple[Tensor, ...]]  # of logits and labels [T]: [T] or [T, n] each
 
 
 @refusing
