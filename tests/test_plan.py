@@ -22,7 +22,7 @@ from titan_linear.ops.layout.levels import H200
 from titan_linear.ops.runtime.options import boundaries_of
 from titan_linear.planner import splits
 from titan_linear.planner.machine import Machine, Offload, read_rates, shipped
-from titan_linear.planner.memory import Batch, boundaries, checkpointings, layers, memory
+from titan_linear.planner.memory import Batch, boundaries, checkpointings, layers, memory, moments, parameters
 from titan_linear.planner.timing import Clock, attended, step
 from titan_linear.run.data import open_corpora
 from tools import bench_rates, check_plan
@@ -199,6 +199,9 @@ def test_time_of_parts():
     further = parts(model=replace(model, mtp_layers=1))
     assert further["head"] == 2 * plain["head"]  # and a layer more, with the product that joins its inputs
     assert 1 + 1 / 24 < further["products"] / plain["products"] < 1 + 1.25 / 24
+    twice, once = parts("--loss.name=dpo"), parts("--loss.name=policy")  # at its level of tokens
+    assert twice["products"] == plain["products"] and once["head"] == plain["head"]
+    assert 1 / 4 < twice["head"] / plain["head"] - 1 < 1 / 3 + 0.15  # one product of three, logits written and read
     fourth = parts("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=4")
     assert fourth["products"] == pytest.approx(plain["products"] * (1 + 1 / 12))  # of 24 layers six
     assert parts(gpus=4)["products"] == pytest.approx(4 * plain["products"])
@@ -210,6 +213,31 @@ def test_time_of_parts():
     assert slow["communication"] > 10 * plain["communication"] and slow["products"] == plain["products"]
     host = machine(host=1.0)
     assert parts(on=host)["launches"] > 100 > plain["launches"]
+
+
+def test_memory_of_what_losses_read():
+    """Numbers beside 4,096 tokens, 4 bytes each; and those of a layer more."""
+
+    model = preset("kda", "debug")
+
+    def planned(*keys, model=model):
+        config = load_config([*RUN, "--training.global_batch_size=1", *keys], cuda=True)
+        return moments(config, model, 1)["head"]
+
+    plain = planned()
+    for keys, numbers in (
+        (["dpo"], 1),  # reference
+        (["policy"], 2),
+        (["policy", "--policy.kl=0.1"], 3),
+        (["distillation"], 3 * 256),  # ids, as columns and beside labels, and log-probabilities
+    ):
+        more = planned("--loss.name", *keys)
+        assert more["activations"] - plain["activations"] == 4 * 4096 * numbers
+    deeper = replace(model, mtp_layers=1)
+    further = planned(model=deeper)
+    assert further["parameters"] - plain["parameters"] == 4 * (parameters(deeper) - parameters(model))
+    assert further["head"] - plain["head"] == 4096 * model.dim * (4 + 2 * 2)  # its norm's input, output and gradient
+    assert further["activations"] > plain["activations"] * (1 + 1 / model.num_layers)
 
 
 @pytest.mark.parametrize("heads, groups, scan, backward", [(128, 1, 0.93, 3.10), (64, 8, 0.57, 2.00)])

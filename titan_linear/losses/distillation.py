@@ -25,7 +25,7 @@ class Distillation(Loss):
 
     def __call__(self, logits: ChunkedLogits, batch: Targets) -> Tensor:
         tau = self.keys.temperature
-        ids = torch.cat([batch.labels.unsqueeze(-1), batch.columns["teacher_ids"]], -1)[0]
+        ids = torch.cat([batch.labels.int().unsqueeze(-1), batch.columns["teacher_ids"]], -1)[0]
 
         def terms(rows: Rows, tokens: slice) -> Tensor:
             student = rows.logprobs[:, 1:]

@@ -23,6 +23,7 @@ from titan_linear.ops.cross_entropy import ChunkedLogits, Rows
 class DPO(Loss):
     keys: schema.DPO = field(default_factory=schema.DPO)
     group: ClassVar[int] = 2
+    reads_twice: ClassVar[bool] = True
     reports: ClassVar[tuple[str, ...]] = ("accuracy", "margin")  # share of pairs whose margin is right; the margin
 
     @property

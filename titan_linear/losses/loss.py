@@ -27,6 +27,7 @@ class Loss(Protocol):
     group: ClassVar[int] = 0  # documents whole in one stream: 1, or 2 that follow each other; 0: streams cut them
     columns: tuple[str, ...] = ()  # that it reads beside "weights"
     reports: ClassVar[tuple[str, ...]] = ()  # further means, by the same weights
+    reads_twice: bool = False  # it passes over the head for sums over documents first, without gradients
 
     def __call__(self, logits: ChunkedLogits, batch: Targets) -> Tensor:
         """The sum of its terms on this rank; [1 + reports] with those of its reports."""

@@ -28,11 +28,15 @@ class Policy(Loss):
     def columns(self) -> tuple[str, ...]:
         return ("advantages", "behaviour", *["reference"] * (self.keys.kl > 0))
 
+    @property
+    def reads_twice(self) -> bool:
+        return self.keys.level == "sequence"
+
     def __call__(self, logits: ChunkedLogits, batch: Targets) -> Tensor:
         labels = batch.labels.flatten()
         columns = [batch.columns[name][0] for name in ("weights", "advantages", "behaviour")]
         of_ratios = columns
-        if self.keys.level == "sequence":
+        if self.reads_twice:
             # Each token has its document's mean weight, advantage and log ratio: together they have its gradient.
             logp = logprobs(logits, labels)
             weights, advantages, behaviour = columns

@@ -40,7 +40,7 @@ class Sum(NamedTuple):
     """A sum over tokens."""
 
     x: Tensor  # [T, D]
-    ids: Tensor  # [T, k] int64
+    ids: Tensor  # [T, k]
     terms: Terms
     statistics: bool = False  # rows have mean and entropy
     token_losses: Tensor | None = None
@@ -70,7 +70,7 @@ class ChunkedLogits:
     def sum(self, ids: Tensor, terms: Terms, statistics: bool = False) -> Tensor:
         """Σ_t of the terms of tokens with a label, in float32 or wider; they are differentiated as functions of `Rows`.
 
-        ids [T] or [T, k] int64: the label (−100: none), then others, whose logits the terms read. If gradients are
+        ids [T] or [T, k]: the label (−100: none), then others, whose logits the terms read. If gradients are
         wanted, each chunk's are computed in forward, while its logits exist, so that backward only scales them.
         statistics: rows have mean and entropy.
         """
@@ -134,12 +134,12 @@ def _row_statistics(logits: Tensor, more: bool) -> Tensor:
 
 
 def _logits_gradient(
-    logits: Tensor, lse: Tensor, target: Tensor, a: Tensor, b: Tensor | None, c: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """a softmax + b, and c more in the target's column; overwrites the logits. a, b, c [n]."""
-    d = logits.sub_(lse.unsqueeze(-1)).exp_().mul_(a.unsqueeze(-1))
-    d[torch.arange(len(d), device=d.device), target.clamp(min=0)] += c.where(target >= 0, 0)
-    return (d if b is None else d.add_(b.unsqueeze(-1))).to(dtype)
+    d: Tensor, logits: Tensor, lse: Tensor, target: Tensor, a: Tensor, b: Tensor | None, c: Tensor
+) -> None:
+    """d: a softmax + b, and c more in the target's column; overwrites the logits, which d may be. a, b, c [n]."""
+    logits.sub_(lse.unsqueeze(-1)).exp_().mul_(a.unsqueeze(-1))
+    logits[torch.arange(len(d), device=d.device), target.clamp(min=0)] += c.where(target >= 0, 0)
+    d.copy_(logits if b is None else logits.add_(b.unsqueeze(-1)))
 
 
 # The dtype of the choice is that of the hidden states; logits are wider.
@@ -209,7 +209,7 @@ def _summed(
     for start in range(0, len(x), head.chunk):
         tokens = slice(start, start + head.chunk)
         logits = _logits(x[tokens], weight, wide)
-        target = _own_ids(ids[tokens], len(weight), head.ranks)
+        target = _own_ids(ids[tokens].long(), len(weight), head.ranks)
         picked = logits.gather(1, target.clamp(min=0)).masked_fill_(target < 0, 0)
         rows = _of_all(row_statistics(logits, of.statistics), picked, head.ranks)
         none = ids[tokens, 0] == IGNORE
@@ -218,13 +218,13 @@ def _summed(
         if of.token_losses is not None and counts:
             of.token_losses[tokens] = cross_entropy(rows, tokens).masked_fill(none, 0)
         if dx is not None:
-            single = target.shape[1] == 1
             b = None if by.mean is None else by.mean / (len(weight) * (head.ranks.size if head.ranks else 1))
-            kind = x.dtype if single else wide
-            d = logits_gradient(logits, rows.lse, target[:, 0], by.lse, b, by.picked[:, 0], kind)  # [chunk, vocab]
-            if not single:
+            # Of several ids the gradients are added up before they are rounded, where the logits were.
+            d = torch.empty_like(logits, dtype=x.dtype) if target.shape[1] == 1 else logits
+            logits_gradient(d, logits, rows.lse, target[:, 0], by.lse, b, by.picked[:, 0])
+            if target.shape[1] > 1:
                 d.scatter_add_(1, target[:, 1:].clamp(min=0), by.picked[:, 1:].where(target[:, 1:] >= 0, 0))
-            d = d.to(x.dtype)
+            d = d.to(x.dtype)  # [chunk, vocab]
             torch.mm(d, weight, out=dx[tokens])
         if dweight is not None:
             _add_product(dweight, d.T, x[tokens])

@@ -9,10 +9,11 @@ at which activations take most or of the first one, or after backward. A part th
                                        unit's gradients; if nothing is sharded, all parameters, and at the end of
                                        backward their gradients. With offload also what is on its way from or to the
                                        host
-    activations                        what layers keep of one micro-step until their backward: all that it needs, with
-                                       compile.enable only what is expensive to recompute; with activation checkpointing
-                                       the layer's input (and what ops/runtime/operators.py lists for the mode), and all
-                                       that the layer being recomputed needs
+    activations                        the columns that the loss reads, and what layers keep of one micro-step until
+                                       their backward: all that it needs, with compile.enable only what is expensive to
+                                       recompute; with activation checkpointing the layer's input (and what
+                                       ops/runtime/operators.py lists for the mode), and all that the layer being
+                                       recomputed needs
     working                            the most that a layer's backward, or Muon's update, needs besides these
     head                               the final norm's input and output, the gradients of the head's input and weight
     logits                             of training.loss_chunk_size tokens, and their gradient
@@ -45,6 +46,7 @@ from titan_linear.config import (
 )
 from titan_linear.distributed.one_process import LocalDims
 from titan_linear.distributed.parallelize import parallelize, replicated_parameters
+from titan_linear.losses import build_loss
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.float8 import use_float8
@@ -62,6 +64,7 @@ GIB = 2**30
 META = torch.device("meta")
 PARTS = ("parameters", "gradients", "optimizer", "copies", "activations", "working", "head", "logits")
 SPARE = 0.1  # of a GPU
+TEACHER = 256  # of its tokens, the most for each place
 MUON_WORKING = 10  # bytes per element: in bfloat16 a rank's parts, whole matrices, and three copies in torch's Muon
 
 
@@ -314,6 +317,7 @@ def moments(config: Config, model: ModelConfig, gpus: int, mean: int | None = No
     accumulates = micro_steps(config, gpus) > 1
     accumulated = stored if accumulates else 0
     kept, again, working = saved(config, counted)
+    kept = (kept[0] + _columns(config, batch), *kept[1:])
     copies = _copies(config, u)
     held = list(accumulate(kept))  # when a layer's backward begins
     fullest = max(range(len(counted)), key=lambda i: held[i] + again[i] + working[i])
@@ -363,6 +367,14 @@ def saved(config: Config, counted: list[Layer]) -> list[tuple[int, ...]]:
         kept = {"selective": of.selective, "attention": of.attention, "full": 0}
         found.append((of.kept, 0, of.working) if mode == "none" else (layer.given + kept[mode], of.kept, of.working))
     return [*zip(*found, strict=True)]
+
+
+def _columns(config: Config, batch: Batch) -> int:
+    """Bytes of what the loss reads beside each label, 4 for a number: weights, its columns, a teacher's as if they were
+    TEACHER numbers, and the teacher's ids once more, beside the labels."""
+    names = ("weights", *build_loss(config).columns)
+    numbers = sum(TEACHER * (2 if name == "teacher_ids" else 1) if "teacher" in name else 1 for name in names)
+    return 4 * numbers * batch.tokens * batch.tp
 
 
 def _copies(config: Config, u: Units) -> int:

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from titan_linear.config import Config, fsdp_degrees, layer_checkpointing, micro_steps, replicas_wait
+from titan_linear.losses import build_loss
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.ops.exchange.kcp import sizes_of
 from titan_linear.ops.layout.boundaries import CHUNK
@@ -262,7 +263,7 @@ def step(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: 
     parts["communication"] += sums * _replicas(config, u, gpus, machine, passes)
     if u.offloaded:
         parts["communication"] += (times - 1) * u.own * u.types.stored / machine.offload.to_host
-    chunks = -(-batch.tokens * batch.tp // t.loss_chunk_size) * (1 + model.mtp_layers)
+    chunks = -(-batch.tokens * batch.tp // t.loss_chunk_size) * (1 + model.mtp_layers + _readings(config, model))
     launches = times * (sum(p.launches for p in everything) + 7 * chunks)  # 7 for each chunk of logits
     spent = sum(parts.values())
     parts["launches"] = max(machine.rates.gap * launches, machine.rates.host * launches - spent)
@@ -294,17 +295,23 @@ def _passes(clock: Clock, mode: str, layer: Layer) -> tuple[Pass, Pass]:
 
 def _head(config: Config, model: ModelConfig, u: Units, batch: Batch, machine: Machine) -> float:
     """Seconds: three products per chunk of tokens, two if the weight is frozen; float32 logits, written once and read
-    twice, and their gradient, written; the weight's float32 gradient, read and written for each chunk. Of a base that
-    is the reference: a product, and its logits, written and read."""
+    twice, and their gradient, written; the weight's float32 gradient, read and written for each chunk. Of each reading
+    before: a product, and its logits, written and read."""
     rates, D = machine.rates, model.dim
-    tokens, rows = batch.tokens * batch.tp * (1 + model.mtp_layers), u.vocabulary // D
+    rows, tokens = u.vocabulary // D, batch.tokens * batch.tp
     chunk = min(config.training.loss_chunk_size, tokens)
-    chunks = tokens / chunk
-    again = model.adapter is not None and model.adapter.base_is_reference
-    sizes = Counter({(chunk, rows, D): 1 + again, (chunk, D, rows): 1, (rows, D, chunk): u.trained_head > 0})
-    products = sum(rates.product(size) * n for size, n in sizes.items())
-    moved = tokens * rows * (3 * 4 + 2 + again * 2 * 4) + chunks * u.trained_head * 2 * 4
-    return products * chunks + moved / rates.elementwise
+    learned = tokens * (1 + model.mtp_layers)
+    read = learned + tokens * _readings(config, model)
+    products = read * rates.product((chunk, rows, D)) + learned * rates.product((chunk, D, rows))
+    products += learned * rates.product((rows, D, chunk)) * (u.trained_head > 0)
+    moved = rows * (learned * (4 + 2) + read * 2 * 4) + learned / chunk * u.trained_head * 2 * 4
+    return products / chunk + moved / rates.elementwise
+
+
+def _readings(config: Config, model: ModelConfig) -> int:
+    """How often the head reads all tokens before it learns: for a base that is the reference, and for a loss of sums
+    over documents."""
+    return bool(model.adapter and model.adapter.base_is_reference) + build_loss(config).reads_twice
 
 
 def _optimizer(config: Config, u: Units, times: int, machine: Machine) -> float:

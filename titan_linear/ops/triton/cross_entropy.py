@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
@@ -66,13 +65,12 @@ def row_statistics(logits: Tensor, more: bool) -> Tensor:
     return out
 
 
-@operator(fake=lambda logits, lse, target, a, b, c, dtype: logits.new_empty(logits.shape, dtype=dtype))
+@operator(fake=lambda *_: None, mutates=("d",))
 def logits_gradient(
-    logits: Tensor, lse: Tensor, target: Tensor, a: Tensor, b: Tensor | None, c: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """a exp(logits − lse) + b + c [column = target], [N, vocab] in `dtype`. lse, a, b, c [N] fp32; target [N] int64: a
-    column, −1 for none of these columns, or −100 for a row of zeros."""
-    d = logits.new_empty(logits.shape, dtype=dtype)
+    d: Tensor, logits: Tensor, lse: Tensor, target: Tensor, a: Tensor, b: Tensor | None, c: Tensor
+) -> None:
+    """d [N, vocab] = a exp(logits − lse) + b + c [column = target]; it may be the logits. lse, a, b, c [N] fp32; target
+    [N] int64: a column, −1 for none of these columns, or −100 for a row of zeros."""
     gradient_kernel[len(logits), blocks_of(logits.shape[1], BLOCK["BV"])](
         logits,
         lse,
@@ -86,4 +84,3 @@ def logits_gradient(
         UNIFORM=b is not None,
         **BLOCK,
     )
-    return d
