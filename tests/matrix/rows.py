@@ -46,8 +46,8 @@ def preset(name: str, flavor: str, **options: object) -> Variant:
 
 
 def shipped(toml: str, **options: object) -> Variant:
-    cut = {} if toml == "debug" else CUT
-    return Variant(cut, f"train_configs/{toml}.toml", **options)
+    cut = {} if toml in ("debug", "dpo") else CUT
+    return Variant(cut | options.pop("keys", {}), f"train_configs/{toml}.toml", **options)
 
 
 _VARIANT = {f.name for f in fields(Variant)}
@@ -96,6 +96,29 @@ MODELS: dict[str, tuple[Variant, ...]] = {
         preset("rwkv7", "0.4B", vocab_size=8192),
         preset("lfm2", "350M", vocab_size=8192, scheduled=True),
         preset("minimax", "text-01", num_layers=8, vocab_size=8192, dim=2048, moe__num_experts=8, moe__hidden_dim=1024),
+    ),
+}
+# Recipes that begin from a folder or read pairs, on drawn weights and what rows have to read.
+DRAWN = {
+    "model.vocab_size": 8192,
+    "checkpoint.initial_load_in_hf": "false",
+    "checkpoint.initial_load_path": "",
+    "checkpoint.last_save_in_hf": "false",
+    "checkpoint.export_dtype": "float32",
+    "training.dataset_format": "text",
+}
+PAIRS = {"training.dataset": "jsonl", "training.dataset_path": "{pairs}", "training.dataset_format": "preference"}
+BASE_AS_REFERENCE = {"adapter.enable": "true", "loss.reference": "base"}
+RECIPES: dict[str, tuple[Variant, ...]] = {
+    "qwen": (
+        shipped("lora_qwen3_6_27b_128k", keys=DRAWN),
+        shipped("sft_qwen3_5_9b_32k", keys=DRAWN),
+        shipped("continue_hf", keys=DRAWN | {"model.name": "qwen3.5", "model.flavor": "2B"}),
+    ),
+    "mamba-2": (shipped("full_nemotron_3_nano_4b", keys=DRAWN | {"model.num_layers": 13}),),  # to the first attention
+    "hybrid": (
+        shipped("dpo", keys=PAIRS | BASE_AS_REFERENCE),
+        shipped("dpo", keys=PAIRS | {"dpo.reference_free": "true"}),
     ),
 }
 EXPERTS = [name for name, variants in MODELS.items() if any(variant.experts for variant in variants)]
@@ -164,7 +187,7 @@ EXTRAS = {
     ),
     "gathered once": Extra({"parallelism.fsdp_reshard_after_forward": "never"}),
     "one document, then many": Extra({"training.dataset": "jsonl", "training.dataset_path": "{documents}"}),
-}
+} | {f"recipe {n}": Extra() for n in range(sum(map(len, RECIPES.values())))}
 
 
 @dataclass(frozen=True)
@@ -248,8 +271,10 @@ def all_rows() -> list[Row]:
         rows.append(Row(**values, variant=variant))
     plain = Row(**{factor: values[0] for factor, values in FACTORS.items()}, variant=MODELS["hybrid"][0])
     cp = replace(plain, split="cp 2")
+    recipes = [(model, variant) for model, variants in RECIPES.items() for variant in variants]
     return [
         *rows,
+        *(replace(cp, model=model, variant=v, extra=f"recipe {n}") for n, (model, v) in enumerate(recipes)),
         replace(cp, checkpointing="full", extra="blocking launches"),
         replace(cp, extra="profiler"),
         replace(plain, split="dp 2", batch="accumulated", extra="gathered once"),

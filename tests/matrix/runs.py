@@ -134,8 +134,9 @@ class Matrix:
         self.baselines: dict[str, Future[dict[str, float]]] = {}
         self.running: set[int] = set()
         self.planning, self.writing = threading.Lock(), threading.Lock()
-        self.documents = folder / "documents.jsonl"
-        write_documents(self.documents)
+        self.texts = {"documents": folder / "documents.jsonl", "pairs": folder / "pairs.jsonl"}
+        write_documents(self.texts["documents"])
+        write_pairs(self.texts["pairs"])
 
     def submit(self, row: Row) -> Future[Outcome]:
         run = compared_with(row)
@@ -171,7 +172,8 @@ class Matrix:
         keys = {**keys, **self.keys, "job.dump_folder": self.folder / name}
         if not row.variant.toml:
             keys = {key: value for key, value in keys.items() if not is_default(key, value)}
-        return argv + [f"--{key}={value}".replace("{documents}", str(self.documents)) for key, value in keys.items()]
+        named = {f"{{{name}}}": str(path) for name, path in self.texts.items()}
+        return argv + [f"--{key}={named.get(value, value)}" for key, value in keys.items()]
 
     def gib(self, argv: list[str], processes: int) -> float:
         """GiB that a run takes of each of its GPUs."""
@@ -403,3 +405,12 @@ def write_documents(path: Path) -> None:
             for part in range(100):
                 here = start + part * SHORT
                 file.write(json.dumps({"text": whole[here : here + SHORT]}) + "\n")
+
+
+def write_pairs(path: Path) -> None:
+    """Pairs of a line and the next, and of it and another."""
+    lines = (ROOT / "titan_linear" / "config" / "schema.py").read_text(encoding="ascii", errors="replace").splitlines()
+    with path.open("w") as file:
+        for n in range(8_000):
+            line, following, other = (lines[k % len(lines)] + " " for k in (n, n + 1, 7 * n + 3))
+            file.write(json.dumps({"prompt": line, "chosen": following, "rejected": other}) + "\n")

@@ -18,18 +18,26 @@ from tests.matrix.rows import (
     FACTORS,
     MODELS,
     RANK,
+    RECIPES,
     ROOT,
     STEPS,
     Row,
     Variant,
     all_pairs,
     all_rows,
+    baseline_keys,
     in_turn,
     pairs,
     part_of,
     row_keys,
 )
 from tests.matrix.runs import ROOM, Failed, Matrix, Outcome
+from titan_linear.commands.plan import planned_model
+from titan_linear.config import check_config, hf_weights, load_config
+from titan_linear.planner.memory import parameters
+from titan_linear.run.build import open_tokenizer
+from titan_linear.run.data import build_streams
+from titan_linear.run.preflight import check_model
 
 ROWS = all_rows()
 TINY = Variant({"model.name": "hybrid", "model.flavor": "debug", "model.dim": 64, "model.impl": "torch"}, seq_len=256)
@@ -71,16 +79,28 @@ def values(row):
 
 def test_rows_have_every_pair_of_values():
     assert set(all_pairs()) <= set(chain.from_iterable(pairs(values(row)) for row in ROWS))
-    assert all(row.variant in MODELS[row.model] for row in ROWS) and len(ROWS) <= 48
+    assert all(row.variant in MODELS[row.model] + RECIPES.get(row.model, ()) for row in ROWS) and len(ROWS) <= 52
     assert len({row.name for row in ROWS}) == len(ROWS)
 
 
 def test_every_preset_and_every_shipped_configuration_has_a_row():
     known = [variant.keys for variants in MODELS.values() for variant in variants]
     assert all(keys in [row.variant.keys for row in ROWS] for keys in known)
-    elsewhere = {"continue_hf.toml", "lora_qwen3_6_27b_128k.toml", "dpo.toml"}  # begin from a folder, or read pairs
-    shipped = {path.name for path in ROOT.glob("train_configs/*.toml")} - elsewhere
+    shipped = {path.name for path in ROOT.glob("train_configs/*.toml")}
     assert {Path(row.variant.toml).name for row in ROWS if row.variant.toml} == shipped
+
+
+@pytest.mark.parametrize("recipe", [row for row in ROWS if row.extra.startswith("recipe")], ids=lambda row: row.extra)
+def test_recipes_are_accepted(recipe, tmp_path):
+    """Their keys, cut, of both that are compared; nothing but the rows' own texts is read."""
+    matrix = Matrix(tmp_path, 0, 1)
+    for keys, processes in ((row_keys(recipe, recipe.split), 2), (baseline_keys(recipe), 1)):
+        config = load_config(matrix.arguments("run", recipe, keys))
+        check_config(config, processes)
+        model = planned_model(config)
+        check_model(model, config, processes, processes)
+        build_streams(config, open_tokenizer(config), None)
+        assert 0 < parameters(model) < 2e9 and not hf_weights(config)
 
 
 @pytest.mark.parametrize("parts", [1, 3, 4])

@@ -38,6 +38,7 @@ COUNTS = {
     ("nemotron-h", "4B"): 4_489_223_040,
     ("nemotron-h", "8B"): 8_100_852_736,
     ("nemotron-h", "nano-9B-v2"): 8_888_227_328,
+    ("nemotron-h", "nano-3-4B"): 3_973_556_832,  # 3.97 × 10⁹ in the model's card
     ("nemotron-h", "nano-3-30B-A3B"): 31_577_937_344,
     ("nemotron-h", "super-3-120B-A12B"): 120_668_687_360,
     ("minimax", "text-01"): 456_089_655_296,
@@ -79,7 +80,7 @@ DIGESTS = {
     "lfm2-moe": "e3a65286f55b636f",
     "ling-3": "13ab24a8015c98aa",
     "minimax": "8b619ef885989074",
-    "nemotron-h": "9daaf2a28a864635",
+    "nemotron-h": "41cb7fbe228b8cfe",
     "olmo-hybrid": "90567bd248356aba",
     "qwen3-next": "f4740851fffbd86a",
     "qwen3.5": "e6104b14cad5a88c",
