@@ -3,7 +3,8 @@
 import re
 import string
 from collections import Counter
-from itertools import product
+from dataclasses import fields
+from itertools import groupby, product
 
 import numpy as np
 import pytest
@@ -12,18 +13,21 @@ from tokenizers import decoders, pre_tokenizers
 
 from tests.bpe import byte_bpe
 from tests.keys import argv_of
-from tests.records import write_texts
+from tests.records import events_of, read_lines, write_json, write_texts
 from tests.refusals import is_refused, refused
 from tests.test_train import BASE, FLOAT64, OWN_FLAVORS, SMALL_HYBRID, SPLITS
 from titan_linear import evaluate
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, build_tokenizer
-from titan_linear.data.streams.prompts import NONE, Sample
+from titan_linear.data.streams.prompts import NONE, Prompts, Sample
 from titan_linear.data.tasks import LOSS, TASKS
+from titan_linear.distributed.groups import host_group
 from titan_linear.models.presets import OWN
 from titan_linear.ops.cross_entropy import ChunkedLogits
 from titan_linear.run.evaluate import Examination, open_prompts
+from titan_linear.run.generate import Sampling, generate_tokens
 from titan_linear.run.preflight import check_evaluation
+from titan_linear.score import Scorer
 from titan_linear.train import Trainer
 
 WORDS = ["def", "self", "return", "import", "value", "None", "for", "name", "in", "list", "True"]
@@ -221,7 +225,9 @@ def test_scores_do_not_depend_on_the_split(name, keys, alone, worlds):
         ),
     ],
 )
-def test_what_cannot_be_evaluated_is_refused(more, said, keys):
+def test_what_cannot_be_evaluated_is_refused(more, said, keys, tmp_path):
+    write_json(tmp_path / "config.json", {"max_position_embeddings": 64})
+    more = {key: tmp_path if value == "FOLDER" else value for key, value in more.items()}
     config = load_config(argv_of(keys | {"evaluation.tasks": "['niah_single_2']"} | more))
     with refused(said):
         check_evaluation(config, (OWN["hybrid"] | OWN_FLAVORS)[config.model.flavor], ByteTokenizer())
@@ -230,3 +236,57 @@ def test_what_cannot_be_evaluated_is_refused(more, said, keys):
 def test_sizes_are_read(capsys):
     assert [evaluate.size(text) for text in ("512", "4k", "1M")] == [512, 4096, 2**20]
     assert is_refused(evaluate.main, ["--tasks", "vt"], capsys).startswith("give PATH, what is evaluated")
+
+
+def trained(rank, world_size, argv):
+    OWN["hybrid"] |= OWN_FLAVORS
+    Trainer(load_config(argv)).train()
+
+
+def test_a_run_shows_what_its_checkpoint_does(keys, tmp_path, worlds):
+    """By step; in TensorBoard by length, and as an image of tiles by depth and length."""
+    more = {"job.dump_folder": tmp_path, "checkpoint.enable": "true", "metrics.enable_tensorboard": "true"}
+    of_run = keys | EVALUATED | SMALL_TASKS | more | {"evaluation.freq": 2, "training.steps": 3}
+    worlds(2).run(trained, argv_of(of_run, parallelism__context_parallel_degree=2))
+    lines = read_lines(tmp_path / "evaluation.jsonl")
+    assert [step for step, _ in groupby(line.pop("step") for line in lines)] == [2, 3]
+    saved = {"checkpoint.initial_load_path": tmp_path / "checkpoint/step-3", "job.dump_folder": tmp_path / "again"}
+    records = worlds(1).run(examined, argv_of(of_run | saved))[0]
+    for line, record in zip(lines[len(records) :], records, strict=True):
+        assert line == {key: pytest.approx(x, rel=1e-9) if isinstance(x, float) else x for key, x in record.items()}
+    events = events_of(tmp_path)
+    first = [line["loss"] for line in lines[:4] if line["length"] == 600]
+    shown = events.Scalars("evaluation_loss/niah_single_1_600")
+    assert [event.step for event in shown] == [2, 3] and shown[0].value == pytest.approx(np.mean(first), rel=1e-6)
+    image = events.Images("evaluation/niah_single_1")[0]
+    assert (image.width, image.height) == (32, 32)  # of two lengths and depths
+
+
+class Said(Prompts):
+    """Whose answers are the model's own, or differ from them in the last token."""
+
+    model, change = None, 0
+
+    def prompt(self, sample):
+        tokens, answers = super().prompt(sample)
+        before = tokens[: np.argmax(answers[:, 0] != NONE)].tolist()
+        options = {"max_new_tokens": sample.length - len(before), "sampling": Sampling(), "device": torch.device("cpu")}
+        (new,) = generate_tokens(self.model, [before], **options, vocab_size=257)
+        tokens = np.array([*before, *new])
+        tokens[-1] = (tokens[-1] + self.change) % 256
+        return tokens, answers
+
+
+def said(rank, world_size, argv, change):
+    OWN["hybrid"] |= OWN_FLAVORS
+    own = Scorer(load_config(argv))
+    prompts = open_prompts(load_config(argv), own.tokenizer)
+    prompts = Said(*(getattr(prompts, field.name) for field in fields(Prompts)))
+    Said.model, Said.change = own.model, change
+    return Examination(load_config(argv), own.model, own.dims, own.cut, own.precision, host_group(), prompts).run()
+
+
+def test_exact_is_what_greedy_decoding_writes(keys, worlds):
+    argv = argv_of(keys | EVALUATED, evaluation__tasks="['induction']", evaluation__lengths="[400]")
+    for change, exact in ((0, 1), (1, 0)):
+        assert [record["exact"] for record in worlds(1).run(said, argv, change)[0]] == [exact] * 2

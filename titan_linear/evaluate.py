@@ -25,11 +25,9 @@ from titan_linear.distributed.groups import host_group, process_group
 from titan_linear.distributed.process import refusing, under_launcher
 from titan_linear.launch import run_workers, this_node
 from titan_linear.run.build import model_config, open_tokenizer
-from titan_linear.run.evaluate import Examination, Record, means, open_prompts
+from titan_linear.run.evaluate import NUMBERS, Examination, Record, means, open_prompts, write_down
 from titan_linear.run.preflight import check_evaluation, check_model
 from titan_linear.score import Scorer, config_for
-from titan_linear.storage.files import open_own
-from titan_linear.storage.rundir import EVALUATION, json_line
 
 SIZES = {"k": 1 << 10, "m": 1 << 20}
 
@@ -74,14 +72,11 @@ def step_of(config: Config) -> int:
 
 
 def shown(records: list[Record], output: str, step: int) -> None:
-    names = ("exact", "score", "chance", "loss")
-    rows = [
-        (*of, *(f"{numbers[name]:.3f}" if name in numbers else "" for name in names)) for of, numbers in means(records)
-    ]
-    print(table(("task", "length", *names), rows))
+    of_each = means(records, "task", "length", "position").items()
+    rows = ((*of, *(f"{numbers[name]:.3f}" if name in numbers else "" for name in NUMBERS)) for of, numbers in of_each)
+    print(table(("task", "length", "position", *NUMBERS), [["" if x is None else x for x in row] for row in rows]))
     if output:
-        with open_own(Path(output) / EVALUATION, "a") as file:
-            file.writelines(json_line({"step": step, **record}) for record in records)
+        write_down(records, step, Path(output))
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -46,6 +46,7 @@ from titan_linear.hooks import (
 )
 from titan_linear.run.build import build_dims, build_model, build_passes
 from titan_linear.run.console import ended, write_down
+from titan_linear.run.evaluate import Examination, open_prompts
 from titan_linear.run.export import export_last
 from titan_linear.run.generate import Evaluation
 from titan_linear.run.preflight import cleared
@@ -115,6 +116,10 @@ class Trainer:
             loss=self.passes.loss,
             ask=self.grace.ask_validating,
         )
+        self.examination: Examination | None = None
+        if config.evaluation.freq:
+            reads = self.model, self.dims, self.feed.cut, self.passes.precision
+            self.examination = Examination(config, *reads, self.host, open_prompts(config, self.tokenizer))
 
     @property
     def _ended(self) -> bool:
@@ -179,11 +184,11 @@ class Trainer:
         watched = self.telemetry.on or self.telemetry.watches(following)
         return not (watched or self.compilation.changes_length(following) or any(self._due()))
 
-    def _due(self) -> tuple[bool, bool]:
-        """Whether a save and a validation follow this step, if no signal comes."""
-        v = self.config.validation
-        interval = self.config.checkpoint.interval
-        return self.step % interval == 0 or self._ended, v.enable and (self.step % v.freq == 0 or self._ended)
+    def _due(self) -> tuple[bool, bool, bool]:
+        """Whether a save, a validation and an evaluation follow this step, if no signal comes."""
+        c, v, e = self.config.checkpoint, self.config.validation, self.config.evaluation
+        frequencies = c.interval, v.freq if v.enable else 0, e.freq
+        return tuple(freq > 0 and (self.step % freq == 0 or self._ended) for freq in frequencies)
 
     # --- The loop ----------------------------------------------------------------------------------------------------
 
@@ -228,9 +233,9 @@ class Trainer:
         return stack
 
     def _save_and_validate(self) -> None:
-        """Save and validate, if due after this step. After a signal: save alone."""
-        saves, validates = (True, False) if self.stop.agreed else self._due()
-        if not (saves or validates):
+        """Save, validate and evaluate, if due after this step. After a signal: save alone."""
+        saves, validates, evaluates = (True, False, False) if self.stop.agreed else self._due()
+        if not (saves or validates or evaluates):
             return
         with self._between_steps():
             if saves:  # first, so that an error in validation costs no steps
@@ -241,6 +246,10 @@ class Trainer:
                 text = self.evaluation.text(v.sample_prompt, v.sample_tokens)
                 for hook in self.hooks:
                     hook.after_validation(self.step, loss, named, text)
+            if evaluates:
+                records = self.examination.run(self.grace.ask_validating)
+                for hook in self.hooks:
+                    hook.after_evaluation(self.step, records)
 
     def validate(self) -> float:
         """Nats per token over the held-out documents."""

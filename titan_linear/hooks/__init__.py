@@ -12,7 +12,7 @@ The trainer calls every hook at these moments, in the order of its list, the sam
 
     __enter__
         before_step → forward, backward, update → after_step
-        between_steps: after_save, after_validation
+        between_steps: after_save, after_validation, after_evaluation
     __exit__
 """
 

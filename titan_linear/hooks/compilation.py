@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,6 +57,9 @@ class Compilation(Hook):
 
     def after_validation(self, step: int, loss: float, reports: dict[str, float], text: str) -> None:
         self._look("validation", step)
+
+    def after_evaluation(self, step: int, records: list[dict[str, Any]]) -> None:
+        self._look("evaluation", step)
 
     def between_steps(self) -> AbstractContextManager[None]:
         """One rank may take long at the disk while others wait in a collective."""

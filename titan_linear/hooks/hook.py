@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -56,6 +57,9 @@ class Hook:
     def after_validation(self, step: int, loss: float, reports: dict[str, float], text: str) -> None:
         """A validation ended with this loss, nats per token, with what else the loss reports, and with this sample of
         the model, if one is asked for."""
+
+    def after_evaluation(self, step: int, records: list[dict[str, Any]]) -> None:
+        """An evaluation ended with these records (run/evaluate.py); rank 0 has them."""
 
     def after_save(self, step: int) -> None:
         """A checkpoint of this step is saved, or is being saved."""

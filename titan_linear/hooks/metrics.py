@@ -23,10 +23,12 @@ import torch
 
 from titan_linear.config import Config, config_to_toml
 from titan_linear.distributed.process import unescaped
+from titan_linear.run.evaluate import Record, means, write_down
 from titan_linear.storage.files import open_own, write_whole
 from titan_linear.storage.rundir import BOARD, METRICS, TELEMETRY, WANDB, cut_metrics, json_line
 
 GIB = 2**30
+TILE = 16  # pixels of an image's square
 FEW = 0.01  # share of tokens without a label (such as documents' last ones) that the console does not mention
 # Name in metrics.jsonl → TensorBoard's, others stay as they are; and its custom scalars: category → chart → tags, which
 # are regular expressions.
@@ -152,6 +154,23 @@ class MetricsLogger:
         shown = [(name, f"{value:.4f}", 0) for name, value in reports.items()]
         self._print(step, [("validation loss", f"{loss:.4f}", 35), *shown])
 
+    def log_evaluation(self, step: int, records: list[Record]) -> None:
+        """Write what each prompt has shown. TensorBoard has means by length, and an image of scores by depth (down) and
+        length."""
+        write_down(records, step, self.folder)
+        scores = means(records, "task", "length")
+        self._print(step, [(f"{task} {length}", f"{of['score']:.3f}", 35) for (task, length), of in scores.items()])
+        for board in self.boards:
+            for (task, *where), numbers in means(records, "task", "length", "position").items():
+                for name, value in numbers.items():
+                    board.add_scalar(f"evaluation_{name}/{'_'.join(str(x) for x in [task, *where] if x)}", value, step)
+            for task in dict.fromkeys(record["task"] for record in records if record["depth"] is not None):
+                of_task = means((record for record in records if record["task"] == task), "depth", "length")
+                depths, lengths = (sorted({*of}) for of in zip(*of_task))
+                image = [[of_task[depth, length]["score"] for length in lengths] for depth in depths]
+                board.add_image(f"evaluation/{task}", np.kron(image, np.ones((TILE, TILE)))[None], step)
+            board.flush()
+
     def log_sample(self, step: int, text: str) -> None:
         """Report a text after `step`."""
         print(f"--- sample, step {step}\n{text}\n---", file=self.out, flush=True)
@@ -253,6 +272,9 @@ class WandbBoard:
 
     def add_histogram(self, tag: str, values: np.ndarray, step: int) -> None:
         self.pending |= {"step": step, tag: self.wandb.Histogram(values)}
+
+    def add_image(self, tag: str, image: np.ndarray, step: int) -> None:
+        self.pending |= {"step": step, tag: self.wandb.Image(image[0])}
 
     def add_text(self, tag: str, text: str, step: int) -> None:
         self.pending |= {"step": step, tag: self.wandb.Html(f"<pre>{html.escape(textwrap.dedent(text))}</pre>")}

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -81,6 +82,9 @@ class Report(Hook):
         self.logger.log_validation(step, loss, **reports)
         if text:
             self.logger.log_sample(step, text)
+
+    def after_evaluation(self, step: int, records: list[dict[str, Any]]) -> None:
+        self.logger.log_evaluation(step, records)
 
     def __exit__(self, *raised: object) -> None:
         if raised[0] is None:

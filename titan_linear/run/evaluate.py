@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,15 +25,18 @@ from torch import Tensor
 from titan_linear.config import Config, Evaluation
 from titan_linear.data import Prompts, Sample, Side, Tokenizer, split_corpus
 from titan_linear.data.streams.loader import micro_batch
-from titan_linear.data.tasks import LOSS, TASKS
+from titan_linear.data.tasks import LOSS
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.losses.loss import logprobs
 from titan_linear.models.decoder import Decoder
 from titan_linear.ops.cross_entropy import IGNORE, ChunkedLogits
 from titan_linear.run.data import open_corpora
 from titan_linear.step.feed import BatchSharding, MicroBatch
+from titan_linear.storage.files import open_own
+from titan_linear.storage.rundir import EVALUATION, json_line
 
 Record = dict[str, Any]
+NUMBERS = ("score", "chance", "exact", "loss")
 
 
 def samples_of(e: Evaluation) -> list[Sample]:
@@ -47,20 +51,11 @@ def samples_of(e: Evaluation) -> list[Sample]:
 
 
 def open_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
-    """Of the configuration, in streams that its ranks can cut, at least as long as training.seq_len.
-
-    ValueError: a task that is not known; a length for which the text is too short, or that is too short for a task.
-    """
+    """Of the configuration, in streams that its ranks can cut, at least as long as training.seq_len."""
     e, p = config.evaluation, config.parallelism
-    if unknown := [task for task in e.tasks if task not in (*TASKS, LOSS)]:
-        raise ValueError(f"evaluation.tasks: {unknown[0]!r} is unknown; use some of {', '.join((*TASKS, LOSS))}")
     even = 2 * p.context_parallel_degree * p.tensor_parallel_degree
     seq_len = -(-max(config.training.seq_len, *e.lengths) // even) * even
-    prompts = Prompts(samples_of(e), tokenizer, text_of(config, tokenizer), seq_len, config.debug.seed)
-    for task in e.tasks:
-        for length in (min(e.lengths), max(e.lengths)):
-            prompts.prompt(Sample(task, length, 1.0, 0))
-    return prompts
+    return Prompts(samples_of(e), tokenizer, text_of(config, tokenizer), seq_len, config.debug.seed)
 
 
 def text_of(config: Config, tokenizer: Tokenizer) -> Side:
@@ -151,16 +146,20 @@ def recall(sample: Sample, rows: np.ndarray) -> Iterator[Record]:
     }
 
 
-def means(records: Iterable[Record]) -> list[tuple[tuple[str, int], dict[str, float]]]:
-    """Of each task and length the means of its records' numbers."""
-    grouped: dict[tuple[str, int], list[Record]] = {}
+def means(records: Iterable[Record], *keys: str) -> dict[tuple[Any, ...], dict[str, float]]:
+    """Of records alike in these keys, the means of their numbers."""
+    grouped: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
-        grouped.setdefault((record["task"], record["length"]), []).append(record)
-    names = ("exact", "score", "chance", "loss")
-    return [
-        (of, {name: float(np.mean([record[name] for record in some])) for name in names if name in some[0]})
+        grouped.setdefault(tuple(record.get(key) for key in keys), []).append(record)
+    return {
+        of: {name: float(np.mean([record[name] for record in some])) for name in NUMBERS if name in some[0]}
         for of, some in grouped.items()
-    ]
+    }
+
+
+def write_down(records: Iterable[Record], step: int, folder: Path) -> None:
+    with open_own(folder / EVALUATION, "a") as file:
+        file.writelines(json_line({"step": step, **record}) for record in records)
 
 
 def by_position(sample: Sample, rows: np.ndarray) -> Iterator[Record]:

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from titan_linear.config import Config, check_config, hf_assets, hf_weights, layer_checkpointing
-from titan_linear.data import MixedStreams, Streams, Tokenizer, num_labels, verify_changed, verify_corpus
+from titan_linear.data import MixedStreams, Sample, Streams, Tokenizer, num_labels, verify_changed, verify_corpus
+from titan_linear.data.tasks import LOSS, TASKS
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.float8 import SMALLEST, use_float8
 from titan_linear.models.lora import check_adapters
@@ -121,6 +122,8 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
     check_folders(config)
     check_mixture_step(config, progress)
     _check_data(config, tokenizer, model, progress)
+    if config.evaluation.freq:
+        check_evaluation(config, model, tokenizer)
 
 
 def _check_data(config: Config, tokenizer: Tokenizer, model: ModelConfig, progress: Progress | None) -> None:
@@ -291,15 +294,22 @@ def prove(argv: list[str], world_size: int) -> None:
 
 def check_evaluation(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> None:
     """Raise ValueError if a task is not known, or a length is not for it, for the texts or for the model."""
-    longest, folder = max(config.evaluation.lengths), hf_assets(config)
-    limits = [read_config(Path(folder)).get("max_position_embeddings")] if folder and model.rotaries else []
-    limits += [scaling.reached for mixer in model.mixers if (scaling := getattr(mixer, "rope_scaling", None))]
+    e, known = config.evaluation, (*TASKS, LOSS)
+    if unknown := [task for task in e.tasks if task not in known]:
+        raise ValueError(f"evaluation.tasks: {unknown[0]!r} is unknown; use some of {', '.join(known)}")
+    longest, folder = max(e.lengths), hf_assets(config)
+    trained = read_config(Path(folder)).get("max_position_embeddings") if folder else None
+    scalings = [getattr(mixer, "rope_scaling", None) for mixer in model.mixers if mixer.rotary]
+    limits = [scaling.reached if scaling else trained for scaling in scalings]
     if past := [limit for limit in limits if limit and limit < longest]:
         raise ValueError(
             f"evaluation.lengths: {longest} is above the {min(past):,.0f} positions of the model; give less, or extend "
             "them by rope_scaling"
         )
-    open_prompts(config, tokenizer)
+    prompts = open_prompts(config, tokenizer)
+    for task in e.tasks:
+        for length in (min(e.lengths), longest):
+            prompts.prompt(Sample(task, length, 1.0, 0))
 
 
 # --- What a configuration's splits, precision and devices require of the model ----------------------------------------
