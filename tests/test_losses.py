@@ -6,7 +6,7 @@ import random
 import re
 from copy import copy
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -47,6 +47,7 @@ KEYS = {
     "comm.init_timeout_seconds": 3600,
     "comm.train_timeout_seconds": 3600,
 }
+METHODS = (*(name for name in SPLITS if name.startswith(("cp 2 ring", "cp 2 allgather"))), "cp 2 all heads")
 NAMES = ("dp 2", "cp 2 zig-zag", "cp 4", "tp 2 x cp 2 zig-zag", "HSDP", "accumulation")
 
 
@@ -197,21 +198,29 @@ def test_as_defined(case, records, worlds):
 def alone(records, worlds):
     done = {}
 
-    def get(case):
-        if case not in done:
-            done[case] = worlds(1).run(train_on_rank, arguments(case, records))[0]
-        return done[case]
+    def get(case, **model):
+        key = case, *model
+        if key not in done:
+            done[key] = worlds(1).run(train_on_rank, arguments(case, records, **model))[0]
+        return done[key]
 
     return get
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("case", "name"), [*product(CASES, NAMES), *product(("weights", "DPO"), METHODS)])
 def test_splits_are_equal(case, name, records, worlds, alone):
     one = alone(case)
     processes, keys = SPLITS[name]
     for rank in worlds(processes).run(train_on_rank, arguments(case, records) + argv_of(keys)):
         check_equal(rank, one)
+
+
+@pytest.mark.parametrize("case", ("weights", "DPO", "GSPO", "distillation"))
+def test_with_experts_on_two_ranks(case, records, worlds, alone):
+    model, split = {"model__flavor": "experts"}, ("expert", "context")
+    keys = {f"parallelism__{part}_parallel_degree": 2 for part in split}
+    for rank in worlds(2).run(train_on_rank, arguments(case, records, **model, **keys)):
+        check_equal(rank, alone(case, **model))
 
 
 def test_gradients_of_what_losses_may_read():
