@@ -72,7 +72,7 @@ def with_reference(
     """The batch, with the column that the loss reads of the base: the log-probability of each label."""
     if not (model.config.adapter and model.config.adapter.base_is_reference):
         return batch
-    of_labels = partial(logprobs, labels=batch.labels.flatten())
+    of_labels = partial(logprobs, ids=batch.labels.flatten())
     with precision, torch.no_grad(), without_adapters(model):
         reference = model(batch.tokens, batch.plan, loss=of_labels, loss_chunk=loss_chunk)
     return replace(batch, columns=batch.columns | {"reference": reference.unsqueeze(0)})
