@@ -184,7 +184,7 @@ class Trainer:
         watched = self.telemetry.on or self.telemetry.watches(following)
         return not (watched or self.compilation.changes_length(following) or any(self._due()))
 
-    def _due(self) -> tuple[bool, bool, bool]:
+    def _due(self) -> tuple[bool, ...]:
         """Whether a save, a validation and an evaluation follow this step, if no signal comes."""
         c, v, e = self.config.checkpoint, self.config.validation, self.config.evaluation
         frequencies = c.interval, v.freq if v.enable else 0, e.freq

@@ -82,7 +82,7 @@ class Examination:
     @torch.no_grad()
     def run(self, ask: Callable[[], None] = lambda: None) -> list[Record]:
         """On rank 0 what each prompt has shown, elsewhere nothing. ask: called before each batch; it may raise."""
-        found = []
+        found: list[Any] = []
         for n in range(-(-len(self.prompts) // self.dims.dp)):
             ask()
             rows = self._rows(micro_batch(self.prompts, n, 1, self.dims.dp_rank, self.dims.dp, len(self.prompts)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
@@ -53,6 +53,8 @@ class Prompts:
     seq_len: int
     seed: int
     around: tuple[str, str] = ("", "")
+    laid: list[list[int]] = field(init=False)  # by stream
+    continuing: Tokenizer = field(init=False)
 
     def __post_init__(self) -> None:
         laid: list[list[int]] = []
