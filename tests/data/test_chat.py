@@ -1,8 +1,10 @@
 """Conversations: transformers' tokens, their loss masks, in the cache and in streams."""
 
+import io
 import json
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +17,7 @@ from tests.data.conftest import packed
 from tests.records import change_json, write_json, write_lines, write_table
 from tests.refusals import refused
 from titan_linear.commands import corpus as tool
+from titan_linear.commands import generate as command
 from titan_linear.config import check_config, load_config
 from titan_linear.data import (
     IGNORE,
@@ -536,9 +539,46 @@ def test_a_template_that_cannot_be_compiled(folder, template, problem):
         conversations(folder(template)).encode_batch(CHATS[:1])
 
 
+@pytest.mark.parametrize("template", [UNMARKED, MARKED])
+def test_turns_of_a_terminal(folder, template, monkeypatch, capsys):
+    """A model sees transformers' tokens at each turn, of those before too; the template may refuse one."""
+    path, seen, said = folder(template), [], ["Me.", " 漢字\n", ""]
+    theirs, ours = AutoTokenizer.from_pretrained(path), build_tokenizer(str(path))
+
+    def answer(model, prompts, **options):
+        seen.append(prompts[0])
+        return [ours.encode(said[len(seen) - 1]).tolist()]
+
+    monkeypatch.setattr(command, "load", lambda *_: (Mock(), ours))
+    monkeypatch.setattr("titan_linear.run.generate.generate_tokens", answer)
+    monkeypatch.setattr("sys.stdin", io.StringIO("né 漢字?\nagain\n"))
+    assert command.main([str(path), "--chat", "--prompt", "Who?"]) == 0
+    assert capsys.readouterr().out == "".join(f"{text}\n" for text in said)
+    messages = []
+    for ids, question, text in zip(seen, ("Who?", "né 漢字?", "again"), said, strict=True):
+        messages.append({"role": "user", "content": question})
+        assert ids == theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        messages.append({"role": "assistant", "content": text})
+
+
+@pytest.mark.parametrize(
+    "template, argv, problem",
+    [
+        (None, ["--chat"], "--chat takes a chat template, and the tokenizer has none; set model.tokenizer_path"),
+        ("{{ raise_exception('no') }}", ["--chat", "--prompt", "a"], "the chat template refuses it: TemplateError: no"),
+        (MARKED, [], "--prompt is missing: give a text to continue, or --chat"),
+    ],
+)
+def test_turns_that_cannot_be_had(folder, template, argv, problem, monkeypatch, capsys):
+    path = folder(template)
+    monkeypatch.setattr(command, "load", lambda *_: (Mock(), build_tokenizer(str(path))))
+    assert command.main([str(path), *argv]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {problem}")
+
+
 def test_tokenizers_without_a_template(folder):
     for tokenizer in (ByteTokenizer(), build_tokenizer(str(folder(None)))):
-        with refused(r"dataset_format = 'messages' takes a chat template.*or use 'completion'"):
+        with refused(r"dataset_format = 'messages' takes a chat template.*or train on 'completion'"):
             Conversations(tokenizer)
     with refused(r"model\.tokenizer_path: its chat template 'default' is not one: .*; repair"):
         conversations(folder("{% if %}"))

@@ -108,11 +108,20 @@ DRAWN = {
     "training.dataset_format": "text",
 }
 PAIRS = {"training.dataset": "jsonl", "training.dataset_path": "{pairs}", "training.dataset_format": "preference"}
+CHATS = {
+    "training.dataset": "jsonl",
+    "training.dataset_path": "{chats}",
+    "training.dataset_format": "messages",
+    "model.tokenizer_path": "{tokenizer}",
+    "model.name": "qwen3.5",
+    "model.flavor": "0.8B",
+}
 BASE_AS_REFERENCE = {"adapter.enable": "true", "loss.reference": "base"}
 RECIPES: dict[str, tuple[Variant, ...]] = {
     "qwen": (
         shipped("lora_qwen3_6_27b_128k", keys=DRAWN),
         shipped("sft_qwen3_5_9b_32k", keys=DRAWN),
+        shipped("sft_chat", keys=DRAWN | CHATS),
         shipped("continue_hf", keys=DRAWN | {"model.name": "qwen3.5", "model.flavor": "2B"}),
     ),
     "mamba-2": (shipped("full_nemotron_3_nano_4b", keys=DRAWN | {"model.num_layers": 13}),),  # to the first attention

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.bpe import byte_bpe
 from tests.matrix.rows import (
     EXTRAS,
     KILLED_AFTER,
@@ -134,9 +135,11 @@ class Matrix:
         self.baselines: dict[str, Future[dict[str, float]]] = {}
         self.running: set[int] = set()
         self.planning, self.writing = threading.Lock(), threading.Lock()
-        self.texts = {"documents": folder / "documents.jsonl", "pairs": folder / "pairs.jsonl"}
+        names = ("documents.jsonl", "pairs.jsonl", "chats.jsonl", "tokenizer")
+        self.texts = {name.removesuffix(".jsonl"): folder / name for name in names}
         write_documents(self.texts["documents"])
         write_pairs(self.texts["pairs"])
+        write_chats(self.texts["chats"], self.texts["tokenizer"])
 
     def submit(self, row: Row) -> Future[Outcome]:
         run = compared_with(row)
@@ -414,3 +417,20 @@ def write_pairs(path: Path) -> None:
         for n in range(8_000):
             line, following, other = (lines[k % len(lines)] + " " for k in (n, n + 1, 7 * n + 3))
             file.write(json.dumps({"prompt": line, "chosen": following, "rejected": other}) + "\n")
+
+
+def write_chats(path: Path, tokenizer: Path) -> None:
+    """Conversations of two answers, of which one counts half, and a tokenizer with a template."""
+    text = (ROOT / "titan_linear" / "config" / "schema.py").read_text(encoding="ascii", errors="replace")
+    parts = [text[start : start + SHORT] for start in range(0, len(text), SHORT)]
+    roles = [{"role": "user"}, {"role": "assistant"}, {"role": "user"}, {"role": "assistant", "weight": 0.5}]
+    with path.open("w") as file:
+        for n in range(800):
+            messages = [role | {"content": parts[(n + i) % len(parts)]} for i, role in enumerate(roles)]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    tokenizer.mkdir(exist_ok=True)
+    byte_bpe(parts, 320, ["<|end|>"]).save(str(tokenizer / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m.role + m.content + eos_token }}{% endfor %}"
+    template += "{% if add_generation_prompt %}{{ 'assistant' }}{% endif %}"
+    settings = {"eos_token": "<|end|>", "chat_template": template}
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -79,7 +79,7 @@ def values(row):
 
 def test_rows_have_every_pair_of_values():
     assert set(all_pairs()) <= set(chain.from_iterable(pairs(values(row)) for row in ROWS))
-    assert all(row.variant in MODELS[row.model] + RECIPES.get(row.model, ()) for row in ROWS) and len(ROWS) <= 52
+    assert all(row.variant in MODELS[row.model] + RECIPES.get(row.model, ()) for row in ROWS) and len(ROWS) <= 53
     assert len({row.name for row in ROWS}) == len(ROWS)
 
 
@@ -150,6 +150,15 @@ def test_a_killed_row_resumes_and_is_compared(tiny):
     # A kill between a step's save and its validation loses that validation alone: a resume does not make up for it.
     assert outcome.baseline.keys() - outcome.losses.keys() <= {f"validation {outcome.resumed_after}"}
     assert '"passed": true' in tiny.out.read_text() and "NGPU=2" in outcome.commands[0]
+
+
+def test_conversations_are_tuned_on_where_ranks_share_them(tmp_path):
+    recipe = next(row for row in ROWS if "sft_chat" in row.variant.toml).variant
+    variant = replace(recipe, keys={**recipe.keys, **TINY.keys, "model.num_layers": 3}, seq_len=256)
+    matrix = Matrix(tmp_path, 0, 1)
+    outcome = matrix.submit(replace(SMALL, end="", between="", variant=variant)).result()
+    matrix.close()
+    assert outcome.passed, [outcome.why, *outcome.tail]
 
 
 def test_a_row_that_is_refused_fails(tiny):

@@ -3,15 +3,21 @@
 titan-linear generate outputs/debug/checkpoint/step-150 --prompt "def " --max-new-tokens 200 --temperature 0.7
 titan-linear generate Qwen3.5-2B --prompt "def " --draft --temperature 0
 titan-linear generate Qwen3.5-2B --prompt "Once upon a time" --prompt "In the beginning" --top-p 0.9 --seed 1
+titan-linear generate Qwen3.5-2B --chat --max-new-tokens 1000
 
 PATH is a run's folder or its checkpoint/ (the newest step is taken), a step-N in it, or a Hugging Face folder with its
-tokenizer.json. All prompts form one batch; each text is printed with its prompt.
+tokenizer.json. All prompts form one batch; each text is printed with its prompt. With --chat, prompts and then lines of
+the terminal are turns of one conversation, by the chat template of the tokenizer's folder, until Ctrl-D.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -19,13 +25,14 @@ import torch
 from titan_linear.commands import command_parser
 from titan_linear.config import Config, changed
 from titan_linear.data import Tokenizer, build_tokenizer
+from titan_linear.data.corpus.chat import Conversations
 from titan_linear.data.corpus.tokenizer import TOKENIZER
 from titan_linear.distributed.process import ignore_warnings_of_torch, refusing
 from titan_linear.models.adapters import mtp_depth
 from titan_linear.models.decoder import Decoder
 from titan_linear.run.build import DTYPES, allocated, model_config, open_tokenizer
 from titan_linear.run.data import other_tokenizer
-from titan_linear.run.generate import Drafts, Sampling, generate
+from titan_linear.run.generate import Drafts, Sampling, continuations, generate
 from titan_linear.run.start import set_first_weights
 from titan_linear.storage.hf_io import CONFIG, check_folder, read_config
 from titan_linear.storage.hf_io import load_weights as load_hf_weights
@@ -46,23 +53,41 @@ def main(argv: list[str]) -> int:
     dtype = DTYPES[args.dtype] if args.dtype else torch.float32 if device.type == "cpu" else torch.bfloat16
     if args.draft and args.temperature:
         raise ValueError(f"--draft takes the likeliest tokens, not those of --temperature {args.temperature:g}; give 0")
+    if not (args.chat or args.prompt):
+        raise ValueError("--prompt is missing: give a text to continue, or --chat")
     model, tokenizer = load(Path(args.path), args.tokenizer, dtype, device, args.draft)
     model.use(args.impl, device, dtype)
     drafts = Drafts() if args.draft else None
-    texts = generate(
-        model,
-        tokenizer,
-        args.prompt,
+    options = dict(
         max_new_tokens=args.max_new_tokens,
         device=device,
         sampling=sampling,
         prefill_chunk=args.prefill_chunk,
         drafts=drafts,
     )
-    print("\n---\n".join(texts))
+    if args.chat:
+        chat(tokenizer, args.prompt, partial(continuations, model, tokenizer, **options))
+    else:
+        print("\n---\n".join(generate(model, tokenizer, args.prompt, **options)))
     if drafts:
         print(f"{drafts.made} tokens drafted, {drafts.accepted / max(drafts.made, 1):.0%} accepted", file=sys.stderr)
     return 0
+
+
+def chat(tokenizer: Tokenizer, first: Sequence[str], answers: Callable[[list[list[int]]], list[list[int]]]) -> None:
+    """Print an answer to each turn: the first ones, then lines of the terminal."""
+    conversation, messages = Conversations(tokenizer, "--chat"), []
+    for turn in chain(first, lines()):
+        messages.append({"role": "user", "content": turn})
+        (answer,) = answers([conversation.prompt(messages)])
+        messages.append({"role": "assistant", "content": tokenizer.decode(answer)})
+        print(messages[-1]["content"], flush=True)
+
+
+def lines() -> Iterator[str]:
+    with suppress(EOFError):
+        while True:
+            yield input("> " if sys.stdin.isatty() else "")
 
 
 def device_of(name: str | None) -> torch.device:
@@ -126,7 +151,8 @@ def tokenizer_warning(path: Path, in_hf: bool, asked: str, tokenizer: Tokenizer)
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = command_parser("titan-linear generate", __doc__)
     parser.add_argument("path", metavar="PATH", help="a checkpoint of ours, or a Hugging Face folder")
-    parser.add_argument("--prompt", action="append", required=True, help="may be given several times")
+    parser.add_argument("--prompt", action="append", default=[], help="may be given several times")
+    parser.add_argument("--chat", action="store_true", help="converse, by the tokenizer's chat template")
     parser.add_argument("--max-new-tokens", type=int, default=100)
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")
     parser.add_argument(

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,19 +58,9 @@ class Rows:
     logits: Tensor  # [B, vocab]
 
 
-def generate(
-    model: Decoder,
-    tokenizer: Tokenizer,
-    prompts: Sequence[str],
-    *,
-    max_new_tokens: int,
-    sampling: Sampling,
-    device: torch.device,
-    prefill_chunk: int = 2048,
-    drafts: Drafts | None = None,
-) -> list[str]:
+def generate(model: Decoder, tokenizer: Tokenizer, prompts: Sequence[str], **options: Any) -> list[str]:
     """Each prompt with its continuation, up to the end of a document. If the model is sharded, every rank makes the
-    same call. With `drafts`, which are counted, the model drafts; the likeliest tokens are taken.
+    same call. options: of `continuations`.
 
     Raises:
         ValueError: a prompt without tokens.
@@ -78,18 +69,25 @@ def generate(
     for prompt, row in zip(prompts, ids, strict=True):
         if not row:
             raise ValueError(f"prompt {prompt!r} has no tokens; give some text to continue")
-    options = dict(
-        max_new_tokens=max_new_tokens,
-        device=device,
-        eos_id=tokenizer.eos_id,
-        vocab_size=tokenizer.vocab_size,
-        prefill_chunk=prefill_chunk,
-    )
-    if drafts is None:
-        new = generate_tokens(model, ids, sampling=sampling, **options)
-    else:
-        new = [draft_tokens(model, row, drafts, **options) for row in ids]
+    new = continuations(model, tokenizer, ids, **options)
     return [tokenizer.decode(row + more) for row, more in zip(ids, new, strict=True)]
+
+
+def continuations(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompts: Sequence[list[int]],
+    *,
+    sampling: Sampling,
+    drafts: Drafts | None = None,
+    **options: Any,
+) -> list[list[int]]:
+    """What `generate_tokens` makes of each prompt in this tokenizer's tokens. With `drafts`, which are counted, the
+    model drafts; the likeliest tokens are taken."""
+    options |= {"eos_id": tokenizer.eos_id, "vocab_size": tokenizer.vocab_size}
+    if drafts is None:
+        return generate_tokens(model, prompts, sampling=sampling, **options)
+    return [draft_tokens(model, row, drafts, **options) for row in prompts]
 
 
 @torch.no_grad()

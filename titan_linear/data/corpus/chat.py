@@ -157,17 +157,17 @@ class Preferences:
 class Conversations:
     """`messages`, by the tokenizer's chat template.
 
-    ValueError: the tokenizer has none, or it is not a valid template.
+    asked: who takes the template, for the error. ValueError: the tokenizer has none, or it is not a valid template.
     """
 
     fingerprint: str
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, asked: str = "training.dataset_format = 'messages'"):
         if not (isinstance(tokenizer, HuggingFaceTokenizer) and "default" in tokenizer.chat_templates):
             raise ValueError(
-                "training.dataset_format = 'messages' takes a chat template, and the tokenizer has none; set "
-                "model.tokenizer_path to a folder with one (chat_template in tokenizer_config.json, or a "
-                "chat_template.jinja beside tokenizer.json: docs/data.md has an example), or use 'completion'"
+                f"{asked} takes a chat template, and the tokenizer has none; set model.tokenizer_path to a folder with "
+                "one (chat_template in tokenizer_config.json, or a chat_template.jinja beside tokenizer.json: "
+                "docs/data.md has an example), or train on 'completion'"
             )
         found = tokenizer.chat_templates
         sources = {name: found[name] for name in ("default", "tool_use") if name in found}
@@ -177,6 +177,14 @@ class Conversations:
         self._names = {name: known[name] for name in (*NAMED_TOKENS, *sorted(own)) if name in known}
         content = json.dumps([sources, self._names, tokenizer.special_tokens]).encode("utf-8", "surrogatepass")
         self.fingerprint = "messages-4-" + hashlib.sha256(content).hexdigest()[:32]
+
+    def prompt(self, messages: list[Record]) -> list[int]:
+        """The tokens after which an answer follows. ValueError: the template refuses the messages."""
+        try:
+            text = self._writer({})(_messages({"messages": messages}), add_generation_prompt=True)
+        except _Problem as problem:
+            raise ValueError(str(problem)) from problem
+        return self._tokenizer.encode(text).tolist()
 
     def encode_batch(self, records: Sequence[Record]) -> list[MaskedTokens | str]:
         return [self._encode(record) for record in records]
