@@ -183,6 +183,54 @@ def test_sigkill_and_restart(corpus, tmp_path, uninterrupted, answer):
     assert "is finished" in answer(0, tmp_path)
 
 
+# What Slurm has in their place: a node is a process here.
+SLURM = {
+    "srun": """
+import os, signal, subprocess, sys
+command = sys.argv[sys.argv.index("bash") :]
+nodes = map(str, range(int(os.environ["SLURM_JOB_NUM_NODES"])))
+own = [{"SLURM_NODEID": n, "XDG_CACHE_HOME": os.environ["CACHES"] + n} for n in nodes]
+tasks = [subprocess.Popen(command, env=os.environ | of_node) for of_node in own]
+signal.signal(signal.SIGTERM, lambda *_: [task.terminate() for task in tasks])
+sys.exit(max(task.wait() for task in tasks))
+""",
+    "scontrol": """
+import sys
+print(*(["127.0.0.1", "node2"] if sys.argv[1] == "show" else sys.argv[1:]), sep="\\n")
+""",
+}
+
+
+def test_a_job_of_slurm_goes_back_into_the_queue_and_resumes(corpus, tmp_path, uninterrupted):
+    """Two nodes; preempted, all of the job's processes get SIGTERM."""
+    for name, program in SLURM.items():
+        (tmp_path / name).write_text(f"#!{sys.executable}\n{program}")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "mine.toml").touch()
+    job = {"SLURM_JOB_NUM_NODES": 2, "SLURM_JOB_ID": os.getpid(), "SLURM_JOB_NODELIST": "node[1-2]"}
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    more = {
+        "SLURM_SUBMIT_DIR": ROOT,
+        "CONFIG_FILE": tmp_path / "mine.toml",
+        "PATH": path,
+        "NGPU": 1,
+        "CACHES": tmp_path / "cache-",
+    }
+    command = ["bash", ROOT / "examples/slurm.sh", *arguments(corpus, tmp_path / "run")]
+    options = dict(env=environment(**job, **more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    begun = subprocess.Popen(command, **options)
+    wait_for_step(begun, tmp_path / "run", 4)
+    (srun,) = children(begun.pid)
+    for process in (begun.pid, srun):
+        os.kill(process, signal.SIGTERM)
+    said = finish(begun, 143)
+    assert said.endswith(f"requeue\n{job['SLURM_JOB_ID']}\n")
+    saved = newest_step(tmp_path / "run")
+    resumed = finish(subprocess.Popen(command, **options))
+    assert f"resuming from step {saved}" in resumed and "requeue" not in resumed
+    assert losses(tmp_path / "run") == uninterrupted
+
+
 def test_from_dp_2_to_cp_2(corpus, worlds, tmp_path, uninterrupted, answer):
     train_in(
         worlds(2),
