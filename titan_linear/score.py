@@ -35,6 +35,7 @@ from titan_linear.config import Config, changed, check_config, load_config
 from titan_linear.data import Batch, Corpus, PackedStreams, Streams, Targets, Tokenizer, WholeStreams, split_corpus
 from titan_linear.data.corpus.corpus import PLACE
 from titan_linear.data.corpus.scores import Rows, Scores, begin, differences, put, read_scores
+from titan_linear.data.corpus.trees import BACK
 from titan_linear.data.streams.loader import micro_batch
 from titan_linear.distributed.ending import report
 from titan_linear.distributed.groups import host_group, on_rank_0, process_group
@@ -117,7 +118,10 @@ def scores_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) ->
 def corpus_of(config: Config, tokenizer: Tokenizer) -> Corpus:
     if config.training.mixture:
         raise ValueError("training.mixture: a corpus is scored at a time; give training.dataset and its path instead")
-    return open_corpora(config, tokenizer)[0]
+    corpus = open_corpora(config, tokenizer)[0]
+    if BACK in corpus.columns:
+        raise ValueError(f"{corpus.folder} holds prefix trees, which are not scored; give texts or other records")
+    return corpus
 
 
 def streams_of(config: Config, corpus: Corpus) -> Streams:

@@ -97,7 +97,7 @@ class Model(Section):
 
 
 Dataset = Literal["stdlib", "text", "jsonl", "parquet", "arrow", "tokens"]
-DatasetFormat = Literal["text", "tokens", "messages", "completion", "preference"]
+DatasetFormat = Literal["text", "tokens", "messages", "completion", "preference", "tree"]
 
 
 class Source(Section):
@@ -131,8 +131,8 @@ class Training(Section):
     """Field (jsonl) or column (parquet, arrow) that holds a document's text."""
     dataset_format: DatasetFormat = "text"
     """What a record of jsonl, parquet or arrow is: a text; a list of tokens; a conversation, written by the tokenizer's
-    chat template; a prompt and its completion; or a prompt and two completions, the chosen and the rejected one. Of
-    the last three only the answers are trained on."""
+    chat template; a prompt and its completion; or a prompt and two completions, the chosen and the rejected one: of
+    these three only the answers are trained on; or a prefix tree."""
     dataset_columns: list[str] = []
     """Fields of records (columns of corpora of tokens) that hold numbers of the document's tokens, as losses read them:
     one for all of its tokens, or a list with one for each. ["weights"], for example."""

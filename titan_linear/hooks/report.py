@@ -63,6 +63,8 @@ class Report(Hook):
         more = {"data_seconds": fed.seconds / fed.steps} | reserved_memory() | clock_and_power(self.device)
         if fed.most_pairs:  # the model has softmax layers
             more["work_balance"] = fed.work_balance(self.dims.dp * self.dims.cp)
+        if fed.apart != fed.documents.tokens:
+            more["share_computed"] = fed.documents.tokens / fed.apart
         if self.config.training.seq_len_schedule:
             more["seq_len"] = seq_len_at(self.config.training, done.step)
         self.logger.log(

@@ -20,6 +20,7 @@ class Targets(Protocol):
     labels: Tensor  # [1, T] int64, −100 where there is nothing to predict
     columns: dict[str, Tensor]  # [1, T] or [1, T, n] each
     num_documents: int  # more than any number in the column "document"
+    branches: list[Tensor] | None  # of prefix trees: further rows, their labels and weights, [.] each
     plan: BatchPlan
 
 
@@ -36,6 +37,17 @@ class Loss(Protocol):
 def column(batch: Targets, name: str, like: Tensor) -> Tensor:
     """[T] or [T, n], in the dtype of `like`."""
     return batch.columns[name][0].to(like.dtype)
+
+
+def with_branches(logits: ChunkedLogits, batch: Targets) -> tuple[ChunkedLogits, Tensor, Tensor | None]:
+    """Logits, labels [T] and weights [T]; with the further targets of branching points behind those of the tokens."""
+    labels = batch.labels.flatten()
+    weights = batch.columns["weights"].flatten() if "weights" in batch.columns else None
+    if batch.branches is None:
+        return logits, labels, weights
+    rows, *targets = batch.branches
+    labels, weights = (torch.cat(x) for x in zip((labels, weights), targets))
+    return replace(logits, x=torch.cat([logits.x, logits.x[rows]])), labels, weights
 
 
 def logprobs(logits: ChunkedLogits, ids: Tensor) -> Tensor:

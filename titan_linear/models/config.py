@@ -31,12 +31,12 @@ class Documents(NamedTuple):
     chunk_pairs: int  # pairs of tokens in one chunk of the delta rule: n² for a chunk of n <= 64 tokens
 
     @classmethod
-    def of(cls, cu_seqlens: np.ndarray) -> Documents:
-        """cu_seqlens: [N+1] int boundaries, on the host."""
+    def of(cls, cu_seqlens: np.ndarray, above: np.ndarray | int = 0) -> Documents:
+        """cu_seqlens: [N+1] int boundaries, on the host. above: tokens before each document that it continues."""
         n = np.diff(cu_seqlens.astype(np.int64))
         last = n % CHUNK
         chunk_pairs = (n - last) * CHUNK + last * last
-        return cls(int(n.sum()), int((n * (n + 1) // 2).sum()), int(chunk_pairs.sum()))
+        return cls(int(n.sum()), int((n * (n + 1) // 2 + n * above).sum()), int(chunk_pairs.sum()))
 
 
 class MixerOptions(ABC):

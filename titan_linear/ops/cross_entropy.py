@@ -53,7 +53,7 @@ class ChunkedLogits:
     ranks: those that share the vocabulary. Each has vocab / size rows of W, in rank order, and all have the same x and
     ids. Logits are not exchanged. The first rank's sums are those of all; a rank's dx is what its rows contribute: both
     are terms of sums over the ranks.
-    token_losses: [T], receives each label's −log p, with zeros where there is none (and on ranks but the first).
+    token_losses: [≤ T], receives each label's −log p, with zeros where there is none (and on ranks but the first).
     impl: "torch", "triton", or "auto" (ops/runtime/support.py).
     more: of other hidden states. `sum` has their gradients, in the same memory, and not their values. (A loss takes one
     sum with gradients.)
@@ -216,7 +216,8 @@ def _summed(
         values, by = _differentiated(of.terms, rows, tokens, none, dx is not None)
         total = total + values.sum(0) * counts
         if of.token_losses is not None and counts:
-            of.token_losses[tokens] = cross_entropy(rows, tokens).masked_fill(none, 0)
+            into = of.token_losses[tokens]  # of tokens, which further rows may follow
+            into.copy_(cross_entropy(rows, tokens).masked_fill(none, 0)[: len(into)])
         if dx is not None:
             b = None if by.mean is None else by.mean / (len(weight) * (head.ranks.size if head.ranks else 1))
             # Of several ids the gradients are added up before they are rounded, where the logits were.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from titan_linear.config import WHOLE, Config, changed, check_config
-from titan_linear.data import IGNORE, Batch, Stream, StreamLoader, Streams, Tokenizer
+from titan_linear.data import IGNORE, Batch, Stream, StreamLoader, Streams, Tokenizer, TreeStreams
 from titan_linear.distributed.one_process import Degrees
 from titan_linear.distributed.parallelize import cp_method
 from titan_linear.distributed.process import own_device
@@ -176,6 +176,11 @@ def subject_of(config: Config) -> Subject:
         },
     )
     streams, _ = build_streams(cut, tokenizer, None)
+    if any(isinstance(source, TreeStreams) for source in streams.sources.values()):
+        raise ValueError(
+            "training.dataset_format = 'tree': the doctor does not know prefix trees; have it prove the configuration "
+            "on records of another format"
+        )
     check_size(tokens_of(streams), config)
     applies = tuple(line for line, holds in said.items() if holds)
     return Subject(cut, config, model, degrees, tokenizer, streams, device, applies)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -33,12 +34,14 @@ from titan_linear.data import (
     Targets,
     Texts,
     Tokenizer,
+    TreeStreams,
     WholeStreams,
     cached_corpus,
     open_corpus,
     split_corpus,
 )
 from titan_linear.data.corpus.scores import with_scores
+from titan_linear.data.corpus.trees import BACK
 from titan_linear.distributed.groups import of_all_ranks
 from titan_linear.losses import build_loss
 from titan_linear.models.config import ModelConfig, fingerprint
@@ -117,18 +120,21 @@ def build_streams(config: Config, tokenizer: Tokenizer, progress: Progress | Non
     targets = Targets(auto if normalise == "auto" else normalise, columns, loss.group)
     for corpus in corpora:
         check_columns(config, targets, corpus)
-    make = WholeStreams if loss.group else PackedStreams
     holdout = v.holdout if v.enable and not own else 0.0
 
     def sides(split: str) -> list[Side]:
         return [_side(source, corpus, holdout, split) for source, corpus in zip(given, trained, strict=True)]
 
-    packed = [make(side, seq_len=t.seq_len, seed=seed, targets=targets) for side in sides("train")]
+    def make(side: Side, **options: Any) -> PackedStreams:
+        kind = TreeStreams if BACK in side.corpus.columns else WholeStreams if loss.group else PackedStreams
+        return kind(side, seq_len=t.seq_len, seed=seed, targets=targets, **options)
+
+    packed = [make(side) for side in sides("train")]
     streams = _mixed(config, packed, progress) if t.mixture else packed[0].of_lengths(lengths(config))
     if not v.enable:
         return streams, None
     held_out = [split_corpus(corpus, 0.0, "train") for corpus in own] or sides("validation")
-    passes = [make(side, seq_len=t.seq_len, seed=seed, repeat=False, targets=targets) for side in held_out]
+    passes = [make(side, repeat=False) for side in held_out]
     if not t.mixture:
         return streams, passes[0]
     return streams, MixedStreams(dict(zip(streams.sources, passes, strict=True)), seed=seed, repeat=False)
@@ -137,6 +143,8 @@ def build_streams(config: Config, tokenizer: Tokenizer, progress: Progress | Non
 def check_columns(config: Config, targets: Targets, corpus: Corpus) -> None:
     """Raise ValueError if a corpus has not what the loss reads."""
     name = f"loss.name = {config.loss.name!r}"
+    if BACK in corpus.columns:
+        _check_trees(config, targets, corpus)
     if corpus.group != max(targets.group, 1):
         kinds = {1: "single documents", 2: "pairs of documents (training.dataset_format = 'preference')"}
         raise ValueError(
@@ -147,6 +155,34 @@ def check_columns(config: Config, targets: Targets, corpus: Corpus) -> None:
             f"{name} reads the column {missing[0]!r}, and {corpus.folder} has none; name the records' field in "
             "training.dataset_columns, or have titan-linear score write it"
         )
+
+
+def _check_trees(config: Config, targets: Targets, corpus: Corpus) -> None:
+    """Raise ValueError for keys with which prefix trees are not trained on as their documents packed apart."""
+    p, keys = config.parallelism, flat_keys(config)
+    for key, fits in (
+        ("loss.name", config.loss.name == "cross_entropy"),
+        ("loss.normalise", targets.normalise != "stream"),
+        ("training.seq_len_schedule", not config.training.seq_len_schedule),
+        (
+            "parallelism.context_parallel_method",
+            p.context_parallel_degree == 1 or "ring" not in p.context_parallel_method,
+        ),
+    ):
+        if not fits:
+            raise ValueError(f"{key} = {keys[key]!r} is not for prefix trees, which {corpus.folder} holds; change one")
+
+
+def check_model_of_trees(model: ModelConfig, streams: Streams) -> None:
+    """Raise ValueError if a model cannot be trained on prefix trees as on their documents packed apart."""
+    kinds = {isinstance(source, TreeStreams) for source in streams.sources.values()}
+    if len(kinds) > 1:
+        raise ValueError("training.mixture has prefix trees beside other documents; give these as trees of one node")
+    if kinds == {False}:
+        return
+    if model.mtp_layers or model.moe:
+        what = "model.mtp_layers" if model.mtp_layers else "a model with experts, whose load a shared token has once"
+        raise ValueError(f"{what}: not for prefix trees (training.dataset_format = 'tree'); take another, or texts")
 
 
 def _side(source: Training | Source, corpus: Corpus, holdout: float, split: str) -> Side:

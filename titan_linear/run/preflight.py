@@ -15,7 +15,16 @@ from pathlib import Path
 import torch
 
 from titan_linear.config import Config, check_config, hf_assets, hf_weights, layer_checkpointing
-from titan_linear.data import MixedStreams, Sample, Streams, Tokenizer, num_labels, verify_changed, verify_corpus
+from titan_linear.data import (
+    MixedStreams,
+    Sample,
+    Streams,
+    Tokenizer,
+    TreeStreams,
+    num_labels,
+    verify_changed,
+    verify_corpus,
+)
 from titan_linear.data.tasks import LOSS, TASKS
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.float8 import SMALLEST, use_float8
@@ -29,6 +38,7 @@ from titan_linear.run.data import (
     base_of,
     build_streams,
     check_content,
+    check_model_of_trees,
     check_size,
     content_of,
     file_groups,
@@ -134,6 +144,10 @@ def _check_data(config: Config, tokenizer: Tokenizer, model: ModelConfig, progre
     streams, held_out = build_streams(config, tokenizer, progress)
     if isinstance(streams, MixedStreams):
         print(streams.summary(config.training.steps * config.training.global_batch_size))
+    check_model_of_trees(model, streams)
+    for source in streams.sources.values():
+        if isinstance(source, TreeStreams) and source.summary:
+            print(source.summary)
     try:
         check_size(tokens_of(streams), config)
     except ValueError as error:

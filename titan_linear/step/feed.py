@@ -4,7 +4,7 @@ before they are wanted."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_linear.data import IGNORE, Batch
+from titan_linear.data.corpus.trees import BACK, WORTH
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.layers import widened
@@ -23,6 +24,7 @@ from titan_linear.models.plan import BatchPlan, Later, Rotary
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.attention import choose_method, pairs_computed
 from titan_linear.ops.layout.build_context import ranks_per_node
+from titan_linear.ops.layout.nodes import Nodes
 from titan_linear.ops.layout.tables import to_device
 
 
@@ -90,13 +92,15 @@ class BatchSharding:
             programs=self.programs,
             stream_programs=self.stream_programs,
             attention=methods,
+            parents=batch.parents,
         )
-        columns = batch.columns
+        columns = {name: x for name, x in batch.columns.items() if name not in (BACK, WORTH)}
         local = [batch.tokens, batch.labels, *columns.values()]
         local += later_of(batch, self.mtp_layers) if self.mtp_layers else ()
         if self.dims.cp > 1:
             local = [torch.cat([x[:, start:end] for start, end in context.fragments], 1) for x in local]
-        context, tokens, labels, *local = to_device([context, *local], self.device)
+        branches = branches_of(batch, context.fragments)
+        context, branches, tokens, labels, *local = to_device([context, branches, *local], self.device)
         later = local[len(columns) :]
         if self.compiled:
             context.mark_dynamic()
@@ -108,7 +112,8 @@ class BatchSharding:
             later=Later(*later) if later else None,
         )
         plan.prepare(self.rotaries, widened(self.compute_dtype))
-        return MicroBatch(tokens, labels, plan, batch.streams, dict(zip(columns, local)), batch.num_documents)
+        columns = dict(zip(columns, local))
+        return MicroBatch(tokens, labels, plan, batch.streams, columns, batch.num_documents, branches)
 
     def methods(self, tokens: int) -> tuple[str, ...]:
         """How softmax layers communicate in batches of this many tokens over all ranks: one method, or several if
@@ -136,6 +141,18 @@ class BatchSharding:
             f"attention by ring over contiguous fragments: of one document a rank computes {(2 * W - 1) / W:.2f} times "
             'the mean, and the others wait; parallelism.context_parallel_layout = "zigzag" shares it equally'
         )
+
+
+def branches_of(batch: Batch, fragments: Iterable[tuple[int, int]]) -> list[Tensor] | None:
+    """`MicroBatch.branches` of a rank's tokens, which has these fragments; None: batches are of no trees."""
+    if BACK not in batch.columns:
+        return None
+    back, worth = batch.columns[BACK][0], batch.columns[WORTH][0]
+    targets = ((back > 1) & (worth > 0)).nonzero().flatten()
+    mine = torch.cat([torch.arange(*ends) for ends in fragments])
+    places = torch.full_like(back, -1).index_copy_(0, mine, torch.arange(len(mine)))
+    rows = places[targets - back[targets]]
+    return [x[rows >= 0] for x in (rows, batch.tokens[0, targets], worth[targets])]
 
 
 def later_of(batch: Batch, depth: int) -> Later:
@@ -180,6 +197,8 @@ class MicroBatch:
     streams: tuple[int, ...]  # global indices, for error messages
     columns: dict[str, Tensor] = field(default_factory=dict)  # [1, T_local] or [1, T_local, n] each
     num_documents: int = 0  # of the `Batch`
+    # Of prefix trees: rows of tokens that several continue, and labels and weights beside those above, [.] each.
+    branches: list[Tensor] | None = None
 
 
 class StepTokens(NamedTuple):
@@ -198,6 +217,7 @@ class FeedStats:
 
     steps: int = 0
     valid: int = 0  # tokens with a label
+    apart: int = 0  # tokens, with the documents of prefix trees packed apart
     documents: Documents = NO_DOCUMENTS
     seconds: float = 0.0  # to read and cut batches
     waited: float = 0.0  # to read and cut them, or for other ranks to do so, while the device had nothing left to do
@@ -211,6 +231,7 @@ class FeedStats:
         return FeedStats(
             steps=self.steps + more.steps,
             valid=self.valid + more.valid,
+            apart=self.apart + more.apart,
             documents=Documents(*(a + b for a, b in zip(self.documents, more.documents, strict=True))),
             seconds=self.seconds + more.seconds,
             waited=self.waited + more.waited,
@@ -271,9 +292,9 @@ class Feed:
         self.settle()
         step, self._ahead = self._ahead, None
         weight, *sums = (count / self.copies for count in step.counts.tolist())
-        valid, *sums = map(int, sums)  # exact below 2⁵³
+        valid, apart, *sums = map(int, sums)  # exact below 2⁵³
         documents = Documents(*sums)
-        self._stats += FeedStats(1, valid, documents)
+        self._stats += FeedStats(1, valid, apart, documents)
         return StepTokens(documents.tokens, weight), self._micro_batches(step)
 
     def _micro_batches(self, step: _Ahead) -> Iterator[MicroBatch]:
@@ -317,5 +338,10 @@ class Feed:
 
 
 def _counts(batch: Batch) -> list[float]:
-    """The weight and the number of tokens with a label, then the numbers of `Documents`."""
-    return [batch.weight, int((batch.labels != IGNORE).sum()), *Documents.of(batch.cu_seqlens.numpy())]
+    """The weight and the number of labels, the number of tokens with trees packed apart, and those of `Documents`."""
+    labels = batch.columns.get(WORTH, batch.labels != IGNORE) > 0
+    edges, above, apart = batch.cu_seqlens.numpy(), 0, batch.tokens.numel()
+    if batch.parents is not None:
+        nodes = Nodes.of(edges.astype(np.int64), batch.parents.numpy())
+        above, apart = nodes.depth, int((nodes.edges[1:] - nodes.begins)[nodes.leaves].sum())
+    return [batch.weight, int(labels.sum()), apart, *Documents.of(edges, above)]

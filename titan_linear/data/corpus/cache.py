@@ -43,6 +43,7 @@ from titan_linear.data.corpus.corpus import (
 from titan_linear.data.corpus.sources import FIELD_SOURCES, Document, read_documents, source_files
 from titan_linear.data.corpus.tokenise import Encoder, Tokens, may_have_children, tokenise, worker_count
 from titan_linear.data.corpus.tokenizer import Tokenizer
+from titan_linear.data.corpus.trees import BACK, Trees
 from titan_linear.data.corpus.writing import (
     BadDocument,
     Journal,
@@ -102,6 +103,7 @@ class Texts:
             "completion": Completions,
             "tokens": Ids,
             "preference": Preferences,
+            "tree": Trees,
         }
         return self.tokenizer if self.dataset_format == "text" else makers[self.dataset_format](self.tokenizer)
 
@@ -278,6 +280,8 @@ def _same_texts(caches: Path, texts: Texts) -> Path | None:
 
 def _tokenise_into(folder: Path, texts: Texts) -> None:
     columns = {name: dtype for name, dtype in texts.columns.items() if name != "weights"}
+    if texts.dataset_format == "tree":
+        columns[BACK] = "<i4"
     new = Journal(texts.key, texts.content, answers=texts.format == ANSWERS_FORMAT, columns=columns, group=texts.group)
     journal = _resumable(folder, texts) or new
     if journal.read:

@@ -43,7 +43,7 @@ def with_columns(
         if len(documents) > 1 and not (isinstance(of_each, list) and len(of_each) == len(documents)):
             return f"{name!r} is no list of {len(documents)}, one for each of its documents; give that"
         for document, value, into in zip(documents, of_each, columns):
-            column = _column(name, value, len(document.tokens), widths)
+            column = column_of(name, value, len(document.tokens), widths)
             if isinstance(column, str):
                 return f"{name!r} {column}"
             if dtype == "<i4" and not ((column >= 0) & (column < texts.tokenizer.vocab_size)).all():
@@ -56,7 +56,7 @@ def with_columns(
     ]
 
 
-def _column(name: str, value: Any, tokens: int, widths: MutableMapping[str, int]) -> np.ndarray | str:
+def column_of(name: str, value: Any, tokens: int, widths: MutableMapping[str, int]) -> np.ndarray | str:
     """The numbers beside a document's tokens, [tokens] or [tokens, width], or what is wrong with them."""
     try:
         column = np.asarray(value, dtype=np.float64)

@@ -47,6 +47,7 @@ RECORD_FIELDS = {
     "completion": (("prompt", "completion"), ()),
     "tokens": (("tokens",), ()),
     "preference": (("chosen", "rejected"), ("prompt", "tools", "chat_template_kwargs")),
+    "tree": (("children",), ("text", "tokens", "weights")),
 }
 _OTHER_NAMES = {"messages": "conversations"}  # ShareGPT's
 FORMATS = ("text", *RECORD_FIELDS)

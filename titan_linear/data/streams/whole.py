@@ -31,14 +31,18 @@ class WholeStreams(PackedStreams):
     def __len__(self) -> int:
         return len(self._laid(0)[1]) - 1 if not self.repeat else super().__len__()
 
-    def _parts(self, i: int) -> tuple[np.ndarray, np.ndarray, int]:
+    def _documents(self, i: int) -> np.ndarray:
+        """Those of stream i."""
         with self._lock:
             while self._ends[-1] <= i:
                 self._ends.append(self._ends[-1] + len(self._laid(len(self._ends) - 1)[1]) - 1)
             epoch = bisect_right(self._ends, i) - 1
             order, edges = self._laid(epoch)
         place = i - self._ends[epoch]
-        documents = order[edges[place] : edges[place + 1]]
+        return order[edges[place] : edges[place + 1]]
+
+    def _parts(self, i: int) -> tuple[np.ndarray, np.ndarray, int]:
+        documents = self._documents(i)
         return self.corpus.offsets[documents], document_lengths(self.corpus, documents), IGNORE
 
     def _lay(self, epoch: int) -> tuple[np.ndarray, list[int]]:
@@ -53,9 +57,13 @@ class WholeStreams(PackedStreams):
                 f"training.seq_len = {self.seq_len}: {what} {lengths.max():,} tokens, which the loss takes whole; "
                 "raise it, or leave such documents out"
             )
+        return order, [edge * group for edge in self._filled(lengths)]
+
+    def _filled(self, lengths: np.ndarray) -> list[int]:
+        """Where each stream begins among what has these lengths, and the last one's end."""
         ends = np.cumsum(lengths)
         edges = [0]
         while edges[-1] < len(ends):
             begin = ends[edges[-1] - 1] if edges[-1] else 0
             edges.append(int(np.searchsorted(ends, begin + self.seq_len, side="right")))
-        return order, [edge * group for edge in edges]
+        return edges

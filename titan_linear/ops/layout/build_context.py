@@ -17,7 +17,7 @@ from titan_linear.ops.layout.chains import chains
 from titan_linear.ops.layout.context import SOFTMAX_METHODS, CPContext, SoftmaxTables, TokenTables
 from titan_linear.ops.layout.documents import check_copy, checked, distinct, short
 from titan_linear.ops.layout.fragments import LAYOUTS, Cut, Fragments, RankGroup, cut_streams, halo_routes, owned
-from titan_linear.ops.layout.nodes import Nodes
+from titan_linear.ops.layout.nodes import checked_nodes
 from titan_linear.ops.layout.rectangles import rectangles
 from titan_linear.ops.layout.segments import CONV_RUN, with_tables
 from titan_linear.ops.layout.spans import PAIRS_PER_ROW, gathered_spans
@@ -81,7 +81,7 @@ def build_cp_context(
     documents = _documents(cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu)
     if parents is not None and len(documents) != len(cu_seqlens):
         raise ValueError("cu_seqlens has segments without tokens, which cannot have or be parents; leave them out")
-    nodes = None if parents is None else Nodes.of(documents, parents, num_streams)
+    nodes = None if parents is None else checked_nodes(documents, parents, num_streams)
     cut = cut_streams(documents, num_streams, ranks.world_size, layout, nodes)
     tables = _token_tables(cut, ranks, conv1d_kernel_size, programs, stream_programs)
     context = CPContext(ranks, cut, tables, _softmax_tables(cut, ranks, attention, pairs_per_row))

@@ -62,17 +62,17 @@ class CPContext:
     @property
     def rectangles(self) -> Rectangles:
         """For causal attention in which keys travel around the ring. ValueError: not planned."""
-        return _planned(self.softmax.ring, "ring", self.cut)
+        return _planned(self.softmax.ring, "ring")
 
     @property
     def gathered(self) -> GatheredSpans:
         """For causal attention in which queries and keys travel to the rank that computes. ValueError: not planned."""
-        return _planned(self.softmax.allgather, "allgather", self.cut)
+        return _planned(self.softmax.allgather, "allgather")
 
     @property
     def of_nodes(self) -> CPContext:
         """The context in which a node is a rank, in the same group. ValueError: not planned."""
-        return _planned(self.softmax.nodes, "ulysses+ring", self.cut)
+        return _planned(self.softmax.nodes, "ulysses+ring")
 
     @property
     def order_in_node(self) -> tuple[int, ...]:
@@ -205,12 +205,11 @@ class CPContext:
 Planned = TypeVar("Planned", Rectangles, GatheredSpans, CPContext)
 
 
-def _planned(tables: Planned | None, method: str, cut: Cut) -> Planned:
-    if tables is None and cut.nodes is not None and "ring" in method:
-        raise ValueError(f"method = {method!r} does not know prefix trees; use 'allgather' or 'ulysses'")
+def _planned(tables: Planned | None, method: str) -> Planned:
     if tables is None:
         raise ValueError(
-            f"method = {method!r}: the context was not planned for it; name it in build_cp_context(attention=...)"
+            f"method = {method!r}: the context was not planned for it; name it in build_cp_context(attention=...), or "
+            "with parents, which no ring knows, use 'allgather' or 'ulysses'"
         )
     return tables
 

@@ -28,20 +28,25 @@ class Nodes:
     paths: list[np.ndarray]  # of each, the nodes from its root to itself
 
     @classmethod
-    def of(cls, edges: np.ndarray, parents: Tensor, num_streams: int) -> Nodes | None:
-        """None: no node has a parent. ValueError: parents that are no tree."""
-        numbers = parents.cpu().numpy().astype(np.int64)
-        if numbers.shape != (len(edges) - 1,):
-            raise ValueError(f"parents {list(numbers.shape)} must be [N] = [{len(edges) - 1}], one for each segment")
-        stream = edges[:-1] // (edges[-1] // num_streams)
-        depth, paths = np.zeros_like(numbers), []
-        for node, parent in enumerate(numbers.tolist()):
-            if not -1 <= parent < node or (parent >= 0 and stream[parent] != stream[node]):
-                raise ValueError(f"parents[{node}] = {parent} must be −1, or a segment before {node} in its stream")
-            above = paths[parent] if parent >= 0 else np.zeros(0, dtype=np.int64)
-            depth[node] = (edges[above + 1] - edges[above]).sum()
-            paths.append(np.append(above, node))
-        return cls(edges, numbers, depth, paths) if (numbers >= 0).any() else None
+    def of(cls, edges: np.ndarray, parents: np.ndarray) -> Nodes:
+        lengths, depth, paths = np.diff(edges), np.zeros_like(parents), []
+        for node, parent in enumerate(parents.tolist()):
+            paths.append([*(paths[parent] if parent >= 0 else ()), node])
+            depth[node] = depth[parent] + lengths[parent] if parent >= 0 else 0
+        return cls(edges, parents, depth, list(map(np.array, paths)))
+
+    @classmethod
+    def behind(cls, back: np.ndarray) -> Nodes:
+        """Those of tokens each of which lies `back` tokens behind the one that it continues, 0: it continues none."""
+        begins = np.flatnonzero(back != 1)
+        above = (begins - back[begins])[back[begins] > 0]
+        edges = np.unique([*begins, *(above + 1), len(back)])
+        return cls.of(edges, parents_behind(edges, back))
+
+    @property
+    def leaves(self) -> np.ndarray:
+        """Nodes that none continues."""
+        return np.setdiff1d(np.arange(len(self.parents)), self.parents)
 
     @property
     def begins(self) -> np.ndarray:
@@ -80,3 +85,21 @@ class Nodes:
             end = min(token, int(self.edges[node + 1]))
             tokens += range(end - 1, max(int(self.edges[node]), end - count + len(tokens)) - 1, -1)
         return tokens
+
+
+def parents_behind(edges: np.ndarray, back: np.ndarray) -> np.ndarray:
+    """The parents of nodes, as `Nodes.behind`."""
+    back = back[edges[:-1]]
+    return np.where(back > 0, np.searchsorted(edges, edges[:-1] - back, side="right") - 1, -1)
+
+
+def checked_nodes(edges: np.ndarray, parents: Tensor, num_streams: int) -> Nodes | None:
+    """None: no node has a parent. ValueError: parents that are no trees, each in one of the streams."""
+    numbers, order = parents.cpu().numpy().astype(np.int64), np.arange(len(edges) - 1)
+    if numbers.shape != order.shape:
+        raise ValueError(f"parents {list(numbers.shape)} must be [N] = {list(order.shape)}, one for each segment")
+    stream = edges[:-1] // (edges[-1] // num_streams)
+    bad = (numbers < -1) | (numbers >= order) | ((numbers >= 0) & (stream[np.minimum(numbers, order)] != stream))
+    for node in np.flatnonzero(bad):
+        raise ValueError(f"parents[{node}] = {numbers[node]} must be −1, or a segment before {node} in its stream")
+    return Nodes.of(edges, numbers) if (numbers >= 0).any() else None

@@ -1,0 +1,256 @@
+"""Runs on prefix trees beside the same documents packed apart, in float64; trees that are cut; what is refused."""
+
+import json
+import math
+import random
+import re
+from collections import Counter
+from itertools import pairwise, product
+
+import pytest
+
+from tests.keys import argv_of
+from tests.refusals import refused
+from tests.test_losses import KEYS
+from tests.test_train import OWN_FLAVORS, SPLITS, check_equal, train_on_rank
+from titan_linear.commands.batch import documents
+from titan_linear.config import load_config
+from titan_linear.data import IGNORE, Targets, Texts, TreeStreams, build_tokenizer, open_corpus, split_corpus
+from titan_linear.data.streams.loader import micro_batch
+from titan_linear.models.presets import OWN
+from titan_linear.run.preflight import preflight
+from titan_linear.step.feed import _counts, branches_of
+
+NAMES = (
+    "dp 2",
+    "cp 2",
+    "cp 4",
+    "cp 2 zig-zag",
+    "HSDP x cp",
+    "tp 2 x cp 2 zig-zag",
+    "accumulation",
+    "cp 2 allgather contiguous",
+    "cp 2 allgather zigzag",
+    "cp 2 all heads",
+)
+FAMILIES = {"rwkv7": "rwkv7-0.1B", "lfm2": "lfm2-350M", "falcon-h1": "falcon-0.5B"}
+
+
+def node(rng, n, *children):
+    weights = rng.choice([0, 0.5, 1, [rng.choice([0, 1e-3, 1, 2]) for _ in range(n)]])
+    return {"tokens": rng.choices(range(256), k=n), "weights": weights, "children": [*children]}
+
+
+def paths(tree, above=((), ())):
+    """The documents of a tree, as (tokens, weights)."""
+    n = len(tree["tokens"])
+    weights = tree["weights"] if isinstance(tree["weights"], list) else [tree["weights"]] * n
+    own = above[0] + tuple(tree["tokens"]), above[1] + tuple(weights)
+    below = [path for child in tree["children"] for path in paths(child, own)]
+    return below or [own]
+
+
+def a_few(rng):
+    """Trees of 33 to 64 tokens, whose documents have 33 to 64 too: one to a stream of 64, whether together or apart."""
+    return [
+        node(rng, 33, node(rng, 1, node(rng, 1), node(rng, 5), node(rng, 2)), node(rng, 9), node(rng, 13)),
+        node(
+            rng, 34, node(rng, 3, node(rng, 4, node(rng, 7, node(rng, 1), node(rng, 3)), node(rng, 1)), node(rng, 11))
+        ),
+        node(rng, 64),
+        node(rng, 40, *(node(rng, 1 + n % 2) for n in range(16))),
+    ]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Trees, and their documents as trees without branches; and how many these are."""
+    OWN["hybrid"] |= OWN_FLAVORS
+    folder, trees = tmp_path_factory.mktemp("trees"), a_few(random.Random(0))
+    apart = [{"tokens": t, "weights": w, "children": []} for tree in trees for t, w in paths(tree)]
+    for name, records in (("together", trees), ("apart", apart)):
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)))
+    return folder, len(apart)
+
+
+def arguments(files, name, *overrides):
+    folder, documents = files
+    keys = KEYS | {"training.dataset_format": "tree", "training.dataset_path": folder / f"{name}.jsonl"}
+    keys |= {"job.dump_folder": folder / "run"}
+    if name == "apart":
+        keys |= {"training.global_batch_size": documents, "training.local_batch_size": documents}
+    for more in overrides:
+        keys |= more
+    return argv_of(keys)
+
+
+@pytest.fixture(scope="module")
+def apart(files, worlds):
+    done = {}
+
+    def get(keys):
+        if str(keys) not in done:
+            argv = arguments(files, "apart", keys)
+            preflight(load_config(argv), world_size=1)
+            done[str(keys)] = worlds(1).run(train_on_rank, argv)[0]
+        return done[str(keys)]
+
+    return get
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_runs(name, files, apart, worlds):
+    processes, keys = SPLITS[name]
+    for rank in worlds(processes).run(train_on_rank, arguments(files, "together", keys)):
+        check_equal(rank, apart({}))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family, files, apart, worlds):
+    own = {"model.name": "hybrid", "model.flavor": FAMILIES[family], "loss.normalise": "document"}
+    processes, keys = SPLITS["cp 2 allgather zigzag"]
+    for rank in worlds(processes).run(train_on_rank, arguments(files, "together", own, keys)):
+        check_equal(rank, apart(own))
+
+
+def corpus_of(path, records):
+    path.write_text("\n".join(map(json.dumps, records)))
+    return open_corpus(Texts("jsonl", str(path), build_tokenizer(None), dataset_format="tree"))
+
+
+def targets_of(streams):
+    """(the tokens before, the target) → the sum of its weights; the number of targets, and of tokens packed apart."""
+    sums, computed, apart, before = Counter(), 0, 0, 0
+    for i in range(len(streams)):
+        stream, (_, lengths) = streams[i], streams.runs(i)
+        edges, past, above = stream.cu_seqlens.tolist(), {}, []
+        for n, (start, end) in enumerate(pairwise(edges)):
+            back = int(stream.columns["back"][start]) if start < lengths.sum() else 0
+            above.append([*(past[start - back] if back else ())])
+            for t in range(start, end):
+                above[n].append(int(stream.tokens[t]))
+                past[t] = tuple(above[n])
+                assert stream.position_ids[t] == len(above[n]) - 1
+        pairs = zip(range(len(stream.tokens)), stream.labels, stream.columns["weights"])
+        batch = micro_batch(streams, i, 1, 0, 1)
+        branches = zip(*(x.tolist() for x in branches_of(batch, [(0, len(stream.tokens))])))
+        for row, label, weight in (*pairs, *branches):
+            assert (label == IGNORE) == (weight == 0)
+            if weight:
+                sums[past[row], int(label)] += float(weight)
+        weight, labels, tokens, *_ = _counts(batch)
+        assert weight == pytest.approx(sum(sums.values()) - before)
+        before, computed = before + weight, computed + labels
+        apart += tokens - (len(stream.tokens) - lengths.sum())
+    return sums, computed, apart
+
+
+@pytest.mark.parametrize("normalise", ["token", "document"])
+@pytest.mark.parametrize("seq_len", [256, 80])
+def test_targets_are_those_of_the_documents(normalise, seq_len, tmp_path):
+    """Of whole trees, and of those that are cut."""
+    rng = random.Random(1)
+
+    def grown(depth):
+        return node(rng, rng.randint(1, 9), *(grown(depth - 1) for _ in range(rng.randint(0, depth))))
+
+    trees = [grown(4) for _ in range(9)]
+    alone = [{"tokens": t, "weights": w, "children": []} for tree in trees for t, w in paths(tree)]
+    found = []
+    for name, records in (("together", trees), ("apart", alone)):
+        side = split_corpus(corpus_of(tmp_path / f"{name}.jsonl", records), 0.0, "train")
+        streams = TreeStreams(side, seq_len=seq_len, seed=0, repeat=False, targets=Targets(normalise))
+        found.append(targets_of(streams))
+    (sums, computed, apart), (want, of_each, tokens) = found
+    assert computed < of_each and apart == tokens == sum(len(record["tokens"]) for record in alone)
+    assert sums.keys() == want.keys() and all(sums[key] == pytest.approx(want[key]) for key in want)
+
+
+def test_a_cut_repeats_the_fewest_tokens(tmp_path):
+    rng = random.Random(2)
+
+    def grown(depth):
+        return node(rng, rng.randint(1, 6), *(grown(depth - 1) for _ in range(rng.randint(0, 3) if depth else 0)))
+
+    trees = [grown(3) for _ in range(40)]
+    side = split_corpus(corpus_of(tmp_path / "trees.jsonl", trees), 0.0, "train")
+    for seq_len in (24, 30):
+        units, _ = TreeStreams(side, seq_len=seq_len, seed=0, repeat=False)._laid(0)
+        cut = [n for n in range(40) if (units[:, 0] == n).sum() > 1]
+        assert len(cut) > 5 and units[:, 3].max() <= seq_len
+        for n in cut:
+            of_tree = units[units[:, 0] == n]
+            assert [0, *of_tree[:, 2]] == [*of_tree[:, 1], len(paths(trees[n]))]
+            assert of_tree[:, 3].sum() == fewest(trees[n], seq_len)
+
+
+def fewest(tree, seq_len):
+    """By trying all ways."""
+    documents, best = places(tree, [0]), math.inf
+    for cuts in product([False, True], repeat=len(documents) - 1):
+        edges = [0, *(n + 1 for n, cut in enumerate(cuts) if cut), len(documents)]
+        sizes = [len(set().union(*documents[first:last])) for first, last in pairwise(edges)]
+        if max(sizes) <= seq_len:
+            best = min(best, sum(sizes))
+    return best
+
+
+def places(tree, counter, above=()):
+    """The documents of a tree, as places of its tokens."""
+    own = (*above, *range(counter[0], counter[0] + len(tree["tokens"])))
+    counter[0] += len(tree["tokens"])
+    return [path for child in tree["children"] for path in places(child, counter, own)] or [{*own}]
+
+
+@pytest.mark.parametrize(
+    "record, words",
+    [
+        ({"children": []}, "root must have either 'text' or 'tokens'"),
+        ({"text": "a", "tokens": [1], "children": []}, "root must have either 'text' or 'tokens'"),
+        ({"text": "a", "children": {"text": "b"}}, "root is no object, or its 'children' are no list"),
+        ({"text": "a", "children": ["b"]}, "root.children[0] is no object"),
+        ({"text": "a", "children": [{"text": "", "children": [{"text": "b"}]}]}, "root.children[0]: it is empty"),
+        (
+            {"text": "a", "children": [{"text": "b"}, {"tokens": [999]}]},
+            "root.children[1]: 'tokens' is no list",
+        ),
+        ({"text": "ab", "weights": [1], "children": [{"text": "b"}]}, "root: 'weights' has 1 rows"),
+        ({"text": "a", "children": [{"text": "b", "weights": -1}]}, "root.children[0]: 'weights' has a number"),
+        ({"text": "a"}, "no field 'children'"),
+    ],
+)
+def test_bad_records(record, words, tmp_path):
+    with refused(rf"bad.jsonl, line 2: {re.escape(words)}"):
+        corpus_of(tmp_path / "bad.jsonl", [{"text": "a", "children": []}, record])
+
+
+@pytest.mark.parametrize(
+    "keys, words",
+    [
+        ({"parallelism.context_parallel_degree": 2, "parallelism.context_parallel_method": "ring"}, "method = 'ring'"),
+        ({"loss.normalise": "stream"}, "loss.normalise = 'stream'"),
+        ({"loss.name": "policy"}, "loss.name = 'policy'"),
+        ({"training.seq_len_schedule": "[{until_step = 1, seq_len = 32}]"}, "training.seq_len_schedule"),
+        ({"model.mtp_layers": 1}, "model.mtp_layers: not for prefix trees"),
+        ({"model.flavor": "experts"}, "a model with experts"),
+        ({"training.dataset_columns": '["weights"]'}, "training.dataset_columns"),
+        ({"training.seq_len": 60}, "training.seq_len = 60: a path of tree 2 has 64 tokens"),
+    ],
+)
+def test_what_trees_are_not_for(keys, words, files):
+    config = load_config(arguments(files, "together", keys))
+    with refused(re.escape(words)):
+        preflight(config, world_size=config.parallelism.context_parallel_degree)
+
+
+def test_batch_shows_nodes(tmp_path):
+    tree = {"text": "ab", "children": [{"text": "c", "weights": 0}, {"text": "d"}, {"text": "e", "weights": [0, 1]}]}
+    side = split_corpus(corpus_of(tmp_path / "one.jsonl", [tree]), 0.0, "train")
+    (stream,) = TreeStreams(side, seq_len=8, seed=0, repeat=False)
+    lines = [line.strip() for line in documents(stream, build_tokenizer(None), 0)]
+    assert [line for line in lines if line.startswith("document")] == [
+        "document 0: [0, 2), 2 tokens, 1 learnt",
+        "document 1: [2, 4), 2 tokens, 0 learnt, continues token 1",
+        "document 2: [4, 6), 2 tokens, 2 learnt, continues token 1",
+        "document 3: [6, 8), 2 tokens, 1 learnt, continues token 1",
+    ]

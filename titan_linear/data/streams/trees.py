@@ -1,0 +1,105 @@
+"""Streams of prefix trees (data/corpus/trees.py), each whole in one stream. A tree that is longer than a stream is cut
+into trees that together repeat the fewest tokens, of all ways that keep the order of its leaves.
+
+A stream's documents are its nodes. The column BACK says how many tokens before each one that lies which it continues
+(0: none), and WORTH what it counts as a target: the sum over the documents that hold it. Of several tokens that
+continue one, the first lies behind it, and is its label as in any stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from titan_linear.data.corpus.trees import BACK, WORTH
+from titan_linear.data.streams.packing import IGNORE, Stream, document_lengths
+from titan_linear.data.streams.whole import WholeStreams
+from titan_linear.ops.layout.nodes import Nodes
+
+
+class TreeStreams(WholeStreams):
+    """streams[i] holds trees, whole or cut. ValueError: a path is longer than a stream."""
+
+    @property
+    def summary(self) -> str:
+        """For the console, if trees are cut; else ""."""
+        units, _ = self._laid(0)
+        computed = int(units[:, 3].sum())
+        if computed == self.num_tokens:
+            return ""
+        return (
+            f"trees longer than training.seq_len = {self.seq_len:,} are cut: {computed - self.num_tokens:,} of "
+            f"{computed:,} tokens are computed again"
+        )
+
+    def _parts(self, i: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """The nodes of stream i as runs of the corpus's tokens."""
+        starts, lengths = [], []
+        for document, first, last, _ in self._documents(i).tolist():
+            nodes = self._nodes(document)
+            above = np.unique(np.concatenate([nodes.paths[n] for n in nodes.leaves[first:last]]))
+            starts.append(self.corpus.offsets[document] + nodes.edges[above])
+            lengths.append(np.diff(nodes.edges)[above])
+        return np.concatenate(starts), np.concatenate(lengths), IGNORE
+
+    def _stream(self, starts: np.ndarray, lengths: np.ndarray, next_token: int, seq_len: int) -> Stream:
+        stream = super()._stream(starts, lengths, next_token, seq_len)
+        edges, count = stream.cu_seqlens.astype(np.int64), len(starts)
+        parents, ends = np.full(len(edges) - 1, -1), {}  # the last node that ends at a token of the corpus
+        for n, (start, back) in enumerate(zip(starts.tolist(), self.corpus.columns[BACK][starts].tolist())):
+            parents[n] = ends[start - back + 1] if back else -1
+            ends[start + lengths[n]] = n
+        nodes, back = Nodes.of(edges, parents), np.ones_like(stream.tokens)
+        back[edges[:-1]] = np.where(parents >= 0, edges[:-1] - edges[parents + 1] + 1, 0)
+        places = np.arange(edges[count]) + np.repeat(starts - edges[:count], lengths)
+        worth = np.zeros(seq_len)
+        worth[: len(places)] = self.corpus.weights(places)
+        worth *= self._documents_of(nodes, worth * (back > 0)) * (back > 0)
+        weights = np.append(worth[1:] * (back[1:] == 1), 0)
+        labels = np.where(weights > 0, np.append(stream.tokens[1:], IGNORE), IGNORE)
+        positions = np.arange(seq_len) - np.repeat(nodes.begins, np.diff(edges))
+        columns = {"weights": weights, BACK: back, WORTH: worth}
+        return replace(stream, labels=labels, position_ids=positions, columns=columns)
+
+    def _documents_of(self, nodes: Nodes, weights: np.ndarray) -> np.ndarray:
+        """How many documents hold each token; each counts 1, or if they are normalised, 1 over its targets."""
+        count = np.zeros(len(nodes.parents))
+        targets = np.add.reduceat(weights > 0, nodes.edges[:-1], dtype=np.int64)
+        for path in (nodes.paths[leaf] for leaf in nodes.leaves):
+            count[path] += 1 / max(targets[path].sum(), 1) if self.targets.normalise == "document" else 1
+        return np.repeat(count, np.diff(nodes.edges))
+
+    def _nodes(self, document: int) -> Nodes:
+        return Nodes.behind(self.corpus.columns[BACK][slice(*self.corpus.offsets[document : document + 2])])
+
+    def _lay(self, epoch: int) -> tuple[np.ndarray, list[int]]:
+        """The epoch's trees in their order, [., 4]: document, its first leaf, one after its last, and
+        tokens; and where each stream begins, and the last one's end."""
+        order, _ = self.line.around(epoch, 0, self.num_tokens)
+        units: list[tuple[int, ...]] = []
+        for document, tokens in zip(order.tolist(), document_lengths(self.corpus, order).tolist()):
+            units += [(document, 0, tokens, tokens)] if tokens <= self.seq_len else self._cut(document)
+        laid = np.array(units)
+        return laid, self._filled(laid[:, 3])
+
+    def _cut(self, document: int) -> list[tuple[int, ...]]:
+        """Runs of leaves whose trees have at most `seq_len` tokens each, and the fewest together."""
+        nodes = self._nodes(document)
+        ends = nodes.edges[nodes.leaves + 1]
+        whole = ends - nodes.begins[nodes.leaves]  # tokens of each path
+        if whole.max() > self.seq_len:
+            raise ValueError(
+                f"training.seq_len = {self.seq_len}: a path of tree {document} has {whole.max():,} tokens, and it must "
+                "lie in one stream; raise it, or leave such trees out"
+            )
+        best: list[tuple[int, list[tuple[int, ...]]]] = [(0, [])]  # for the leaves before each
+        for last in range(1, len(ends) + 1):
+            sizes = whole[:last] + ends[last - 1] - ends[:last]  # a leaf adds what lies behind the one before
+            ways = [
+                (best[first][0] + size, [*best[first][1], (document, first, last, size)])
+                for first, size in enumerate(sizes.tolist())
+                if size <= self.seq_len
+            ]
+            best.append(min(ways))
+        return best[-1][1]
