@@ -17,9 +17,10 @@ from titan_linear.commands.convert import main as convert
 from titan_linear.config import Config, load_config
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.plan import BatchPlan
-from titan_linear.run.build import allocated, model_without_tokenizer
+from titan_linear.run.build import allocated, family_of, model_without_tokenizer
 from titan_linear.run.preflight import cleared, preflight
 from titan_linear.run.start import load_adapters, set_first_weights
+from titan_linear.storage.peft import not_served, peft_config
 from titan_linear.storage.tensors import load_saved
 from titan_linear.train import Trainer
 
@@ -154,3 +155,21 @@ def test_what_does_not_fit_is_refused(corpus, worlds, tmp_path):
     longer = {"job__dump_folder": tmp_path / "run", "training__steps": 4, "lr_scheduler__total_steps": 4}
     refused(r"gives another base of its adapters than the run in", **longer)
     assert convert(["merge", str(folder), str(tmp_path / "merged")]) == 2
+
+
+@pytest.mark.parametrize(
+    "keys, said",
+    [
+        ({}, "SGLang leaves out the adapters of in_proj_a, in_proj_b, shared_expert_gate: serve what"),
+        ({"adapter.targets": '["o_proj", "q_proj", "experts"]'}, ""),
+        (
+            {"adapter.targets": '["mlp.shared"]', "adapter.train_extra": '["mixer_norm", "head.weight"]'},
+            "vLLM takes none with modules_to_save (input_layernorm, lm_head): serve what titan-linear convert merge",
+        ),
+    ],
+)
+def test_what_servers_leave_out_is_said(keys, said):
+    config = load_config(argv_of({"model.name": "qwen3.5", "adapter.enable": "true"} | keys))
+    model = model_without_tokenizer(config)
+    line = not_served(peft_config(model, family_of(model, config), config.adapter, "base"))
+    assert line.startswith(said) and bool(line) == bool(said)

@@ -42,6 +42,7 @@ from titan_linear.storage.hf_writing import check_tokenizer, find_family, gather
 from titan_linear.storage.peft import (
     PEFT_CONFIG,
     check_base,
+    not_served,
     options_of,
     peft_config,
     peft_tensors,
@@ -125,6 +126,8 @@ def export(
         tensors = peft_tensors(model, family, get)
         if not dist.is_initialized() or dist.get_rank() == 0:
             write_peft(path, names, tensors, base)
+            if line := not_served(names):
+                print(line)
         return
     like = like or hf_weights(config)
     tokens = {"bos_token_id": None, "eos_token_id": tokenizer.eos_id, "pad_token_id": None}

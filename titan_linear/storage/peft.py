@@ -11,6 +11,7 @@ An adapter there is of a matrix that may be several of our projections: A is the
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -130,6 +131,24 @@ def peft_config(model: ModelConfig, family: str, options: Options, base: str) ->
         "target_parameters": _short([m.name for m in held.matrices if m not in modules]) or None,
         "modules_to_save": _short([p.sources[0].name.rpartition(".")[0] for p in held.extra]) or None,
     }
+
+
+# Whose adapters SGLang applies (python/sglang/srt/lora/utils.py), by a module's or an expert parameter's last name.
+SERVED = re.compile(
+    r"(q|k|v|o|out|in|gate|up|gate_up|down|fc[12]_latent|q_[ab]|kv_b)_proj|in_proj_(qkvz?|z)|kv_a_proj_with_mqa"
+)
+
+
+def not_served(config: Mapping[str, Any]) -> str:
+    """A line that says what servers leave out of a folder with this adapter_config.json; "" if nothing."""
+    adapted, whole = (
+        sorted({name.rpartition(".")[2] for key in keys for name in config[key] or []})
+        for keys in (("target_modules", "target_parameters"), ("modules_to_save",))
+    )
+    others = [name for name in adapted if not SERVED.fullmatch(name)]
+    said = [f"SGLang leaves out the adapters of {', '.join(others)}"] * bool(others)
+    said += [f"vLLM takes none with modules_to_save ({', '.join(whole)})"] * bool(whole)  # vllm/lora/peft_helper.py
+    return f"{'; '.join(said)}: serve what titan-linear convert merge writes" if said else ""
 
 
 def _short(names: list[str]) -> list[str]:
