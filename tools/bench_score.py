@@ -31,7 +31,7 @@ from tools.peers import be_alone
 
 
 def of_layers(logits: ChunkedLogits, labels: Tensor) -> tuple[Tensor, ...]:
-    return (logits.x[:, 0],)
+    return (logits.x[:, 0].float(),)
 
 
 def with_head(logits: ChunkedLogits, labels: Tensor) -> tuple[Tensor, ...]:
