@@ -32,13 +32,12 @@ def loss(name: str, documents: Sequence[Document], keys: Any, normalise: str) ->
         "stream": [sum(len(other.labels) for other in documents if other.stream == d.stream) for d in documents],
     }[normalise]
     weights = [d.columns["weights"] / max(count, 1) for d, count in zip(documents, counts)]
-    total = torch.cat(weights).sum()
-    if name == "dpo":
-        pairs = zip(documents[0::2], documents[1::2], weights[0::2], weights[1::2])
-        parts = [((w.sum() + v.sum()), chosen, rejected) for chosen, rejected, w, v in pairs]
-        return sum(weight * dpo(chosen, rejected, keys) for weight, chosen, rejected in parts if weight) / total
-    terms = {"cross_entropy": cross_entropy, "distillation": distillation, "policy": policy}[name]
-    return sum((w * terms(d, keys)).sum() for d, w in zip(documents, weights) if len(w)) / total
+    terms = {"cross_entropy": cross_entropy, "distillation": distillation, "policy": policy}
+    if name == "dpo":  # of each pair, by the weights of both
+        of_each = [dpo(*pair, keys) for pair in zip(documents[0::2], documents[1::2]) for _ in pair]
+    else:
+        of_each = [terms[name](document, keys) if len(document.labels) else 0 for document in documents]
+    return sum((w * x).sum() for w, x in zip(weights, of_each) if w.any()) / torch.cat(weights).sum()
 
 
 def cross_entropy(document: Document, keys: schema.CrossEntropy) -> Tensor:

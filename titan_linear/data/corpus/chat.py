@@ -34,7 +34,7 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
-from itertools import compress, takewhile
+from itertools import compress
 from typing import Any, NamedTuple, Protocol
 
 import jinja2
@@ -141,16 +141,12 @@ class Preferences:
         elif self._chats is None or not all(map(_are_objects, texts)):
             return "'chosen' and 'rejected' are no two texts, nor messages for a tokenizer with a chat template"
         else:
-            before = prompt if _are_objects(prompt) else []
-            shared = sum(takewhile(bool, (a == b for a, b in zip(*texts))))
-            chats = [[*before, *messages] for messages in texts]
-            shared += len(before)
-            pair = self._chats.encode_batch(
-                [
-                    {**record, "messages": [*({**m, "weight": 0} for m in messages[:shared]), *messages[shared:]]}
-                    for messages in chats
-                ]
-            )
+            chats = [[*(prompt if _are_objects(prompt) else []), *messages] for messages in texts]
+            for i, (message, other) in enumerate(zip(*chats)):
+                if message != other:
+                    break
+                chats[0][i] = chats[1][i] = {**message, "weight": 0}
+            pair = self._chats.encode_batch([{**record, "messages": messages} for messages in chats])
         return next((problem for problem in pair if isinstance(problem, str)), pair)
 
 
