@@ -20,8 +20,9 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.run.build import allocated, family_of, model_without_tokenizer
 from titan_linear.run.preflight import cleared, preflight
 from titan_linear.run.start import load_adapters, set_first_weights
+from titan_linear.score import config_for
 from titan_linear.storage.peft import not_served, peft_config
-from titan_linear.storage.tensors import load_saved
+from titan_linear.storage.tensors import load_weights
 from titan_linear.train import Trainer
 
 peft = pytest.importorskip("peft")
@@ -112,9 +113,11 @@ def test_folders_go_out_and_come_back(name, corpus, worlds, tmp_path):
     ours = begun(config)
     before = logits(ours)
     bound = 1e-6 + relative(logits_of_theirs(theirs), before)  # some of theirs is in float32 even so
-    load_saved(tmp_path / "run/checkpoint/step-3", ours)
+    load_weights(tmp_path / "run/checkpoint/step-3", ours)
     want = logits(ours)
     assert relative(before, want) > 0.01
+    scored = begun(config_for(tmp_path / "run", []))
+    assert all(torch.equal(p, ours.get_parameter(n)) for n, p in scored.named_parameters())
 
     assert relative(logits_of_theirs(peft.PeftModel.from_pretrained(theirs, folder)), want) < bound
 

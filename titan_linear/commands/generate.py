@@ -38,7 +38,7 @@ from titan_linear.storage.hf_io import CONFIG, check_folder, read_config
 from titan_linear.storage.hf_io import load_weights as load_hf_weights
 from titan_linear.storage.rundir import config_of
 from titan_linear.storage.step_folders import read_progress, verify, weights_path
-from titan_linear.storage.tensors import load_saved
+from titan_linear.storage.tensors import load_weights
 
 
 @refusing
@@ -133,7 +133,7 @@ def load(
         return model, text
     if config.adapter:
         set_first_weights(run, model)
-    load_saved(path, model)
+    load_weights(path, model)
     return model, text
 
 

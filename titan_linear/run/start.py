@@ -20,9 +20,9 @@ from titan_linear.run.data import base_of, build_streams, check_alike, check_con
 from titan_linear.storage.checkpoint import Checkpointer
 from titan_linear.storage.hf_io import load_weights as load_hf_weights
 from titan_linear.storage.peft import read_peft
-from titan_linear.storage.rundir import checkpoint_folder
-from titan_linear.storage.step_folders import Content, Progress, known_progress, rewind
-from titan_linear.storage.tensors import holds_optimizer, is_adapter, load_weights, named_parameters
+from titan_linear.storage.rundir import checkpoint_folder, config_of
+from titan_linear.storage.step_folders import Content, Progress, known_progress, rewind, weights_path
+from titan_linear.storage.tensors import holds_adapters, holds_optimizer, is_adapter, load_weights, named_parameters
 
 
 class Subject(NamedTuple):
@@ -109,10 +109,15 @@ def set_weights(
 
 
 def set_first_weights(config: Config, model: Decoder, checkpointer: Checkpointer | None = None) -> None:
-    """Load or draw the weights that the run begins from. Without a checkpointer: in one process."""
+    """Load or draw the weights that the run begins from; if those are adapters, after their own run's. Without a
+    checkpointer: in one process."""
     c, drawn = config.checkpoint, named_parameters(model)
     if path := hf_weights(config) or (c.enable and c.initial_load_path):
         load = load_weights if checkpointer is None else checkpointer.load_weights
+        if not hf_weights(config) and holds_adapters(saved := weights_path(Path(path))):
+            set_first_weights(config_of(saved), model, checkpointer)
+            load(saved, model)
+            return
         (load_hf_weights if hf_weights(config) else load)(Path(path), model)
         drawn = {name: p for name, p in drawn.items() if is_adapter(name)}
     initialise(model, config.debug.seed, drawn)

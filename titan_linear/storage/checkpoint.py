@@ -64,9 +64,9 @@ from titan_linear.storage.step_folders import (
 )
 from titan_linear.storage.tensors import (
     FLAT,
-    base_parameters,
     of_whole,
     optimizer_state,
+    parameters_in,
     read_state,
     reasons,
     saved_parameters,
@@ -224,7 +224,7 @@ class Checkpointer:
             ValueError: there is no whole checkpoint, or it is of another model.
         """
         chosen = on_rank_0(lambda: weights_path(path), self.group)
-        read_state(chosen, {"model": base_parameters(model)}, self.group)
+        read_state(chosen, {"model": parameters_in(chosen, model)}, self.group)
 
     def save_lazily(
         self,

@@ -27,12 +27,8 @@ def load_weights(path: Path, model: nn.Module) -> None:
     Raises:
         ValueError: there is no whole checkpoint, or it is of another model.
     """
-    read_state(weights_path(path), {"model": base_parameters(model)}, group=None)
-
-
-def load_saved(path: Path, model: nn.Module) -> None:
-    """Load what a run has saved of a model in a step-N folder, in place, in one process."""
-    read_state(path, {"model": saved_parameters(model)}, group=None)
+    chosen = weights_path(path)
+    read_state(chosen, {"model": parameters_in(chosen, model)}, group=None)
 
 
 def check_weights(path: Path, model: nn.Module) -> None:
@@ -87,6 +83,10 @@ def holds_optimizer(path: Path) -> bool:
     return any(name.startswith("optimizer.") for name in read_manifest(path).tensors)
 
 
+def holds_adapters(path: Path) -> bool:
+    return any(map(is_adapter, read_manifest(path).tensors))
+
+
 # --- What is saved ---------------------------------------------------------------------------------------------------
 
 
@@ -117,8 +117,10 @@ def saved_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: p for name, p in state.items() if not (adapted and name in frozen)}
 
 
-def base_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """All but those of adapters."""
+def parameters_in(path: Path, model: nn.Module) -> dict[str, Tensor]:
+    """What a step-N folder holds of a model: with adapters, what is trained; else all but adapters."""
+    if holds_adapters(path):
+        return saved_parameters(model)
     return {name: p for name, p in named_parameters(model).items() if not is_adapter(name)}
 
 
