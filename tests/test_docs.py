@@ -1,5 +1,6 @@
 """What README and docs/ show runs and exists: programs, configurations, files."""
 
+import json
 import os
 import re
 import shutil
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from tests.browser import chromium
 from tests.models.ours import initialised
 from tests.refusals import exit_of, own_handlers
+from tests.test_report import Page
 from tests.test_train import arguments, train_on_rank
 from titan_linear import launch
 from titan_linear.commands import convert, generate, plan
@@ -117,6 +119,31 @@ def test_the_site_is_built_and_searched(tmp_path):
         expect(view.locator("a[href$='rule#titan_linear.ops.chunk_gated_delta_rule']").first).to_be_visible()
         assert {address for address in asked if not address.startswith((url, "blob:", "data:"))} == set()
         server.shutdown()
+
+
+def test_the_notebook_runs(tmp_path):
+    notebook = json.loads((ROOT / "examples/first_run.ipynb").read_text("utf-8"))
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    environment = os.environ | {"MPLBACKEND": "Agg", "NGPU": "2", "PYTHONPATH": str(ROOT)}
+    options = dict(cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run([sys.executable, "-c", "\n".join(cells)], **options)
+    assert done.returncode == 0 and "Warning" not in done.stdout, done.stdout
+    trained, written = done.stdout.rsplit("report.html: ", 1)
+    assert "step 8/8  validation loss" in trained and "\ndef " in written
+    assert Page((tmp_path / "outputs/notebook/report.html").read_text("utf-8")).texts["figcaption"]
+
+
+def test_an_image_has_what_a_run_needs(tmp_path):
+    """Of the files that the Dockerfile copies."""
+    for line in (ROOT / "Dockerfile").read_text("utf-8").splitlines():
+        if line.startswith("COPY"):
+            *sources, target = line.split()[1:]
+            for source in map(ROOT.joinpath, sources):
+                copy = shutil.copytree if source.is_dir() else shutil.copy
+                copy(source, tmp_path / source.name if source.is_dir() else tmp_path / target)
+    command = ["./run_train.sh", "--print-config", "--training.steps", "7"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "steps = 7" in done.stdout, done.stderr
 
 
 # --- Commands ---------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from titan_linear.hooks import metrics
 from titan_linear.hooks.compilation import Graphs
 from titan_linear.hooks.metrics import MetricsLogger, Work
 from titan_linear.hooks.report import is_logged, peak_memory_gib
+from tools import wandb_page
 
 ROOT = Path(__file__).parents[1]
 VALUES = {"loss": 2.5, "grad_norm": 0.75, "lr": 1e-3, "memory_gib": 1.5}
@@ -239,11 +241,15 @@ def test_tensorboard_is_laid_out_in_groups(tmp_path, clock):
     assert "    lr = 0.125" in text.tensor_proto.string_val[0].decode()
     (layout,) = events.Tensors("custom_scalars__config__")
     categories = Layout.FromString(layout.tensor_proto.string_val[0]).category
-    assert [category.title for category in categories] == ["loss", "optimizer", "speed", "memory"]
-    assert list(categories[0].chart[0].multiline.tag) == ["loss/train", "loss/validation"]
+    assert [category.title for category in categories] == ["first", "loss", "optimizer", "speed", "memory"]
+    assert [list(chart.multiline.tag) for chart in categories[0].chart] == FIRST
+    assert list(categories[1].chart[0].multiline.tag) == ["loss/train", "loss/validation"]
     charts = {tag for category in categories for chart in category.chart for tag in chart.multiline.tag}
     drawn = {tag for tag in charts if "*" not in tag}
     assert {"optim/skipped_steps", "perf/work_balance"} <= drawn <= set(metrics.TAGS.values())
+
+
+FIRST = [["loss/train"], ["loss/validation"], ["perf/tokens_per_second"]]
 
 
 def test_weights_and_biases(tmp_path, monkeypatch, clock):
@@ -268,6 +274,21 @@ def test_weights_and_biases(tmp_path, monkeypatch, clock):
     assert numbers["step"] == 1 and numbers["loss/train"] == 2.5 and numbers["perf/step_seconds"] == 2.0
     assert seen == {"step": 1, "per_layer_half_life/layers.0": [1.0], "loss_by_position/1": 2.0}
     assert text == {"step": 1, "sample": "<pre>a &lt; b</pre>"} and end == "end"
+
+
+def test_a_page_of_weights_and_biases(monkeypatch, capsys):
+    """TensorBoard's charts, of which a few are open."""
+    page = SimpleNamespace(save=lambda: None, url="https://page")
+    LinePlot, Section, Workspace = Mock(side_effect=lambda **of: of["metric_regex"]), Mock(), Mock(return_value=page)
+    monkeypatch.setitem(sys.modules, "wandb_workspaces.reports.v2", SimpleNamespace(LinePlot=LinePlot))
+    both = SimpleNamespace(Section=Section, Workspace=Workspace)
+    monkeypatch.setitem(sys.modules, "wandb_workspaces.workspaces", both)
+    wandb_page.main("us", "models")
+    assert capsys.readouterr().out == "https://page\n" and Workspace.call_args.kwargs["project"] == "models"
+    sections = [call.kwargs for call in Section.call_args_list]
+    assert sections[0] == {"name": "first", "panels": [tag for (tag,) in FIRST], "is_open": True}
+    assert [section["name"] for section in sections if not section["is_open"]] == [*metrics.CHARTS][1:]
+    assert "perf/tokens_per_second|perf/valid_tokens_per_second" in sections[3]["panels"]
 
 
 def test_a_killed_run_keeps_every_line(config):

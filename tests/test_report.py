@@ -30,8 +30,9 @@ FILES = {
     "evaluation.jsonl": [
         {"step": step, "task": task, "length": length, "depth": depth, "score": score}
         for task, depth in (("needle", 0.5), ("mqar", None))
-        for step, length, score in ((2, 64, 0.125), (4, 64, 0.5), (4, 64, 1.0), (4, 128, 0.25))
-    ],
+        for step, length, score in ((2, 64, 0.125), (4, 128, 0.25), (4, 64, 0.5), (4, 64, 1.0))
+    ]
+    + [{"step": 4, "task": "text", "length": 64, "depth": None, "position": n, "score": n} for n in (1, 2)],
 }
 
 
@@ -130,8 +131,10 @@ def test_a_page_has_all_and_asks_nobody(runs, tmp_path, capsys):
     assert page.texts["li"] == runs and page.texts["td"][-2:] == ["0.001", "0.002"]
     captions = [caption.partition(",")[0] for caption in page.texts["figcaption"]]
     losses = ["training loss", "validation loss", "tokens a second", "memory", "nats per token"]
-    assert captions == [*losses, "needle", "needle", "mqar", "half life"]
+    assert captions == [*losses, "needle", "needle", "mqar", "text", "half life"]
     assert "0.75" in page.texts["svg"][6] and "0.12" not in page.texts["svg"][6]  # the mean at the last step
+    assert "position in the document" in page.texts["svg"][8] and "length" in page.texts["svg"][7]
+    assert {"1", "7"} <= {*page.texts["svg"][9].split()}  # half lives of 1 and 7, on an even scale: one is infinite
     assert batch.main(["--job.config_file", f"{runs[0]}/config.toml", "--spike", "1"]) == 0
     spike, plan, doctor, *other = page.texts["pre"]
     assert spike.startswith("step 3: outlier  loss 9.5\n\nstream 10, its micro-batch's loss 17.0\n  document 0: [0, ")
@@ -171,4 +174,4 @@ def test_a_browser_shows_all_of_the_page(runs, tmp_path):
             ink = view.evaluate("getComputedStyle(document.querySelector('svg text')).fill")
             assert ink == ("rgb(255, 255, 255)" if (scheme, media) == ("dark", "screen") else "rgb(0, 0, 0)")
             sizes = [chart.bounding_box() for chart in view.locator("svg").all()]
-            assert len(sizes) == 9 and all(300 <= size["width"] <= width and size["height"] > 150 for size in sizes)
+            assert len(sizes) == 10 and all(300 <= size["width"] <= width and size["height"] > 150 for size in sizes)

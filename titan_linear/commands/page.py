@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
 from jinja2 import Environment
 from markupsafe import Markup
 
 from titan_linear.commands import batch
+from titan_linear.run.evaluate import means
 from titan_linear.storage.rundir import CONFIG, EVALUATION, METRICS, SPIKES, TELEMETRY, json_lines
 
 CURVES = {
@@ -33,6 +33,7 @@ CURVES = {
     "memory_gib": "memory, GiB",
 }
 POSITION, LENGTH, SOURCE = "position in the document", "length", "source"
+AXES = {"position": POSITION, "length": LENGTH}
 LOSSES = {"loss_by_position": POSITION, "loss_by_depth": "tokens later", "loss_by_source": SOURCE}
 WORDS = {"plan.txt": "plan", "doctor.txt": "doctor"}  # what a user kept of a command, in the run's folder
 LAST_SPIKES, SPIKE_LINES = 4, 16  # shown of each run, and of each spike
@@ -122,24 +123,22 @@ def layers(runs: Sequence[Run]) -> Charts:
 
 
 def recall(runs: Sequence[Run]) -> Charts:
-    """What the last evaluation found of each task: scores by length, and of each run by length and depth."""
+    """What the last evaluation found of each task: scores by length (of a text, by position), and of each run by length
+    and depth."""
     charts = []
     for task in dict.fromkeys(line["task"] for run in runs for line in run.scores):
         rows = [[line for line in run.scores if line["task"] == task] for run in runs]
         last = [[line for line in of if line["step"] == of[-1]["step"]] for of in rows]
-        charts += drawn(task, LENGTH, [[(length, y) for (length,), y in means(of, "length").items()] for of in last])
+        by = "position" if any("position" in line for of in last for line in of) else "length"
+        charts += drawn(task, AXES[by], [sorted((x, y) for (x,), y in scores(of, by).items()) for of in last])
         for run, of in zip(runs, last, strict=True):
             if any(line["depth"] is not None for line in of):
-                charts += tiles(f"{task}, {run.folder}", means(of, "length", "depth"))
+                charts += tiles(f"{task}, {run.folder}", scores(of, "length", "depth"))
     return charts
 
 
-def means(lines: Sequence[Json], *keys: str) -> dict[tuple[Any, ...], float]:
-    """Mean score by the values of these keys."""
-    scores: dict[tuple[Any, ...], list[float]] = {}
-    for line in lines:
-        scores.setdefault(tuple(line[key] for key in keys), []).append(line["score"])
-    return {where: fmean(scores[where]) for where in sorted(scores)}
+def scores(lines: Sequence[Json], *keys: str) -> dict[tuple[Any, ...], float]:
+    return {where: numbers["score"] for where, numbers in means(lines, *keys).items()}
 
 
 def drawn(caption: str, axis: str, points: Sequence[Points]) -> Charts:
