@@ -1,8 +1,8 @@
 """The chunked delta rule in float64 with the operands of every product rounded to bfloat16, where the kernels round.
 
 What it is off from the exact result is what the operands' precision costs, on these inputs; a kernel may not be worse
-by more than a quarter. Forward and backward are written out, chunk by chunk, in the letters of `kda_fwd.py`,
-`kda_bwd.py` and `gdn_kernels.py`. q, k are normalised and g is a log gate (≥ −5): norms and gates are float32 there.
+by more than a quarter. Forward and backward are written out, chunk by chunk, in the letters of `kda_kernels.py` and
+`gdn_kernels.py`. q, k are normalised and g is a log gate (≥ −5): norms and gates are float32 there.
 """
 
 from __future__ import annotations

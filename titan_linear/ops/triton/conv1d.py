@@ -29,7 +29,7 @@ from titan_linear.ops.runtime.options import States
 from titan_linear.ops.triton.chunks import chunks_of
 from titan_linear.ops.triton.gates import sigmoid
 from titan_linear.ops.triton.launch import Kernel
-from titan_linear.ops.triton.tiles import blocks_of
+from titan_linear.ops.triton.tiles import blocks_of, load_wide
 
 BT = CONV_RUN  # rows per program, a multiple of the unroll; forward and backward share a chunk table
 # channels per program, rows in flight, warps: good on every GPU, no shared memory to run out of
@@ -85,10 +85,10 @@ def _state_row(initial, i_n):
 def _history(x, initial, start, row, i_r, o_d, m_d, first, stride_x, D, W: constexpr):
     """Row start - W + 1 + row of the input: of x or, for a document's first run, of its initial state i_r."""
     p_x = x + (start - W + 1 + row) * stride_x + o_d
-    b_x = tl.load(p_x, mask=m_d & (not first), other=0.0).to(tl.float32)  # [BD]
+    b_x = load_wide(p_x, m_d & (not first))  # [BD]
     if initial[0] is not None:
         p_s = initial[0] + (i_r * D + o_d) * (W - 1) + row
-        b_x += tl.load(p_s, mask=m_d & first & (i_r >= 0), other=0.0).to(tl.float32)
+        b_x += load_wide(p_s, m_d & first & (i_r >= 0))
     return b_x
 
 
@@ -111,10 +111,10 @@ def _head_sums(b_x, BD: constexpr, BK: constexpr):
 def _load_weights(weight, bias, o_d, m_d, W: constexpr, BD: constexpr):
     weights = ()
     for i in tl.static_range(W):
-        weights = weights + (tl.load(weight + o_d * W + i, mask=m_d, other=0.0).to(tl.float32),)
+        weights = weights + (load_wide(weight + o_d * W + i, m_d),)
     b_bias = tl.zeros([BD], tl.float32)
     if bias is not None:
-        b_bias = tl.load(bias + o_d, mask=m_d, other=0.0).to(tl.float32)
+        b_bias = load_wide(bias + o_d, m_d)
     return weights, b_bias
 
 
@@ -159,7 +159,7 @@ def conv1d_fwd_kernel(
                 b_z = b_z * sigmoid(b_z)
             if NORM:
                 b_z *= tl.where(normed, tl.rsqrt(_head_sums(b_z * b_z, BD, BK) + EPS), 1.0)
-            tl.store(y + (t + r) * width + o_y, b_z.to(y.dtype.element_ty), mask=m_d & (t + r < end))
+            tl.store(y + (t + r) * width + o_y, b_z, mask=m_d & (t + r < end))
             window = full[1:]
 
 
@@ -190,7 +190,7 @@ def _row_gradient(grads, weights, d_final_state, p, eos, i_n, o_d, m_d, D, W: co
     if d_final_state is not None:
         o_s = p - (eos - (W - 1))
         p_s = d_final_state + (i_n * D + o_d) * (W - 1) + o_s
-        b_dx += tl.load(p_s, mask=m_d & (o_s >= 0) & (o_s < W - 1), other=0.0).to(tl.float32)
+        b_dx += load_wide(p_s, m_d & (o_s >= 0) & (o_s < W - 1))
     return b_dx
 
 
@@ -207,11 +207,11 @@ def _state_gradient(
     for r in tl.static_range(W - 1):
         t = bos + r
         m_t = m_d & (t < eos)
-        full = window + (tl.load(x + t * stride_x + o_d, mask=m_t, other=0.0).to(tl.float32),)
-        b_dz = tl.load(dy + t * stride_dy + o_d, mask=m_t, other=0.0).to(tl.float32)
+        full = window + (load_wide(x + t * stride_x + o_d, m_t),)
+        b_dz = load_wide(dy + t * stride_dy + o_d, m_t)
         d_full = grads + (_activation_bwd(b_dz, full, weights, b_bias, normed, W, BD, BK, SILU, NORM),)
         b_ds = _row_gradient(d_full, weights, d_final_state, t - (W - 1), eos, i_n, o_d, m_d, D, W)
-        tl.store(d_initial_state + (i_r * D + o_d) * (W - 1) + r, b_ds.to(d_initial_state.dtype.element_ty), mask=m_d)
+        tl.store(d_initial_state + (i_r * D + o_d) * (W - 1) + r, b_ds, mask=m_d)
         window, grads = full[1:], d_full[1:]
 
 
@@ -279,19 +279,19 @@ def conv1d_bwd_kernel(
             d_full = grads + (b_dz,)
             p = t + r - (W - 1)
             b_dx = _row_gradient(d_full, weights, d_final_state, p, eos, i_n, o_d, m_d, D, W)
-            tl.store(dx + p * D + o_d, b_dx.to(dx.dtype.element_ty), mask=m_d & (p >= start) & (p < end))
+            tl.store(dx + p * D + o_d, b_dx, mask=m_d & (p >= start) & (p < end))
             window, grads = full[1:], d_full[1:]
     # the next program owns the W - 1 rows after the run, and their share of the weight's gradient
     done = start + tl.cdiv(end - start, R) * R
     for r in tl.static_range(W - 1):
         t = done + r
         m_t = m_d & (t < eos)
-        full = window + (tl.load(x + t * stride_x + o_d, mask=m_t, other=0.0).to(tl.float32),)
-        b_dz = tl.load(dy + t * stride_dy + o_d, mask=m_t, other=0.0).to(tl.float32)
+        full = window + (load_wide(x + t * stride_x + o_d, m_t),)
+        b_dz = load_wide(dy + t * stride_dy + o_d, m_t)
         d_full = grads + (_activation_bwd(b_dz, full, weights, b_bias, normed, W, BD, BK, SILU, NORM),)
         p = t - (W - 1)
         b_dx = _row_gradient(d_full, weights, d_final_state, p, eos, i_n, o_d, m_d, D, W)
-        tl.store(dx + p * D + o_d, b_dx.to(dx.dtype.element_ty), mask=m_d & (p >= start) & (p < end))
+        tl.store(dx + p * D + o_d, b_dx, mask=m_d & (p >= start) & (p < end))
         window, grads = full[1:], d_full[1:]
     for i in tl.static_range(W):
         tl.store(d_weight + (i_t * W + i) * D + o_d, sums[i], mask=m_d)
@@ -311,12 +311,12 @@ def conv1d_final_state_kernel(
     m_d = o_d < D
     for i in tl.static_range(W - 1):
         t = eos - (W - 1) + i
-        b_x = tl.load(x + t * stride_x + o_d, mask=m_d & (t >= bos), other=0.0).to(tl.float32)
+        b_x = load_wide(x + t * stride_x + o_d, m_d & (t >= bos))
         if initial[0] is not None:
             p_s = initial[0] + (i_r * D + o_d) * (W - 1) + (t - bos + W - 1)
-            b_x += tl.load(p_s, mask=m_d & (t < bos) & (i_r >= 0), other=0.0).to(tl.float32)
+            b_x += load_wide(p_s, m_d & (t < bos) & (i_r >= 0))
         p_f = final_state + (i_n * D + o_d) * (W - 1) + i
-        tl.store(p_f, b_x.to(final_state.dtype.element_ty), mask=m_d)
+        tl.store(p_f, b_x, mask=m_d)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -367,22 +367,9 @@ def conv1d(
     *ys, final_state = _outputs(x, weight, cu_seqlens, widths, output_final_state)
     initial = None if initial_state is None else initial_state.contiguous(), state_index
     shape, blocks = _blocks(widths, FORWARD_CONFIG, norm_dim)
+    sizes, parts = (D, *_first_two(widths), blocks, x.stride(0)), _padded(ys[: len(widths)])
     conv1d_fwd_kernel[(chunk_index.shape[0] * blocks,)](
-        x,
-        weight.contiguous(),
-        bias,
-        initial,
-        _padded(ys[: len(widths)]),
-        cu_seqlens,
-        chunk_index,
-        D,
-        *_first_two(widths),
-        blocks,
-        x.stride(0),
-        W=W,
-        BT=BT,
-        SILU=silu,
-        **shape,
+        x, weight.contiguous(), bias, initial, parts, cu_seqlens, chunk_index, *sizes, W=W, BT=BT, SILU=silu, **shape
     )
     if output_final_state and W > 1:
         conv1d_final_state_kernel[(blocks_of(D, 256), N)](
@@ -427,29 +414,12 @@ def conv1d_backward(
     d_weight = x.new_empty(NT, W, D, dtype=torch.float32)
     d_bias = None if bias is None else x.new_empty(NT, D, dtype=torch.float32)
     shape, blocks = _blocks(widths, BACKWARD_CONFIG, norm_dim)
+    sizes = D, *_first_two(widths), blocks, x.stride(0), _padded([dy.stride(0) for dy in dys])
+    grads = d_final, dx, d_weight, d_bias, d_state
     conv1d_bwd_kernel[(NT * blocks,)](
-        x,
-        weight.contiguous(),
-        bias,
-        (state, state_index),
-        _padded(dys),
-        d_final,
-        dx,
-        d_weight,
-        d_bias,
-        d_state,
-        cu_seqlens,
-        chunk_index,
-        D,
-        *_first_two(widths),
-        blocks,
-        x.stride(0),
-        _padded([dy.stride(0) for dy in dys]),
-        W=W,
-        BT=BT,
-        SILU=silu,
-        **shape,
-    )
+        x, weight.contiguous(), bias, (state, state_index), _padded(dys), *grads, cu_seqlens, chunk_index, *sizes,
+        W=W, BT=BT, SILU=silu, **shape,
+    )  # fmt: skip
     d_bias = x.new_empty(0) if bias is None else d_bias.sum(0).to(bias.dtype)
     return dx, d_weight.sum(0).t().contiguous().to(weight.dtype), d_bias, d_state
 
@@ -507,19 +477,8 @@ def packed_conv1d(
     chunks = boundaries.chunks.get(BT)
     chunk_index = boundaries.derived(_chunk_index, x.shape[0], BT) if chunks is None else chunks.index
     state, state_index = (None, None) if initial is None else (initial.values.to(x.dtype), initial.index)
-    *ys, final = conv1d(
-        x,
-        weight,
-        bias,
-        state,
-        state_index,
-        boundaries.cu_seqlens,
-        chunk_index,
-        widths,
-        activation is not None,
-        norm_dim,
-        output_final_state,
-    )
+    tables, how = (boundaries.cu_seqlens, chunk_index), (activation is not None, norm_dim, output_final_state)
+    *ys, final = conv1d(x, weight, bias, state, state_index, *tables, widths, *how)
     return ys[: len(widths)], final if output_final_state else None
 
 

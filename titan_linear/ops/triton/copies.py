@@ -10,6 +10,7 @@ from triton.language import constexpr
 
 from titan_linear.ops.runtime.operators import operator
 from titan_linear.ops.triton.launch import Kernel
+from titan_linear.ops.triton.tiles import load_wide
 
 TILE = 4096  # numbers of all copies of a token that a program holds at once
 
@@ -20,14 +21,14 @@ def collect_kernel(y, slots, weights, x, k, D, WEIGHTED: constexpr, BK: constexp
     o_k = tl.arange(0, BK)
     b_slot = tl.load(slots + i_n * k + o_k, mask=o_k < k, other=-1)[:, None]
     if WEIGHTED:
-        b_w = tl.load(weights + i_n * k + o_k, mask=o_k < k, other=0).to(tl.float32)[:, None]
+        b_w = load_wide(weights + i_n * k + o_k, o_k < k)[:, None]
     for d in range(0, D, BD):
         o_d = d + tl.arange(0, BD)
         m = (b_slot >= 0) & (o_d < D)[None, :]
-        b_y = tl.load(y + b_slot * D + o_d[None, :], mask=m, other=0).to(tl.float32)
+        b_y = load_wide(y + b_slot * D + o_d[None, :], m)
         if WEIGHTED:
             b_y = tl.where(m, b_y * b_w, 0)
-        tl.store(x + i_n * D + o_d, tl.sum(b_y, 0).to(x.dtype.element_ty), mask=o_d < D)
+        tl.store(x + i_n * D + o_d, tl.sum(b_y, 0), mask=o_d < D)
 
 
 @Kernel
@@ -35,16 +36,16 @@ def collect_bwd_kernel(dx, slots, weights, y, dy, dweights, k, D, BK: constexpr,
     i_n = tl.program_id(0).to(tl.int64)
     o_k = tl.arange(0, BK)
     b_slot = tl.load(slots + i_n * k + o_k, mask=o_k < k, other=-1)[:, None]
-    b_w = tl.load(weights + i_n * k + o_k, mask=o_k < k, other=0).to(tl.float32)[:, None]
+    b_w = load_wide(weights + i_n * k + o_k, o_k < k)[:, None]
     b_dw = tl.zeros([BK], dtype=tl.float32)
     for d in range(0, D, BD):
         o_d = d + tl.arange(0, BD)[None, :]
         m = (b_slot >= 0) & (o_d < D)
-        b_dx = tl.load(dx + i_n * D + o_d, mask=o_d < D, other=0).to(tl.float32)
-        b_y = tl.load(y + b_slot * D + o_d, mask=m, other=0).to(tl.float32)
+        b_dx = load_wide(dx + i_n * D + o_d, o_d < D)
+        b_y = load_wide(y + b_slot * D + o_d, m)
         b_dw += tl.sum(tl.where(m, b_y * b_dx, 0), 1)
-        tl.store(dy + b_slot * D + o_d, (b_dx * b_w).to(dy.dtype.element_ty), mask=m)
-    tl.store(dweights + i_n * k + o_k, b_dw.to(dweights.dtype.element_ty), mask=o_k < k)
+        tl.store(dy + b_slot * D + o_d, b_dx * b_w, mask=m)
+    tl.store(dweights + i_n * k + o_k, b_dw, mask=o_k < k)
 
 
 def _tile(k: int, D: int) -> dict[str, int]:

@@ -53,7 +53,7 @@ def gradient_kernel(logits, lse, target, a, b, c, d, stride, vocab, UNIFORM: con
     if UNIFORM:
         b_d += tl.load(b + i_t)
     b_d = tl.where(column == IGNORE, 0.0, b_d)
-    tl.store(d + i_t * vocab + o_v, b_d.to(d.dtype.element_ty), mask=m_v)
+    tl.store(d + i_t * vocab + o_v, b_d, mask=m_v)
 
 
 @operator(fake=lambda logits, more: logits.new_empty(3 if more else 1, logits.shape[0]))
@@ -72,15 +72,6 @@ def logits_gradient(
     """d [N, vocab] = a exp(logits − lse) + b + c [column = target]; it may be the logits. lse, a, b, c [N] fp32; target
     [N] int64: a column, −1 for none of these columns, or −100 for a row of zeros."""
     gradient_kernel[len(logits), blocks_of(logits.shape[1], BLOCK["BV"])](
-        logits,
-        lse,
-        target,
-        a,
-        a if b is None else b,
-        c,
-        d,
-        logits.stride(0),
-        logits.shape[1],
-        UNIFORM=b is not None,
-        **BLOCK,
-    )
+        logits, lse, target, a, a if b is None else b, c, d, logits.stride(0), logits.shape[1],
+        UNIFORM=b is not None, **BLOCK,
+    )  # fmt: skip

@@ -18,7 +18,7 @@ from triton.language import constexpr
 from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import operator
 from titan_linear.ops.triton.launch import Kernel
-from titan_linear.ops.triton.tiles import read_state
+from titan_linear.ops.triton.tiles import indices, read_state
 
 
 @triton.jit
@@ -27,8 +27,9 @@ def _transition(
     REVERSE: constexpr,
 ):  # fmt: skip
     """Rows r … r+BK of M S, or with REVERSE of Mᵀ S, for BV columns of S at p_s; M has NM numbers: K·K, K or 1."""
-    o_r, o_c = tl.arange(0, BK)[:, None], tl.arange(0, BK)[None, :]
-    o_s = o_r * V + tl.arange(0, BV)[None, :]
+    o_r, o_c = indices(BK, BK)
+    _, o_v = indices(BK, BV)
+    o_s = o_r * V + o_v
     if NM <= K:
         return tl.load(p_m + (r + o_r) % NM) * tl.load(p_s + r * V + o_s)
     else:
@@ -61,7 +62,8 @@ def fold_kernel(
     lands in the first half."""
     i_v, i_sh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_s, i_h = i_sh // HV, i_sh % HV
-    o_s = tl.arange(0, BK)[:, None] * V + i_v * BV + tl.arange(0, BV)[None, :]
+    o_k, o_v = indices(BK, BV)
+    o_s = o_k * V + i_v * BV + o_v
     begin, end = tl.load(chain_offsets + i_s), tl.load(chain_offsets + i_s + 1)
     p_out = out + i_sh * K * V
     if begin == end:
@@ -90,17 +92,7 @@ def fold(S_ext: Tensor, M: Tensor, chain_offsets: Tensor, s_row: Tensor, m_row: 
     (_, HV, K, V), slots = S_ext.shape, chain_offsets.shape[0] - 1
     out, half = S_ext.new_empty(2, slots, HV, K, V), slots * HV * K * V
     constants = _constants(S_ext, M, reverse)
-    fold_kernel[V // constants["BV"], slots * HV](
-        S_ext,
-        M,
-        chain_offsets,
-        s_row,
-        m_row,
-        out,
-        half,
-        HV,
-        **constants,
-    )
+    fold_kernel[V // constants["BV"], slots * HV](S_ext, M, chain_offsets, s_row, m_row, out, half, HV, **constants)
     return out[0]
 
 
@@ -120,7 +112,8 @@ def fold_segments_kernel(
     i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_n, i_h = i_nh // HV, i_nh % HV
     begin = tl.load(segment_offsets + i_n).to(tl.int64)
-    o_s = tl.arange(0, BK)[:, None] * V + i_v * BV + tl.arange(0, BV)[None, :]
+    o_k, o_v = indices(BK, BV)
+    o_s = o_k * V + i_v * BV + o_v
     if i_n == N:
         for i in range(begin, S):
             for r in range(0, K, BK):
@@ -173,16 +166,7 @@ def fold_segments(
     (S, HV, _, V), N, out = S_ext.shape, segment_offsets.shape[0] - 1, torch.empty_like(S_ext)
     states, constants = (None if start is None else start.contiguous(), index), _constants(S_ext, M, reverse)
     fold_segments_kernel[V // constants["BV"], (N + 1) * HV](
-        S_ext,
-        M,
-        states,
-        segment_offsets,
-        wanted,
-        out,
-        N,
-        S,
-        HV,
-        **constants,
+        S_ext, M, states, segment_offsets, wanted, out, N, S, HV, **constants
     )
     return out
 
@@ -194,7 +178,8 @@ def _through_entry(
 ):  # fmt: skip
     """Fold BV of the V columns of x through an entry's segments, from the first one's x; ADDS: the rest add theirs. A
     segment of which `wanted` asks for no M begins again with its x."""
-    o_s = tl.arange(0, BK)[:, None] * V + column + tl.arange(0, BV)[None, :]
+    o_k, o_v = indices(BK, BV)
+    o_s = o_k * V + column + o_v
     p_out = out + i_nh * K * V
     for i in range(begin, end):
         i_s = begin + end - 1 - i if REVERSE else i
@@ -258,16 +243,7 @@ def _launch_fold_entries(
     state, constants = S_ext.new_empty(2, n, HV, K, V), _constants(S_ext, M, reverse)
     of_transition = 0 if transition is None else max(constants["NM"] // K // constants["BV"], 1)
     fold_entries_kernel[V // constants["BV"] + of_transition, n * HV](
-        S_ext,
-        M,
-        entries,
-        segment_offsets,
-        wanted,
-        state,
-        transition,
-        n,
-        HV,
-        **constants,
+        S_ext, M, entries, segment_offsets, wanted, state, transition, n, HV, **constants
     )
     return state[0]
 

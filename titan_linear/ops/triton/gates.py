@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
-from titan_linear.ops.triton.tiles import BT
+from titan_linear.ops.triton.tiles import BT, load_wide
 
 LOG2E = constexpr(1.4426950408889634)
 
@@ -44,7 +44,7 @@ def load_beta(beta, start, length, i_h, BETA_RANGE: constexpr):
     times their sigmoid. Past the end of the entry, 0."""
     o_c = tl.arange(0, BT)
     p_beta, stride = beta
-    b_beta = tl.load(p_beta + start * stride + i_h + o_c * stride, mask=o_c < length, other=0.0).to(tl.float32)
+    b_beta = load_wide(p_beta + start * stride + i_h + o_c * stride, o_c < length)
     if BETA_RANGE is not None:
         b_beta = tl.where(o_c < length, BETA_RANGE * sigmoid(b_beta), 0.0)
     return b_beta

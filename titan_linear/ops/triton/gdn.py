@@ -48,18 +48,9 @@ def _launch_scan(given: Given, kernel: str, **outputs: Any) -> None:
     (_, HV, V), K = x.v.shape, x.k.shape[2]
     chosen = _sliced(kernel, x.k, HV, V)
     columns = V + K if "M" in outputs else V
+    read = ragged_tiles(x.k, K), ragged_tiles(x.v, chosen["BV"]), chunk_tiles(tiles.C)
     kernels.scan_kernel[(listed_entries(listed, chunks) * HV * (columns // chosen["BV"]),)](
-        ragged_tiles(x.k, K),
-        ragged_tiles(x.v, chosen["BV"]),
-        chunk_tiles(tiles.C),
-        tiles.gates,
-        initial,
-        listed,
-        chunks,
-        numbers.scale,
-        HV,
-        **outputs,
-        **chosen,
+        *read, tiles.gates, initial, listed, chunks, numbers.scale, HV, **outputs, **chosen
     )
 
 
@@ -67,21 +58,10 @@ def _launch_reverse(given: Given, kernel: str, d_initial: Pair, **outputs: Tenso
     x, tiles, chunks, numbers, _, d_final, listed, do, _ = given
     (_, HV, V), K = do.shape, x.k.shape[2]
     chosen = _sliced(kernel, x.k, HV, V)
+    read = ragged_tiles(x.q, K), ragged_tiles(x.k, K), ragged_tiles(do, chosen["BV"])
+    read = *read, chunk_tiles(tiles.C), chunk_tiles(tiles.A)
     kernels.reverse_kernel[(listed_entries(listed, chunks) * HV * (V // chosen["BV"]),)](
-        ragged_tiles(x.q, K),
-        ragged_tiles(x.k, K),
-        ragged_tiles(do, chosen["BV"]),
-        chunk_tiles(tiles.C),
-        chunk_tiles(tiles.A),
-        tiles.gates,
-        d_final,
-        d_initial,
-        listed,
-        chunks,
-        numbers.scale,
-        HV,
-        **outputs,
-        **chosen,
+        *read, tiles.gates, d_final, d_initial, listed, chunks, numbers.scale, HV, **outputs, **chosen
     )
 
 
@@ -98,19 +78,9 @@ class GDNStages(Stages):
     def launch_prepare(self, given: Given, tiles: Tiles) -> None:
         x, numbers = given.x, given.numbers
         (_, H, K), (NT, HV, _, _) = x.k.shape, tiles.C.shape
-        kernels.prepare_kernel[(NT * HV,)](
-            *map(rows, (x.q, x.k, x.g, x.beta)),
-            x.A_log,
-            x.dt_bias,
-            tiles,
-            given.chunks,
-            numbers.scale,
-            HV,
-            R=HV // H,
-            K=K,
-            BETA_RANGE=numbers.beta_range or None,
-            **config("gdn prepare", x.k, K),
-        )
+        streams = *map(rows, (x.q, x.k, x.g, x.beta)), x.A_log, x.dt_bias
+        constants = {"R": HV // H, "K": K, "BETA_RANGE": numbers.beta_range or None} | config("gdn prepare", x.k, K)
+        kernels.prepare_kernel[(NT * HV,)](*streams, tiles, given.chunks, numbers.scale, HV, **constants)
         beta = tiles.gates[:, :, 1]
         solve_kernel[(NT * HV,)](beta, tiles.C, STRIDE_B=2 * BT, SCALED=True, **config("solve", x.k, K))
 
@@ -152,29 +122,11 @@ def _gradients(given: Given, h: Tensor, dh: Tensor, y: Tensor, dv: Tensor) -> tu
     dg, dbeta = x.g.new_empty(x.g.shape), x.beta.new_empty(x.beta.shape)
     d_gate = None if x.A_log is None else x.k.new_empty(2, NT, HV, dtype=torch.float32)
     chosen = _sliced("gdn gradients", x.k, HV, V)
+    BV, chosen["BETA_RANGE"] = chosen["BV"], numbers.beta_range or None
+    read = rows(x.q), rows(x.k), ragged_tiles(x.k, K), *(ragged_tiles(t, BV) for t in (do, y, dv))
+    read = *read, *(chunk_tiles(t, BV, K) for t in (h, dh)), tiles.gates, rows(x.g), x.A_log, x.dt_bias
     kernels.gradients_kernel[(NT * HV,)](
-        rows(x.q),
-        rows(x.k),
-        ragged_tiles(x.k, K),
-        *(ragged_tiles(t, chosen["BV"]) for t in (do, y, dv)),
-        *(chunk_tiles(t, chosen["BV"], K) for t in (h, dh)),
-        tiles.gates,
-        rows(x.g),
-        x.A_log,
-        x.dt_bias,
-        initial,
-        d_final,
-        dq,
-        dk,
-        dg,
-        dbeta,
-        d_gate,
-        chunks,
-        numbers.scale,
-        HV,
-        NT,
-        BETA_RANGE=numbers.beta_range or None,
-        **chosen,
+        *read, initial, d_final, dq, dk, dg, dbeta, d_gate, chunks, numbers.scale, HV, NT, **chosen
     )
     if HV > H:
         dq, dk = sum_groups(dq, x.q), sum_groups(dk, x.k)

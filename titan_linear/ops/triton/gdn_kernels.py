@@ -31,7 +31,9 @@ from titan_linear.ops.triton.tiles import (
     dot,
     fetch_rows,
     fetch_tile,
+    indices,
     load_tokens,
+    load_wide,
     read_state,
     store_tokens,
     write_state,
@@ -44,11 +46,11 @@ def _store_gates(g, beta, A_log, dt_bias, gates, i_p, start, length, HV, BETA_RA
     o_c, i_hv = tl.arange(0, BT), i_p % HV
     p_g, stride = g
     m_t = o_c < length
-    b_g = tl.load(p_g + start * stride + i_hv + o_c * stride, mask=m_t, other=0.0).to(tl.float32)
+    b_g = load_wide(p_g + start * stride + i_hv + o_c * stride, m_t)
     if A_log is not None:
         if dt_bias is not None:
-            b_g += tl.load(dt_bias + i_hv).to(tl.float32)
-        b_g = tl.where(m_t, -tl.exp(tl.load(A_log + i_hv).to(tl.float32)) * softplus(b_g), 0.0)
+            b_g += load_wide(dt_bias + i_hv)
+        b_g = tl.where(m_t, -tl.exp(load_wide(A_log + i_hv)) * softplus(b_g), 0.0)
     b_G = tl.cumsum(log2_gate(b_g), 0)
     tl.store(gates + i_p * 2 * BT + o_c, b_G)
     tl.store(gates + i_p * 2 * BT + BT + o_c, load_beta(beta, start, length, i_hv, BETA_RANGE))
@@ -67,10 +69,10 @@ def prepare_kernel(
     b_q = load_tokens(q, start, length, i_hv // R * K, K)
     b_k = load_tokens(k, start, length, i_hv // R * K, K)
     b_G = _store_gates(g, beta, A_log, dt_bias, tiles.gates, i_p, start, length, HV, BETA_RANGE)
-    o_i, o_j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
+    o_i, o_j = indices(BT, BT)
     b_d = tl.exp2(tl.where(o_i >= o_j, b_G[:, None] - b_G[None, :], -float("inf")))
     b_a = dot(b_q, tl.trans(b_k)) * scale * b_d
-    tl.store(tiles.A + i_p * BT * BT + (o_i * BT + o_j), b_a.to(tiles.A.dtype.element_ty))
+    tl.store(tiles.A + i_p * BT * BT + (o_i * BT + o_j), b_a)
     b_n = dot(b_k, tl.trans(b_k)) * b_d
     tl.store(lower_triangle(tiles.C + i_p * BT * BT, o_i, o_j), b_n, mask=o_i > o_j)
 
@@ -101,7 +103,7 @@ def scan_kernel(
     if not is_wanted(listed, i_n, tl.where(is_m, 2, 1)):
         return
     start, length, first = entry_at(chunks, listed, i_n)
-    o_k, o_v = tl.arange(0, K)[:, None], tl.arange(0, BV)[None, :]
+    o_k, o_v = indices(K, BV)
     i_m, v_length = i_v - V // BV, length
     if M is None:
         b_s = read_state(initial, i_n, HV * K * V, i_nh % HV * (K * V) + o_k * V + i_v * BV + o_v)
@@ -150,8 +152,8 @@ def reverse_kernel(
     if not is_wanted(listed, i_n, 1):
         return
     start, length, first = entry_at(chunks, listed, i_n)
-    o_v = i_v * BV + tl.arange(0, BV)[None, :]
-    o_s = tl.arange(0, K)[:, None] * V + o_v
+    o_k, o_v = indices(K, BV)
+    o_s = o_k * V + (i_v * BV + o_v)
     column = i_hv * V + i_v * BV
     b_ds = read_state(d_final, i_n, HV * K * V, i_nh % HV * (K * V) + o_s)
     NT = (length + BT - 1) // BT
@@ -188,7 +190,7 @@ def _pair_gradients(b_w, b_beta):
     A token's product with itself does not decay and is left out of G's gradient: its rounding would exceed the gradient
     of a fast gate.
     """
-    o_i, o_j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
+    o_i, o_j = indices(BT, BT)
     b_own = tl.sum(tl.where(o_i == o_j, b_w, 0.0), 1)
     b_w = tl.where(o_i == o_j, 0.0, b_w)
     b_db = tl.sum(b_w, 0)
@@ -210,16 +212,16 @@ def _store_gate_gradients(
     p_g = start * HV + i_hv + o_c * HV
     if A_log is not None:
         p_x, stride = g
-        b_x = tl.load(p_x + start * stride + i_hv + o_c * stride, mask=m_t, other=0.0).to(tl.float32)
+        b_x = load_wide(p_x + start * stride + i_hv + o_c * stride, m_t)
         if dt_bias is not None:
-            b_x += tl.load(dt_bias + i_hv).to(tl.float32)
-        b_a = -tl.exp(tl.load(A_log + i_hv).to(tl.float32))
+            b_x += load_wide(dt_bias + i_hv)
+        b_a = -tl.exp(load_wide(A_log + i_hv))
         tl.store(d_gate + i_p, tl.sum(tl.where(m_t, b_dg * b_a * softplus(b_x), 0.0), 0))
         b_dg *= b_a * sigmoid(b_x)
         tl.store(d_gate + NT * HV + i_p, tl.sum(tl.where(m_t, b_dg, 0.0), 0))
-    tl.store(dg + p_g, b_dg.to(dg.dtype.element_ty), mask=m_t)
+    tl.store(dg + p_g, b_dg, mask=m_t)
     b_db = beta_gradient(b_db, b_beta, BETA_RANGE)
-    tl.store(dbeta + p_g, b_db.to(dbeta.dtype.element_ty), mask=m_t)
+    tl.store(dbeta + p_g, b_db, mask=m_t)
 
 
 @Kernel
@@ -263,9 +265,10 @@ def gradients_kernel(
         b_n = dot(b_dx, tl.trans(b_y), b_n)
     b_G, b_beta, b_last = _load_gates(gates, i_t, i_hv, HV)
     b_e = tl.exp2(b_G)
-    b_d = tl.exp2(tl.where(o_c[:, None] >= o_c[None, :], b_G[:, None] - b_G[None, :], -float("inf")))
+    o_i, o_j = indices(BT, BT)
+    b_d = tl.exp2(tl.where(o_i >= o_j, b_G[:, None] - b_G[None, :], -float("inf")))
     b_p *= scale * b_d
-    b_n = tl.where(o_c[:, None] > o_c[None, :], -b_n * b_d, 0.0)
+    b_n = tl.where(o_i > o_j, -b_n * b_d, 0.0)
     b_dgs = (scale * b_e) * tl.sum(b_dq * b_q.to(tl.float32), 1)
     b_dq = dot((b_p * b_beta[None, :]).to(dtype), b_k, (scale * b_e)[:, None] * b_dq)
     store_tokens((dq, HV * K), b_dq, start, length, i_hv * K, K)
@@ -312,7 +315,8 @@ def gradients_kernel(
         cu_seqlens, chunk_index, _ = chunks
         i_n = tl.load(chunk_index + 2 * i_t).to(tl.int64)
         if tl.load(cu_seqlens + i_n + 1) - tl.load(cu_seqlens + i_n) == length:
-            o_s = i_p % HV * (K * V) + tl.arange(0, K)[:, None] * V + tl.arange(0, BV)[None, :]
+            o_k, o_v = indices(K, BV)
+            o_s = i_p % HV * (K * V) + o_k * V + o_v
             b_sds = 0.0
             for i_v in range(V // BV):
                 b_h = read_state(initial, i_n, HV * K * V, o_s + i_v * BV)

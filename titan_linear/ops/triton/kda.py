@@ -15,10 +15,9 @@ from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import CHUNK
 from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs
+from titan_linear.ops.triton import kda_kernels as kernels
 from titan_linear.ops.triton.chunks import listed_entries
 from titan_linear.ops.triton.configs import config, widest_slice
-from titan_linear.ops.triton.kda_bwd import backward_scans_kernel, gradient_kernel, matrix_kernel
-from titan_linear.ops.triton.kda_fwd import prepare_kernel, scan_kernel
 from titan_linear.ops.triton.solve import solve_kernel
 from titan_linear.ops.triton.stages import Given, Stages
 from titan_linear.ops.triton.tiles import Pair, chunk_tiles, ragged_tiles, rows, sum_groups
@@ -35,7 +34,7 @@ class Numbers(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Of NT chunks of C = 64 tokens; the letters are those of kda_fwd."""
+    """Of NT chunks of C = 64 tokens; the letters are those of kda_kernels."""
 
     qg: Tensor  # [NT, HV, K, C] scale·q·2^Γ
     kn: Tensor  # [NT, HV, K, C] −k·2^Γ
@@ -58,6 +57,12 @@ def _constants(tiles: Tiles, kernel: str, V: int, BV: int) -> dict[str, Any]:
     """Of a kernel that goes through an entry's chunks; BV: columns of a slice at most."""
     _, HV, K, _ = tiles.qg.shape
     return {"HV": HV, "K": K, "V": V, "CT": TRITON_DTYPE[tiles.qg.dtype], **config(kernel, tiles.qg, K, BV=BV)}
+
+
+def _of_gates(x: Inputs, n: Numbers) -> dict[str, Any]:
+    """Constants of a kernel on a chunk's gates."""
+    (_, H, K), CT = x.q.shape, TRITON_DTYPE[compute_dtype(x.q.dtype)]
+    return {"H": H, "HV": x.v.shape[1], "K": K, "CT": CT, "GATE": int(n.gate)}
 
 
 def _passes(safe_gate: float, safe: str, any_gate: str) -> list[tuple[str, bool]]:
@@ -89,26 +94,12 @@ class KDAStages(Stages):
         fast = x.q.new_empty(NT, HV, dtype=torch.int32) if matrices and not n.safe_gate else None
         kernel = "kda prepare" if matrices else "kda recompute"
         passes = _passes(n.safe_gate, f"{kernel} safe", kernel)
+        streams = *map(rows, (x.q, x.k, x.g, x.beta)), x.A_log, x.dt_bias
+        constants = _of_gates(x, n) | {"BETA_RANGE": n.beta_range or None, "MATRICES": matrices}
         for kernel, safe in passes if matrices else passes[-1:]:
             chosen = config(kernel, x.q, K, BK=K)
-            prepare_kernel[1 if matrices else K // chosen["BK"], HV, NT](
-                *map(rows, (x.q, x.k, x.g, x.beta)),
-                x.A_log,
-                x.dt_bias,
-                tiles,
-                fast,
-                given.chunks,
-                n.scale,
-                n.lower_bound,
-                H=x.q.shape[1],
-                HV=HV,
-                K=K,
-                CT=TRITON_DTYPE[tiles.qg.dtype],
-                GATE=int(n.gate),
-                SAFE=safe,
-                BETA_RANGE=n.beta_range or None,
-                MATRICES=matrices,
-                **chosen,
+            kernels.prepare_kernel[1 if matrices else K // chosen["BK"], HV, NT](
+                *streams, tiles, fast, given.chunks, n.scale, n.lower_bound, SAFE=safe, **constants, **chosen
             )
         if matrices:
             solve_kernel[NT * HV,](tiles.b, tiles.Gn, STRIDE_B=CHUNK, SCALED=False, **config("solve", x.q, K))
@@ -132,21 +123,9 @@ class KDAStages(Stages):
         dv, dbeta = x.v.new_empty(x.v.shape), x.beta.new_empty(x.beta.shape)
         dA, dK = (tiles.qg.new_empty(NT, HV, C, C) for _ in range(2))
         constants = _constants(tiles, "kda matrix", V, widest_slice(V))
-        del constants["K"]
-        beta_range = given.numbers.beta_range or None
-        matrix_kernel[HV, NT](
-            rows(given.do),
-            tiles.b,
-            r,
-            y,
-            dA,
-            dK,
-            dv,
-            dbeta,
-            given.chunks,
-            given.numbers.scale,
-            BETA_RANGE=beta_range,
-            **constants,
+        constants["BETA_RANGE"] = given.numbers.beta_range or None
+        kernels.matrix_kernel[HV, NT](
+            rows(given.do), tiles.b, r, y, dA, dK, dv, dbeta, given.chunks, given.numbers.scale, **constants
         )
         dq, dk, dg, dA_log, ddt_bias = _gradients(given, h, dh, r, y, dA, dK)
         return dq, dk, dv, dg, dbeta, dA_log, ddt_bias
@@ -167,7 +146,7 @@ def _launch_scan(given: Given, BV: int, **outputs: Tensor | None) -> None:
     constants = _constants(tiles, "kda scan", x.v.shape[2], BV)
     columns = x.v.shape[2] + (constants["K"] if "M" in outputs else 0)
     grid = columns // constants["BV"], listed_entries(listed, chunks) * constants["HV"]
-    scan_kernel[grid](rows(x.v), tiles, initial, listed, chunks, **outputs, **constants)
+    kernels.scan_kernel[grid](rows(x.v), tiles, initial, listed, chunks, **outputs, **constants)
 
 
 def _launch_backward_scans(given: Given, d_initial: Pair, **outputs: Tensor) -> None:
@@ -175,7 +154,7 @@ def _launch_backward_scans(given: Given, d_initial: Pair, **outputs: Tensor) -> 
     V = do.shape[2]
     constants = _constants(tiles, "kda reverse", V, widest_slice(V))
     grid = V // constants["BV"], listed_entries(listed, chunks) * constants["HV"], 2 if outputs else 1
-    backward_scans_kernel[grid](
+    kernels.backward_scans_kernel[grid](
         rows(do), rows(x.v), tiles, initial, d_final, d_initial, listed, chunks, **outputs, **constants
     )
 
@@ -193,38 +172,17 @@ def _gradients(
     limits = {"BK": K, "BV": widest_slice(V)}
     BF = config("kda gradient safe", x.q, K, **limits)["BK"]
     fast = None if n.safe_gate else x.g.new_empty(NT, HV, K // BF, dtype=torch.int32)
+    constants = _of_gates(x, n) | {"V": V, "BF": BF}
     for kernel, safe in _passes(n.safe_gate, "kda gradient safe", "kda gradient"):
         chosen = config(kernel, x.q, K, **limits)
         BK, BV = chosen["BK"], chosen["BV"]
         assert BF % BK == 0, "a program reads one flag"
-        gradient_kernel[K // BK, HV, NT](
-            *map(rows, (x.q, x.k, x.g)),
-            ragged_tiles(do, BV),
-            *(chunk_tiles(t, width, BV) for t, width in ((r, C), (y, C), (h, BK), (dh, BK))),
-            x.A_log,
-            x.dt_bias,
-            tiles.b,
-            dA,
-            dK,
-            dq,
-            dk,
-            dg,
-            None if x.A_log is None else dA_part,
-            None if x.dt_bias is None else dbias_part,
-            fast,
-            chunks,
-            n.scale,
-            n.lower_bound,
-            H=H,
-            HV=HV,
-            K=K,
-            V=V,
-            BF=BF,
-            CT=TRITON_DTYPE[tiles.qg.dtype],
-            GATE=int(n.gate),
-            SAFE=safe,
-            **chosen,
-        )
+        sums = None if x.A_log is None else dA_part, None if x.dt_bias is None else dbias_part
+        read = ragged_tiles(do, BV), *(chunk_tiles(t, n, BV) for t, n in ((r, C), (y, C), (h, BK), (dh, BK)))
+        kernels.gradient_kernel[K // BK, HV, NT](
+            *map(rows, (x.q, x.k, x.g)), *read, x.A_log, x.dt_bias, tiles.b, dA, dK, dq, dk, dg, *sums, fast, chunks,
+            n.scale, n.lower_bound, SAFE=safe, **constants, **chosen,
+        )  # fmt: skip
     if HV != H:
         dq, dk = sum_groups(dq, x.q), sum_groups(dk, x.k)
     ddt_bias, dA_log = parts.sum(1)

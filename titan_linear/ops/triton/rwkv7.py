@@ -40,9 +40,11 @@ class Tiles(NamedTuple):
     O: Tensor | None  # [NT, H, C, V]; None: not computed again
 
 
-def _constants(tiles: Tiles) -> dict[str, Any]:
+def _constants(tiles: Tiles, numbers: Numbers | None = None) -> dict[str, Any]:
+    """numbers: for kernels that read gates."""
     _, H, K, V = tiles.U.shape
-    return {"H": H, "K": K, "V": V, "CT": TRITON_DTYPE[tiles.U.dtype]}
+    rate = {} if numbers is None else {"RATE": numbers.rate or None}
+    return {"H": H, "K": K, "V": V, "CT": TRITON_DTYPE[tiles.U.dtype]} | rate
 
 
 def _loop(tiles: Tiles, kernel: str = "rwkv7 loop") -> dict[str, Any]:
@@ -79,15 +81,9 @@ class RWKV7Stages(Stages):
 
     def launch_prepare(self, given: Given, tiles: Tiles) -> None:
         x, numbers = given.x, given.numbers
-        kernels.prepare_kernel[tiles.U.shape[1], tiles.U.shape[0]](
-            *map(rows, x),
-            tiles,
-            given.chunks,
-            numbers.scale,
-            RATE=numbers.rate or None,
-            **_constants(tiles),
-            **config("rwkv7 prepare", tiles.U, x.q.shape[2]),
-        )
+        constants = _constants(tiles, numbers) | config("rwkv7 prepare", tiles.U, x.q.shape[2])
+        grid = tiles.U.shape[1], tiles.U.shape[0]
+        kernels.prepare_kernel[grid](*map(rows, x), tiles, given.chunks, numbers.scale, **constants)
 
     def launch_scan(self, given: Given, o: Tensor, final_state: Tensor | None) -> None:
         _launch_scan(given, "rwkv7 scan", o.shape[2], o=o, final_state=final_state)
@@ -104,18 +100,10 @@ class RWKV7Stages(Stages):
         h, dh = tiles.U.new_empty(NT + listed_entries(ALL, chunks), H, K, V), torch.empty_like(tiles.U)
         _launch_states(given, (d_initial, initial[1]), h=h, dh=dh)
         grads = [t.new_empty(t.shape) for t in x]
+        exponents = do.new_empty(NT, H, CHUNK + 1, K, dtype=torch.float32)
+        constants = _constants(tiles, numbers) | config("rwkv7 gradient", tiles.U, K)
         kernels.gradient_kernel[H, NT](
-            *map(rows, (do, *x)),
-            tiles.inverse,
-            h,
-            dh,
-            *grads,
-            do.new_empty(NT, H, CHUNK + 1, K, dtype=torch.float32),
-            chunks,
-            numbers.scale,
-            RATE=numbers.rate or None,
-            **_constants(tiles),
-            **config("rwkv7 gradient", tiles.U, K),
+            *map(rows, (do, *x)), tiles.inverse, h, dh, *grads, exponents, chunks, numbers.scale, **constants
         )
         return grads
 

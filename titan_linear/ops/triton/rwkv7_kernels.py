@@ -35,7 +35,7 @@ from titan_linear.ops.triton.chunks import chunk_at, entry_at, is_wanted
 from titan_linear.ops.triton.gates import LOG2E, sigmoid
 from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.solve import lower_triangle, solve, split
-from titan_linear.ops.triton.tiles import dot, load_tokens, read_state, store_tokens, write_state
+from titan_linear.ops.triton.tiles import dot, indices, load_tokens, load_wide, read_state, store_tokens, write_state
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def sums(x, of, CT: constexpr, acc=None):
 @triton.jit
 def load_gates(w, start, n, column, K: constexpr, RATE: constexpr):
     """As `load_tokens`, with a decay of 1 past the end."""
-    o_c, o_k = tl.arange(0, 64)[:, None], tl.arange(0, K)[None, :]
+    o_c, o_k = indices(64, K)
     none: constexpr = 0.0 if RATE is None else float("-inf")
     p_w, stride = w
     return tl.load(p_w + start * stride + column + (o_c * stride + o_k), mask=o_c < n, other=none)
@@ -62,7 +62,7 @@ def load_gates(w, start, n, column, K: constexpr, RATE: constexpr):
 @triton.jit
 def load_narrow(x, start, n, column, V: constexpr, WIDTH: constexpr):
     """As `load_tokens`, of V columns, with zeros up to WIDTH."""
-    o_c, o_v = tl.arange(0, 64)[:, None], tl.arange(0, WIDTH)[None, :]
+    o_c, o_v = indices(64, WIDTH)
     inside = (o_c < n) & (o_v < V)
     p_x, stride = x
     return tl.load(p_x + start * stride + column + (o_c * stride + o_v), mask=inside, other=0.0)
@@ -75,7 +75,7 @@ def decays(b_w, CT: constexpr, RATE: constexpr):
     g = b_w.to(tl.float32) * LOG2E if RATE is None else sigmoid(b_w.to(tl.float32)) * (RATE * LOG2E)
     gamma = tl.sum(g, 0)
     reference = tl.floor(0.5 * gamma + 0.5)
-    i, j = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
+    i, j = indices(64, 64)
     x = sums(g, j <= i, CT) - reference[None, :]  # in another layout than g, for which a sigmoid is computed again
     before = x - g if RATE is None else sums(g, j < i, CT) - reference[None, :]
     return x, before, tl.exp2(reference), tl.exp2(gamma - reference), tl.exp2(gamma)
@@ -90,14 +90,14 @@ def decayed(x, factor, CT: constexpr):
 def pairs(x, y, CT: constexpr, STRICT: constexpr):
     """x yᵀ [64, 64] for tokens of y before those of x, and the same ones unless STRICT; 0 elsewhere, where the product
     may overflow."""
-    i, j = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
+    i, j = indices(64, 64)
     return tl.where((j < i) if STRICT else (j <= i), dot(x, tl.trans(y)), 0.0).to(CT)
 
 
 @triton.jit
 def pairs_back(y, x, CT: constexpr, STRICT: constexpr):
     """The transpose of pairs(x, y), a product of its own: it costs no more, and nothing is held meanwhile."""
-    i, j = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
+    i, j = indices(64, 64)
     return tl.where((i < j) if STRICT else (i <= j), dot(y, tl.trans(x)), 0.0).to(CT)
 
 
@@ -105,7 +105,8 @@ def pairs_back(y, x, CT: constexpr, STRICT: constexpr):
 def at(p, tile, ROWS: constexpr, column, COLUMNS: constexpr, WIDTH: constexpr):
     """Where WIDTH columns of a tile (64 bits), from `column` on, lie in p [tiles, ROWS, COLUMNS]."""
     p += tile * (ROWS * COLUMNS) + column
-    return p + (tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, WIDTH)[None, :])
+    o_r, o_c = indices(ROWS, WIDTH)
+    return p + (o_r * COLUMNS + o_c)
 
 
 @Kernel
@@ -118,7 +119,7 @@ def prepare_kernel(
     """One (chunk, head). All loads come first: between barriers each would wait for the memory by itself. In 16 bits
     values are at least 64 wide: ptxas 12.8 gets descriptors of narrower ones wrong."""
     VW: constexpr = V if CT == tl.float32 else 64  # noqa: SIM300
-    o_v = tl.arange(0, VW)[None, :]
+    _, o_v = indices(64, VW)
     i_h, i_t = tl.program_id(0), tl.program_id(1)
     start, n = chunk_at(chunks, i_t)
     tile = i_t.to(tl.int64) * H + i_h
@@ -139,7 +140,7 @@ def prepare_kernel(
     b_k = decayed(b_k, tl.exp2(-x), CT)
     b_u = dot(pairs(b_a.to(CT), b_k, CT, True), b_v).to(CT)
     if tiles.O is not None:
-        i, j = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
+        i, j = indices(64, 64)
         p_T = tiles.inverse + tile * (64 * 64)
         tl.store(lower_triangle(p_T, i, j), -dot(b_a.to(CT), tl.trans(b_b)), mask=j < i)
         tl.debug_barrier()
@@ -175,12 +176,12 @@ def _scan(
         if h is not None:
             tl.store(at(h, tile, K, column, V, BV), S16)
         if o is not None:
-            b_o = tl.load(at(tiles.O, tile, 64, column, V, BV)).to(tl.float32)
+            b_o = load_wide(at(tiles.O, tile, 64, column, V, BV))
             b_o = dot(tl.load(at(tiles.Q, tile, 64, 0, K, K)), S16, b_o)
             store_tokens((o, H * V), b_o, start + i_t * 64, length - i_t * 64, i_h * V + column, BV)
         S *= tl.load(tiles.decay + tile * K + tl.arange(0, K))[:, None]
         p_U = at(tiles.U, tile, K, column, V, BV)
-        S += tl.load(p_U, mask=takes_u & (tl.arange(0, K) >= 0)[:, None], other=0.0).to(tl.float32)
+        S += load_wide(p_U, takes_u & (tl.arange(0, K) >= 0)[:, None])
         S = dot(tl.load(at(tiles.P, tile, K, 0, K, K)), S16, S)
     return S
 
@@ -224,7 +225,8 @@ def scan_kernel(
     column, takes_u = i_v * BV, True
     if M is not None:
         column, takes_u = tl.where(is_m, i_v - V // BV, i_v) * BV, i_v < V // BV
-    o_k, o_v = tl.arange(0, K)[:, None], column + tl.arange(0, BV)[None, :]
+    o_k, o_v = indices(K, BV)
+    o_v += column
     if M is None:
         S = read_state(initial, i_n, H * K * V, i_h * K * V + o_k * V + o_v)
     else:
@@ -250,7 +252,8 @@ def states_kernel(
     if not is_wanted(listed, i_n, 1):
         return
     start, length, first = entry_at(chunks, listed, i_n)
-    o_s = i_h * K * V + tl.arange(0, K)[:, None] * V + (i_v * BV + tl.arange(0, BV))[None, :]
+    o_k, o_v = indices(K, BV)
+    o_s = i_h * K * V + o_k * V + (i_v * BV + o_v)
     if h is not None and tl.program_id(2) == 0:
         S = read_state(initial, i_n, H * K * V, o_s)
         h += i_n * (H * K * V)
@@ -294,10 +297,11 @@ def gradient_kernel(
     b_v = load_tokens(v, start, n, i_h * V, V).to(CT)
     b_do = load_tokens(do, start, n, i_h * V, V).to(CT)
     x, before, to_start, to_end, _ = decays(b_w, CT, RATE)
-    exponents += tile * (65 * K) + tl.arange(0, K)[None, :]
-    p_before = exponents + tl.arange(0, 64)[:, None] * K
+    o_c, o_k = indices(64, K)
+    exponents += tile * (65 * K) + o_k
+    p_before = exponents + o_c * K
     p_x = p_before + K
-    tl.store(p_before, before, mask=tl.arange(0, 64)[:, None] == 0)
+    tl.store(p_before, before, mask=o_c == 0)
     tl.store(p_x, x)
     b_q = decayed(b_q, scale * tl.exp2(x), CT)
     b_a = decayed(b_a, tl.exp2(before), CT)
@@ -324,7 +328,8 @@ def gradient_kernel(
     d = dot(pairs(b_do, b_v, CT, False), b_k, d)
     d = dot(pairs(b_do, b_y, CT, False), b_b, d)
     x, factor = load_tokens(q, start, n, i_h * K, K), scale * tl.exp2(tl.load(p_x))
-    later = tl.arange(0, 64)[None, :] >= tl.arange(0, 64)[:, None]
+    i, j = indices(64, 64)
+    later = j >= i
     b_dw = sums(finish(d, x, factor, dq, start, n, i_h, H, K, CT), later, CT)
     d = dot(b_v, tl.trans(b_dh))
     d = dot(pairs_back(b_v, b_do, CT, False), b_q, d)

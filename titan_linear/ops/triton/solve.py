@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.language import constexpr
 
 from titan_linear.ops.triton.launch import Kernel
+from titan_linear.ops.triton.tiles import indices
 
 
 @triton.jit
@@ -82,7 +83,7 @@ def solve(b, G, SCALED: constexpr):
     tl.store(p_21, G21)
     tl.debug_barrier()
 
-    i, j = tl.arange(0, 32)[:, None], tl.arange(0, 32)[None, :]
+    i, j = indices(32, 32)
     G11 = tl.load(lower_triangle(G, i, j), mask=j < i, other=0.0)
     G22 = tl.load(lower_triangle(G, 32 + i, 32 + j), mask=j < i, other=0.0)
     N21 = tl.load(lower_triangle(G, 32 + i, j))

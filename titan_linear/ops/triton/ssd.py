@@ -63,6 +63,11 @@ def _sliced(kernel: str, k: Tensor, v: Tensor, gates: Tensor) -> Config:
     return {"R": HV // H, "K": K, "V": V, "PARTS": gates.shape[2] - 1} | chosen
 
 
+def _of_decays(n: Numbers, parts: int) -> Config:
+    """Constants of a kernel on decays of a chunk."""
+    return {"BH": BH, "PARTS": parts - 1, "SOFTPLUS": bool(n.softplus), "num_warps": 4}
+
+
 def _fetches(x: Tensor) -> bool:
     """Whether scans read by the copy engine. In float32 two stages of its tiles do not fit."""
     return x.element_size() == 2
@@ -111,34 +116,13 @@ def _before_last_piece(given: Given, pieces: int) -> tuple[Tensor | None, Tensor
 
 
 def _launch_boundary(
-    given: Given,
-    x: Tensor,
-    y: Tensor,
-    S_ext: Tensor,
-    M: Tensor | None,
-    scale: float,
-    n: int = 1,
-    parts: int = 1,
+    given: Given, x: Tensor, y: Tensor, S_ext: Tensor, M: Tensor | None, scale: float, n: int = 1, parts: int = 1
 ) -> None:
     """The last states of listed entries from zero states, or of the first n of all entries' `parts`."""
-    F, HV, _, V = S_ext.shape
-    chosen = _sliced("ssd pass", x, y, given.tiles.gates)
-    kernels.boundary_kernel[(F * HV * blocks_of(V, chosen["BV"]),)](
-        _fetched(x),
-        _fetched(y, chosen["BV"]),
-        given.tiles.gates,
-        S_ext,
-        M,
-        given.chunks,
-        given.listed,
-        scale,
-        HV,
-        n,
-        parts,
-        FETCH=_fetches(x),
-        REVERSE=M is None,
-        **chosen,
-    )
+    (F, HV, _, V), (gates,) = S_ext.shape, given.tiles
+    chosen = _sliced("ssd pass", x, y, gates) | {"FETCH": _fetches(x), "REVERSE": M is None}
+    tiles, grid = (_fetched(x), _fetched(y, chosen["BV"])), (F * HV * blocks_of(V, chosen["BV"]),)
+    kernels.boundary_kernel[grid](*tiles, gates, S_ext, M, given.chunks, given.listed, scale, HV, n, parts, **chosen)
 
 
 def _splits(NT: int, H: int, R: int) -> int:
@@ -161,19 +145,9 @@ class SSDStages(Stages):
     def launch_prepare(self, given: Given, tiles: Tiles) -> None:
         x, (gates,), n = given.x, tiles, given.numbers
         NT, HV, parts, _ = gates.shape
+        constants = _of_decays(n, parts)
         kernels.prepare_kernel[(NT * blocks_of(HV, BH),)](
-            rows(x.g),
-            x.A,
-            x.dt_bias,
-            gates,
-            given.chunks,
-            n.low,
-            n.high,
-            HV,
-            BH=BH,
-            PARTS=parts - 1,
-            SOFTPLUS=bool(n.softplus),
-            num_warps=4,
+            rows(x.g), x.A, x.dt_bias, gates, given.chunks, n.low, n.high, HV, **constants
         )
 
     def launch_scan(self, given: Given, o: Tensor, final_state: Tensor | None) -> None:
@@ -182,28 +156,12 @@ class SSDStages(Stages):
         chosen, scores = _sliced("ssd scan", x.k, x.v, gates), _scores(x.q, x.k, len(gates), chunks)
         slices = blocks_of(V, chosen["BV"])
         pieces = _pieces(T, N, HV * slices)
-        S_ext, M, parts = _before_last_piece(given, pieces)
+        *before, parts = _before_last_piece(given, pieces)
+        scores, scale = chunk_tiles(scores) if _fetches(x.k) else scores, numbers.scale
+        tiles = _fetched(x.q), _fetched(x.k), _fetched(x.v, chosen["BV"]), scores
+        chosen |= {"WIDE": _wide(x.D, HV), "FETCH": _fetches(x.k)}
         kernels.scan_kernel[(N * HV * pieces * slices,)](
-            _fetched(x.q),
-            _fetched(x.k),
-            _fetched(x.v, chosen["BV"]),
-            chunk_tiles(scores) if _fetches(x.k) else scores,
-            gates,
-            x.D,
-            initial,
-            S_ext,
-            M,
-            o,
-            final_state,
-            chunks,
-            ALL,
-            numbers.scale,
-            HV,
-            pieces,
-            parts,
-            WIDE=_wide(x.D, HV),
-            FETCH=_fetches(x.k),
-            **chosen,
+            *tiles, gates, x.D, initial, *before, o, final_state, chunks, ALL, scale, HV, pieces, parts, **chosen
         )
 
     def transition(self, K: int) -> tuple[int, ...]:
@@ -243,39 +201,25 @@ def _states(given: Given, d_initial: Tensor | None) -> tuple[Tensor, Tensor]:
     (NT, HV, _, _), K, V = gates.shape, x.k.shape[2], x.v.shape[2]
     h, dh = (x.v.new_empty(NT, HV, K, V) for _ in range(2))
     chosen = _sliced("ssd pass", x.k, x.v, gates)
-    BV = chosen["BV"]
+    BV, chosen["FETCH"] = chosen["BV"], _fetches(x.k)
+    tiles = _fetched(x.q), _fetched(x.k), _fetched(x.v, BV), _fetched(do, BV)
     kernels.states_kernel[(2 * listed_entries(ALL, chunks) * HV * blocks_of(V, BV),)](
-        _fetched(x.q),
-        _fetched(x.k),
-        _fetched(x.v, BV),
-        _fetched(do, BV),
-        gates,
-        initial,
-        d_final,
-        h,
-        dh,
-        d_initial,
-        chunks,
-        ALL,
-        numbers.scale,
-        HV,
-        FETCH=_fetches(x.k),
-        **chosen,
+        *tiles, gates, initial, d_final, h, dh, d_initial, chunks, ALL, numbers.scale, HV, **chosen
     )
     return h, dh
 
 
 class ChunkGradients(NamedTuple):
-    """Of chunks and heads, or of parts of a group's heads; as `carried_kernel` and `pairs_kernel` say."""
+    """Of chunks and heads, or of parts of a group's heads: what two kernels leave for two others."""
 
-    dq: Tensor  # [splits, T, H, K] fp32
+    dq: Tensor  # [splits, T, H, K] fp32, without E, as dk
     dk: Tensor
     dv: Tensor  # [T, HV, V]
-    dD: Tensor | None  # [NT, HV·V] fp32
-    dE: Tensor  # [splits, NT, H, BT, BT] fp32
-    own: Tensor  # [NT, H, BT] fp32
+    dD: Tensor | None  # [NT, HV·V] fp32, if each channel has a factor of its own
+    dE: Tensor  # [splits, NT, H, BT, BT] fp32, Eᵀ
+    own: Tensor  # [NT, H, BT] fp32, <q, k> of each token
     taken: Tensor  # [NT, HV, slices, BT] fp32
-    products: Tensor  # [NT, HV, slices, BV] fp32
+    products: Tensor  # [NT, HV, slices, BV] fp32: the columns of S times those of dS'
     sums: Tensor  # [NT, HV, slices, 4, BT] fp32
 
 
@@ -285,7 +229,7 @@ def _chunk_gradients(given: Given, h: Tensor, dh: Tensor) -> ChunkGradients:
     of_carried, of_pairs = (_sliced(f"ssd {kernel}", x.k, x.v, gates) for kernel in ("carried", "pairs"))
     R, BV = of_carried["R"], of_carried["BV"]
     splits, slices, wide = _splits(NT, H, R), blocks_of(V, BV), _wide(x.D, HV)
-    made = ChunkGradients(
+    grads = ChunkGradients(
         dq=x.k.new_empty(splits, T, H, K, dtype=float32),
         dk=x.k.new_empty(splits, T, H, K, dtype=float32),
         dv=x.v.new_empty(x.v.shape),
@@ -297,15 +241,12 @@ def _chunk_gradients(given: Given, h: Tensor, dh: Tensor) -> ChunkGradients:
         sums=gates.new_empty(NT, HV, blocks_of(V, of_pairs["BV"]), 4, BT),
     )
     q, k, v, do = map(rows, (x.q, x.k, x.v, do))
-    grid, common = (NT * H * splits,), (chunks, numbers.scale)
-    kernels.carried_kernel[grid](
-        q, v, do, gates, h, dh, made.dq, made.dk, made.taken, made.products, *common, T, HV, R // splits, **of_carried
-    )
-    results = made.dv, made.dE, made.own, made.sums, made.dD
-    kernels.pairs_kernel[grid](
-        q, k, v, do, gates, x.D, dh, *results, *common, HV, NT, R // splits, WIDE=wide, **of_pairs
-    )
-    return made
+    grid, heads, scale, of_pairs["WIDE"] = (NT * H * splits,), R // splits, numbers.scale, wide
+    out = grads.dq, grads.dk, grads.taken, grads.products
+    kernels.carried_kernel[grid](q, v, do, gates, h, dh, *out, chunks, scale, T, HV, heads, **of_carried)
+    out = grads.dv, grads.dE, grads.own, grads.sums, grads.dD
+    kernels.pairs_kernel[grid](q, k, v, do, gates, x.D, dh, *out, chunks, scale, HV, NT, heads, **of_pairs)
+    return grads
 
 
 def _group_gradients(given: Given, chunk: ChunkGradients) -> tuple[Tensor, Tensor]:
@@ -313,21 +254,9 @@ def _group_gradients(given: Given, chunk: ChunkGradients) -> tuple[Tensor, Tenso
     q, k = given.x.q, given.x.k
     (T, H, K), (splits, NT, *_) = k.shape, chunk.dE.shape
     dq, dk = q.new_empty(T, H, K), k.new_empty(T, H, K)
+    read = rows(q), rows(k)
     kernels.groups_kernel[(NT * H,)](
-        rows(q),
-        rows(k),
-        chunk.dE,
-        chunk.dq,
-        chunk.dk,
-        dq,
-        dk,
-        given.chunks,
-        T,
-        H,
-        NT,
-        splits,
-        K=K,
-        **config("ssd groups", k, K),
+        *read, chunk.dE, chunk.dq, chunk.dk, dq, dk, given.chunks, T, H, NT, splits, K=K, **config("ssd groups", k, K)
     )
     return dq, dk
 
@@ -337,33 +266,11 @@ def _gate_gradients(given: Given, chunk: ChunkGradients) -> tuple[Tensor, Tensor
     x, (gates,), chunks, n, initial, d_final, *_ = given
     (NT, HV, parts, _), (_, H, K), V = gates.shape, x.k.shape, x.v.shape[2]
     dg, d_heads = x.g.new_empty(x.g.shape), gates.new_empty(3, NT, HV)
+    slices = {"BV": chunk.products.shape[3], "TAKEN": chunk.taken.shape[2], "SLICES": chunk.sums.shape[2]}
+    constants = {"R": HV // H, "K": K, "V": V} | slices | _of_decays(n, parts)
+    raw, limits = (rows(x.g), x.A, x.dt_bias), (n.low, n.high)
+    terms = chunk.taken, chunk.products, chunk.sums, chunk.own
     kernels.gates_kernel[(NT * blocks_of(HV, BH),)](
-        rows(x.g),
-        x.A,
-        x.dt_bias,
-        gates,
-        chunk.taken,
-        chunk.products,
-        chunk.sums,
-        chunk.own,
-        initial,
-        d_final,
-        dg,
-        d_heads,
-        chunks,
-        n.low,
-        n.high,
-        HV,
-        NT,
-        R=HV // H,
-        K=K,
-        V=V,
-        BV=chunk.products.shape[3],
-        BH=BH,
-        PARTS=parts - 1,
-        TAKEN=chunk.taken.shape[2],
-        SLICES=chunk.sums.shape[2],
-        SOFTPLUS=bool(n.softplus),
-        num_warps=4,
+        *raw, gates, *terms, initial, d_final, dg, d_heads, chunks, *limits, HV, NT, **constants
     )
     return dg, *d_heads.sum(1)

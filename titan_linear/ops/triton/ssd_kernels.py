@@ -27,7 +27,7 @@ from triton.language import constexpr
 from titan_linear.ops.triton.chunks import chunk_at, entry_at, is_wanted
 from titan_linear.ops.triton.gates import log2_gate, softplus
 from titan_linear.ops.triton.launch import Kernel
-from titan_linear.ops.triton.tiles import BT, fetch_rows, fetch_tile, load_tokens, store_tokens
+from titan_linear.ops.triton.tiles import BT, fetch_rows, fetch_tile, indices, load_tokens, load_wide, store_tokens
 
 # --- Tiles ------------------------------------------------------------------------------------------------------------
 
@@ -47,7 +47,8 @@ def _columns(x, start, length, row, i_h, i_v, V: constexpr, BV: constexpr, FETCH
     if V % BV == 0:
         return _tokens(x, start, length, row, i_h * V + i_v * BV, BV, FETCH)
     else:
-        o_c, o_v = tl.arange(0, BT)[:, None], i_v * BV + tl.arange(0, BV)[None, :]
+        o_c, o_v = indices(BT, BV)
+        o_v += i_v * BV
         p_x, stride = x
         p_x += (start + row) * stride + i_h * V + (o_c * stride + o_v)
         return tl.load(p_x, mask=(o_c < length - row) & (o_v < V), other=0.0)
@@ -59,16 +60,18 @@ def _store_columns(x, b_x, start, n, HV, i_h, i_v, V: constexpr, BV: constexpr):
     if V % BV == 0:
         store_tokens((x, HV * V), b_x, start, n, i_h * V + i_v * BV, BV)
     else:
-        o_c, o_v = tl.arange(0, BT)[:, None], i_v * BV + tl.arange(0, BV)[None, :]
+        o_c, o_v = indices(BT, BV)
+        o_v += i_v * BV
         p_x = x + start * (HV * V) + i_h * V + (o_c * (HV * V) + o_v)
-        tl.store(p_x, b_x.to(x.dtype.element_ty), mask=(o_c < n) & (o_v < V))
+        tl.store(p_x, b_x, mask=(o_c < n) & (o_v < V))
 
 
 @triton.jit
 def _state(i_v, K: constexpr, V: constexpr, BV: constexpr):
     """Where slice i_v of a state [K, V] lies in it, and which of its columns there are."""
-    o_v = i_v * BV + tl.arange(0, BV)[None, :]
-    return tl.arange(0, K)[:, None] * V + o_v, (tl.arange(0, K)[:, None] >= 0) & (o_v < V)
+    o_k, o_v = indices(K, BV)
+    o_v += i_v * BV
+    return o_k * V + o_v, (o_k >= 0) & (o_v < V)
 
 
 @triton.jit
@@ -89,14 +92,14 @@ def _load_state(states, i_n, HV, i_hv, i_v, K: constexpr, V: constexpr, BV: cons
         o_s, m_s = _state(i_v, K, V, BV)
         row = _row(states, i_n)
         p_s = states[0] + (row * HV + i_hv) * (K * V) + o_s
-        return tl.load(p_s, mask=m_s & (row >= 0), other=0.0).to(tl.float32)
+        return load_wide(p_s, m_s & (row >= 0))
 
 
 @triton.jit
 def _store_state(states, b_s, i_row, HV, i_hv, i_v, K: constexpr, V: constexpr, BV: constexpr):
     o_s, m_s = _state(i_v, K, V, BV)
     p_s = states + (i_row * HV + i_hv) * (K * V) + o_s
-    tl.store(p_s, b_s.to(states.dtype.element_ty), mask=m_s & (i_row >= 0))
+    tl.store(p_s, b_s, mask=m_s & (i_row >= 0))
 
 
 @triton.jit
@@ -117,11 +120,11 @@ def _load_gates(gates, i_p, PARTS: constexpr):
 def _decays(b_G, b_low, PARTS: constexpr, BY_LATER: constexpr):
     """D [BT, BT], with later tokens as rows, or else as columns. The first parts' differences are exact: what decays
     slowly after a fast token keeps its digits."""
-    o_c = tl.arange(0, BT)
+    o_i, o_j = indices(BT, BT)
     if BY_LATER:
-        b_d, b_l, m_d = b_G[:, None] - b_G[None, :], b_low[:, None] - b_low[None, :], o_c[:, None] >= o_c[None, :]
+        b_d, b_l, m_d = b_G[:, None] - b_G[None, :], b_low[:, None] - b_low[None, :], o_i >= o_j
     else:
-        b_d, b_l, m_d = b_G[None, :] - b_G[:, None], b_low[None, :] - b_low[:, None], o_c[None, :] >= o_c[:, None]
+        b_d, b_l, m_d = b_G[None, :] - b_G[:, None], b_low[None, :] - b_low[:, None], o_j >= o_i
     if PARTS == 2:
         b_d += b_l
     return tl.exp2(tl.where(m_d, b_d, -float("inf")))
@@ -132,9 +135,9 @@ def _skip(D, i_hv, i_v, V: constexpr, BV: constexpr, WIDE: constexpr):
     """Head i_hv's factors of v in o: one, or with WIDE a row [1, BV]."""
     if WIDE:
         o_v = i_v * BV + tl.arange(0, BV)
-        return tl.load(D + i_hv * V + o_v, mask=o_v < V, other=0.0).to(tl.float32)[None, :]
+        return load_wide(D + i_hv * V + o_v, o_v < V)[None, :]
     else:
-        return tl.load(D + i_hv).to(tl.float32)
+        return load_wide(D + i_hv)
 
 
 # --- Decays -----------------------------------------------------------------------------------------------------------
@@ -144,7 +147,7 @@ def _skip(D, i_hv, i_v, V: constexpr, BV: constexpr, WIDE: constexpr):
 def _steps(b_g, dt_bias, o_h, m_h, low, high, SOFTPLUS: constexpr):
     """What goes into the clamp from raw time steps [BT, BH]: raw with its bias, and time steps before and after."""
     if dt_bias is not None:
-        b_g += tl.load(dt_bias + o_h, mask=m_h, other=0.0).to(tl.float32)[None, :]
+        b_g += load_wide(dt_bias + o_h, m_h)[None, :]
     b_dt = softplus(b_g) if SOFTPLUS else b_g
     b_clamped = tl.where(b_dt < low, low, b_dt)  # NaN stays NaN
     return b_g, b_dt, tl.where(b_clamped > high, high, b_clamped)
@@ -160,19 +163,21 @@ def prepare_kernel(
     blocks = (HV + BH - 1) // BH
     i_t, i_b = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     start, length = chunk_at(chunks, i_t)
-    o_c, o_h = tl.arange(0, BT)[:, None], i_b * BH + tl.arange(0, BH)
+    o_c, o_b = indices(BT, BH)
+    o_h = i_b * BH + tl.arange(0, BH)
+    o_b += i_b * BH
     m_h = o_h < HV
-    m_t = (o_c < length) & m_h[None, :]
+    m_t = (o_c < length) & (o_b < HV)
     p_g, stride = g
-    b_g = tl.load(p_g + start * stride + (o_c * stride + o_h[None, :]), mask=m_t, other=0.0).to(tl.float32)
+    b_g = load_wide(p_g + start * stride + (o_c * stride + o_b), m_t)
     b_dt = tl.where(m_t, 1.0, 0.0)
     if A is not None:
         _, _, b_steps = _steps(b_g, dt_bias, o_h, m_h, low, high, SOFTPLUS)
         b_dt = tl.where(m_t, b_steps, 0.0)
-        b_g = b_dt * tl.load(A + o_h, mask=m_h, other=0.0).to(tl.float32)[None, :]
+        b_g = b_dt * load_wide(A + o_h, m_h)[None, :]
     b_g = log2_gate(b_g)
-    p_g = gates + i_t * HV * (1 + PARTS) * BT + (o_h[None, :] * (1 + PARTS) * BT + o_c)
-    m_g = m_h[None, :] & (o_c >= 0)
+    p_g = gates + i_t * HV * (1 + PARTS) * BT + (o_b * (1 + PARTS) * BT + o_c)
+    m_g = (o_b < HV) & (o_c >= 0)
     if PARTS == 2:
         b_high = tl.floor(b_g * 256.0) * (1 / 256)
         tl.store(p_g + 2 * BT, tl.cumsum(b_g - b_high, 0), mask=m_g)
@@ -351,9 +356,7 @@ def states_kernel(
 def carried_kernel(
     q, v, do,  # (x, stride)
     gates, h, dh,
-    dq, dk,  # [splits, T, H, K] fp32, without E
-    taken,  # [NT, HV, slices of V, BT] fp32
-    products,  # [NT, HV, slices of V, BV] fp32: the columns of S times those of dS'
+    dq, dk, taken, products,  # as `ChunkGradients` has them
     chunks, scale, T, HV, heads,
     R: constexpr, K: constexpr, V: constexpr, BV: constexpr, PARTS: constexpr, STAGES: constexpr,
 ):  # fmt: skip
@@ -392,11 +395,7 @@ def carried_kernel(
 def pairs_kernel(
     q, k, v, do,  # (x, stride)
     gates, D, dh,
-    dv,  # [T, HV, V]
-    dE,  # [splits, NT, H, BT, BT] fp32, Eᵀ
-    own,  # [NT, H, BT] fp32, <q, k> of each token
-    sums,  # [NT, HV, slices of V, 4, BT] fp32, for gates_kernel
-    dD,  # [NT, HV, V] fp32, only with WIDE
+    dv, dE, own, sums, dD,  # as `ChunkGradients` has them
     chunks, scale, HV, NT, heads,
     R: constexpr, K: constexpr, V: constexpr, BV: constexpr, PARTS: constexpr, STAGES: constexpr,
     WIDE: constexpr,
@@ -405,7 +404,7 @@ def pairs_kernel(
     What a token gives to itself does not decay."""
     slices: constexpr = (V + BV - 1) // BV
     H, o_c = HV // R, tl.arange(0, BT)
-    o_j, o_i = o_c[:, None], o_c[None, :]
+    o_j, o_i = indices(BT, BT)
     i_split, i_t, i_h, start, length = _chunk_and_group(chunks, H, R // heads)
     if length <= 0:
         return
@@ -449,14 +448,14 @@ def pairs_kernel(
 @Kernel
 def groups_kernel(
     q, k,  # (x, stride)
-    dE,  # [splits, NT, H, BT, BT] fp32
-    dq_parts, dk_parts,  # [splits, T, H, K] fp32
+    dE, dq_parts, dk_parts,  # as `ChunkGradients` has them
     dq, dk,  # [T, H, K]
     chunks, T, H, NT, splits, K: constexpr,
 ):  # fmt: skip
     """dq and dk of one chunk and group: the sums over parts, and E's products."""
     _, i_t, i_h, start, length = _chunk_and_group(chunks, H, 1)
-    o_e = tl.arange(0, BT)[:, None] * BT + tl.arange(0, BT)[None, :]
+    o_i, o_j = indices(BT, BT)
+    o_e = o_i * BT + o_j
     b_e = tl.zeros([BT, BT], tl.float32)
     b_dq, b_dk = tl.zeros([BT, K], tl.float32), tl.zeros([BT, K], tl.float32)
     for i in range(0, splits):
@@ -481,14 +480,13 @@ def _given_product(initial, d_final, i_n, i_hv, used, HV, KV: constexpr, B: cons
     for i in range(0, KV, B):
         o_s = i + tl.arange(0, B)
         m_s = (o_s < KV) & used & (row >= 0) & (final_row >= 0)
-        b_sum += tl.load(p_s + o_s, mask=m_s, other=0.0) * tl.load(p_ds + o_s, mask=m_s, other=0.0)
+        b_sum += load_wide(p_s + o_s, m_s) * load_wide(p_ds + o_s, m_s)
     return tl.sum(b_sum)
 
 
 @Kernel
 def gates_kernel(
-    g, A, dt_bias, gates, taken, products, sums,
-    own,  # [NT, HV / R, BT]
+    g, A, dt_bias, gates, taken, products, sums, own,
     initial, d_final,
     dg,  # [T, HV]
     d_heads,  # [3, NT, HV] fp32, partials of dA, d dt_bias and dD
@@ -501,26 +499,26 @@ def gates_kernel(
     blocks = (HV + BH - 1) // BH
     i_t, i_b = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     start, length = chunk_at(chunks, i_t)
-    o_c, o_h = tl.arange(0, BT)[:, None], i_b * BH + tl.arange(0, BH)
+    o_c, o_b = indices(BT, BH)
+    o_h = i_b * BH + tl.arange(0, BH)
+    o_b += i_b * BH
     m_h = o_h < HV
-    m_t = (o_c < length) & m_h[None, :]
-    b_dt = tl.load(
-        gates + i_t * HV * (1 + PARTS) * BT + BT + (o_h[None, :] * (1 + PARTS) * BT + o_c), mask=m_t, other=0.0
-    )
+    m_t = (o_c < length) & (o_b < HV)
+    b_dt = load_wide(gates + i_t * HV * (1 + PARTS) * BT + BT + (o_b * (1 + PARTS) * BT + o_c), m_t)
     b_dg = tl.zeros([BT, BH], tl.float32)
     b_earlier, b_skip, b_state = b_dg, b_dg, b_dg
     b_product = tl.zeros([BH], tl.float32)
     for i_v in tl.static_range(SLICES):
-        p_s = sums + i_t * HV * SLICES * 4 * BT + ((o_h[None, :] * SLICES + i_v) * 4 * BT + o_c)
-        b_dg += tl.load(p_s, mask=m_t, other=0.0)
-        b_earlier += tl.load(p_s + BT, mask=m_t, other=0.0)
-        b_state += tl.load(p_s + 2 * BT, mask=m_t, other=0.0)
-        b_skip += tl.load(p_s + 3 * BT, mask=m_t, other=0.0)
+        p_s = sums + i_t * HV * SLICES * 4 * BT + ((o_b * SLICES + i_v) * 4 * BT + o_c)
+        b_dg += load_wide(p_s, m_t)
+        b_earlier += load_wide(p_s + BT, m_t)
+        b_state += load_wide(p_s + 2 * BT, m_t)
+        b_skip += load_wide(p_s + 3 * BT, m_t)
     for i_v in tl.static_range(TAKEN):
-        o_hv = i_t * HV * TAKEN + o_h[None, :] * TAKEN + i_v
-        b_dg += tl.load(taken + o_hv * BT + o_c, mask=m_t, other=0.0)
+        o_hv = i_t * HV * TAKEN + o_b * TAKEN + i_v
+        b_dg += load_wide(taken + o_hv * BT + o_c, m_t)
         p_p = products + o_hv * BV + tl.arange(0, BV)[:, None]
-        b_product += tl.sum(tl.load(p_p, mask=m_h[None, :] & (length > 0), other=0.0), 0)
+        b_product += tl.sum(load_wide(p_p, (o_b < HV) & (length > 0)), 0)
     b_dg -= b_dt * b_earlier
     # For an entry within one chunk the given fp32 states are read: <S, dS'> may be most of its dg.
     if initial[0] is not None and d_final[0] is not None:
@@ -535,26 +533,26 @@ def gates_kernel(
                 b_product = tl.where(o_h == i_hv, b_given, b_product)
     # The decay of token t acts on the state that enters, updates before t, and what tokens from t on read.
     p_last = gates + (i_t * HV + o_h) * (1 + PARTS) * BT + BT - 1
-    b_last = tl.load(p_last, mask=m_h, other=0.0)
+    b_last = load_wide(p_last, m_h)
     if PARTS == 2:
-        b_last += tl.load(p_last + 2 * BT, mask=m_h, other=0.0)
+        b_last += load_wide(p_last + 2 * BT, m_h)
     b_product *= tl.exp2(b_last)
     b_later = b_dt * b_state
     b_dg = tl.cumsum(b_dg, 0, reverse=True) + tl.cumsum(b_later, 0) - b_later + b_product[None, :]
     b_dg = tl.where(m_t, b_dg, 0.0)
     if A is not None:
         p_g, stride = g
-        p_g += start * stride + (o_c * stride + o_h[None, :])
-        b_g = tl.load(p_g, mask=m_t, other=0.0).to(tl.float32)
+        p_g += start * stride + (o_c * stride + o_b)
+        b_g = load_wide(p_g, m_t)
         b_raw, b_steps, _ = _steps(b_g, dt_bias, o_h, m_h, low, high, SOFTPLUS)
         tl.store(d_heads + i_t * HV + o_h, tl.sum(b_dt * b_dg, 0), mask=m_h)
-        b_dg *= tl.load(A + o_h, mask=m_h, other=0.0).to(tl.float32)[None, :]
-        p_own = own + (i_t * (HV // R) + o_h[None, :] // R) * BT + o_c
-        b_dg += b_earlier + b_skip * tl.load(p_own, mask=m_t, other=0.0) + b_state
+        b_dg *= load_wide(A + o_h, m_h)[None, :]
+        p_own = own + (i_t * (HV // R) + o_b // R) * BT + o_c
+        b_dg += b_earlier + b_skip * load_wide(p_own, m_t) + b_state
         b_dg = tl.where(m_t & (b_steps >= low) & (b_steps <= high), b_dg, 0.0)
         if SOFTPLUS:
             b_dg *= tl.sigmoid(b_raw)
         tl.store(d_heads + (NT + i_t) * HV + o_h, tl.sum(b_dg, 0), mask=m_h)
     tl.store(d_heads + (2 * NT + i_t) * HV + o_h, tl.sum(b_skip, 0), mask=m_h)
-    p_g = start * HV + (o_c * HV + o_h[None, :])
-    tl.store(dg + p_g, b_dg.to(dg.dtype.element_ty), mask=m_t)
+    p_g = start * HV + (o_c * HV + o_b)
+    tl.store(dg + p_g, b_dg, mask=m_t)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
@@ -58,11 +59,15 @@ class Stages(ABC):
     again: ClassVar[tuple[str, ...]] = ()  # those that it does, if by an operator of its own
 
     def __init__(self) -> None:
+        places = self.tiles._fields.index
+        self.places_kept, self.places_again = ([places(name) for name in names] for names in (self.kept, self.again))
+        self.read = [name in self.prepared for name in self.inputs._fields]
         whole, by_gates = self.kept == self.tiles._fields, self._cost_by_gates
         cost = by_gates if self.prepared == self.inputs._fields else None  # from gates alone: its bytes
         self.prepare = self._operator(self._prepare, self._new_tiles, cost, prepares=None if whole else "forward")
         if self.again:
-            self.recompute = self._operator(self._recompute, self._new_tiles, by_gates, prepares="backward")
+            empty = partial(self._new_tiles, again=True)
+            self.recompute = self._operator(self._recompute, empty, by_gates, prepares="backward")
         self.scan = self._operator(self._scan, self._scanned, kept_by=("selective",))
         self.boundary = self._operator(self._boundary, self._transitions, kept_by=("selective",))
         self.boundary_bwd = self._operator(self._boundary_bwd, self._states)
@@ -86,9 +91,10 @@ class Stages(ABC):
     def _given(
         self, inputs: Fields, tiles: Fields, chunks: Fields, ends: Fields, numbers: list[float], rows: int
     ) -> Given:
-        pairs = tuple(ends[:2]), tuple(ends[2:4]), tuple(ends[4:6])
-        x = self.inputs(*inputs)
-        return Given(x, self.tiles(*tiles), tuple(chunks), self.numbers(*numbers), *pairs, ends[6], rows)
+        initial, index, d_final, d_index, entries, wanted, do = ends
+        pairs = (initial, index), (d_final, d_index), (entries, wanted)
+        x, prepared = self.inputs(*inputs), self.tiles(*tiles)
+        return Given(x, prepared, tuple(chunks), self.numbers(*numbers), *pairs, do, rows)
 
     # --- What a rule states
 
@@ -133,12 +139,11 @@ class Stages(ABC):
 
     # --- Operators, and what they return without computing it
 
-    def _new_tiles(self, given: Given) -> list[Tensor]:
+    def _new_tiles(self, given: Given, again: bool = False) -> list[Tensor]:
         _, chunk_index, _ = given.chunks
-        fields = zip(self.tiles._fields, self.tile_shapes(given.x, given.numbers), strict=True)
-        NT, some = chunk_index.shape[0], any(t is not None for t in given.tiles)
-        shapes = [shape for name, shape in fields if not some or name in self.again]
-        return [chunk_index.new_empty(NT, *shape, dtype=dtype) for dtype, *shape in shapes]
+        shapes, NT = self.tile_shapes(given.x, given.numbers), chunk_index.shape[0]
+        chosen = [shapes[i] for i in self.places_again] if again else shapes
+        return [chunk_index.new_empty(NT, *shape, dtype=dtype) for dtype, *shape in chosen]
 
     def _prepare(self, given: Given) -> list[Tensor]:
         tiles = self._new_tiles(given)
@@ -146,8 +151,10 @@ class Stages(ABC):
         return tiles
 
     def _recompute(self, given: Given) -> list[Tensor]:
-        tiles = self._new_tiles(given)
-        self.launch_prepare(given, given.tiles._replace(**dict(zip(self.again, tiles, strict=True))))
+        tiles, whole = self._new_tiles(given, again=True), list(given.tiles)
+        for i, tile in zip(self.places_again, tiles, strict=True):
+            whole[i] = tile
+        self.launch_prepare(given, self.tiles(*whole))
         return tiles
 
     def _states(self, given: Given) -> list[Tensor]:
@@ -181,7 +188,8 @@ class Stages(ABC):
 
     def _backward(self, given: Given) -> list[Tensor]:
         (d_initial,) = self._states(given)
-        given = given._replace(do=dense_heads(given.do))
+        *known, do, rows = given
+        given = Given(*known, dense_heads(do), rows)
         grads = self.launch_backward(given, d_initial if given.rows else None)
         return [given.do.new_empty(0) if d is None else d for d in (*grads, d_initial)]
 
@@ -200,21 +208,20 @@ class TritonRule:
     def __init__(self, stages: Stages, inputs: AnyInputs, options: AnyOptions, chunks: Chunks, kept: Sequence[Tensor]):
         self.stages, self.inputs, self.chunks = stages, inputs, chunks
         self.numbers = [float(n or 0) for n in stages.numbers_of(inputs, options)]
-        tiles: dict[str, Tensor | None] = dict.fromkeys(stages.tiles._fields)
-        if kept:
-            tiles |= dict(zip(stages.kept, kept, strict=True))
-        self.tiles = list(tiles.values())
-        if stages.again or not kept:
-            stage, names = (stages.recompute, stages.again) if kept else (stages.prepare, tiles)
-            prepared = [x if name in stages.prepared else None for name, x in inputs._asdict().items()]
-            tiles |= dict(zip(names, self._run(stage, prepared), strict=True))
-        self.tiles = list(tiles.values())
+        self.tiles: Fields = [None] * len(stages.tiles._fields)
+        for i, tile in zip(stages.places_kept, kept, strict=bool(kept)):
+            self.tiles[i] = tile
+        prepared = [x if read else None for x, read in zip(inputs, stages.read, strict=True)]
+        if not kept:
+            self.tiles = self._run(stages.prepare, prepared)
+        elif stages.again:
+            for i, tile in zip(stages.places_again, self._run(stages.recompute, prepared), strict=True):
+                self.tiles[i] = tile
 
     @property
     def kept(self) -> tuple[Tensor, ...]:
         _, *tables = self.chunks
-        tiles = dict(zip(self.stages.tiles._fields, self.tiles, strict=True))
-        return *tables, *(tiles[name] for name in self.stages.kept)
+        return *tables, *(self.tiles[i] for i in self.stages.places_kept)
 
     def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]:
         rows = self.chunks.cu_seqlens.shape[0] - 1 if need_final else 0

@@ -70,8 +70,8 @@ def sum_groups_kernel(x, y, n, R: constexpr, K: constexpr, B: constexpr):
     o_y = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
     b_y = tl.zeros([B], tl.float32)
     for r in tl.static_range(R):
-        b_y += tl.load(x + o_y // K * (R * K) + (o_y % K + r * K), mask=o_y < n, other=0.0).to(tl.float32)
-    tl.store(y + o_y, b_y.to(y.dtype.element_ty), mask=o_y < n)
+        b_y += load_wide(x + o_y // K * (R * K) + (o_y % K + r * K), o_y < n)
+    tl.store(y + o_y, b_y, mask=o_y < n)
 
 
 def sum_groups(x: Tensor, like: Tensor) -> Tensor:
@@ -83,15 +83,30 @@ def sum_groups(x: Tensor, like: Tensor) -> Tensor:
 
 
 @triton.jit
+def indices(R: constexpr, C: constexpr):
+    """The row and the column of each place in a tile: [R, 1] and [1, C]."""
+    return tl.arange(0, R)[:, None], tl.arange(0, C)[None, :]
+
+
+@triton.jit
 def dot(a, b, acc=None):
     """a @ b (+ acc), summed in fp32; fp32 operands as three products of tf32 parts."""
     return tl.dot(a, b, acc=acc, input_precision="tf32x3")
 
 
 @triton.jit
+def load_wide(p, mask=None):
+    """Numbers in fp32; zeros where the mask is 0."""
+    if mask is None:
+        return tl.load(p).to(tl.float32)
+    else:
+        return tl.load(p, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def load_tokens(x, start, n, column, BD: constexpr):
     """BD columns of a chunk's rows of x (`rows`), from token `start` (64 bits) on: n rows, then zeros."""
-    o_c, o_d = tl.arange(0, BT)[:, None], tl.arange(0, BD)[None, :]
+    o_c, o_d = indices(BT, BD)
     p_x, stride = x
     return tl.load(p_x + start * stride + column + (o_c * stride + o_d), mask=o_c < n, other=0.0)
 
@@ -99,9 +114,9 @@ def load_tokens(x, start, n, column, BD: constexpr):
 @triton.jit
 def store_tokens(x, b_x, start, n, column, BD: constexpr):
     """As `load_tokens`."""
-    o_c, o_d = tl.arange(0, BT)[:, None], tl.arange(0, BD)[None, :]
+    o_c, o_d = indices(BT, BD)
     p_x, stride = x
-    tl.store(p_x + start * stride + column + (o_c * stride + o_d), b_x.to(p_x.dtype.element_ty), mask=o_c < n)
+    tl.store(p_x + start * stride + column + (o_c * stride + o_d), b_x, mask=o_c < n)
 
 
 @triton.jit
@@ -111,10 +126,10 @@ def read_state(states, i_n, stride, o_s):
     if values is None:
         return tl.zeros(o_s.shape, tl.float32)
     elif index is None:
-        return tl.load(values + i_n * stride + o_s).to(tl.float32)
+        return load_wide(values + i_n * stride + o_s)
     else:
         row = tl.load(index + i_n).to(tl.int64)
-        return tl.load(values + row * stride + o_s, mask=(o_s >= 0) & (row >= 0), other=0.0).to(tl.float32)
+        return load_wide(values + row * stride + o_s, (o_s >= 0) & (row >= 0))
 
 
 @triton.jit

@@ -1,0 +1,619 @@
+"""Kernels of Kimi Delta Attention. Forward: `prepare` (work inside a chunk, but for solve.py) and `scan` (the state
+through the chunks, and o). Backward: `backward_scans` (the states, and their gradients through the chunks), `matrix`
+(dv, dβ and the gradients of the chunk's two matrices) and `gradient` (dq, dk, dg).
+
+Letters: C = 64 tokens of a chunk, Γ the inclusive cumulative gate inside a chunk (log2), γ its last row.
+With q̃ = scale·q·2^Γ, k̃ = k·2^Γ, k̂ = k·2^(γ−Γ), Kk[i,j] = Σ_k k_i k_j 2^(Γ_i−Γ_j) for j < i, and S the incoming state
+
+    r = (I + Kk diag β)⁻¹ (v − k̃ S)        "what each token writes", before its β
+    o = q̃ S + Aqk (β r)                     Aqk[i,j] = scale Σ_k q_i k_j 2^(Γ_i−Γ_j) for j ≤ i
+    S' = 2^γ S + k̂ᵀ (β r)
+
+(I + Kk β)⁻¹ = I − G β with G strictly lower: keeping −G makes the identity exact, needs no division by β, and its
+transpose serves the backward pass. The scan keeps Sᵀ [BV, K] in registers: every product then has a register operand on
+its left and a tile of the chunk on its right, and nothing of the state passes through shared memory.
+
+Backward, with N = β r (what the chunk writes) and dS' the gradient of the outgoing state:
+
+    dN = Aqkᵀ do + k̂ dS'
+    y  = (I + β Kk)⁻ᵀ dN = dN − Gᵀ (β dN)      the gradient of N with the writes of later tokens counted in
+    dv = β y ;  dβ = y · r (by rows) ;  dKk = −dv Nᵀ ;  dAqk = do Nᵀ
+    dS = 2^γ dS' + q̃ᵀ do − k̃ᵀ dv
+    dq̃ = do Sᵀ ;  dk̃ = −dv Sᵀ ;  dk̂ = N dS'ᵀ ;  dγ = Σ_i k̂ ⊙ dk̂ + 2^γ Σ_v S ⊙ dS'
+
+so nothing divides by β, and neither the WY form's w and u nor their gradients exist. Γ's gradient needs no products of
+its own: each part of dq and dk carries 2^(+Γ_i) or 2^(−Γ_i), hence dΓ = q ⊙ dq + k ⊙ (dk₊ − dk₋).
+
+The state that enters each chunk is recomputed by `scan` (its h and r), which does not depend on the reverse scan.
+
+Precision: states, Γ, Kk and the solve are fp32 (solve products in bf16x3); the other products take operands in the
+compute dtype (bf16; for fp32 inputs IEEE fp32) and accumulate in fp32.
+
+Gates: with safe_gate a chunk has two halves, each relative to the middle of its own decay, and one product takes the
+keys twice, relative to their own half and to the second one. Without it, six levels of blocks of 2B tokens
+(B = 1 … 32), each relative to its block's middle, cover any g ≤ 0: no factor exceeds 1.
+Tiles have channels as rows and tokens as columns: cumulative gates are then a product with a constant on the right.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language import constexpr
+
+from titan_linear.ops.triton.chunks import chunk_at, entry_at, is_wanted
+from titan_linear.ops.triton.gates import LOG2E, beta_gradient, load_beta, log2_gate, sigmoid, softplus
+from titan_linear.ops.triton.launch import Kernel
+from titan_linear.ops.triton.solve import lower_triangle, split
+from titan_linear.ops.triton.tiles import fetch_rows, indices, load_tokens, load_wide, read_state, write_state
+
+
+@triton.jit
+def dot(a, b, acc=None):
+    """a @ b (+ acc), fp32 accumulation; fp32 operands are multiplied as fp32."""
+    return tl.dot(a, b, acc=acc, input_precision="ieee")
+
+
+@triton.jit
+def split_dot(x, m, CT: constexpr):
+    """x @ m for a matrix m of 0, ±1/2 and 1 (sums of columns of x), with x fp32 in two bf16 parts.
+
+    A sum Γ then has an error of 2^-16 |Γ|, and 2^Γ one of |Γ| 2^Γ 2^-16 < 2^-16: fast gates stay exact."""
+    if CT == tl.float32:  # noqa: SIM300
+        return tl.dot(x, m.to(tl.float32), input_precision="ieee")
+    else:
+        hi, lo = split(x)
+        return tl.dot(hi, m.to(tl.bfloat16), acc=tl.dot(lo, m.to(tl.bfloat16)))
+
+
+@triton.jit
+def halves(first, second):
+    """[BK], [BK] → [BK, 64]: one number for each half of the chunk. (A reshape to [BK, 2, 32] forks the layouts.)"""
+    _, o_c = indices(64, 64)
+    return tl.where(o_c < 32, first[:, None], second[:, None])
+
+
+@triton.jit
+def gate_rate(A_log, i_h):
+    """exp(A_log), or 1 without it."""
+    if A_log is None:
+        return 1.0
+    else:
+        return tl.exp(load_wide(A_log + i_h))
+
+
+@triton.jit
+def gate_bias(dt_bias, i_h, K: constexpr, i_k, BK: constexpr):
+    """A block of dt_bias [HV·K], or zeros without it: [BK, 1]."""
+    if dt_bias is None:
+        return tl.zeros([BK, 1], tl.float32)
+    else:
+        return load_wide(dt_bias + i_h * K + i_k * BK + tl.arange(0, BK))[:, None]
+
+
+@triton.jit
+def half_decays(g, BK: constexpr, CT: constexpr):
+    """g [BK, 64], log2 gates ≥ −7.3 → what the safe path needs: x [BK, 64], Γ relative to its half's reference; and,
+    all [BK], the reference of each half, the whole number nearest to the middle of its decay; the whole number nearest
+    to Γ in the middle of the chunk; and γ. E = 2^x and W = 2^-x then stay within 2^±117, which bf16 holds, and moving
+    to another reference multiplies by a power of two, which scales bf16 numbers without rounding them again."""
+    o_i, o_j = indices(64, 64)
+    x = split_dot(g, tl.where(o_i // 32 == o_j // 32, tl.where(o_i <= o_j, 0.5, -0.5), 0.0), CT)
+    in_first = o_j < 32
+    first = tl.min(tl.where(in_first, x, 0.0), 1)  # x falls from −s/2 to s/2, s the sum of the half
+    second = tl.min(tl.where(in_first, 0.0, x), 1)
+    gamma = 2.0 * (first + second)
+    second += 2.0 * first
+    reference1 = tl.floor(first + 0.5)
+    reference2 = tl.floor(second + 0.5)
+    x += halves(first - reference1, second - reference2)
+    return x, reference1, reference2, tl.floor(2.0 * first + 0.5), gamma
+
+
+@triton.jit
+def is_fast(first, second, middle):
+    """1 if the gates of a chunk decay too fast for `half_decays`, by its references, else 0. Where gates have no bound,
+    kernels with SAFE compute every chunk and say which are wrong; those without SAFE compute these again."""
+    return (tl.min(tl.minimum(first, second - middle)) < -118.0).to(tl.int32)
+
+
+@triton.jit
+def full_decays(g, CT: constexpr):
+    """g [BK, 64], any log2 gates ≤ 0 → 2^Γ, 2^(γ−Γ) [BK, 64], gamma [BK]."""
+    o_i, o_j = indices(64, 64)
+    return tl.exp2(split_dot(g, o_i <= o_j, CT)), tl.exp2(split_dot(g, o_i > o_j, CT)), tl.sum(g, 1)
+
+
+@triton.jit
+def level_decay(g, level, CT: constexpr):
+    """g [BK, 64] → 2^(gates between token i and the middle of its block of 2B tokens), B = 2^level, all ≤ 1: the factor
+    of a query in the second half, and of a key in the first."""
+    o_i, o_j = indices(64, 64)
+    same = (o_i >> level) == (o_j >> level)
+    second = (o_j >> level) % 2 == 1
+    return tl.exp2(split_dot(g, same & ((o_i <= o_j) == second), CT))
+
+
+@triton.jit
+def level_mask(level):
+    """[64, 64]: whether the row is in the second and the column in the first half of one block of 2B, B = 2^level."""
+    o_i, o_j = indices(64, 64)
+    return ((o_i >> level) % 2 == 1) & (o_j >> level == (o_i >> level) - 1)
+
+
+@triton.jit
+def log2_gates(raw, rate, bias, lower_bound, n, GATE: constexpr):
+    """The log2 gates of a chunk from its rows [64, BK] of g: fp32 [BK, 64], 0 (no decay) beyond the entry's end."""
+    raw = tl.trans(raw).to(tl.float32)
+    if GATE > 0:
+        x = raw + bias
+        raw = -rate * softplus(x) if GATE == 1 else lower_bound * sigmoid(rate * x)
+        _, o_c = indices(64, 64)
+        raw = tl.where(o_c < n, raw, 0.0)
+    return raw * LOG2E if GATE == 2 else log2_gate(raw)  # a bounded gate is far above log2_gate's least
+
+
+@triton.jit
+def load_chunk(g, q, k, start, n, i_h, i_k, R: constexpr, K: constexpr, BK: constexpr):
+    """A chunk's rows [64, BK] of one head of g, q and k. The loads have a block of their own: otherwise the compiler
+    converts each tile before it loads the next, and waits three times instead of once."""
+    b_g = tl.zeros([64, BK], g[0].dtype.element_ty)
+    b_q = tl.zeros([64, BK], q[0].dtype.element_ty)
+    b_k = tl.zeros([64, BK], k[0].dtype.element_ty)
+    if n > 0:
+        b_g = load_tokens(g, start, n, i_h * K + i_k * BK, BK)
+        b_q = load_tokens(q, start, n, i_h // R * K + i_k * BK, BK)
+        b_k = load_tokens(k, start, n, i_h // R * K + i_k * BK, BK)
+    return b_g, b_q, b_k
+
+
+@triton.jit
+def store_keys(p, x, tile, i_k, K: constexpr, BK: constexpr):
+    """Store x [BK, 64], channels from i_k·BK on, in a chunk's tile of p [NT·HV, K, 64]."""
+    o_k, o_c = indices(BK, 64)
+    tl.store(p + (tile * K + i_k * BK) * 64 + (o_k * 64 + o_c), x)
+
+
+@Kernel
+def prepare_kernel(
+    q, k, g, beta, A_log, dt_bias,
+    tiles,  # Aqk and Gn only with MATRICES
+    fast,  # [NT, HV] int32 or None: as in `is_fast`
+    chunks, scale, lower_bound,
+    H: constexpr, HV: constexpr, K: constexpr, BK: constexpr, CT: constexpr, GATE: constexpr,
+    SAFE: constexpr, BETA_RANGE: constexpr, MATRICES: constexpr,
+):  # fmt: skip
+    """One (chunk, head): all channels with MATRICES (Aqk, and Kk for solve_kernel), else one block of channels."""
+    i_h, i_t = tl.program_id(1), tl.program_id(2)
+    start, n = chunk_at(chunks, i_t)
+    tile = i_t.to(tl.int64) * HV + i_h
+    if not SAFE and fast is not None and tl.load(fast + tile) == 0:
+        return
+    row = tl.arange(0, 64)
+    too_fast = 0
+    if MATRICES or tl.program_id(0) == 0:
+        tl.store(tiles.b + tile * 64 + row, load_beta(beta, start, n, i_h, BETA_RANGE))
+    b_A = tl.zeros([64, 64], tl.float32)  # without SAFE, sums over channels of q_i k_j 2^(Γ_i−Γ_j)
+    b_K = tl.zeros([64, 64], tl.float32)  # the same for k_i k_j
+    halves_A = tl.zeros([64, 128], tl.float32)  # with SAFE, columns alternate: within the halves, between them
+    halves_K = tl.zeros([64, 128], tl.float32)
+    diagonal = tl.zeros([64], tl.float32)
+    for i in tl.range(0, K // BK if MATRICES else 1):
+        i_k = tl.program_id(0) + i
+        rate, bias = gate_rate(A_log, i_h), gate_bias(dt_bias, i_h, K, i_k, BK)
+        b_g, b_q, b_k = load_chunk(g, q, k, start, n, i_h, i_k, HV // H, K, BK)
+        b_g = log2_gates(b_g, rate, bias, lower_bound, n, GATE)
+        b_q = tl.trans(b_q).to(tl.float32) * scale
+        b_k = tl.trans(b_k).to(tl.float32)
+        if SAFE:
+            x, first, second, middle, gamma = half_decays(b_g, BK, CT)
+            if fast is not None:
+                too_fast |= is_fast(first, second, middle)
+            to_start = halves(tl.exp2(first), tl.exp2(second)).to(CT)
+            W = b_k * tl.exp2(-x)
+            b_w = W.to(CT)
+            store_keys(tiles.kg, W * halves(tl.exp2(gamma - first), tl.exp2(gamma - second)), tile, i_k, K, BK)
+            E = tl.exp2(x)
+            b_q = (b_q * E).to(CT)
+            b_k = (b_k * E).to(CT)
+            store_keys(tiles.qg, b_q * to_start, tile, i_k, K, BK)
+            store_keys(tiles.kn, -b_k * to_start, tile, i_k, K, BK)
+            if MATRICES:
+                # The first half's keys relative to the second: where one is below 2^-126, E times it is below 2^-9.
+                far_w = b_w * tl.exp2(middle - first).to(CT)[:, None] * tl.exp2(second - middle).to(CT)[:, None]
+                b_w = tl.reshape(tl.join(b_w, far_w), [BK, 128])
+                halves_A = dot(tl.trans(b_q), b_w, halves_A)
+                halves_K = dot(tl.trans(b_k), b_w, halves_K)
+        else:
+            E, W, gamma = full_decays(b_g, CT)
+            store_keys(tiles.qg, b_q * E, tile, i_k, K, BK)
+            store_keys(tiles.kn, -b_k * E, tile, i_k, K, BK)
+            store_keys(tiles.kg, b_k * W, tile, i_k, K, BK)
+            if MATRICES:
+                diagonal += tl.sum(b_q * b_k, 0)
+                for level in range(6):
+                    E = level_decay(b_g, level, CT)
+                    b_w = (b_k * E).to(CT)
+                    b_A += tl.where(level_mask(level), dot(tl.trans((b_q * E).to(CT)), b_w), 0.0)
+                    b_K += tl.where(level_mask(level), dot(tl.trans(b_w), b_w), 0.0)
+        tl.store(tiles.decay + tile * K + i_k * BK + tl.arange(0, BK), tl.exp2(gamma))
+    if SAFE and fast is not None:
+        tl.store(fast + tile, too_fast)
+    if MATRICES:
+        o_i, o_j = indices(64, 64)
+        if SAFE:
+            b_A, b_K = tl.where(o_i >= o_j, join_halves(halves_A), 0.0), join_halves(halves_K)
+        else:
+            b_A += tl.where(o_i == o_j, diagonal[:, None], 0.0)
+        o_c = tile * 64 * 64
+        tl.store(tiles.Aqk + o_c + o_i * 64 + o_j, b_A.to(CT))
+        tl.store(lower_triangle(tiles.Gn + o_c, o_i, o_j), b_K, mask=o_i > o_j)
+
+
+@triton.jit
+def join_halves(x):
+    """x [64, 128] → [64, 64]: even columns of x, but odd ones for rows of the second and columns of the first half."""
+    o_i, o_j = indices(64, 64)
+    near, far = tl.split(tl.reshape(x, [64, 64, 2]))
+    return tl.where((o_i >= 32) & (o_j < 32), far, near)
+
+
+@triton.jit
+def scan(
+    S, v, tiles, o, h, r, start, length, v_length, first, i_h, column,
+    HV: constexpr, K: constexpr, V: constexpr, BV: constexpr, CT: constexpr, STAGES: constexpr,
+):  # fmt: skip
+    """Carry Sᵀ [BV, K], columns of V from `column` on, through the chunks of one entry and head; returns the state that
+    leaves. From token v_length on, v is taken as zero. Writes o, and each chunk's incoming Sᵀ (h) and rᵀ (r), where
+    these are given."""
+    NT = (length + 63) // 64
+    row, o_k = tl.arange(0, 64), tl.arange(0, K)
+    o_i, o_j = indices(64, 64)
+    o_v, o_s = indices(BV, K)
+    o_d, _ = indices(K, 64)
+    o_v += column
+    eye = (o_i == o_j).to(CT)  # a product with it transposes v on the tensor cores
+    next_decay = tl.load(tiles.decay + (first * HV + i_h) * K + o_k, mask=(o_k >= 0) & (NT > 0), other=0.0)
+    for i_t in tl.range(0, NT, num_stages=STAGES):
+        tile = (first + i_t) * HV + i_h
+        if o is not None:  # one chunk ahead by hand: pipelined, its buffers would be 512 bytes too many at K = 128
+            b_decay = next_decay
+            next_decay = tl.load(tiles.decay + (tile + HV * (i_t + 1 < NT)) * K + o_k)
+        else:
+            b_decay = tl.load(tiles.decay + tile * K + o_k)
+        o_tile = (tile * K + o_d) * 64 + o_j
+        S16 = S.to(CT)
+        x = dot(S16, tl.load(tiles.kn + o_tile))  # [BV, C] = (v − k̃ S)ᵀ
+        b_v = load_tokens(v, start + i_t * 64, v_length - i_t * 64, i_h * V + column, BV).to(CT)
+        x = dot(tl.trans(b_v), eye, x)
+        b_b = tl.load(tiles.b + tile * 64 + row)[None, :]
+        p_c = tile * 64 * 64 + o_i * 64 + o_j
+        x = dot((x * b_b).to(CT), tl.trans(tl.load(tiles.Gn + p_c)), x)  # rᵀ
+        if h is not None:
+            tl.store(h + (tile * V + o_v) * K + o_s, S16)
+            tl.store(r + (tile * V + o_v) * 64 + o_j, x.to(CT))
+        y = (x * b_b).to(CT)
+        if o is not None:
+            b_o = dot(S16, tl.load(tiles.qg + o_tile))
+            b_o = dot(y, tl.trans(tl.load(tiles.Aqk + p_c)), b_o)
+            p_o = o + (start + i_t * 64 + o_j) * (HV * V) + i_h * V + o_v
+            tl.store(p_o, b_o, mask=o_j < length - i_t * 64)
+        S = dot(y, tl.trans(tl.load(tiles.kg + o_tile)), S * b_decay[None, :])
+    return S
+
+
+@Kernel
+def scan_kernel(
+    v, tiles, initial, listed, chunks,
+    HV: constexpr, K: constexpr, V: constexpr, BV: constexpr, CT: constexpr, STAGES: constexpr,
+    o=None,  # [T, HV, V]
+    final_state=None,  # of each entry or listed one, [., HV, K, V] fp32
+    M=None,  # [F, HV, K, K] fp32
+):  # fmt: skip
+    """One (entry, head, slice of V or, for M, of K): o, and the last states. M: from the identity with v = 0."""
+    i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_n, i_h = i_nh // HV, i_nh % HV
+    is_m = i_v >= V // BV
+    if not is_wanted(listed, i_n, tl.where(is_m, 2, 1)):
+        return
+    start, length, first = entry_at(chunks, listed, i_n)
+    o_v, o_k = indices(BV, K)
+    i_m, v_length, column = i_v - V // BV, length, i_v * BV
+    if M is None:
+        S = read_state(initial, i_n, HV * K * V, i_h * K * V + o_k * V + column + o_v)
+    else:
+        S = tl.where(is_m & (o_k == i_m * BV + o_v), 1.0, 0.0)
+        v_length, column = tl.where(is_m, 0, length), tl.where(is_m, 0, column)
+    S = scan(S, v, tiles, o, None, None, start, length, v_length, first, i_h, column, HV, K, V, BV, CT, STAGES)
+    if M is not None and is_m:
+        tl.store(M + i_nh * K * K + o_k * K + i_m * BV + o_v, S)
+    elif final_state is not None:
+        tl.store(final_state + i_nh * K * V + o_k * V + i_v * BV + o_v, S)
+
+
+# --- Backward ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _reverse_scan(
+    dS, do, tiles, dh, y, start, length, first, i_h, column,
+    HV: constexpr, K: constexpr, V: constexpr, BV: constexpr, CT: constexpr, STAGES: constexpr,
+):  # fmt: skip
+    """Carry dSᵀ [BV, K], columns of V from `column` on, through the chunks of one entry and head from the last to the
+    first; returns the gradient of the state that enters. Writes each chunk's dS'ᵀ (dh) and yᵀ (y) where these are
+    given."""
+    NT = (length + 63) // 64
+    row, o_k = tl.arange(0, 64), tl.arange(0, K)
+    o_i, o_j = indices(64, 64)
+    o_v, o_s = indices(BV, K)
+    o_d, _ = indices(K, 64)
+    o_v += column
+    for i in tl.range(0, NT, num_stages=STAGES):
+        i_t = NT - 1 - i
+        tile = (first + i_t) * HV + i_h
+        o_c = tile * 64 * 64 + o_i * 64 + o_j
+        o_tile = (tile * K + o_d) * 64 + o_j
+        dS16 = dS.to(CT)
+        if dh is not None:
+            tl.store(dh + (tile * V + o_v) * K + o_s, dS16)
+        b_do = load_tokens(do, start + i_t * 64, length - i_t * 64, i_h * V + column, BV).to(CT)
+        b_do = tl.trans(b_do)
+        b_b = tl.load(tiles.b + tile * 64 + row)[None, :]
+        dN = dot(dS16, tl.load(tiles.kg + o_tile))  # [BV, C]
+        dN = dot(b_do, tl.load(tiles.Aqk + o_c), dN)
+        dN = dot((dN * b_b).to(CT), tl.load(tiles.Gn + o_c), dN)  # yᵀ
+        if dh is not None:
+            tl.store(y + (tile * V + o_v) * 64 + o_j, dN.to(CT))
+        dS *= tl.load(tiles.decay + tile * K + o_k)[None, :]
+        dS = dot(b_do, tl.trans(tl.load(tiles.qg + o_tile)), dS)
+        dS = dot((dN * b_b).to(CT), tl.trans(tl.load(tiles.kn + o_tile)), dS)
+    return dS
+
+
+@Kernel
+def backward_scans_kernel(
+    do, v, tiles, initial, d_final, d_initial, listed, chunks,
+    HV: constexpr, K: constexpr, V: constexpr, BV: constexpr, CT: constexpr, STAGES: constexpr,
+    h=None, dh=None,  # [NT, HV, V, K], the state that enters each chunk, and the gradient of the one that leaves it
+    r=None, y=None,  # [NT, HV, V, 64]
+):  # fmt: skip
+    """One (entry, head, slice of V), in reverse for dh and y and the gradient of the state that enters; or, in programs
+    of their own, forward again for h and r. Neither needs the other."""
+    i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_n, i_h = i_nh // HV, i_nh % HV
+    if not is_wanted(listed, i_n, 1):
+        return
+    start, length, first = entry_at(chunks, listed, i_n)
+    o_v, o_k = indices(BV, K)
+    o_s = i_h * K * V + o_k * V + (i_v * BV + o_v)
+    if h is not None and tl.program_id(2) == 0:
+        S = read_state(initial, i_n, HV * K * V, o_s)
+        scan(S, v, tiles, None, h, r, start, length, length, first, i_h, i_v * BV, HV, K, V, BV, CT, STAGES)
+    else:
+        S = read_state(d_final, i_n, HV * K * V, o_s)
+        S = _reverse_scan(S, do, tiles, dh, y, start, length, first, i_h, i_v * BV, HV, K, V, BV, CT, STAGES)
+        write_state(d_initial, i_n, HV * K * V, o_s, S)
+
+
+@triton.jit
+def transposed(x):
+    """Rows [64, BK] → fp32 [BK, 64]. The tensor cores do it for 16-bit rows, by a product with the identity, which is
+    exact: the result has the layout of other products, so that nothing made of it is computed in two layouts."""
+    if x.dtype == tl.float32:
+        return tl.trans(x)
+    else:
+        o_i, o_j = indices(64, 64)
+        return tl.dot(tl.trans(x), (o_i == o_j).to(x.dtype))
+
+
+@triton.jit
+def gate_gradient(dg, x, rate, lower_bound, GATE: constexpr):
+    """dg of the natural-log gate → gradients of the biased input x and, before its sum, of A_log, both [BK, 64]."""
+    if GATE == 1:
+        return -dg * rate * sigmoid(x), -dg * rate * softplus(x)
+    else:
+        s = sigmoid(rate * x)
+        d_raw = dg * lower_bound * s * (1.0 - s) * rate
+        return d_raw, d_raw * x
+
+
+@Kernel
+def matrix_kernel(
+    do, b, r, y,
+    dA, dK,  # [NT, HV, 64, 64]
+    dv,  # [T, HV, V]
+    dbeta,  # [T, HV]
+    chunks, scale,
+    HV: constexpr, K: constexpr, V: constexpr, BV: constexpr, CT: constexpr, BETA_RANGE: constexpr,
+):  # fmt: skip
+    """One (chunk, head): dv, dβ, and the gradients of Aqk and Kk, 0 above their diagonals."""
+    i_h, i_t = tl.program_id(0), tl.program_id(1)
+    token, n = chunk_at(chunks, i_t)
+    tile = i_t.to(tl.int64) * HV + i_h
+    row = tl.arange(0, 64)
+    o_i, o_j = indices(64, 64)
+    o_r, _ = indices(BV, 64)
+    _, o_v = indices(64, BV)
+    b_b = tl.load(b + tile * 64 + row)
+    b_dA = tl.zeros([64, 64], tl.float32)
+    b_dK = tl.zeros([64, 64], tl.float32)
+    db = tl.zeros([64], tl.float32)
+    for i_v in range(V // BV):
+        p_r = (tile * V + i_v * BV + o_r) * 64 + o_j
+        b_r = tl.load(r + p_r)  # [BV, C]
+        b_y = tl.load(y + p_r)
+        b_do = load_tokens(do, token, n, i_h * V + i_v * BV, BV).to(CT)  # [C, BV]
+        b_dA = dot(b_do, b_r, b_dA)
+        b_dK = dot(tl.trans(b_y), b_r, b_dK)
+        db += tl.sum(b_y.to(tl.float32) * b_r.to(tl.float32), 0)
+        o_dv = (token + o_i) * (HV * V) + i_h * V + i_v * BV + o_v
+        b_dv = tl.trans((b_y.to(tl.float32) * b_b[None, :]).to(dv.dtype.element_ty))
+        tl.store(dv + o_dv, b_dv, mask=o_i < n)
+    db = beta_gradient(db, b_b, BETA_RANGE)
+    tl.store(dbeta + (token + row) * HV + i_h, db, mask=row < n)
+    o_c = tile * 64 * 64 + o_i * 64 + o_j
+    tl.store(dA + o_c, tl.where(o_i >= o_j, b_dA * (scale * b_b)[None, :], 0.0).to(CT))
+    b_dK *= -b_b[:, None] * b_b[None, :]
+    tl.store(dK + o_c, tl.where(o_i > o_j, b_dK, 0.0).to(CT))
+
+
+@triton.jit
+def read_state_gradients(
+    do, y, h, start, n, tile, i_o, i_k, V: constexpr, BK: constexpr, BV: constexpr, CT: constexpr,
+    STAGES: constexpr,
+):  # fmt: skip
+    """(do Sᵀ)ᵀ and (y Sᵀ)ᵀ [BK, 64], 0 past an entry's end."""
+    dq = tl.zeros([BK, 64], tl.float32)
+    dk = tl.zeros([BK, 64], tl.float32)
+    for i_v in tl.range(V // BV, num_stages=STAGES):
+        b_h = tl.trans(h.load([tile * V + i_v * BV, i_k * BK]))  # [BK, BV]
+        dq = dot(b_h, tl.trans(fetch_rows(do, start, n, 0, i_o + i_v * BV).to(CT)), dq)
+        dk = dot(b_h, y.load([tile * V + i_v * BV, 0]), dk)
+    return dq, dk
+
+
+@triton.jit
+def write_state_gradient(r, h, dh, tile, i_k, V: constexpr, BK: constexpr, BV: constexpr, STAGES: constexpr):
+    """(r dS'ᵀ)ᵀ [BK, 64] and Σ_v S ⊙ dS' [BK]."""
+    dk = tl.zeros([BK, 64], tl.float32)
+    ds = tl.zeros([BK], tl.float32)
+    for i_v in tl.range(V // BV, num_stages=STAGES):
+        b_h, b_dh = h.load([tile * V + i_v * BV, i_k * BK]), dh.load([tile * V + i_v * BV, i_k * BK])  # [BV, BK]
+        dk = dot(tl.trans(b_dh), r.load([tile * V + i_v * BV, 0]), dk)
+        ds += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), 0)
+    return dk, ds
+
+
+@triton.jit
+def _by_levels(
+    b_g, b_q, b_k, b_b, b_dA, b_dK, scale, do, r, y, h, dh, start, n, i_tile, i_o, i_k, V: constexpr,
+    BK: constexpr, BV: constexpr, CT: constexpr, STAGES: constexpr,
+):  # fmt: skip
+    """dq, dk and dΓ [BK, 64], and dγ [BK], for gates of any decay."""
+    o_i, o_j = indices(64, 64)
+    b_diagonal = tl.sum(tl.where(o_i == o_j, b_dA.to(tl.float32), 0.0), 0)[None, :]
+    b_dq, b_dkp = read_state_gradients(do, y, h, start, n, i_tile, i_o, i_k, V, BK, BV, CT, STAGES)
+    b_dq *= scale
+    b_dkm, ds = write_state_gradient(r, h, dh, i_tile, i_k, V, BK, BV, STAGES)
+    E, W, gamma = full_decays(b_g, CT)
+    b_dq *= E
+    b_dkp *= -b_b[None, :] * E
+    b_dkm *= b_b[None, :] * W
+    dgamma = tl.sum(b_dkm * b_k, 1) + tl.exp2(gamma) * ds
+    d_sum = b_q * b_dq + b_k * (b_dkp - b_dkm)
+    for level in range(6):
+        E = level_decay(b_g, level, CT)
+        cross = level_mask(level)
+        l_dA = tl.where(cross, b_dA, 0.0)
+        l_dK = tl.where(cross, b_dK, 0.0)
+        qE = (b_q * E).to(CT)
+        kE = (b_k * E).to(CT)
+        l_dq = dot(kE, tl.trans(l_dA))
+        l_dkp = dot(kE, tl.trans(l_dK))
+        l_dkm = dot(kE, l_dK, dot(qE, l_dA))
+        d_sum += qE.to(tl.float32) * l_dq + kE.to(tl.float32) * (l_dkp - l_dkm)
+        b_dq += l_dq * E
+        b_dkp += l_dkp * E
+        b_dkm += l_dkm * E
+    b_dq += b_diagonal * b_k
+    b_dk = b_dkp + b_dkm + b_diagonal * b_q
+    return b_dq, b_dk, d_sum, dgamma
+
+
+@Kernel
+def gradient_kernel(
+    q, k, g,  # (x, stride)
+    do, r, y, h, dh,  # descriptors
+    A_log, dt_bias, b, dA, dK,
+    dq, dk, dg,  # [T, HV, K]
+    dA_part, dbias_part,  # [NT, HV·K] fp32, or None; zeros for a chunk without a token
+    fast,  # [NT, HV, K / BF] int32 or None: as in `is_fast`
+    chunks, scale, lower_bound,
+    H: constexpr, HV: constexpr, K: constexpr, V: constexpr, BF: constexpr, BK: constexpr,
+    BV: constexpr, STAGES: constexpr, CT: constexpr, GATE: constexpr, SAFE: constexpr,
+):  # fmt: skip
+    """One (chunk, head, block of K): dq, dk and dg, each written once in its own dtype."""
+    i_k, i_h, i_t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start, n = chunk_at(chunks, i_t)
+    tile = i_t.to(tl.int64) * HV + i_h
+    o_k = i_k * BK + tl.arange(0, BK)
+    if fast is not None:
+        fast += tile * (K // BF) + i_k * BK // BF
+        if not SAFE and tl.load(fast) == 0:
+            return
+    if n == 0:
+        if fast is not None:
+            tl.store(fast, 0)
+        if dA_part is not None:
+            tl.store(dA_part + tile * K + o_k, tl.zeros([BK], tl.float32))
+        if dbias_part is not None:
+            tl.store(dbias_part + tile * K + o_k, tl.zeros([BK], tl.float32))
+        return
+    i_tile = tile.to(tl.int32)  # where the copy engine reads the chunks' matrices
+    row = tl.arange(0, 64)
+    o_i, o_j = indices(64, 64)
+    inside = o_i < n
+    o_g = start * (HV * K) + i_h * K + (o_i * (HV * K) + o_k[None, :])
+    o_c = tile * 64 * 64 + (o_i * 64 + o_j)
+    rate, bias = gate_rate(A_log, i_h), gate_bias(dt_bias, i_h, K, i_k, BK)
+    b_g, b_q, b_k = load_chunk(g, q, k, start, n, i_h, i_k, HV // H, K, BK)
+    p_b = b + tile * 64 + row  # loaded at use: held, it would take registers
+    b_g = log2_gates(b_g, rate, bias, lower_bound, n, GATE)
+    b_q = tl.trans(b_q).to(tl.float32)
+    b_k = tl.trans(b_k).to(tl.float32)
+    b_dA, b_dK = tl.load(dA + o_c), tl.load(dK + o_c)
+    if SAFE:  # each gradient is relative to the references of half_decays until it is multiplied by E or W
+        far, near = (o_i >= 32) & (o_j < 32), o_i // 32 == o_j // 32
+        far_dA, near_dA = tl.where(far, b_dA, 0.0), tl.where(near, b_dA, 0.0)
+        far_dK, near_dK = tl.where(far, b_dK, 0.0), tl.where(near, b_dK, 0.0)
+        x, first, second, middle, gamma = half_decays(b_g, BK, CT)
+        if fast is not None:
+            tl.store(fast, is_fast(first, second, middle))
+        to_start = halves(tl.exp2(first), tl.exp2(second))
+        # Between the halves the factor is 2^(second − first), as two numbers, since one alone could be 0. A product
+        # whose sum is scaled before the next product starts from zero: else every wgmma waits for the one before.
+        down1, down2 = tl.exp2(middle - first)[:, None], tl.exp2(second - middle)[:, None]
+        E, W = tl.exp2(x), tl.exp2(-x)
+        kE = (b_k * E).to(CT)
+        kW = (b_k * W).to(CT)
+        b_dq, b_dk = read_state_gradients(do, y, h, start, n, i_tile, i_h * V, i_k, V, BK, BV, CT, STAGES)
+        b_dq *= scale * to_start
+        b_dq += dot(kW, tl.trans(far_dA)) * down1 * down2
+        b_dq = dot(kW, tl.trans(near_dA), b_dq)
+        # Here and below, dΓ takes the rounded operands: a pair (i, j) then gives +x at i, −x at j, which cancel in dg.
+        qE = (b_q * E).to(CT)
+        d_sum = qE.to(tl.float32) * b_dq
+        tl.store(dq + o_g, tl.trans((b_dq * E).to(dq.dtype.element_ty)), mask=inside)
+
+        b_dk *= -tl.load(p_b)[None, :] * to_start
+        b_dk += dot(kW, tl.trans(far_dK)) * down1 * down2
+        b_dk = dot(kW, tl.trans(near_dK), b_dk)
+        d_sum += kE.to(tl.float32) * b_dk
+        b_dk *= E
+
+        b_dkm, ds = write_state_gradient(r, h, dh, i_tile, i_k, V, BK, BV, STAGES)
+        b_dkm *= tl.load(p_b)[None, :] * halves(tl.exp2(gamma - first), tl.exp2(gamma - second))
+        dgamma = tl.sum(b_dkm * kW.to(tl.float32), 1) + tl.exp2(gamma) * ds
+        b_dkm += dot(kE, far_dK, dot(qE, far_dA)) * down1 * down2
+        b_dkm = dot(kE, near_dK, dot(qE, near_dA, b_dkm))
+        d_sum -= kW.to(tl.float32) * b_dkm
+        root = tl.rsqrt(E)  # its square is 1 / E, by two instructions where a division takes eight
+        b_dk += b_dkm * (root * root)
+    else:
+        b_dq, b_dk, d_sum, dgamma = _by_levels(
+            b_g, b_q, b_k, tl.load(p_b), b_dA, b_dK, scale, do, r, y, h, dh, start, n, i_tile, i_h * V, i_k, V, BK, BV,
+            CT, STAGES,
+        )  # fmt: skip
+        tl.store(dq + o_g, tl.trans(b_dq.to(dq.dtype.element_ty)), mask=inside)
+    tl.store(dk + o_g, tl.trans(b_dk.to(dk.dtype.element_ty)), mask=inside)
+    raw = load_tokens(g, start, n, i_h * K + i_k * BK, BK) if GATE > 0 else b_g  # before what waits
+    b_dg = split_dot(d_sum, o_i >= o_j, CT) + dgamma[:, None]
+    if GATE > 0:
+        x = transposed(raw) + bias
+        b_dg = tl.where(o_j < n, b_dg, 0.0)
+        b_dg, d_rate = gate_gradient(b_dg, x, rate, lower_bound, GATE)
+        if A_log is not None:
+            tl.store(dA_part + tile * K + o_k, tl.sum(d_rate, 1))
+        if dt_bias is not None:
+            tl.store(dbias_part + tile * K + o_k, tl.sum(b_dg, 1))
+    tl.store(dg + o_g, tl.trans(b_dg.to(dg.dtype.element_ty)), mask=inside)
