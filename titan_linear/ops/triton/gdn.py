@@ -43,28 +43,6 @@ def _sliced(kernel: str, k: Tensor, HV: int, V: int) -> Config:
     return {"R": HV // H, "K": K, "V": V} | config(kernel, k, K, BV=min(K, widest_slice(V)))
 
 
-def _launch_scan(given: Given, kernel: str, **outputs: Any) -> None:
-    x, tiles, chunks, numbers, initial, _, listed, *_ = given
-    (_, HV, V), K = x.v.shape, x.k.shape[2]
-    chosen = _sliced(kernel, x.k, HV, V)
-    columns = V + K if "M" in outputs else V
-    read = ragged_tiles(x.k, K), ragged_tiles(x.v, chosen["BV"]), chunk_tiles(tiles.C)
-    kernels.scan_kernel[(listed_entries(listed, chunks) * HV * (columns // chosen["BV"]),)](
-        *read, tiles.gates, initial, listed, chunks, numbers.scale, HV, **outputs, **chosen
-    )
-
-
-def _launch_reverse(given: Given, kernel: str, d_initial: Pair, **outputs: Tensor) -> None:
-    x, tiles, chunks, numbers, _, d_final, listed, do, _ = given
-    (_, HV, V), K = do.shape, x.k.shape[2]
-    chosen = _sliced(kernel, x.k, HV, V)
-    read = ragged_tiles(x.q, K), ragged_tiles(x.k, K), ragged_tiles(do, chosen["BV"])
-    read = *read, chunk_tiles(tiles.C), chunk_tiles(tiles.A)
-    kernels.reverse_kernel[(listed_entries(listed, chunks) * HV * (V // chosen["BV"]),)](
-        *read, tiles.gates, d_final, d_initial, listed, chunks, numbers.scale, HV, **outputs, **chosen
-    )
-
-
 class GDNStages(Stages):
     name, inputs, prepared, tiles, numbers, kept = "gdn", Inputs, Inputs._fields, Tiles, Numbers, Tiles._fields
 
@@ -84,23 +62,36 @@ class GDNStages(Stages):
         beta = tiles.gates[:, :, 1]
         solve_kernel[(NT * HV,)](beta, tiles.C, STRIDE_B=2 * BT, SCALED=True, **config("solve", x.k, K))
 
-    def launch_scan(self, given: Given, o: Tensor, final_state: Tensor | None) -> None:
-        queries = {"q_desc": ragged_tiles(given.x.q, given.x.q.shape[2]), "A_desc": chunk_tiles(given.tiles.A)}
-        _launch_scan(given, "gdn scan", o=o, final_state=final_state, **queries)
+    def launch_scan(self, given: Given, **outputs: Any) -> None:
+        x, tiles, chunks, numbers, initial, _, listed, *_ = given
+        (_, HV, V), K = x.v.shape, x.k.shape[2]
+        kernel = "gdn boundary" if "M" in outputs else "gdn scan" if "o" in outputs else "gdn states"
+        chosen = _sliced(kernel, x.k, HV, V)
+        if "o" in outputs:
+            outputs |= {"q_desc": ragged_tiles(x.q, K), "A_desc": chunk_tiles(tiles.A)}
+        columns = V + K if "M" in outputs else V
+        read = ragged_tiles(x.k, K), ragged_tiles(x.v, chosen["BV"]), chunk_tiles(tiles.C)
+        kernels.scan_kernel[(listed_entries(listed, chunks) * HV * (columns // chosen["BV"]),)](
+            *read, tiles.gates, initial, listed, chunks, numbers.scale, HV, **outputs, **chosen
+        )
 
-    def launch_boundary(self, given: Given, S_ext: Tensor, M: Tensor) -> None:
-        _launch_scan(given, "gdn boundary", final_state=S_ext, M=M)
-
-    def launch_boundary_bwd(self, given: Given, dS_ext: Tensor) -> None:
-        _launch_reverse(given, "gdn boundary", (dS_ext, None))
+    def launch_reverse(self, given: Given, d_initial: Pair, **outputs: Tensor) -> None:
+        x, tiles, chunks, numbers, _, d_final, listed, do, _ = given
+        (_, HV, V), K = do.shape, x.k.shape[2]
+        chosen = _sliced("gdn reverse" if outputs else "gdn boundary", x.k, HV, V)
+        read = ragged_tiles(x.q, K), ragged_tiles(x.k, K), ragged_tiles(do, chosen["BV"])
+        read = *read, chunk_tiles(tiles.C), chunk_tiles(tiles.A)
+        kernels.reverse_kernel[(listed_entries(listed, chunks) * HV * (V // chosen["BV"]),)](
+            *read, tiles.gates, d_final, d_initial, listed, chunks, numbers.scale, HV, **outputs, **chosen
+        )
 
     def launch_backward(self, given: Given, d_initial: Tensor | None) -> tuple[Tensor | None, ...]:
         x = given.x
         (NT, HV, _, _), (_, _, K), V = given.tiles.C.shape, x.k.shape, x.v.shape[2]
         h, dh = (x.k.new_empty(NT, HV, K, V) for _ in range(2))
         y, dv = (x.v.new_empty(x.v.shape) for _ in range(2))
-        _launch_scan(given, "gdn states", h=h, y=y)
-        _launch_reverse(given, "gdn reverse", (d_initial, given.initial[1]), dh=dh, dv=dv)
+        self.launch_scan(given, h=h, y=y)
+        self.launch_reverse(given, (d_initial, given.initial[1]), dh=dh, dv=dv)
         dq, dk, dg, dbeta, *of_heads = _gradients(given, h, dh, y, dv)
         return dq, dk, dv, dg, dbeta, *of_heads
 

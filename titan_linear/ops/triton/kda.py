@@ -104,22 +104,28 @@ class KDAStages(Stages):
         if matrices:
             solve_kernel[NT * HV,](tiles.b, tiles.Gn, STRIDE_B=CHUNK, SCALED=False, **config("solve", x.q, K))
 
-    def launch_scan(self, given: Given, o: Tensor, final_state: Tensor | None) -> None:
-        _launch_scan(given, widest_slice(o.shape[2]), o=o, final_state=final_state)
+    def launch_scan(self, given: Given, **outputs: Tensor | None) -> None:
+        x, tiles, chunks, _, initial, _, listed, *_ = given
+        V, K = x.v.shape[2], tiles.qg.shape[2] if "M" in outputs else 0
+        constants = _constants(tiles, "kda scan", V, min(K or V, widest_slice(V)))
+        grid = (V + K) // constants["BV"], listed_entries(listed, chunks) * constants["HV"]
+        kernels.scan_kernel[grid](rows(x.v), tiles, initial, listed, chunks, **outputs, **constants)
 
-    def launch_boundary(self, given: Given, S_ext: Tensor, M: Tensor) -> None:
-        _, _, K, V = S_ext.shape
-        _launch_scan(given, min(K, widest_slice(V)), final_state=S_ext, M=M)
-
-    def launch_boundary_bwd(self, given: Given, dS_ext: Tensor) -> None:
-        _launch_backward_scans(given, (dS_ext, None))
+    def launch_reverse(self, given: Given, d_initial: Pair, **outputs: Tensor) -> None:
+        x, tiles, chunks, _, initial, d_final, listed, do, _ = given
+        V = do.shape[2]
+        constants = _constants(tiles, "kda reverse", V, widest_slice(V))
+        grid = V // constants["BV"], listed_entries(listed, chunks) * constants["HV"], 2 if outputs else 1
+        kernels.backward_scans_kernel[grid](
+            rows(do), rows(x.v), tiles, initial, d_final, d_initial, listed, chunks, **outputs, **constants
+        )
 
     def launch_backward(self, given: Given, d_initial: Tensor | None) -> tuple[Tensor | None, ...]:
         x, tiles, V = given.x, given.tiles, given.do.shape[2]
         NT, HV, K, C = tiles.qg.shape
         h, dh = (tiles.qg.new_empty(NT, HV, V, K) for _ in range(2))
         r, y = (tiles.qg.new_empty(NT, HV, V, C) for _ in range(2))
-        _launch_backward_scans(given, (d_initial, given.initial[1]), h=h, dh=dh, r=r, y=y)
+        self.launch_reverse(given, (d_initial, given.initial[1]), h=h, dh=dh, r=r, y=y)
         dv, dbeta = x.v.new_empty(x.v.shape), x.beta.new_empty(x.beta.shape)
         dA, dK = (tiles.qg.new_empty(NT, HV, C, C) for _ in range(2))
         constants = _constants(tiles, "kda matrix", V, widest_slice(V))
@@ -139,24 +145,6 @@ class KDAStages(Stages):
 
 
 KDA = KDAStages()
-
-
-def _launch_scan(given: Given, BV: int, **outputs: Tensor | None) -> None:
-    x, tiles, chunks, _, initial, _, listed, *_ = given
-    constants = _constants(tiles, "kda scan", x.v.shape[2], BV)
-    columns = x.v.shape[2] + (constants["K"] if "M" in outputs else 0)
-    grid = columns // constants["BV"], listed_entries(listed, chunks) * constants["HV"]
-    kernels.scan_kernel[grid](rows(x.v), tiles, initial, listed, chunks, **outputs, **constants)
-
-
-def _launch_backward_scans(given: Given, d_initial: Pair, **outputs: Tensor) -> None:
-    x, tiles, chunks, _, initial, d_final, listed, do, _ = given
-    V = do.shape[2]
-    constants = _constants(tiles, "kda reverse", V, widest_slice(V))
-    grid = V // constants["BV"], listed_entries(listed, chunks) * constants["HV"], 2 if outputs else 1
-    kernels.backward_scans_kernel[grid](
-        rows(do), rows(x.v), tiles, initial, d_final, d_initial, listed, chunks, **outputs, **constants
-    )
 
 
 def _gradients(

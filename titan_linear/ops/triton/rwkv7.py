@@ -53,20 +53,6 @@ def _loop(tiles: Tiles, kernel: str = "rwkv7 loop") -> dict[str, Any]:
     return _constants(tiles) | config(kernel, tiles.U, max(K, V), BV=min(K, widest_slice(V)))
 
 
-def _launch_states(given: Given, d_initial: Pair, **outputs: Tensor) -> None:
-    _, tiles, chunks, _, initial, d_final, listed, do, _ = given
-    chosen = _loop(tiles)
-    grid = chosen["V"] // chosen["BV"], listed_entries(listed, chunks) * chosen["H"], 2 if outputs else 1
-    kernels.states_kernel[grid](rows(do), tiles, initial, d_final, d_initial, listed, chunks, **outputs, **chosen)
-
-
-def _launch_scan(given: Given, kernel: str, columns: int, **outputs: Tensor | None) -> None:
-    _, tiles, chunks, _, initial, _, listed, *_ = given
-    chosen = _loop(tiles, kernel)
-    grid = columns // chosen["BV"], listed_entries(listed, chunks) * chosen["H"]
-    kernels.scan_kernel[grid](tiles, initial, listed, chunks, **outputs, **chosen)
-
-
 class RWKV7Stages(Stages):
     name, inputs, prepared, tiles, numbers = "rwkv7", DPLRInputs, DPLRInputs._fields, Tiles, Numbers
     kept, again = ("inverse",), ("P", "U", "Q", "decay")
@@ -85,20 +71,24 @@ class RWKV7Stages(Stages):
         grid = tiles.U.shape[1], tiles.U.shape[0]
         kernels.prepare_kernel[grid](*map(rows, x), tiles, given.chunks, numbers.scale, **constants)
 
-    def launch_scan(self, given: Given, o: Tensor, final_state: Tensor | None) -> None:
-        _launch_scan(given, "rwkv7 scan", o.shape[2], o=o, final_state=final_state)
+    def launch_scan(self, given: Given, **outputs: Tensor | None) -> None:
+        _, tiles, chunks, _, initial, _, listed, *_ = given
+        chosen = _loop(tiles, "rwkv7 scan" if "o" in outputs else "rwkv7 loop")
+        columns = chosen["V"] + (chosen["K"] if "M" in outputs else 0)
+        grid = columns // chosen["BV"], listed_entries(listed, chunks) * chosen["H"]
+        kernels.scan_kernel[grid](tiles, initial, listed, chunks, **outputs, **chosen)
 
-    def launch_boundary(self, given: Given, S_ext: Tensor, M: Tensor) -> None:
-        _launch_scan(given, "rwkv7 loop", sum(S_ext.shape[2:]), final_state=S_ext, M=M)
-
-    def launch_boundary_bwd(self, given: Given, dS_ext: Tensor) -> None:
-        _launch_states(given, (dS_ext, None))
+    def launch_reverse(self, given: Given, d_initial: Pair, **outputs: Tensor) -> None:
+        _, tiles, chunks, _, initial, d_final, listed, do, _ = given
+        chosen = _loop(tiles)
+        grid = chosen["V"] // chosen["BV"], listed_entries(listed, chunks) * chosen["H"], 2 if outputs else 1
+        kernels.states_kernel[grid](rows(do), tiles, initial, d_final, d_initial, listed, chunks, **outputs, **chosen)
 
     def launch_backward(self, given: Given, d_initial: Tensor | None) -> list[Tensor]:
         x, tiles, chunks, numbers, initial, *_, do, _ = given
         NT, H, K, V = tiles.U.shape
         h, dh = tiles.U.new_empty(NT + listed_entries(ALL, chunks), H, K, V), torch.empty_like(tiles.U)
-        _launch_states(given, (d_initial, initial[1]), h=h, dh=dh)
+        self.launch_reverse(given, (d_initial, initial[1]), h=h, dh=dh)
         grads = [t.new_empty(t.shape) for t in x]
         exponents = do.new_empty(NT, H, CHUNK + 1, K, dtype=torch.float32)
         constants = _constants(tiles, numbers) | config("rwkv7 gradient", tiles.U, K)

@@ -34,7 +34,7 @@ from titan_linear.ops.triton import ssd_kernels as kernels
 from titan_linear.ops.triton.chunks import ALL, listed_entries
 from titan_linear.ops.triton.configs import Config, config
 from titan_linear.ops.triton.stages import Given, Stages
-from titan_linear.ops.triton.tiles import blocks_of, chunk_tiles, empty_states, ragged_tiles, rows
+from titan_linear.ops.triton.tiles import Pair, blocks_of, chunk_tiles, empty_states, ragged_tiles, rows
 
 BH = 16  # heads of a program on decays
 PROGRAMS = 256  # of `scan`, `carried` or `pairs` that fill a GPU, two on a multiprocessor
@@ -150,7 +150,17 @@ class SSDStages(Stages):
             rows(x.g), x.A, x.dt_bias, gates, given.chunks, n.low, n.high, HV, **constants
         )
 
-    def launch_scan(self, given: Given, o: Tensor, final_state: Tensor | None) -> None:
+    def launch_scan(self, given: Given, **outputs: Tensor | None) -> None:
+        if "M" in outputs:
+            _launch_boundary(given, given.x.k, given.x.v, outputs["final_state"], outputs["M"], 1.0)
+        else:
+            self._launch_outputs(given, **outputs)
+
+    def launch_reverse(self, given: Given, d_initial: Pair, **outputs: Tensor) -> None:
+        dS_ext, _ = d_initial
+        _launch_boundary(given, given.x.q, given.do, dS_ext, None, given.numbers.scale)
+
+    def _launch_outputs(self, given: Given, o: Tensor, final_state: Tensor | None) -> None:
         x, (gates,), chunks, numbers, initial, *_ = given
         (T, HV, V), N = x.v.shape, listed_entries(ALL, chunks)
         chosen, scores = _sliced("ssd scan", x.k, x.v, gates), _scores(x.q, x.k, len(gates), chunks)
@@ -166,12 +176,6 @@ class SSDStages(Stages):
 
     def transition(self, K: int) -> tuple[int, ...]:
         return (1,)
-
-    def launch_boundary(self, given: Given, S_ext: Tensor, M: Tensor) -> None:
-        _launch_boundary(given, given.x.k, given.x.v, S_ext, M, 1.0)
-
-    def launch_boundary_bwd(self, given: Given, dS_ext: Tensor) -> None:
-        _launch_boundary(given, given.x.q, given.do, dS_ext, None, given.numbers.scale)
 
     def launch_backward(self, given: Given, d_initial: Tensor | None) -> tuple[Tensor | None, ...]:
         x = given.x

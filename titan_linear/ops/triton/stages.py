@@ -110,7 +110,13 @@ class Stages(ABC):
         """Fill `tiles`; of those that `given` has, nothing is asked."""
 
     @abstractmethod
-    def launch_scan(self, given: Given, o: Tensor, final_state: Tensor | None) -> None: ...
+    def launch_scan(self, given: Given, **outputs: Tensor | None) -> None:
+        """outputs: `final_state`, the last states of (listed) entries, with `o`, or with `M`, their transitions [rows,
+        HV, ...] fp32 (`final_state` is then from zero states); or what backward needs."""
+
+    @abstractmethod
+    def launch_reverse(self, given: Given, d_initial: Pair, **outputs: Tensor) -> None:
+        """d_initial: the gradients of the states that enter (listed) entries; outputs: what backward needs."""
 
     def transition(self, K: int) -> tuple[int, ...]:
         """The shape of a head's M."""
@@ -119,14 +125,6 @@ class Stages(ABC):
     def any_gate(self, numbers: Any) -> bool:
         """Whether gates are unbounded, so that chunks and gradients take longer."""
         return False
-
-    @abstractmethod
-    def launch_boundary(self, given: Given, S_ext: Tensor, M: Tensor) -> None:
-        """S_ext, each listed entry's last state from a zero state, and M [rows, HV, ...], its transition, fp32."""
-
-    @abstractmethod
-    def launch_boundary_bwd(self, given: Given, dS_ext: Tensor) -> None:
-        """dS_ext, the gradient of each listed entry's incoming state if its last state has none."""
 
     @abstractmethod
     def launch_backward(self, given: Given, d_initial: Tensor | None) -> Sequence[Tensor | None]:
@@ -165,7 +163,7 @@ class Stages(ABC):
 
     def _scan(self, given: Given) -> list[Tensor]:
         o, final_state = self._scanned(given)
-        self.launch_scan(given, o, final_state if given.rows else None)
+        self.launch_scan(given, o=o, final_state=final_state if given.rows else None)
         return [o, final_state]
 
     def _transitions(self, given: Given) -> list[Tensor]:
@@ -174,12 +172,12 @@ class Stages(ABC):
 
     def _boundary(self, given: Given) -> list[Tensor]:
         S_ext, M = self._transitions(given)
-        self.launch_boundary(given, S_ext, M)
+        self.launch_scan(given, final_state=S_ext, M=M)
         return [S_ext, M]
 
     def _boundary_bwd(self, given: Given) -> list[Tensor]:
         (dS_ext,) = self._states(given)
-        self.launch_boundary_bwd(given, dS_ext)
+        self.launch_reverse(given, (dS_ext, None))
         return [dS_ext]
 
     def _gradients(self, given: Given) -> list[Tensor]:
