@@ -45,13 +45,8 @@ from titan_linear.ops.triton.chunks import chunk_at, entry_at, is_wanted
 from titan_linear.ops.triton.gates import LOG2E, beta_gradient, load_beta, log2_gate, sigmoid, softplus
 from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.solve import lower_triangle, split
+from titan_linear.ops.triton.tiles import dot_ieee as dot
 from titan_linear.ops.triton.tiles import fetch_rows, indices, load_tokens, load_wide, read_state, write_state
-
-
-@triton.jit
-def dot(a, b, acc=None):
-    """a @ b (+ acc), fp32 accumulation; fp32 operands are multiplied as fp32."""
-    return tl.dot(a, b, acc=acc, input_precision="ieee")
 
 
 @triton.jit

@@ -28,6 +28,7 @@ from titan_linear.ops.triton.chunks import chunk_at, entry_at, is_wanted
 from titan_linear.ops.triton.gates import log2_gate, softplus
 from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.tiles import BT, fetch_rows, fetch_tile, indices, load_tokens, load_wide, store_tokens
+from titan_linear.ops.triton.tiles import dot_ieee as dot
 
 # --- Tiles ------------------------------------------------------------------------------------------------------------
 
@@ -204,7 +205,7 @@ def scores_kernel(q, k, scores, chunks, H, K: constexpr):
     _, i_t, i_h, start, length = _chunk_and_group(chunks, H, 1)
     b_q = load_tokens(q, start, length, i_h * K, K)
     b_k = load_tokens(k, start, length, i_h * K, K)
-    b_qk = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+    b_qk = dot(b_q, tl.trans(b_k))
     store_tokens((scores, BT), b_qk, (i_t * H + i_h) * BT, BT, 0, BT)
 
 
@@ -253,15 +254,15 @@ def scan_kernel(
         i_m = i_t * (HV // R) + i_hv // R
         b_m = fetch_tile(scores, i_m) if FETCH else load_tokens((scores, BT), i_m * BT, BT, 0, BT)
         b_m = b_m * _decays(b_G, b_low, PARTS, True) * (scale * b_dt)[None, :]
-        b_o = tl.dot(b_m.to(b_q.dtype), b_v, input_precision="ieee")
-        b_y = tl.dot(b_q, b_s.to(b_q.dtype), input_precision="ieee")
+        b_o = dot(b_m.to(b_q.dtype), b_v)
+        b_y = dot(b_q, b_s.to(b_q.dtype))
         b_o += b_y * (scale * tl.exp2(b_last - b_after))[:, None]
         if D is not None:
             b_o += _skip(D, i_hv, i_v, V, BV, WIDE) * b_v
         _store_columns(o, b_o, start + i * BT, length - i * BT, HV, i_hv, i_v, V, BV)
         # Last: while the next chunk's products that do not need it are computed.
         b_w = (tl.exp2(b_after) * b_dt)[:, None] * b_v
-        b_s = tl.dot(tl.trans(b_k), b_w.to(b_q.dtype), b_s * tl.exp2(b_last), input_precision="ieee")
+        b_s = dot(tl.trans(b_k), b_w.to(b_q.dtype), b_s * tl.exp2(b_last))
     if final_state is not None:
         row = tl.where(i_p == pieces - 1, i_n, -1)
         _store_state(final_state, b_s, row, HV, i_hv, i_v, K, V, BV)
@@ -286,7 +287,7 @@ def _pass(
             _store_state(h, b_s, first + i, HV, i_hv, i_v, K, V, BV)
         b_w = scale * tl.exp2(b_last - b_after) if REVERSE else tl.exp2(b_after) * b_dt
         b_y = (b_w[:, None] * b_y).to(b_x.dtype)
-        b_s = tl.dot(tl.trans(b_x), b_y, b_s * tl.exp2(b_last), input_precision="ieee")
+        b_s = dot(tl.trans(b_x), b_y, b_s * tl.exp2(b_last))
         b_sum += b_last
     return b_s, b_sum
 
@@ -379,14 +380,14 @@ def carried_kernel(
         b_ds = tl.load(dh + i_th * (K * V) + o_s, mask=m_s, other=0.0)
         _, _, b_dt, b_after, b_last = _load_gates(gates, i_th, PARTS)
         b_out = scale * tl.exp2(b_last - b_after)
-        b_y = tl.dot(b_q, b_s, input_precision="ieee")
+        b_y = dot(b_q, b_s)
         tl.store(taken + (i_th * slices + i_v) * BT + tl.arange(0, BT), tl.sum(b_y * b_do, 1) * b_out)
-        b_p = tl.dot(tl.trans(b_s), b_ds, input_precision="ieee")
+        b_p = dot(tl.trans(b_s), b_ds)
         tl.store(products + (i_th * slices + i_v) * BV + o_v, tl.sum(tl.where(o_v[:, None] == o_v, b_p, 0.0), 1))
         b_w = (b_out[:, None] * b_do).to(b_q.dtype)
-        b_dq = tl.dot(b_w, tl.trans(b_s), b_dq, input_precision="ieee")
+        b_dq = dot(b_w, tl.trans(b_s), b_dq)
         b_w = ((tl.exp2(b_after) * b_dt)[:, None] * b_v).to(b_q.dtype)
-        b_dk = tl.dot(b_w, tl.trans(b_ds), b_dk, input_precision="ieee")
+        b_dk = dot(b_w, tl.trans(b_ds), b_dk)
     store_tokens((dq, H * K), b_dq, i_split * T + start, length, i_h * K, K)
     store_tokens((dk, H * K), b_dk, i_split * T + start, length, i_h * K, K)
 
@@ -410,7 +411,7 @@ def pairs_kernel(
         return
     b_q = load_tokens(q, start, length, i_h * K, K)
     b_k = load_tokens(k, start, length, i_h * K, K)
-    b_kq = scale * tl.dot(b_k, tl.trans(b_q), input_precision="ieee")
+    b_kq = scale * dot(b_k, tl.trans(b_q))
     b_own = tl.sum(tl.where(o_i == o_j, b_kq, 0.0), 1)
     tl.store(own + (i_t * H + i_h) * BT + o_c, b_own)
     b_kq = tl.where(o_i == o_j, 0.0, b_kq)
@@ -424,7 +425,7 @@ def pairs_kernel(
         b_ds = tl.load(dh + i_th * (K * V) + o_s, mask=m_s, other=0.0)
         b_G, b_low, b_dt, b_after, _ = _load_gates(gates, i_th, PARTS)
         p_s = sums + (i_th * slices + i_v) * 4 * BT + o_c
-        b_a = tl.dot(b_v, tl.trans(b_do), input_precision="ieee")  # [j, i]
+        b_a = dot(b_v, tl.trans(b_do))  # [j, i]
         tl.store(p_s + 3 * BT, tl.sum(tl.where(o_i == o_j, b_a, 0.0), 1))
         b_p = _decays(b_G, b_low, PARTS, False)
         b_e += b_a * b_p * b_dt[:, None]
@@ -432,9 +433,9 @@ def pairs_kernel(
         b_a *= b_m
         tl.store(p_s, tl.sum(b_a * b_dt[:, None], 0))
         tl.store(p_s + BT, tl.sum(b_a, 1))
-        b_z = tl.dot(b_k, b_ds, input_precision="ieee") * tl.exp2(b_after)[:, None]  # [BT, BV]
+        b_z = dot(b_k, b_ds) * tl.exp2(b_after)[:, None]  # [BT, BV]
         tl.store(p_s + 2 * BT, tl.sum(b_z * b_v, 1))
-        b_dv = tl.dot(b_m.to(b_k.dtype), b_do, b_z, input_precision="ieee") * b_dt[:, None]
+        b_dv = dot(b_m.to(b_k.dtype), b_do, b_z) * b_dt[:, None]
         b_dv += (b_own * b_dt)[:, None] * b_do
         if D is not None:
             b_dv += _skip(D, i_hv, i_v, V, BV, WIDE) * b_do
@@ -464,10 +465,10 @@ def groups_kernel(
         b_dk += load_tokens((dk_parts, H * K), i * T + start, length, i_h * K, K)
     b_e = b_e.to(q[0].dtype.element_ty)  # Eᵀ
     b_k = load_tokens(k, start, length, i_h * K, K)
-    b_dq = tl.dot(tl.trans(b_e), b_k, b_dq, input_precision="ieee")
+    b_dq = dot(tl.trans(b_e), b_k, b_dq)
     store_tokens((dq, H * K), b_dq, start, length, i_h * K, K)
     b_q = load_tokens(q, start, length, i_h * K, K)
-    b_dk = tl.dot(b_e, b_q, b_dk, input_precision="ieee")
+    b_dk = dot(b_e, b_q, b_dk)
     store_tokens((dk, H * K), b_dk, start, length, i_h * K, K)
 
 

@@ -95,6 +95,12 @@ def dot(a, b, acc=None):
 
 
 @triton.jit
+def dot_ieee(a, b, acc=None):
+    """As `dot`; fp32 operands are multiplied as fp32."""
+    return tl.dot(a, b, acc=acc, input_precision="ieee")
+
+
+@triton.jit
 def load_wide(p, mask=None):
     """Numbers in fp32; zeros where the mask is 0."""
     if mask is None:
