@@ -42,7 +42,7 @@ def test_documents():
 
 
 def test_what_ran_after_the_flush():
-    def ran(name: str, ts: float, dur: float) -> dict:
+    def ran(name, ts, dur):
         return {"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur}
 
     barrier, flush, nccl = (
@@ -87,7 +87,7 @@ def test_what_a_row_times(op, monkeypatch):
     assert all(grad.isfinite().all() and grad.any() for grad in grads)
 
 
-def heads_beside_states(rank: int, world_size: int) -> list[Tensor]:
+def heads_beside_states(rank, world_size):
     """What a row of each layout gives for this rank's tokens; weights are the same on all."""
     torch.manual_seed(0)
     cuda = Tensor.cuda

@@ -7,15 +7,14 @@ from importlib.util import find_spec
 import pytest
 
 from tests.refusals import is_refused
-from titan_linear.config import Config
-from titan_linear.models.config import Documents, ModelConfig
+from titan_linear.models.config import Documents
 from tools import bench_train
-from tools.bench_train import COLUMNS, Fla, Row, cells
+from tools.bench_train import COLUMNS, cells
 
 SMALL = ["--models", "hybrid/debug", "--seq-len", "128", "--documents", "40", "--steps", "2", "--warmup", "0"]
 
 
-def measured_on_rank(rank: int, world_size: int, argv: list[str]) -> list[Row]:
+def measured_on_rank(rank, world_size, argv):
     return list(bench_train.measured(*bench_train.parse(argv)))
 
 
@@ -64,7 +63,7 @@ def test_layers_of_a_cut_model(worlds):
 
 
 def test_a_refusal_of_fla_is_said_and_the_others_go_on():
-    def refuse(config: Config, model: ModelConfig) -> Fla:
+    def refuse(config, model):
         raise RuntimeError(f"{model.num_layers} layers\nare too many")
 
     args, keys = bench_train.parse(SMALL)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 from torch._dynamo import lookup_backend
 from torch.distributed.fsdp import FSDPModule
 
@@ -27,7 +26,6 @@ from titan_linear.data import PackedStreams, StreamLoader
 from titan_linear.distributed import compiling, parallelize
 from titan_linear.models import plan
 from titan_linear.models.config import MoEConfig
-from titan_linear.models.decoder import Decoder
 from titan_linear.models.mixers import MIXERS
 from titan_linear.models.mlps.moe import MoE
 from titan_linear.models.presets import MODELS, OWN
@@ -39,12 +37,11 @@ from titan_linear.ops.torch import delta_rule
 from titan_linear.ops.torch.attention_kernels import Kernel
 from titan_linear.proof import cases, compiled, data, definitions, doctor, hf, model, ops, processes, resume
 from titan_linear.proof import subject as proof_subject
-from titan_linear.proof.findings import Finding, Findings, Note
+from titan_linear.proof.findings import Finding, Findings
 from titan_linear.proof.subject import STREAMS, Subject, fitting, subject_of
 from titan_linear.run import preflight
 from titan_linear.step import feed, update
 from titan_linear.storage.checkpoint import Checkpointer
-from titan_linear.storage.step_folders import Progress
 
 ROOT = Path(__file__).parents[1]
 CP = "parallelism.context_parallel_degree"
@@ -59,7 +56,7 @@ KEYS = {
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def corpus(tmp_path_factory):
     """Documents of 20 to 200 bytes."""
     folder = tmp_path_factory.mktemp("corpus")
     rng = torch.Generator().manual_seed(0)
@@ -71,18 +68,18 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder / "corpus.jsonl"
 
 
-def arguments(corpus: Path, **more: object) -> list[str]:
+def arguments(corpus, **more):
     return argv_of(KEYS | {"training.dataset_path": corpus, "job.dump_folder": corpus.parent / "run"}, **more)
 
 
 @pytest.fixture(scope="module")
-def subject(corpus: Path) -> Subject:
+def subject(corpus):
     """The debug hybrid, whose stream four ranks share, two data-parallel ones of them."""
     return subject_of(load_config(arguments(corpus)))
 
 
 @contextmanager
-def sabotaged(owner: object, name: str, broken: Callable) -> Iterator[None]:
+def sabotaged(owner, name, broken):
     """`owner.name(...)` is broken(what it was, ...) inside."""
     was = getattr(owner, name)
     with pytest.MonkeyPatch.context() as patch:
@@ -90,16 +87,16 @@ def sabotaged(owner: object, name: str, broken: Callable) -> Iterator[None]:
         yield
 
 
-def failures(findings: Findings) -> Iterator[str]:
+def failures(findings):
     return (str(finding) for finding in findings if isinstance(finding, Finding) and not finding.holds)
 
 
-def of_case(check: Callable, name: str) -> Callable[[Subject], Findings]:
+def of_case(check, name):
     return lambda subject: check(subject, next(case for case in ops.cases(subject) if case.name == name))
 
 
-def in_one_process(check: Callable) -> Callable[[Subject], Findings]:
-    def inside(subject: Subject) -> Findings:
+def in_one_process(check):
+    def inside(subject):
         with doctor.one_process():
             yield from check(subject)
 
@@ -490,7 +487,7 @@ def test_sabotage_is_found_and_named(name, device, corpus):
     raise AssertionError(found)
 
 
-def in_any_order(backward: Callable, *arguments: object) -> tuple[Tensor, ...]:
+def in_any_order(backward, *arguments):
     """As by atomic additions: results vary in their last bits, unless deterministic algorithms are on."""
     gradients = backward(*arguments)
     if torch.are_deterministic_algorithms_enabled():
@@ -498,7 +495,7 @@ def in_any_order(backward: Callable, *arguments: object) -> tuple[Tensor, ...]:
     return tuple(torch.where(torch.rand_like(x) < 0.5, x, x.nextafter(2 * x)) for x in gradients)
 
 
-def leaks_nan(attend: Callable, q: Tensor, *arguments: object) -> tuple[Tensor, Tensor]:
+def leaks_nan(attend, q, *arguments):
     """Where the query before is larger than any before a document is changed; not if algorithms repeat."""
     o, lse = attend(q, *arguments)
     spoilt = (q.roll(1, 1).abs() > 5.5) & (not torch.are_deterministic_algorithms_enabled())
@@ -506,7 +503,7 @@ def leaks_nan(attend: Callable, q: Tensor, *arguments: object) -> tuple[Tensor, 
 
 
 @contextmanager
-def as_on_a_gpu() -> Iterator[None]:
+def as_on_a_gpu():
     """Softmax attention's backward repeats its bits under deterministic algorithms alone, and the doctor knows it."""
     with sabotaged(Kernel, "backward", in_any_order), pytest.MonkeyPatch.context() as patch:
         for module in (ops, model):
@@ -539,7 +536,7 @@ def test_a_run_with_offload_resumes(corpus):
         assert not list(failures(resume.resume(subject)))
 
 
-def without_biases(load: Callable, checkpointer: Checkpointer, step: int, model: Decoder, *rest: object) -> Progress:
+def without_biases(load, checkpointer, step, model, *rest):
     progress = load(checkpointer, step, model, *rest)
     for p in (p for name, p in model.named_parameters() if name.endswith("selection_bias")):
         p.data.zero_()
@@ -589,11 +586,11 @@ def test_very_short_streams_hold(seq_len, corpus):
     assert not list(failures(of_case(ops.implementations, "chunk_gated_delta_rule")(subject)))
 
 
-def means(*_: object) -> None:
+def means(*_):
     """Of gradients, which FSDP2 takes where nobody says otherwise."""
 
 
-def rank_1_without_a_moment(load: Callable, checkpointer: Checkpointer, step: int, *rest: object) -> Progress:
+def rank_1_without_a_moment(load, checkpointer, step, *rest):
     return without_a_moment(load, checkpointer, step, *rest) if checkpointer.rank else load(checkpointer, step, *rest)
 
 
@@ -622,7 +619,7 @@ OF_PROCESSES = {
 }
 
 
-def of_processes(rank: int, world_size: int, argv: list[str], name: str) -> list[str]:
+def of_processes(rank, world_size, argv, name):
     """What fails of real processes; with one of OF_PROCESSES, of its check the first."""
     subject = subject_of(load_config(argv))
     if not name:
@@ -643,7 +640,7 @@ def test_processes_equal_one(worlds, corpus):
             assert re.match(f"FAIL {said}", found[0]), found
 
 
-def of_compiled_layers(rank: int, world_size: int, argv: list[str], broken: bool) -> list[str]:
+def of_compiled_layers(rank, world_size, argv, broken):
     subject = subject_of(load_config(argv))
     mark = (lambda mark, context: None) if broken else (lambda mark, context: mark(context))
     with pytest.MonkeyPatch.context() as patch:
@@ -666,8 +663,8 @@ def test_compiled_layers_of_one_rank_of_many(corpus, monkeypatch):
     torch 2.11 may crash in another."""
     threads = set()
 
-    def looked_up(name: str) -> Callable:
-        def compile_graph(*graph: object) -> Callable:
+    def looked_up(name):
+        def compile_graph(*graph):
             threads.add(threading.current_thread())
             return lookup_backend(name)(*graph)
 
@@ -689,7 +686,7 @@ def test_a_kernel_that_cannot_start_is_a_finding(subject):
     class OutOfResources(Exception):  # as Triton's: no RuntimeError
         pass
 
-    def fails(*_: object, **__: object) -> Tensor:
+    def fails(*_, **__):
         raise OutOfResources("shared memory")
 
     with sabotaged(cases, "chunk_kda", fails):
@@ -704,7 +701,7 @@ def test_every_mixer_is_compared_with_definitions():
 
 
 def test_ranks_that_cannot_go_on_are_a_finding(subject):
-    def fails(*_: object) -> Tensor:
+    def fails(*_):
         raise AssertionError("what broke")
 
     check = partial(ops.split, subject, next(ops.cases(subject)))
@@ -757,7 +754,7 @@ def test_short_memory_is_said_in_a_line(corpus, subject, monkeypatch, capsys):
     with pytest.raises(ValueError, match=r"this device has room for [\d,]+ parameters of the model with 8 ranks, and"):
         fitting(subject.model, subject.run, subject.degrees, torch.device("cuda"))
 
-    def out_of_memory(*_: object) -> Tensor:
+    def out_of_memory(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of 80 GiB")
 
     with sabotaged(data, "labels", out_of_memory):
@@ -800,7 +797,7 @@ def test_groups_of_experts_stay_large_enough(top_groups, experts):
 def test_at_the_start_of_a_run(monkeypatch, capsys):
     commands = []
 
-    def run(command: list[str], env: dict[str, str], check: bool) -> SimpleNamespace:
+    def run(command, env, check):
         commands.append((command[1:], env["NGPU"], "RANK" in env))
         return SimpleNamespace(returncode=len(commands) - 1)
 
@@ -814,7 +811,7 @@ def test_at_the_start_of_a_run(monkeypatch, capsys):
 
 
 def test_a_run_that_does_not_hold_is_not_started(corpus, monkeypatch):
-    def refuse(argv: list[str], world_size: int) -> None:
+    def refuse(argv, world_size):
         assert "--doctor.at_start" in argv and world_size == 4
         raise SystemExit(1)
 
@@ -841,7 +838,7 @@ def test_the_logits_of_a_hugging_face_folder(subject, tmp_path):
     assert "transformers has no model_type 'unheard of'" in note.text
     (tmp_path / "config.json").write_text(json.dumps(config))
 
-    def another(load: Callable, path: Path, decoder: torch.nn.Module) -> None:
+    def another(load, path, decoder):
         load(path, decoder)
         decoder.layers[1].mixer.g_proj.weight.data.mul_(1.01)
 
@@ -854,7 +851,7 @@ def test_where_transformers_departs_from_published_code(subject, tmp_path):
     transformers = pytest.importorskip("transformers")
     from tests.models import hf_models
 
-    def findings_of(model: torch.nn.Module, **changes: object) -> list[Finding | Note]:
+    def findings_of(model, **changes):
         model.save_pretrained(tmp_path)
         config = json.loads((tmp_path / "config.json").read_text()) | changes
         (tmp_path / "config.json").write_text(json.dumps(config))

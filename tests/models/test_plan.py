@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import is_dataclass, replace
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,13 +17,12 @@ from torch.utils._pytree import tree_leaves
 from tests.dispatch import Inside
 from tests.models.ours import use_methods
 from tests.ops.inputs import boundaries
-from tests.worlds import Worlds
 from titan_linear.data import Batch
 from titan_linear.distributed.mesh import build_mesh
-from titan_linear.distributed.one_process import LocalGroup, run_ranks
+from titan_linear.distributed.one_process import run_ranks
 from titan_linear.distributed.tensor_parallel import apply_tp
 from titan_linear.models.config import MixerOptions, ModelConfig
-from titan_linear.models.decoder import Block, Decoder
+from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.mixers import GDN, KDA, MLA, RWKV7, Attention, Lightning, Mamba2, ShortConv
 from titan_linear.models.plan import BatchPlan
@@ -58,7 +55,7 @@ OTHERS = {
 aten = torch.ops.aten
 
 
-def blocks_of(mixer: str, device: torch.device, layers: int, tp: int = 1, impl: str = "auto") -> list[Block]:
+def blocks_of(mixer, device, layers, tp=1, impl="auto"):
     pattern = ((MIXERS | OTHERS)[mixer],)
     model = Decoder(ModelConfig(vocab_size=8, dim=32, pattern=pattern, num_layers=layers, hidden_dim=32)).to(device)
     initialise(model.use(impl, device, torch.float32), seed=0)
@@ -68,15 +65,15 @@ def blocks_of(mixer: str, device: torch.device, layers: int, tp: int = 1, impl: 
 
 
 def plan_of(
-    lengths: list[int],
-    device: torch.device,
-    group: dist.ProcessGroup | None,
+    lengths,
+    device,
+    group,
     *,
-    layout: str = "contiguous",
-    linear_method: str = "kcp",
-    W: int = 4,
-    **_: str,
-) -> BatchPlan:
+    layout="contiguous",
+    linear_method="kcp",
+    W=4,
+    **_,
+):
     """For this rank; dimensions that count documents are marked, as a compiled run marks them."""
     ranks = {"group": group} if group is not None else {"rank": 0, "world_size": 1}
     over_heads = linear_method == "ulysses"
@@ -99,11 +96,11 @@ class HostWork(Inside):
     """Counts what makes the host build or wait: tensors made of Python's numbers, numbers read from tensors, and, where
     there is another device, tensors on the CPU and copies from one to the other."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device):
         super().__init__()
         self.device, self.seen = device, Counter()
 
-    def ran(self, op: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
+    def ran(self, op, args, kwargs, out):
         inputs = [x for x in args if isinstance(x, Tensor) and x.dim()]  # one without dimensions is a number
         devices = {x.device.type for x in (*inputs, out) if isinstance(x, Tensor)}
         if op in (aten.lift_fresh.default, aten.lift_fresh_copy.default):
@@ -116,16 +113,16 @@ class HostWork(Inside):
 
 
 @contextmanager
-def work_on_host(device: torch.device) -> Iterator[Counter]:
+def work_on_host(device):
     """Of `HostWork`, and what no dispatch mode sees: tensors that are arrays. But for what PyTorch's implementations,
     which loop over entries on the host, derive there for all layers."""
     work, make, derived = HostWork(device), torch.from_numpy, Boundaries.derived
 
-    def from_numpy(array: np.ndarray) -> Tensor:
+    def from_numpy(array):
         work.seen["built"] += 1
         return make(array)
 
-    def derive(boundaries: Boundaries, make: Callable[..., Any], *args: Any) -> Any:
+    def derive(boundaries, make, *args):
         before, made = work.seen.copy(), derived(boundaries, make, *args)
         if device.type == "cpu" and (make is lay_out or make.__module__.startswith("titan_linear.ops.torch.")):
             work.seen.clear()
@@ -151,7 +148,7 @@ ON_HOST = {
 }
 
 
-def host_work(mixer: str, device: torch.device, group: dist.ProcessGroup | None, **methods: str) -> Counter:
+def host_work(mixer, device, group, **methods):
     """Of the first layer of each kind that reads a plan, forward and backward, in a process in which another plan was
     read."""
     options = (MIXERS | OTHERS)[mixer]
@@ -168,7 +165,7 @@ def host_work(mixer: str, device: torch.device, group: dist.ProcessGroup | None,
     return seen
 
 
-def on_rank(rank: int, world_size: int, device: str, cases: list[tuple[str, dict[str, str]]]) -> list[Counter]:
+def on_rank(rank, world_size, device, cases):
     where = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     return [host_work(mixer, where, dist.group.WORLD, **methods) for mixer, methods in cases]
 
@@ -194,16 +191,16 @@ SPLIT = [
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_layers_build_nothing_on_the_host(mixer: str) -> None:
+def test_layers_build_nothing_on_the_host(mixer):
     assert not host_work(mixer, torch.device("cpu"), None)
 
 
-def test_layers_build_nothing_on_the_host_under_context_parallelism(worlds: Worlds) -> None:
+def test_layers_build_nothing_on_the_host_under_context_parallelism(worlds):
     for found in worlds(2).run(on_rank, "cpu", SPLIT):
         assert found == [Counter()] * len(SPLIT)
 
 
-def test_fsdp_does_not_look_into_a_plan() -> None:
+def test_fsdp_does_not_look_into_a_plan():
     """In each layer it would walk through what is there for each fragment and document."""
     plan = plan_of([5, 20, 20, 19], torch.device("cpu"), None)
     assert tree_leaves(plan) == [plan] and not is_dataclass(plan)
@@ -211,18 +208,18 @@ def test_fsdp_does_not_look_into_a_plan() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_layers_do_not_touch_the_host_of_a_gpu(mixer: str) -> None:
+def test_layers_do_not_touch_the_host_of_a_gpu(mixer):
     assert not host_work(mixer, torch.device("cuda"), None)
 
 
 @pytest.mark.cuda(2)
-def test_layers_do_not_touch_the_host_of_two_gpus(worlds: Worlds) -> None:
+def test_layers_do_not_touch_the_host_of_two_gpus(worlds):
     for found in worlds(2, "nccl").run(on_rank, "cuda", SPLIT):
         assert found == [Counter()] * len(SPLIT)
 
 
 @pytest.mark.parametrize("build", ["tensor", "as_tensor", "from_numpy"])
-def test_what_the_host_does_is_seen(build: str) -> None:
+def test_what_the_host_does_is_seen(build):
     """The counting can fail."""
     array = np.arange(2)
     with work_on_host(torch.device("cpu")) as seen:
@@ -230,9 +227,7 @@ def test_what_the_host_does_is_seen(build: str) -> None:
     assert seen["built"]
 
 
-def compiled(
-    rank: int, world_size: int, mixer: str, methods: dict[str, str], impl: str = "auto", tp: int = 1
-) -> tuple[list[int], list[float]]:
+def compiled(rank, world_size, mixer, methods, impl="auto", tp=1):
     """Graphs compiled for each kind of block and all document lists, with gradients and then without, and the largest
     differences of outputs and gradients from eager."""
     device = torch.device("cpu")
@@ -274,21 +269,19 @@ def compiled(
         ("mla", {}, "auto"),
     ],
 )
-def test_a_block_compiles_once_under_context_parallelism(
-    worlds: Worlds, mixer: str, methods: dict[str, str], impl: str
-) -> None:
+def test_a_block_compiles_once_under_context_parallelism(worlds, mixer, methods, impl):
     """Without a break in the graph, and once for all documents, with gradients or without: in the operators the tables
     are tensors."""
     for graphs, errors in worlds(2).run(compiled, mixer, methods, impl):
         assert graphs == [1, 2] and max(errors) < 1e-5
 
 
-def test_a_block_compiles_once_under_tensor_parallelism(worlds: Worlds) -> None:
+def test_a_block_compiles_once_under_tensor_parallelism(worlds):
     for graphs, errors in worlds(2).run(compiled, "wide norms", {}, "auto", 2):
         assert graphs == [1, 2] and max(errors) < 1e-5
 
 
-def test_scans_of_gpus_are_planned_for() -> None:
+def test_scans_of_gpus_are_planned_for():
     """Programs of a scan over one document: a rank's value heads, of columns that the kernels have, in blocks of 64;
     with an all-to-all over heads they are of the whole stream."""
     methods = {"layout": "contiguous", "softmax_method": "auto"}
@@ -319,7 +312,7 @@ def test_scans_of_gpus_are_planned_for() -> None:
         ({"softmax_method": "allgather", "layout": "contiguous"}, 2**21, False),
     ],
 )
-def test_a_run_says_where_ranks_wait(methods: dict[str, str], tokens: int, said: bool) -> None:
+def test_a_run_says_where_ranks_wait(methods, tokens, said):
     """Four ranks do not divide 30 heads: "auto" gathers keys while one head's fit, then takes the ring."""
     model, dims = preset("olmo-hybrid", "7B"), SimpleNamespace(tp=1, cp=4, cp_group=None)
     sharding = BatchSharding.of(model, dims, torch.device("cpu"), torch.bfloat16, linear_method="kcp", **methods)
@@ -342,9 +335,7 @@ def test_a_run_says_where_ranks_wait(methods: dict[str, str], tokens: int, said:
         (("attention", "three heads"), 2, "auto", {"allgather"}),  # ulysses, too
     ],
 )
-def test_a_batch_is_planned_for_what_its_layers_read(
-    kinds: tuple[str, ...], cp: int, method: str, planned: set[str]
-) -> None:
+def test_a_batch_is_planned_for_what_its_layers_read(kinds, cp, method, planned):
     """And forward and backward read nothing else, nor do the pairs that metrics count differ."""
     three = {"three heads": Attention(heads=3, kv_heads=3, head_dim=16)}
     pattern = tuple((MIXERS | three)[kind] for kind in kinds)
@@ -352,7 +343,7 @@ def test_a_batch_is_planned_for_what_its_layers_read(
     tokens, cu = torch.arange(64)[None], boundaries([40, 24])
     batch = Batch(tokens, tokens, cu, torch.zeros_like(tokens), 1, (0,))
 
-    def on_rank(group: LocalGroup) -> None:
+    def on_rank(group):
         methods = {"layout": "zigzag", "softmax_method": method, "linear_method": "kcp"}
         dims = SimpleNamespace(tp=1, cp=cp, cp_group=group)
         sharding = BatchSharding.of(model, dims, torch.device("cpu"), torch.float32, **methods)
@@ -370,7 +361,7 @@ def test_a_batch_is_planned_for_what_its_layers_read(
     run_ranks(on_rank, cp)
 
 
-def test_the_whole_stream_is_planned_for() -> None:
+def test_the_whole_stream_is_planned_for():
     """In one copy with the rest: what an all-to-all over heads reads, with chunks and segments for linear layers."""
     copies = []
     with pytest.MonkeyPatch.context() as patch:

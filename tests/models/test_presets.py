@@ -23,43 +23,15 @@ from titan_linear.run.build import model_without_tokenizer
 from titan_linear.run.export import FAMILY_OF
 from titan_linear.storage.hf_writing import find_family
 
-COUNTS = {
-    ("qwen3.5", "0.8B"): 752_393_024,
-    ("qwen3.5", "2B"): 1_881_825_088,
-    ("qwen3.5", "4B"): 4_205_751_296,
-    ("qwen3.5", "9B"): 8_953_803_264,
-    ("qwen3.5", "27B"): 26_895_998_464,
-    ("qwen3.5", "35B-A3B"): 34_660_610_688,
-    ("qwen3.5", "397B-A17B"): 396_346_350_336,
-    ("qwen3-next", "80B-A3B"): 79_674_391_296,
-    ("olmo-hybrid", "7B"): 7_430_870_688,  # as its authors count
-    ("kimi-linear", "48B-A3B"): 49_122_675_072,  # and 26 selection biases of 256
-    ("ling-3", "flash"): 124_414_191_072,  # and 40 selection biases of 512
-    ("nemotron-h", "4B"): 4_489_223_040,
-    ("nemotron-h", "8B"): 8_100_852_736,
-    ("nemotron-h", "nano-9B-v2"): 8_888_227_328,
+BY_THEIR_AUTHORS = {  # of models that transformers lacks, and two others
+    ("olmo-hybrid", "7B"): 7_430_870_688,
     ("nemotron-h", "nano-3-4B"): 3_973_556_832,  # 3.97 × 10⁹ in the model's card
-    ("nemotron-h", "nano-3-30B-A3B"): 31_577_937_344,
-    ("nemotron-h", "super-3-120B-A12B"): 120_668_687_360,
-    ("minimax", "text-01"): 456_089_655_296,
-    ("lfm2", "350M"): 354_483_968,
-    ("lfm2", "700M"): 742_489_344,
-    ("lfm2", "1.2B"): 1_170_340_608,
-    ("lfm2-moe", "8B-A1B"): 8_339_929_856,  # and 22 selection biases of 32
-    ("granite-h", "micro"): 3_191_396_096,
-    ("granite-h", "tiny"): 6_939_037_248,
-    ("granite-h", "small"): 32_207_337_984,
-    ("bamba", "9B"): 9_780_235_392,  # 9.8B, as its authors say
-    ("falcon-h1", "0.5B"): 521_411_104,
-    ("falcon-h1", "1.5B-deep"): 1_554_872_208,
-    ("falcon-h1", "7B"): 7_585_648_736,
-}
-BY_THEIR_AUTHORS = {  # of models that transformers lacks
     ("rwkv7", "0.1B"): 191_034_624,
     ("rwkv7", "0.4B"): 450_767_872,
     ("rwkv7", "1.5B"): 1_527_404_544,
     ("rwkv7", "2.9B"): 2_947_735_040,
 }
+PUBLISHED = [(n, f) for n in MODELS if n not in OWN for f in MODELS[n] if f != "debug" and n != "rwkv7"]
 
 
 def family_of(name, config):
@@ -99,11 +71,7 @@ def test_no_number_of_a_published_size_changes():
     assert {name: digest(sizes) for name, sizes in MODELS.items() if name not in OWN} == DIGESTS
 
 
-def test_every_published_size_is_counted():
-    assert set(COUNTS | BY_THEIR_AUTHORS) == {(n, f) for n in MODELS if n not in OWN for f in MODELS[n] if f != "debug"}
-
-
-@pytest.mark.parametrize("name, flavor", COUNTS)
+@pytest.mark.parametrize("name, flavor", PUBLISHED)
 def test_parameter_counts(name, flavor):
     config = preset(name, flavor)
     written = config_to_hf(family_of(name, config), config)
@@ -111,7 +79,7 @@ def test_parameter_counts(name, flavor):
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **written))
     assert type(theirs).__name__ == family_of(name, config)
-    assert count_parameters(config) == sum(p.numel() for p in theirs.parameters()) == COUNTS[name, flavor]
+    assert count_parameters(config) == sum(p.numel() for p in theirs.parameters())
     if name != "kimi-linear":  # whose linear_attn_config transformers does not read
         read = AutoConfig.for_model(**published(name, flavor)).to_dict()
         assert config_from_hf(read | {"architectures": [type(theirs).__name__]}) == (type(theirs).__name__, config)
@@ -128,7 +96,7 @@ def test_adapters_of_the_large_ones(name, flavor):
     table = placements(config, family_of(name, config))
     whole = sum(e.num_rows * e.width for e in table)
     bias = 256 * 26 if name == "kimi-linear" else 0
-    assert whole == COUNTS[name, flavor] + bias
+    assert whole == count_parameters(config) + bias
     own = 0
     for placement in table:
         per = placement.num_rows // placement.shape[0]

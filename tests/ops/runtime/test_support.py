@@ -1,7 +1,6 @@
 """The table of what runs where: every row's reason, what "auto" takes, and what a run says of it at its start."""
 
 import warnings
-from timeit import timeit
 
 import pytest
 import torch
@@ -276,11 +275,12 @@ def test_flash_attention_4_is_taken_where_its_numbers_are_right(on_gpu_of, monke
     )
 
 
-def test_a_look_at_the_table_costs_little():
-    OPS["chunk_kda"].implementation("auto", CPU, BF16, K=128, V=128)
-    times = 2000
-    seconds = timeit(lambda: OPS["chunk_kda"].implementation("auto", CPU, BF16, K=128, V=128), number=times)
-    assert seconds / times < 50e-6  # about 1 µs; a walk through the table takes 10
+def test_the_table_is_walked_through_once():
+    misses = []
+    for _ in range(2):
+        OPS["chunk_kda"].implementation("auto", CPU, BF16, K=128, V=128)
+        misses.append(support._choose.cache_info().misses)
+    assert misses[0] == misses[1]
 
 
 def test_tensors_of_several_dtypes():
