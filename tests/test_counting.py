@@ -95,7 +95,7 @@ def test_what_layers_keep(layer):
     found = counted(layer)
     assert found.plain.kept == pytest.approx(sum(storage.nbytes() for storage in kept.values()), rel=0.05)
     assert found.plain.selective == pytest.approx(forward.region.nbytes, rel=0.05)
-    assert found.given == x.nbytes
+    assert found.input == x.nbytes
 
 
 class Backward(Inside):

@@ -68,7 +68,7 @@ def test_a_balance_loss_is_planned_under_context_parallelism():
 
 def test_compiled_layers_and_checkpointing_keep_less():
     for layer in memory.layers(MIXED, memory.Batch.of(load_config([], cuda=True))):
-        assert layer.given < layer.compiled.kept < 0.7 * layer.plain.kept
+        assert layer.input < layer.compiled.kept < 0.7 * layer.plain.kept
         assert 0 < layer.plain.selective < layer.plain.kept and 0 < layer.compiled.selective < layer.compiled.kept
         assert layer.plain.working > 0 and layer.compiled.working > 0
 

@@ -147,8 +147,8 @@ def float8_products(bench: Bench) -> list[tuple[int, float]] | None:
     rates = []
     for width in (2048, 4096):
         (x, scale), (weight, scale_w) = (scaled_rows(bench.randn(n, width)) for n in (bench.tokens, width))
-        given = x, weight, scale, scale_w, bench.dtype, False
-        rates.append((width, 2 * bench.tokens * width**2 / bench.seconds(lambda g=given: scaled_product(*g)) / 1e12))
+        operands = x, weight, scale, scale_w, bench.dtype, False
+        rates.append((width, 2 * bench.tokens * width**2 / bench.seconds(lambda g=operands: scaled_product(*g)) / 1e12))
     return rates
 
 
@@ -176,21 +176,21 @@ def launches(bench: Bench) -> dict[str, float]:
 def attentions(bench: Bench) -> dict[str, dict[str, tuple[float, float]]]:
     """Kernel → head dim → TFLOP/s on unmasked pairs (forward, forward and backward), of the kernels that run one
     document and several."""
-    found: dict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
+    rates: dict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
     T, H = (32768, 8) if bench.gpu else (256, 2)
     for D in (64, 128, 256) if bench.gpu else (32,):
         q, k, v = (bench.randn(1, T, H, D).requires_grad_() for _ in range(3))
         for documents in (1, 4):
             kernel = attention_kernel(bench.device, bench.dtype, D, D, documents == 1).implementation
-            if str(D) in found[kernel]:
+            if str(D) in rates[kernel]:
                 continue
             cu = torch.arange(documents + 1, dtype=torch.int32) * (T // documents)
             context = build_cp_context(cu, rank=0, world_size=1, device=bench.device)
             flops = 4 * D * H * documents * (T // documents) ** 2 / 2
-            found[kernel][str(D)] = tuple(
+            rates[kernel][str(D)] = tuple(
                 flops * n / s / 1e12 for n, s in zip((1, 3.5), _both(bench, q, k, v, context))
             )
-    return found
+    return rates
 
 
 def _both(bench: Bench, q: Tensor, k: Tensor, v: Tensor, context: Any) -> tuple[float, float]:
@@ -250,7 +250,7 @@ def by_operator(
 
 def operators(bench: Bench) -> dict[str, tuple[float, float]]:
     """(ns per token and head, ns per token of an entry if few heads scan); the convolution's per token and channel."""
-    found: dict[str, tuple[float, float]] = {}
+    rates: dict[str, tuple[float, float]] = {}
     for rule, options in RULES:
         any_gate = " any" if rule == "kda" and options == GATES else ""
         dim = OPS[rule].dims[0]
@@ -261,13 +261,13 @@ def operators(bench: Bench) -> dict[str, tuple[float, float]]:
             # What a token takes beyond its heads' share, where a scan waits for its own steps on an idle GPU.
             beyond = max(few[name] / bench.tokens - each * bench.few * share, 0.0)
             beyond *= DIM / dim / (1 - bench.few * dim / 64 / PROGRAMS)
-            found[name + any_gate] = (each * 1e9, beyond * 1e9)
+            rates[name + any_gate] = (each * 1e9, beyond * 1e9)
         if any_gate:
             continue
         segments = recurrence(bench, rule, options, bench.few, may_split=True)
         for name in (f"{rule}_boundary", f"{rule}_boundary_bwd"):  # only with segments or context parallelism
             if name in segments:
-                found[name] = (segments[name] / bench.tokens / bench.few / share * 1e9, found[f"{rule}_scan"][1])
+                rates[name] = (segments[name] / bench.tokens / bench.few / share * 1e9, rates[f"{rule}_scan"][1])
     x = bench.randn(1, bench.tokens, 3 * bench.heads * DIM).requires_grad_()
     weight = bench.randn(x.shape[2], 4).requires_grad_()
     names = ("conv1d", "conv1d_backward")
@@ -277,7 +277,7 @@ def operators(bench: Bench) -> dict[str, tuple[float, float]]:
         return torch.cat(causal_conv1d(x, weight, **options)[0], -1)
 
     seconds = by_operator(bench, names, convolved, [x, weight])
-    return found | {name: (seconds[name] / x.numel() * 1e9, 0.0) for name in names}
+    return rates | {name: (seconds[name] / x.numel() * 1e9, 0.0) for name in names}
 
 
 def recurrence(bench: Bench, rule: str, options: Mapping[str, Any], heads: int, *, may_split: bool) -> dict[str, float]:
@@ -312,9 +312,9 @@ def links(bench: Bench) -> dict[str, float] | None:
     if not dist.is_initialized():
         return None
     W = dist.get_world_size()
-    own = bench.randn(W * ((64 << 20) // 2 // W if bench.gpu else 4096 // W))  # 64 MB, or a little less
-    every = own.new_empty(W * len(own))
-    part = own.new_empty(len(own) // W)
+    sent_rows = bench.randn(W * ((64 << 20) // 2 // W if bench.gpu else 4096 // W))  # 64 MB, or a little less
+    every = sent_rows.new_empty(W * len(sent_rows))
+    part = sent_rows.new_empty(len(sent_rows) // W)
     small = bench.randn(W << 14)
     others = torch.empty_like(small)
 
@@ -326,9 +326,9 @@ def links(bench: Bench) -> dict[str, float] | None:
     latency = max(bench.seconds(lambda: messages(9)) - bench.seconds(lambda: messages(1)), 0.0) / 8
     moved = part.nbytes * (W - 1)
     exchanges: dict[str, tuple[int, Callable[[], object]]] = {
-        "all_gather": (W * moved, lambda: dist.all_gather_into_tensor(every, own)),
-        "reduce_scatter": (moved, lambda: dist.reduce_scatter_tensor(part, own)),
-        "all_to_all": (moved, lambda: dist.all_to_all_single(every[: len(own)], own)),
+        "all_gather": (W * moved, lambda: dist.all_gather_into_tensor(every, sent_rows)),
+        "reduce_scatter": (moved, lambda: dist.reduce_scatter_tensor(part, sent_rows)),
+        "all_to_all": (moved, lambda: dist.all_to_all_single(every[: len(sent_rows)], sent_rows)),
     }
     rates = {}
     for name, (sent, exchange) in exchanges.items():
@@ -372,7 +372,7 @@ def measured(device: torch.device, rank: int) -> dict[str, Any]:
     name = torch.cuda.get_device_name(device) if gpu else platform.processor() or platform.machine()
     of_host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory = torch.cuda.get_device_properties(device).total_memory if gpu else of_host
-    found: dict[str, Any] = {"gpu": name, "memory_gib": memory / GIB}
+    rates: dict[str, Any] = {"gpu": name, "memory_gib": memory / GIB}
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "bandwidths": lambda: bandwidths(bench),
         "products": lambda: {"products": products(bench), "float8": float8_products(bench)},
@@ -385,15 +385,15 @@ def measured(device: torch.device, rank: int) -> dict[str, Any]:
     for part, measure in parts.items():
         begin = time.perf_counter()
         figures = measure()
-        found |= figures
+        rates |= figures
         if rank == 0:
             print(f"{part}, {time.perf_counter() - begin:.0f} s: {json.dumps(figures)}", file=sys.stderr)
-    fastest = max(rate for _, rate in found["products"])
+    fastest = max(rate for _, rate in rates["products"])
     source = (
-        f"tools/bench_rates.py, torch {torch.__version__}, {dist.get_world_size() if found['node'] else 1} processes, "
+        f"tools/bench_rates.py, torch {torch.__version__}, {dist.get_world_size() if rates['node'] else 1} processes, "
         f"{torch.get_num_threads()} threads"
     )
-    return found | {"peak_tflops": (known_peak(name) if gpu else None) or fastest, "sources": {"all": source}}
+    return rates | {"peak_tflops": (known_peak(name) if gpu else None) or fastest, "sources": {"all": source}}
 
 
 @refusing
@@ -407,8 +407,8 @@ def main(argv: list[str]) -> int:
     rank = int(os.environ.get("RANK", "0"))
     device = own_device()
     with process_group(timedelta(minutes=10)) if "RANK" in os.environ else nullcontext():
-        found = measured(device, rank)
-    rounded = json.loads(json.dumps(found), parse_float=lambda number: float(f"{float(number):.4g}"))
+        rates = measured(device, rank)
+    rounded = json.loads(json.dumps(rates), parse_float=lambda number: float(f"{float(number):.4g}"))
     text = json.dumps(rounded, indent=1) + "\n"
     if rank == 0 and args.out:
         Path(args.out).write_text(text, encoding="utf-8")

@@ -170,8 +170,8 @@ class Fla:
         device = own_device()
         checkpointing = config.activation_checkpoint.mode == "full"
         self.name = "FLA, compiled" if compiled else "FLA"
-        found = fla_model(model, device, compiled=compiled, checkpointing=checkpointing)
-        self.peer = Peer(config, found, fla_loss, device)
+        network = fla_model(model, device, compiled=compiled, checkpointing=checkpointing)
+        self.peer = Peer(config, network, fla_loss, device)
         self.begun = 0  # steps when documents were last asked for
         self.reading: HostCopy | None = None  # of the last step
 
@@ -222,7 +222,7 @@ def measure(subject: Ours | Fla, args: argparse.Namespace, device: torch.device)
     times = [end - begin for begin, end in pairwise(ends)]
     step, memory, first = _largest(median(times), peak_memory_gib(), first)
     launches, busy = profiled(subject.last_step, device)
-    found: Row = {
+    row: Row = {
         "step_ms": 1e3 * step,
         "memory_gib": memory,
         "launches": launches,
@@ -232,7 +232,7 @@ def measure(subject: Ours | Fla, args: argparse.Namespace, device: torch.device)
         "power_watts": None,
         **{name: mean(reading[name] for reading in readings) for name in readings[0]},
     }
-    return found, Documents(*(total / steps for total in documents))
+    return row, Documents(*(total / steps for total in documents))
 
 
 def _seconds(work: Callable[[], None], device: torch.device) -> float:
@@ -324,9 +324,9 @@ def _row(args: argparse.Namespace, name: str, config: Config, kind: Kind) -> Row
     mode = config.activation_checkpoint.mode
     torch.compiler.reset()  # torch compiles a function only a few times, fewer than there may be rows
     subject = kind(config, model)
-    found, documents = measure(subject, args, device)
+    measured_row, documents = measure(subject, args, device)
     gpus = dist.get_world_size()
-    tflops = training_flops(model, documents) / found["step_ms"] / 1e9 / gpus
+    tflops = training_flops(model, documents) / measured_row["step_ms"] / 1e9 / gpus
     peak = peak_tflops(config, device)
     return {
         "model": name,
@@ -337,10 +337,10 @@ def _row(args: argparse.Namespace, name: str, config: Config, kind: Kind) -> Row
         "documents": args.documents,
         "gpus": gpus,
         "in_step": documents,  # of all GPUs, means over the steps
-        "tokens_per_second": documents.tokens / found["step_ms"] * 1e3 / gpus,
+        "tokens_per_second": documents.tokens / measured_row["step_ms"] * 1e3 / gpus,
         "tflops": tflops,
         "mfu": peak and tflops / peak,
-        **found,
+        **measured_row,
     }
 
 
@@ -375,7 +375,7 @@ def cells(row: Row) -> list[str]:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    own, keys = split_keys(argv)
+    arguments, keys = split_keys(argv)
     parser = command_parser("python -m tools.bench_train", __doc__)
     parser.add_argument("--models", nargs="+", default=["kda/340M"], help="NAME/FLAVOR of each row (default: kda/340M)")
     parser.add_argument("--seq-len", type=int, default=32768, help="tokens per stream (default: 32768)")
@@ -389,7 +389,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--warmup", type=int, default=3, help="untimed steps after the first (default: 3)")
     parser.add_argument("--fla", action="store_true", help="also time flash-linear-attention's models")
     parser.add_argument("--out", default="", help="JSON file to write all numbers to")
-    return parser.parse_args(own), keys
+    return parser.parse_args(arguments), keys
 
 
 def check(args: argparse.Namespace, keys: list[str], ranks: int) -> None:

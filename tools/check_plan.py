@@ -39,7 +39,7 @@ class Measured(NamedTuple):
 def predictions(measured: Rates | None = None) -> list[tuple[Measured, float, float]]:
     """Rows of MEASURED, each with the planned tokens per second per GPU and the planned GiB, by the rates that come
     with the package or by `measured`; without rows whose attention kernel the rates lack."""
-    found = []
+    rows_planned = []
     for row in (Measured(**row) for row in json.loads(MEASURED.read_text(encoding="utf-8"))):
         rates = measured or read_rates(shipped()[row.gpu])
         if row.attention not in rates.attention:
@@ -49,8 +49,8 @@ def predictions(measured: Rates | None = None) -> list[tuple[Measured, float, fl
         model = model_without_tokenizer(config)
         needed = sum(memory(config, model, row.gpus, mean).values()) / GIB
         planned = step(config, model, row.gpus, Machine(rates, 8, 50e9, row.attention), mean)
-        found.append((row, planned.tokens_per_second / row.gpus, needed))
-    return found
+        rows_planned.append((row, planned.tokens_per_second / row.gpus, needed))
+    return rows_planned
 
 
 def checked(measured: Rates | None = None) -> str:

@@ -29,9 +29,9 @@ def tokens(text: str) -> int:
 
 
 def statements(text: str) -> int:
-    found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
-    strings = [n for n in found if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
-    return len(found) - len(strings)
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
+    strings = [n for n in nodes if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
+    return len(nodes) - len(strings)
 
 
 def room(file: Path) -> str:
@@ -42,11 +42,11 @@ def room(file: Path) -> str:
 
 def sizes(folder: str) -> dict[str, Counter]:
     """For each room below a folder of the repository: its files, lines, tokens, statements."""
-    found: dict[str, Counter] = defaultdict(Counter)
+    rooms: dict[str, Counter] = defaultdict(Counter)
     for file in sorted((ROOT / folder).rglob("*.py")):
         text = file.read_text(encoding="utf-8")
-        found[room(file)].update(dict(zip(SIZES, (1, text.count("\n"), tokens(text), statements(text)))))
-    return found
+        rooms[room(file)].update(dict(zip(SIZES, (1, text.count("\n"), tokens(text), statements(text)))))
+    return rooms
 
 
 def words(*files: Path) -> int:
@@ -58,13 +58,13 @@ def words(*files: Path) -> int:
 
 def arrows() -> set[tuple[str, str]]:
     """Pairs of rooms of the package of which the first imports from the second."""
-    found = set()
+    pairs = set()
     for file in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("titan_linear"):
                 for name in node.names:
-                    found.add((room(file), room(_file_of(node.module, name.name))))
-    return {(a, b) for a, b in found if a != b}
+                    pairs.add((room(file), room(_file_of(node.module, name.name))))
+    return {(a, b) for a, b in pairs if a != b}
 
 
 def _file_of(module: str, name: str) -> Path:

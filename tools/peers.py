@@ -74,16 +74,16 @@ def fla_model(
     if weights is None:
         fields = {key: value for key, value in config_to_hf(family, model).items() if key not in OURS}
         with device:  # RWKV-7 draws orthogonal matrices, which takes minutes on a CPU
-            found = kind(getattr(peers, family.replace("ForCausalLM", "Config"))(**fields))
+            network = kind(getattr(peers, family.replace("ForCausalLM", "Config"))(**fields))
     else:
-        found = kind.from_pretrained(weights, dtype=torch.float32)
-    found = found.to(device).train()
+        network = kind.from_pretrained(weights, dtype=torch.float32)
+    network = network.to(device).train()
     if checkpointing:
-        found.gradient_checkpointing_enable()
+        network.gradient_checkpointing_enable()
     if compiled:
-        for part in (found.model.embeddings, *found.model.layers, found.model.norm):
+        for part in (network.model.embeddings, *network.model.layers, network.model.norm):
             part.compile()
-    return found
+    return network
 
 
 def fla_loss(model: nn.Module, batch: Batch) -> Tensor:

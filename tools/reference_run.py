@@ -166,8 +166,8 @@ def write_pair(path: Path, folders: list[Path]) -> None:
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(["step", *(f"{name} {number}" for name in names for number in NUMBERS)])
         for step in sorted(runs[0].keys() & runs[1]):
-            found = [run[step].get(number) for run in runs for number in NUMBERS]
-            rows.writerow([step, *("" if value is None else f"{value:.6g}" for value in found)])
+            values = [run[step].get(number) for run in runs for number in NUMBERS]
+            rows.writerow([step, *("" if value is None else f"{value:.6g}" for value in values)])
 
 
 def read_pair(path: Path) -> dict[str, dict[str, dict[int, float]]]:
@@ -192,8 +192,8 @@ def table_of(paths: list[Path]) -> str:
     headings = [heading for heading, _ in NUMBERS.values()]
     rows = []
     for run, numbers in (item for path in paths for item in read_pair(path).items()):
-        found = {number: summary(number, list(values.values())) for number, values in numbers.items() if values}
-        cells = [format(found[key], form) if key in found else "–" for key, (_, form) in NUMBERS.items()]
+        summaries = {number: summary(number, list(values.values())) for number, values in numbers.items() if values}
+        cells = [format(summaries[key], form) if key in summaries else "–" for key, (_, form) in NUMBERS.items()]
         rows.append([run, *cells])
     return table(["run", *headings], rows)
 
@@ -246,8 +246,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 @refusing
 def main(argv: list[str]) -> int:
-    own, keys = split_keys(argv)
-    args = parse(own)
+    arguments, keys = split_keys(argv)
+    args = parse(arguments)
     if args.command == "fla":
         train_fla(args, keys)
     else:

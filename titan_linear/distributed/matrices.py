@@ -156,7 +156,7 @@ def parts_of(name: str, stack: Tensor, ranks: int) -> dict[int, Part]:
         }
     mesh = stack.device_mesh.mesh
     each = stack.shape[1:-2].numel()
-    found = {}
+    parts = {}
     for where in product(*map(range, mesh.shape)):
         bounds, copy = [(0, size) for size in stack.shape], 0
         for i, (n, placement) in enumerate(zip(mesh.shape, stack.placements, strict=True)):
@@ -171,8 +171,8 @@ def parts_of(name: str, stack: Tensor, ranks: int) -> dict[int, Part]:
                 )
         start, stop = bounds[0] if stack.dim() > 2 else (0, 1)
         rows, columns = (slice(*pair) for pair in bounds[-2:])
-        found[int(mesh[where])] = Part(copy, range(start * each, stop * each), rows, columns)
-    return found
+        parts[int(mesh[where])] = Part(copy, range(start * each, stop * each), rows, columns)
+    return parts
 
 
 def _chunk(start: int, stop: int, n: int, i: int) -> tuple[int, int]:

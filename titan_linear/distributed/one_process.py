@@ -232,7 +232,7 @@ class _Meeting:
     """One collective: the input and the output of each rank that has come."""
 
     kind: str
-    given: dict[int, tuple[Tensor, Tensor, Any]] = field(default_factory=dict)  # input, output, more
+    of_ranks: dict[int, tuple[Tensor, Tensor, Any]] = field(default_factory=dict)  # input, output, more
     events: list[torch.cuda.Event] = field(default_factory=list)  # on GPUs: the inputs are computed
     done: torch.cuda.Event | bool = False
 
@@ -329,22 +329,22 @@ class LocalGroup(dist.ProcessGroup):
         self._count += 1
         meeting = shared.meetings.setdefault(number, _Meeting(kind))
         if meeting.kind != kind:
-            others = ", ".join(map(str, meeting.given))
+            others = ", ".join(map(str, meeting.of_ranks))
             _fail(
                 RuntimeError(
                     f"collective {number} of a group of {shared.size}: rank {self._rank} calls {kind} where rank(s) "
                     f"{others} called {meeting.kind}"
                 )
             )
-        meeting.given[self._rank] = x, out, more
+        meeting.of_ranks[self._rank] = x, out, more
         if x.is_cuda:
             meeting.events.append(torch.cuda.current_stream(x.device).record_event())
-        if len(meeting.given) == shared.size:
+        if len(meeting.of_ranks) == shared.size:
             del shared.meetings[number]
             for event in meeting.events:
                 event.wait()
             try:
-                COPIES[kind]([meeting.given[r] for r in range(shared.size)])
+                COPIES[kind]([meeting.of_ranks[r] for r in range(shared.size)])
             except Exception as error:
                 _fail(error)
             meeting.done = torch.cuda.current_stream(x.device).record_event() if x.is_cuda else True
@@ -353,7 +353,7 @@ class LocalGroup(dist.ProcessGroup):
             if isinstance(meeting.done, torch.cuda.Event):
                 meeting.done.wait()
 
-        missing = [r for r in range(shared.size) if r not in meeting.given]
+        missing = [r for r in range(shared.size) if r not in meeting.of_ranks]
         what = f"waits in {kind} for rank(s) {', '.join(map(str, missing))}"
         return Work(lambda: meeting.done is not False, what, then)
 
@@ -418,9 +418,9 @@ def _all_to_all(ranks: Given) -> None:
             if n:
                 came[receiver][sender] = x[end - n : end]
     for r, (_, out, (sizes, _)) in enumerate(ranks):
-        wanted = {s: n for s, n in enumerate(sizes or [len(out) // W] * W) if n}
+        expected = {s: n for s, n in enumerate(sizes or [len(out) // W] * W) if n}
         sent = {s: len(x) for s, x in came[r].items()}
-        assert sent == wanted, f"rank {r} expects rows {wanted} by sender, and {sent} come"
+        assert sent == expected, f"rank {r} expects rows {expected} by sender, and {sent} come"
         if sent:
             out.detach().copy_(torch.cat(list(came[r].values())).view_as(out))
 

@@ -20,8 +20,8 @@ def squares_of_each(tensors: list[Tensor], device: torch.device) -> Tensor:
     lists: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):
         lists.setdefault(tensor.device, []).append(i)
-    squares = [_squares([local_tensor(tensors[i]) for i in own]) for own in lists.values()]
-    return _placed(squares, [i for own in lists.values() for i in own], len(tensors), device)
+    squares = [_squares([local_tensor(tensors[i]) for i in places]) for places in lists.values()]
+    return _placed(squares, [i for places in lists.values() for i in places], len(tensors), device)
 
 
 def _squares(tensors: list[Tensor]) -> Tensor:
@@ -49,9 +49,9 @@ def update_squares(optimizer: AdamW, parameters: list[nn.Parameter], device: tor
     squares = []
     places = []
     for group in optimizer.param_groups:
-        own = [p for p in group["params"] if p in place and optimizer.state.get(p)]
+        updated = [p for p in group["params"] if p in place and optimizer.state.get(p)]
         directions = optimizer.scaled_directions(group) if isinstance(optimizer, Muon) and "momentum" in group else None
-        for part in _at_once(own):
+        for part in _at_once(updated):
             if directions is None:
                 update = _adamw_directions(group, optimizer.state, part)
             else:
@@ -78,11 +78,11 @@ def _at_once(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def _adamw_directions(
-    group: dict[str, Any], state: dict[nn.Parameter, dict[str, Tensor]], own: list[nn.Parameter]
+    group: dict[str, Any], state: dict[nn.Parameter, dict[str, Tensor]], parameters: list[nn.Parameter]
 ) -> tuple[Tensor, ...]:
     """m̂ / (√v̂ + ε) of parameters of one group."""
-    moments = [[local_tensor(state[p][name]) for p in own] for name in ("exp_avg", "exp_avg_sq")]
-    step = state[own[0]]["step"].double()
+    moments = [[local_tensor(state[p][name]) for p in parameters] for name in ("exp_avg", "exp_avg_sq")]
+    step = state[parameters[0]]["step"].double()
     dtype = moments[0][0].dtype
     bias1, bias2 = (1 - beta**step for beta in group["betas"])
     root = torch._foreach_sqrt(moments[1])

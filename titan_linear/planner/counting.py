@@ -90,7 +90,7 @@ class Layer:
 
     forward: Work
     backward: Work
-    given: int  # bytes of its input
+    input: int  # bytes
     plain: Memory
     compiled: Memory
 
@@ -130,7 +130,7 @@ def count(block: Block, x: Tensor, plan: BatchPlan, values: Tensor | None = None
     peaks = seen.peak(parameters, seen.lives), seen.peak(parameters, seen.compiled_lives)
     plain = Memory(kept, selective + _bytes(others), attention, max(peaks[0] - kept, 0))
     compiled = Memory(kept_compiled, _bytes(selected), attention, max(peaks[1] - kept_compiled, 0))
-    return Layer(seen.forward, seen.backward, given=x.nbytes, plain=plain, compiled=compiled)
+    return Layer(seen.forward, seen.backward, input=x.nbytes, plain=plain, compiled=compiled)
 
 
 def _bytes(calls: Iterable[Call]) -> int:
@@ -156,23 +156,23 @@ class _Seen(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
-        given = _tensors((args, kwargs))
-        gave = _tensors(out)
+        inputs = _tensors((args, kwargs))
+        outputs = _tensors(out)
         if function.namespace == "titan_linear":
             names = (argument.name for argument in function._schema.arguments)
-            call = Call(function._opname, dict(zip(names, args)), tuple(gave))
+            call = Call(function._opname, dict(zip(names, args)), tuple(outputs))
             self.work.calls.append(call)
-            self._anchor(given, gave, call.temporary)
+            self._anchor(inputs, outputs, call.temporary)
         elif function.overloadpacket in PRODUCTS:
-            a, b = given[-2:]
+            a, b = inputs[-2:]
             size = (a.shape[-2], b.shape[-1], a.shape[-1])
             times = a.shape[0] if a.dim() == 3 else 1
             self.work.products[size] += times
             self.work.wide_products[size] += times if a.dtype.itemsize > 2 else 0
             self.work.multiplications += 1
-            self._anchor(given, gave)
-        elif written := self._written(function, given, gave):
-            self._elementwise(given, written)
+            self._anchor(inputs, outputs)
+        elif written := self._written(function, inputs, outputs):
+            self._elementwise(inputs, written)
         return out
 
     def turn(self, y: Tensor) -> None:
@@ -206,12 +206,12 @@ class _Seen(TorchDispatchMode):
     def leaves(self, keys: Iterable[int]) -> set[int]:
         """Trace tensors back through elementwise operations: to outputs of products and operators, and to inputs."""
         ways = set(keys)
-        found = set()
+        traced = set()
         while ways:
             key = ways.pop()
-            found.add(key)
-            ways |= self.made_of.get(key, set()) - found
-        return found - set(self.made_of)
+            traced.add(key)
+            ways |= self.made_of.get(key, set()) - traced
+        return traced - set(self.made_of)
 
     def peak(self, parameters: set[int], lives: dict[int, list[int]]) -> int:
         """The most bytes alive at any place of backward, without parameters."""
@@ -229,33 +229,33 @@ class _Seen(TorchDispatchMode):
     def _live(self, lives: dict[int, list[int]], key: int) -> None:
         lives.setdefault(key, [self.place, self.place])[1] = self.place
 
-    def _anchor(self, given: list[Tensor], gave: list[Tensor], temporary: int = 0) -> None:
+    def _anchor(self, inputs: list[Tensor], outputs: list[Tensor], temporary: int = 0) -> None:
         self.place += 1
         self.temporaries[self.place] = temporary
-        for x in given:
+        for x in inputs:
             self._live(self.lives, self.key(x))
             self.take(x)
-        for x in gave:
+        for x in outputs:
             self._live(self.lives, self.key(x))
             self._live(self.compiled_lives, self.key(x))
 
-    def _written(self, function: Any, given: list[Tensor], gave: list[Tensor]) -> list[Tensor]:
+    def _written(self, function: Any, inputs: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:
         """The tensors that an elementwise operation has written; none if it returns views."""
         if function._schema.is_mutable:
-            return gave
-        old = set(map(self.key, given))
-        return [x for x in gave if self.key(x) not in old]
+            return outputs
+        old = set(map(self.key, inputs))
+        return [x for x in outputs if self.key(x) not in old]
 
-    def _elementwise(self, given: list[Tensor], gave: list[Tensor]) -> None:
-        keys = set(map(self.key, given))
-        self.work.elementwise += sum(x.nbytes for x in (*given, *gave))
+    def _elementwise(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        keys = set(map(self.key, inputs))
+        self.work.elementwise += sum(x.nbytes for x in (*inputs, *outputs))
         self.work.operations += 1
         self.work.groups += self._first("group", 0, self.place)
-        for x in given:
+        for x in inputs:
             self._read(x)
-        for x in gave:
+        for x in outputs:
             self.made_of.setdefault(self.key(x), set()).update(keys - {self.key(x)})
-        for x in (*given, *gave):
+        for x in (*inputs, *outputs):
             self._live(self.lives, self.key(x))
 
     def _read(self, x: Tensor) -> None:

@@ -94,8 +94,8 @@ class Rates:
 
 def _tflops(rates: list[tuple[float, float]], size: Size) -> float:
     """The rate of products of this size: rates are by the smallest of the three."""
-    known = sorted((math.log2(width), rate) for width, rate in rates)
-    sizes, measured = zip(*known, strict=True)
+    points = sorted((math.log2(width), rate) for width, rate in rates)
+    sizes, measured = zip(*points, strict=True)
     return float(np.interp(math.log2(min(size)), sizes, measured))
 
 

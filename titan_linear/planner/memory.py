@@ -84,7 +84,7 @@ class Types:
 class Units:
     """Numbers of elements of a rank's parameters, and how they are sharded."""
 
-    own: int  # in its shards, of what is trained
+    local: int  # in its shards, of what is trained
     frozen: int  # of what adapters leave frozen, in the compute dtype
     muon: int  # of these, in matrices that Muon updates
     whole: int  # in parameters that FSDP does not shard, in float32 or wider
@@ -107,12 +107,12 @@ def units(config: Config, model: ModelConfig, gpus: int) -> Units:
     ep = p.expert_parallel_degree
     offloaded = t.enable_cpu_offload
     decoder, _ = _parts(model, tp, ep)
-    own = _own(model, shards, tp, ep)
+    elements = _local(model, shards, tp, ep)
     whole = replicated_parameters(decoder)
     return Units(
-        own=_elements(own),
-        frozen=_elements(own, frozen=True),
-        muon=sum(_own_of_muon(config, model, shards)),
+        elements=_elements(elements),
+        frozen=_elements(elements, frozen=True),
+        muon=sum(_local_of_muon(config, model, shards)),
         whole=sum(p.numel() for p in whole if p.requires_grad or not model.adapter),
         frozen_whole=sum(p.numel() for p in whole if model.adapter and not p.requires_grad),
         layers=tuple(sum(p.numel() for p in _sharded(layer)) for layer in decoder.layers),
@@ -126,11 +126,11 @@ def units(config: Config, model: ModelConfig, gpus: int) -> Units:
     )
 
 
-def _elements(own: dict[nn.Parameter, int], frozen: bool = False) -> int:
-    return sum(n for p, n in own.items() if p.requires_grad != frozen)
+def _elements(elements: dict[nn.Parameter, int], frozen: bool = False) -> int:
+    return sum(n for p, n in elements.items() if p.requires_grad != frozen)
 
 
-def _own(model: ModelConfig, shards: int, tp: int, ep: int) -> dict[nn.Parameter, int]:
+def _local(model: ModelConfig, shards: int, tp: int, ep: int) -> dict[nn.Parameter, int]:
     """Elements of each of a rank's shards."""
     decoder, experts = _parts(model, tp, ep)
     return {p: _owned(p, shards // ep if p in experts else shards) for p in _sharded(decoder)}
@@ -142,13 +142,13 @@ def hidden_shapes(model: ModelConfig) -> list[torch.Size]:
     return [p.shape for p in hidden_matrices(_parts(model, 1, 1)[0]).values()]
 
 
-def _own_of_muon(config: Config, model: ModelConfig, shards: int) -> list[int]:
+def _local_of_muon(config: Config, model: ModelConfig, shards: int) -> list[int]:
     """Of those the ones that Muon updates."""
     if config.optimizer.name != "muon":
         return []
     degrees = config.parallelism.tensor_parallel_degree, config.parallelism.expert_parallel_degree
-    own = _own(model, shards, *degrees)
-    return [own[p] for p in hidden_matrices(_parts(model, *degrees)[0]).values()]
+    elements = _local(model, shards, *degrees)
+    return [elements[p] for p in hidden_matrices(_parts(model, *degrees)[0]).values()]
 
 
 def parameters(model: ModelConfig) -> int:
@@ -312,7 +312,7 @@ def moments(config: Config, model: ModelConfig, gpus: int, mean: int | None = No
     u = units(config, model, gpus)
     batch = Batch.of(config, mean)
     counted = layers(model, batch)
-    here = 0 if u.offloaded else u.own * u.types.stored
+    here = 0 if u.offloaded else u.local * u.types.stored
     stored = here + u.whole * widened(DTYPES[config.training.dtype]).itemsize
     accumulates = micro_steps(config, gpus) > 1
     accumulated = stored if accumulates else 0
@@ -331,8 +331,8 @@ def moments(config: Config, model: ModelConfig, gpus: int, mean: int | None = No
         # All parameters have copies: gradients are first those of the copies, then widened to the parameters' dtype,
         # then accumulated.
         ends |= {"gradients": accumulated, "copies": 2 * copies}
-        update["copies"] = 2 * copies + (u.own * u.types.stored if accumulates else 0)
-    found = {
+        update["copies"] = 2 * copies + (u.local * u.types.stored if accumulates else 0)
+    by_moment = {
         "head": begins | _head(config, model, u, batch),
         "fullest layer": begins | {"activations": held[fullest] + again[fullest], "working": around + working[fullest]},
         "first layer": ends,
@@ -341,7 +341,7 @@ def moments(config: Config, model: ModelConfig, gpus: int, mean: int | None = No
     frozen = 0 if u.offloaded else u.frozen * u.types.compute
     frozen += u.frozen_whole * widened(DTYPES[config.training.mixed_precision_param]).itemsize
     always = {"parameters": stored + frozen, "optimizer": optimizer}
-    return {name: {part: float((moment | always).get(part, 0)) for part in PARTS} for name, moment in found.items()}
+    return {name: {part: float((moment | always).get(part, 0)) for part in PARTS} for name, moment in by_moment.items()}
 
 
 def host_memory(config: Config, model: ModelConfig, gpus: int) -> int:
@@ -350,9 +350,9 @@ def host_memory(config: Config, model: ModelConfig, gpus: int) -> int:
     p, u = config.parallelism, units(config, model, gpus)
     if not u.offloaded:
         return 0
-    own = _own(model, u.shards, p.tensor_parallel_degree, p.expert_parallel_degree)
-    each = [size * u.types.stored for parameter, size in own.items() if parameter.requires_grad]
-    frozen = [size * u.types.compute for parameter, size in own.items() if not parameter.requires_grad]
+    elements = _local(model, u.shards, p.tensor_parallel_degree, p.expert_parallel_degree)
+    each = [size * u.types.stored for parameter, size in elements.items() if parameter.requires_grad]
+    frozen = [size * u.types.compute for parameter, size in elements.items() if not parameter.requires_grad]
     pinned = sum(1 << (n - 1).bit_length() for n in each * 2 + frozen)
     return pinned + 2 * sum(each) - u.muon * u.types.stored
 
@@ -365,7 +365,7 @@ def saved(config: Config, counted: list[Layer]) -> list[tuple[int, ...]]:
         of = layer.compiled if config.compile.enable else layer.plain
         mode = layer_checkpointing(config.activation_checkpoint, i)
         kept = {"selective": of.selective, "attention": of.attention, "full": 0}
-        found.append((of.kept, 0, of.working) if mode == "none" else (layer.given + kept[mode], of.kept, of.working))
+        found.append((of.kept, 0, of.working) if mode == "none" else (layer.input + kept[mode], of.kept, of.working))
     return [*zip(*found, strict=True)]
 
 
@@ -383,7 +383,7 @@ def _copies(config: Config, u: Units) -> int:
     back (on a single rank, sent from a copy). Without FSDP: all parameters, if the compute dtype is another."""
     compute, stored = u.types.compute, u.types.stored
     if not u.sharded:
-        return 0 if compute == stored else u.own * compute
+        return 0 if compute == stored else u.local * compute
     sizes = sorted((*u.layers, u.vocabulary))
     whole = sizes if config.parallelism.fsdp_reshard_after_forward == "never" else sizes[-2:]
     copies = sum(whole) * compute + max(*u.trained, u.trained_head) * (compute + u.types.reduce)

@@ -79,17 +79,17 @@ def fitting(config: Config, setting: Setting) -> Iterator[Split]:
 
 def with_checkpointing(degrees: Config, setting: Setting) -> Split | None:
     """The split with the cheapest activation checkpointing with which it fits; None: it does not."""
-    found = []
+    fitting = []
     for group in checkpointings(setting.model):
         for ac in group:
             config = degrees.model_copy(update={"activation_checkpoint": ac})
             needed = setting.needs(config)
             if needed <= setting.room:
-                found.append(Split(config, needed, setting.step(config)))
+                fitting.append(Split(config, needed, setting.step(config)))
                 break
-        if found and found[0].config.activation_checkpoint.mode == "none":
+        if fitting and fitting[0].config.activation_checkpoint.mode == "none":
             break
-    return min(found, key=Split.rank, default=None)
+    return min(fitting, key=Split.rank, default=None)
 
 
 def candidates(config: Config, setting: Setting, tp: int) -> Iterator[Config]:
@@ -182,7 +182,7 @@ def one_stream(config: Config, setting: Setting, length: int) -> Split | None:
     model = setting.model
     gpus = setting.gpus
     p = config.parallelism
-    found = []
+    fitting = []
     layouts = ("contiguous", "zigzag") if model.softmax and gpus > 1 else ("contiguous",)
     tp = p.tensor_parallel_degree
     for layout, shards in product(layouts, shardings(gpus, setting.machine.node_size, tp)):
@@ -201,8 +201,8 @@ def one_stream(config: Config, setting: Setting, length: int) -> Split | None:
             },
         )
         if can_run(split, setting):
-            found.append(with_checkpointing(split, setting))
-    return min(filter(None, found), key=Split.rank, default=None)
+            fitting.append(with_checkpointing(split, setting))
+    return min(filter(None, fitting), key=Split.rank, default=None)
 
 
 def checkpointing_of(config: Config) -> str:

@@ -142,14 +142,14 @@ class Clock:
                 yield "elementwise", sum(x.nbytes for x in (*inputs, *call.outputs)) / self.rates.fused
 
     def _attention(self, cost: Attention) -> float:
-        own, _ = self.gathered.pairs.tolist()
+        pairs_of_ranks, _ = self.gathered.pairs.tolist()
         match cost.keys:
             case None:
-                pairs = sum(own)  # all tokens, but fewer heads
+                pairs = sum(pairs_of_ranks)  # all tokens, but fewer heads
             case Gathered(pairs=pairs):  # balanced
                 pass
             case Ring(stride=stride):
-                pairs = sum(own[self.batch.cp - stride :])  # of the ranks that are one on it
+                pairs = sum(pairs_of_ranks[self.batch.cp - stride :])  # of the ranks that are one on it
         flops = 2 * (cost.D + cost.Dv) * cost.heads * pairs
         forward, both = self.machine.attention_rates(cost.D, cost.Dv, self.batch.mean is None)
         seconds = flops / forward / 1e12
@@ -209,8 +209,8 @@ class Clock:
 def attended(batch: Batch) -> tuple[int, int]:
     """For the rank's tokens: the number of (query, key) pairs that the mask leaves, and the longest entry's length."""
     described = context(batch)
-    own, _ = described.gathered.pairs.tolist()
-    return own[described.ranks.rank], int(described.tables.boundaries.longest)
+    pairs, _ = described.gathered.pairs.tolist()
+    return pairs[described.ranks.rank], int(described.tables.boundaries.longest)
 
 
 # --- A step ----------------------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def step(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: 
     sums = 1 if replicas_wait(t) else times
     parts["communication"] += sums * _replicas(config, u, gpus, machine, passes)
     if u.offloaded:
-        parts["communication"] += (times - 1) * u.own * u.types.stored / machine.offload.to_host
+        parts["communication"] += (times - 1) * u.local * u.types.stored / machine.offload.to_host
     chunks = -(-batch.tokens * batch.tp // t.loss_chunk_size) * (1 + model.mtp_layers + _readings(config, model))
     launches = times * (sum(p.launches for p in everything) + 7 * chunks)  # 7 for each chunk of logits
     spent = sum(parts.values())
@@ -319,14 +319,14 @@ def _optimizer(config: Config, u: Units, times: int, machine: Machine) -> float:
     FSDP2 takes what was gathered apart, and puts together what is reduced; on the host, gradient accumulation."""
     stored, compute = u.types.stored, u.types.compute
     if u.offloaded:
-        return u.own * stored * (10 + 3 * (times - 1)) / machine.offload.adamw
+        return u.local * stored * (10 + 3 * (times - 1)) / machine.offload.adamw
     if u.shards > 1:
         gathers = 2 if config.parallelism.fsdp_reshard_after_forward == "always" else 1
         copied = (sum(u.layers) + 2 * u.vocabulary) * 2 * gathers * compute
         copied += (sum(u.trained) + 2 * u.trained_head) * (compute + u.types.reduce)
     else:
-        copied = 0 if u.sharded or compute == stored else u.own * 2 * (stored + compute)
-    return (10 * u.own * stored + times * copied) / machine.rates.elementwise
+        copied = 0 if u.sharded or compute == stored else u.local * 2 * (stored + compute)
+    return (10 * u.local * stored + times * copied) / machine.rates.elementwise
 
 
 def _muon(model: ModelConfig, gpus: int, machine: Machine) -> float:
@@ -372,7 +372,7 @@ def _replicas(config: Config, u: Units, gpus: int, machine: Machine, passes: lis
     if replicas == 1:
         return 0.0
     link = machine.group(replicas, shards * config.parallelism.tensor_parallel_degree)
-    sums = 2 * u.own * u.types.reduce * (replicas - 1) / replicas / link.reduce_scatter
+    sums = 2 * u.local * u.types.reduce * (replicas - 1) / replicas / link.reduce_scatter
     return 2 * link.ring + max(sums - sum(backward.seconds for _, backward in passes), sums / len(u.layers))
 
 

@@ -70,9 +70,9 @@ def _steps(subject: Subject, dims: ParallelDims | None, enable: bool) -> list[Me
         return [_measured(passes_of_process(replace(subject, config=config), dims, micro_steps=1), BATCHES)]
     whole = subject.whole(DTYPES[subject.config.training.dtype])
 
-    def on_rank(own: LocalDims) -> Measured:
-        model = model_of(subject, whole, own, compiled=enable and own.rank == subject.degrees.ranks - 1)
-        return _measured(passes_of(subject, model, own, own.groups["world"], micro_steps=1), IN_ONE_PROCESS)
+    def on_rank(dims: LocalDims) -> Measured:
+        model = model_of(subject, whole, dims, compiled=enable and dims.rank == subject.degrees.ranks - 1)
+        return _measured(passes_of(subject, model, dims, dims.groups["world"], micro_steps=1), IN_ONE_PROCESS)
 
     return on_ranks(subject.degrees, on_rank)
 

@@ -28,11 +28,11 @@ def labels(subject: Subject) -> Findings:
     for i in range(STREAMS * subject.degrees.dp):
         stream = subject.streams[i]
         want = np.append(stream.tokens[1:], _first_of_next(subject, i))
-        given = stream.labels != IGNORE
+        labelled = stream.labels != IGNORE
         ends = np.zeros(len(want), dtype=bool)  # of documents, except the last, which may go on in the next stream
         ends[stream.cu_seqlens[1:-1] - 1] = True
-        bad = given & (ends | (stream.labels != want))
-        absent = ~given & ~ends & all_trained_on
+        bad = labelled & (ends | (stream.labels != want))
+        absent = ~labelled & ~ends & all_trained_on
         absent[-1] = False
         wrong += int(bad.sum())
         missing += int(absent.sum())
@@ -49,10 +49,10 @@ def targets(subject: Subject) -> Findings:
     """What a loss reads beside labels is what the corpus has beside these tokens; pairs are together and in order."""
     apart, wrong = [], []
     for i in range(STREAMS * subject.degrees.dp):
-        name, own = subject.streams.source(i)
+        name, number = subject.streams.source(i)
         source = subject.streams.sources[name]
-        corpus, stream = source.corpus, source[own]
-        starts, lengths = source.runs(own)
+        corpus, stream = source.corpus, source[number]
+        starts, lengths = source.runs(number)
         documents = np.searchsorted(corpus.offsets, starts, side="right") - 1
         first = documents[:: corpus.group] // corpus.group * corpus.group
         if source.targets.group and not np.array_equal(documents, np.add.outer(first, range(corpus.group)).ravel()):
@@ -60,8 +60,8 @@ def targets(subject: Subject) -> Findings:
         for n, (start, end) in enumerate(zip(starts, np.cumsum(lengths))):
             rows = np.flatnonzero(stream.labels[end - lengths[n] : end] != IGNORE)
             for column in source.targets.columns:
-                given = stream.columns[column][end - lengths[n] + rows]
-                if (given != corpus.columns[column][start + rows + 1]).any():
+                numbers = stream.columns[column][end - lengths[n] + rows]
+                if (numbers != corpus.columns[column][start + rows + 1]).any():
                     wrong.append(f"{column}, stream {i}, document {n}")
     if subject.config.loss.name in WHOLE:
         said = "streams with a text that is not beside its other one, the chosen one first"
@@ -76,8 +76,8 @@ def _all_trained_on(subject: Subject) -> bool:
 
 def _first_of_next(subject: Subject, i: int) -> int:
     """The token after the last one of stream i, if its document goes on."""
-    name, own = subject.streams.source(i)
-    return int(subject.streams.sources[name][own + 1].tokens[0])
+    name, number = subject.streams.source(i)
+    return int(subject.streams.sources[name][number + 1].tokens[0])
 
 
 def cut(subject: Subject) -> Findings:
@@ -87,11 +87,11 @@ def cut(subject: Subject) -> Findings:
         batch = next(iter(subject.loader(dims.dp_rank, dims.dp)))
         micro = sharding_of(subject, dims, subject.dtype)(batch)
         context = micro.plan.cp_context
-        found = {name: x[0] for name, x in {"tokens": micro.tokens, "labels": micro.labels, **micro.columns}.items()}
-        found["position_ids"] = micro.plan.position_ids
-        found |= _by_depth(micro.plan.later)
+        parts = {name: x[0] for name, x in {"tokens": micro.tokens, "labels": micro.labels, **micro.columns}.items()}
+        parts["position_ids"] = micro.plan.position_ids
+        parts |= _by_depth(micro.plan.later)
         starts = [int(a) for a in context.cu_seqlens_cpu[:-1]]
-        return dims.dp_rank, dims.cp_group.rank(), {n: x.cpu() for n, x in found.items()}, starts
+        return dims.dp_rank, dims.cp_group.rank(), {n: x.cpu() for n, x in parts.items()}, starts
 
     batch, degrees = subject.batch, subject.degrees
     bounds = batch.cu_seqlens.numpy().astype(np.int64)
@@ -101,9 +101,9 @@ def cut(subject: Subject) -> Findings:
     want |= {name: column[0] for name, column in batch.columns.items()}
     wrong = dict.fromkeys([*want, "documents"], 0)
     where = dict.fromkeys([*want, "documents"], "")
-    for rank, (dp_rank, cp_rank, found, starts) in enumerate(on_ranks(degrees, on_rank)):
+    for rank, (dp_rank, cp_rank, parts, starts) in enumerate(on_ranks(degrees, on_rank)):
         mine = tokens_of(subject, dp_rank, cp_rank)
-        for name, x in found.items():
+        for name, x in parts.items():
             bad = (
                 (x != want[name][mine]).view(len(x), -1).any(1)
                 if len(x) == len(mine)
@@ -127,10 +127,10 @@ def later(batch: Batch, depth: int) -> Later | None:
     tokens = torch.zeros(depth, batch.tokens.shape[1], dtype=torch.int64)
     labels = torch.full_like(tokens, IGNORE)
     weights = torch.zeros(tokens.shape)
-    own = batch.columns.get("weights", torch.ones(batch.tokens.shape))
+    weight_of = batch.columns.get("weights", torch.ones(batch.tokens.shape))
     for a, b in pairwise(batch.cu_seqlens.tolist()):
         for k in range(1, min(depth, b - a - 1) + 1):
-            for x, of in ((tokens, batch.tokens), (labels, batch.labels), (weights, own)):
+            for x, of in ((tokens, batch.tokens), (labels, batch.labels), (weights, weight_of)):
                 x[k - 1, a : b - k] = of[0, a + k : b]
     return Later(tokens, labels, weights) if depth else None
 
@@ -150,8 +150,8 @@ def tokens_in(subject: Subject, streams: Iterable[int], cp_rank: int) -> Tensor:
     T = subject.config.training.seq_len
     W = subject.degrees.cp
     blocks = torch.arange(T).view(-1, _fragment(subject))
-    own = blocks[[cp_rank, 2 * W - 1 - cp_rank] if len(blocks) > W else [cp_rank]].flatten()
-    return torch.cat([own + s * T for s in streams])
+    mine = blocks[[cp_rank, 2 * W - 1 - cp_rank] if len(blocks) > W else [cp_rank]].flatten()
+    return torch.cat([mine + s * T for s in streams])
 
 
 def _fragment(subject: Subject) -> int:

@@ -76,12 +76,12 @@ def main(argv: list[str]) -> int:
         first = os.environ.get("RANK", "0") == "0"
         if first:
             print(_introduction(subject))
-        found = list(_of_processes(subject)) if "WORLD_SIZE" in os.environ else []
+        of_processes = list(_of_processes(subject)) if "WORLD_SIZE" in os.environ else []
         if not first:  # the first one reports, and proves the rest
             return 0
         with one_process():
             more = (finding for name, check in checks(subject) for finding in guarded(name, check))
-            return _report(chain(found, more))
+            return _report(chain(of_processes, more))
     except (ValueError, torch.OutOfMemoryError) as error:
         return report(error)
 
@@ -128,9 +128,9 @@ def _introduction(subject: Subject) -> str:
     return "\n".join(lines)
 
 
-def _report(found: Findings) -> int:
+def _report(findings: Findings) -> int:
     begin, lines = time.perf_counter(), []
-    for finding in found:
+    for finding in findings:
         print(finding)
         lines += [] if isinstance(finding, Note) else [finding]
     failed = [finding for finding in lines if not finding.holds]

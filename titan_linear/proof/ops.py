@@ -50,17 +50,17 @@ def cases(subject: Subject) -> Iterator[Case]:
 def _mixer(kind: MixerOptions, draw: Draws, dim: int, mixer: nn.Module) -> Case:
     def run(x: Tensors, plan: BatchPlan, impl: str) -> Tensor:
         x = dict(x)
-        own = copy.deepcopy(mixer)  # per call: ranks run it in turns
+        copied = copy.deepcopy(mixer)  # per call: ranks run it in turns
         arguments = [x.pop(name) for name in tokens]
         for name, p in x.items():
             owner, _, leaf = name.rpartition(".")
-            module = own.get_submodule(owner)
+            module = copied.get_submodule(owner)
             del module._parameters[leaf]
             setattr(module, leaf, p)
-        own.cp_method = draw.cp_method
-        own.implementations = choose_implementations(kind.ops, impl, arguments[0].device, arguments[0].dtype)
+        copied.cp_method = draw.cp_method
+        copied.implementations = choose_implementations(kind.ops, impl, arguments[0].device, arguments[0].dtype)
         x, *taken = arguments
-        y = own(x, plan, None, *taken)
+        y = copied(x, plan, None, *taken)
         return y if isinstance(y, Tensor) else y[0]
 
     tokens = draw.tokens(x=(dim,)) | (draw.tokens(values=(kind.takes,)) if kind.takes else {})
@@ -104,8 +104,10 @@ def computed(
     parameters = {n: x.to(_dtype_of(case, n, dtype), copy=True).requires_grad_() for n, x in case.parameters.items()}
     y = case.run(tokens | parameters, plan, impl)
     grads = torch.autograd.grad(y, [*tokens.values(), *parameters.values()], case.dy[:, mine].to(dtype))
-    found = dict(zip([*tokens, *parameters], grads, strict=True))
-    return Results({"y": y.detach()} | {f"d{n}": found[n] for n in tokens}, {f"d{n}": found[n] for n in parameters})
+    gradients = dict(zip([*tokens, *parameters], grads, strict=True))
+    return Results(
+        {"y": y.detach()} | {f"d{n}": gradients[n] for n in tokens}, {f"d{n}": gradients[n] for n in parameters}
+    )
 
 
 def on_one(subject: Subject, case: Case, dtype: torch.dtype, impl: str = "torch") -> Results:
@@ -124,8 +126,8 @@ def split_among_ranks(subject: Subject, case: Case, dtype: torch.dtype, impl: st
 
     ranks = on_ranks(degrees, on_rank)
     whole = {name: x.new_empty(1, case.dy.shape[1], *x.shape[2:]) for name, x in ranks[0].tokens.items()}
-    for rank, found in enumerate(ranks):
-        for name, x in found.tokens.items():
+    for rank, results in enumerate(ranks):
+        for name, x in results.tokens.items():
             whole[name][:, tokens_of(subject, 0, rank).to(x.device)] = x
     return Results(whole, {n: sum(r.parameters[n].double() for r in ranks) for n in ranks[0].parameters})
 
@@ -191,19 +193,19 @@ def split(subject: Subject, case: Case) -> Findings:
     """The case split among ranks equals float64 on one rank; in the run's dtype, within what rounding costs."""
     what = f"{case}, cp {subject.degrees.cp}"
     for dtype in dict.fromkeys((torch.float64, subject.dtype)):
-        given = rounded(case, dtype)
+        rounded_case = rounded(case, dtype)
         impl = "torch" if dtype == torch.float64 else subject.config.model.impl
-        got = split_among_ranks(subject, given, dtype, impl)
-        want = on_one(subject, given, torch.float64)
+        got = split_among_ranks(subject, rounded_case, dtype, impl)
+        want = on_one(subject, rounded_case, torch.float64)
         yield Finding(f"split, {short(dtype)}", what, *_compared(subject, case, got, want, dtype))
 
 
 def implementations(subject: Subject, case: Case) -> Findings:
     """On these document lengths the run's implementation equals float64, and float64 equals the definition."""
     dtype = subject.dtype
-    given = rounded(case, subject.dtype)
-    got = on_one(subject, given, dtype, subject.config.model.impl)
-    compared = _compared(subject, case, got, on_one(subject, given, torch.float64), dtype)
+    rounded_case = rounded(case, subject.dtype)
+    got = on_one(subject, rounded_case, dtype, subject.config.model.impl)
+    compared = _compared(subject, case, got, on_one(subject, rounded_case, torch.float64), dtype)
     yield Finding(f"implementation, {short(dtype)}", f"{case}, against float64", *compared)
     if case.oracle is not None:
         few, bounds = _few(subject, case)
@@ -233,18 +235,18 @@ def documents(subject: Subject, case: Case) -> Findings:
     packed = on_one(subject, case, torch.float64)
     worst_of = (0.0, "")
     for n in [*order[: ALONE // 2], *order[::-1][: ALONE // 2]]:
-        own = slice(int(bounds[n]), int(bounds[n + 1]))
-        tokens = {name: x[:, own] for name, x in case.tokens.items()}
+        document = slice(int(bounds[n]), int(bounds[n + 1]))
+        tokens = {name: x[:, document] for name, x in case.tokens.items()}
         alone = computed(
-            replace(case, tokens=tokens, dy=case.dy[:, own]),
+            replace(case, tokens=tokens, dy=case.dy[:, document]),
             torch.float64,
             plan_of(subject, torch.tensor([0, int(lengths[n])], dtype=torch.int32)),
         )
         for name, x in alone.tokens.items():
             whole = packed.tokens[name]
-            error = off(whole[:, own], x, SMALL * whole.norm().item())
+            error = off(whole[:, document], x, SMALL * whole.norm().item())
             if not error <= worst_of[0]:
-                worst_of = error, f"{name}, {subject.document(own.start)}"
+                worst_of = error, f"{name}, {subject.document(document.start)}"
     yield Finding("documents", f"{case}, packed and alone, float64", worst_of[0], case.bound, worst_of[1])
     what = f"{case}, cp {subject.degrees.cp}: what changing one document changes of others, {short(subject.dtype)}"
     most, where = 0.0, ""
@@ -270,14 +272,14 @@ def _changed(subject: Subject, case: Case, documents: list[int]) -> Iterator[tup
     bounds = _bounds(subject)
     before = split_among_ranks(subject, case, dtype, impl)
     for n in dict.fromkeys(documents):
-        own = slice(int(bounds[n]), int(bounds[n + 1]))
+        document = slice(int(bounds[n]), int(bounds[n + 1]))
         other = {name: x.clone() for name, x in (case.tokens | {"dy": case.dy}).items()}
         for x in other.values():
-            x[:, own] = 1.5 * x[:, own].flip(-1) + 0.25
+            x[:, document] = 1.5 * x[:, document].flip(-1) + 0.25
         dy = other.pop("dy")
         after = split_among_ranks(subject, replace(case, tokens=other, dy=dy), dtype, impl).tokens
         for name, x in after.items():
-            x[:, own] = before.tokens[name][:, own]
+            x[:, document] = before.tokens[name][:, document]
         yield n, before, Results(after, {})
 
 

@@ -46,8 +46,8 @@ def split(subject: Subject) -> Findings:
         one = None
         if this.dtype != torch.float64:
             one = in_one_process(this, this.whole(DTYPES[this.config.training.dtype]))
-        found = _of_processes(this, dims, exact, one)
-        yield from of_step(f"processes, {short(this.dtype)}", dims.description, *found, exact, this.dtype, one)
+        compared = _of_processes(this, dims, exact, one)
+        yield from of_step(f"processes, {short(this.dtype)}", dims.description, *compared, exact, this.dtype, one)
 
 
 def _of_processes(
@@ -65,9 +65,9 @@ def _of_processes(
     dist.all_reduce(loss)
     ranks = of_all_ranks(_errors(model, want.gradients), host)
     errors = {(name, rank): of_rank[name] for name in want.gradients for rank, of_rank in enumerate(ranks)}
-    own = _first_wrong(subject, dims, trace, stations(subject, want, subject.dtype, one))
-    wrong = [found for found in of_all_ranks(own, host) if found]
-    return loss, errors, min(wrong, key=lambda found: (found.station, -found.error), default=None)
+    here = _first_wrong(subject, dims, trace, stations(subject, want, subject.dtype, one))
+    wrong = [place for place in of_all_ranks(here, host) if place]
+    return loss, errors, min(wrong, key=lambda place: (place.station, -place.error), default=None)
 
 
 def _first_wrong(subject: Subject, dims: ParallelDims, trace: Trace, stations: list[Station]) -> Wrong | None:

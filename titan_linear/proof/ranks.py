@@ -69,9 +69,9 @@ def model_of(subject: Subject, whole: Decoder, dims: LocalDims, compiled: bool =
     for name, p in whole.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(p.detach(), requires_grad=p.requires_grad))
-    for own, layer in zip(model.layers, whole.layers, strict=True):
-        if isinstance(own.mlp, MoE):
-            own.mlp.loads = torch.zeros_like(layer.mlp.loads)
+    for local, layer in zip(model.layers, whole.layers, strict=True):
+        if isinstance(local.mlp, MoE):
+            local.mlp.loads = torch.zeros_like(layer.mlp.loads)
     if whole.config.tie_embeddings:
         model.head.weight = model.embedding.weight
     parallelize(model, dims, changed(subject.config, {"compile.enable": compiled}), subject.device)

@@ -63,17 +63,17 @@ class Run:
         self.loader.advance()
         reading = self.update.run(losses, self.step)
         self.passes.feed.prefetch()
-        ranks = of_all_ranks([i for own in streams for i in own], self.host)
-        return reading.wait().loss, tuple(sorted({i for own in ranks for i in own}))
+        ranks = of_all_ranks([i for of_rank in streams for i in of_rank], self.host)
+        return reading.wait().loss, tuple(sorted({i for of_rank in ranks for i in of_rank}))
 
     def tensors(self) -> dict[str, Tensor]:
         """Copies of this rank's parts of the weights and optimizer states, by name."""
         weights = named_parameters(self.model)
-        found = {f"weight {name}": local_tensor(p).detach().clone() for name, p in weights.items()}
+        copies = {f"weight {name}": local_tensor(p).detach().clone() for name, p in weights.items()}
         for name, p in self.model.named_parameters():
             for key, x in self.optimizer.state.get(p, {}).items():
-                found[f"optimizer state {key} of {name}"] = local_tensor(torch.as_tensor(x)).detach().clone()
-        return found
+                copies[f"optimizer state {key} of {name}"] = local_tensor(torch.as_tensor(x)).detach().clone()
+        return copies
 
 
 def resume(subject: Subject) -> Findings:
@@ -132,8 +132,8 @@ def _resumed(check: str, subject: Subject, dims: ParallelDims, host: dist.Proces
 def _shared_folder(host: dist.ProcessGroup) -> Iterator[Path | None]:
     """A temporary folder for all ranks; None: not all of them see it."""
     first = dist.get_rank(host) == 0
-    with tempfile.TemporaryDirectory(prefix="titan_linear-doctor-") if first else nullcontext() as own:
-        folder = Path(of_all_ranks(own, host)[0])
+    with tempfile.TemporaryDirectory(prefix="titan_linear-doctor-") if first else nullcontext() as made:
+        folder = Path(of_all_ranks(made, host)[0])
         yield folder if all(of_all_ranks(folder.is_dir(), host)) else None
         dist.barrier(host)
 
@@ -141,8 +141,8 @@ def _shared_folder(host: dist.ProcessGroup) -> Iterator[Path | None]:
 def _compared(check: str, what: str, want: dict[str, Tensor], run: Run) -> Finding:
     """Compare what all ranks have in `run` with what they had."""
     got = run.tensors()
-    own = [n for n in dict.fromkeys([*want, *got]) if n not in got or n not in want or not _same(want[n], got[n])]
-    ranks = of_all_ranks(own, run.host)
+    differing = [n for n in dict.fromkeys([*want, *got]) if n not in got or n not in want or not _same(want[n], got[n])]
+    ranks = of_all_ranks(differing, run.host)
     wrong = [f"{n}, rank {rank}" if len(ranks) > 1 else n for rank, names in enumerate(ranks) for n in names]
     where = ", ".join(wrong[:2]) + (f" and {len(wrong) - 2} more" if len(wrong) > 2 else "")
     return Finding(check, f"{what}: of {len(want)} weights and optimizer states, others", len(wrong), 0, where)

@@ -296,5 +296,5 @@ def _length(config: Config, device: torch.device) -> int:
     p, t = config.parallelism, config.training
     blocks = p.context_parallel_degree * (2 if p.context_parallel_layout == "zigzag" else 1)
     unit = math.lcm(blocks, p.context_parallel_degree * p.tensor_parallel_degree)
-    wanted = max(LENGTH[device.type], blocks * (CHUNK + CHUNK // 2))
-    return min(-(-wanted // unit) * unit, t.seq_len)
+    length = max(LENGTH[device.type], blocks * (CHUNK + CHUNK // 2))
+    return min(-(-length // unit) * unit, t.seq_len)

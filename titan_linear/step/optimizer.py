@@ -79,8 +79,8 @@ class Muon(AdamW):
 
     def scaled_directions(self, group: dict[str, Any]) -> dict[nn.Parameter, Tensor]:
         """The same, as long as they are added to the weights at a rate of 1, in the weights' dtype."""
-        found = zip(group["params"], self.matrices.shapes, self.directions(group), strict=True)
-        return {p: x.to(local_tensor(p)) * update_scale(shape) for p, shape, x in found}
+        directions = zip(group["params"], self.matrices.shapes, self.directions(group), strict=True)
+        return {p: x.to(local_tensor(p)) * update_scale(shape) for p, shape, x in directions}
 
     def _parts(self, group: dict[str, Any]) -> tuple[list[Tensor], ...]:
         """This rank's of weights, gradients and momenta."""
@@ -119,19 +119,19 @@ def build_optimizer(model: nn.Module, config: Optimizer) -> AdamW:
     options = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps, "fused": True}
     if not matrices:
         return AdamW(decays, **options)
-    own = {"params": list(matrices.values()), "weight_decay": config.weight_decay, "momentum": config.momentum}
+    group = {"params": list(matrices.values()), "weight_decay": config.weight_decay, "momentum": config.momentum}
     wholes = {name: whole(model, name, p) for name, p in matrices.items()}
-    return Muon([*decays, own], WholeMatrices(wholes, exchange_device(next(iter(wholes.values())))), **options)
+    return Muon([*decays, group], WholeMatrices(wholes, exchange_device(next(iter(wholes.values())))), **options)
 
 
 def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
     """The matrices between embedding and head, and stacks of them, by name: weights of linear layers, and what modules
     name in `hidden_matrices`."""
-    found: dict[str, nn.Parameter] = {}
+    matrices: dict[str, nn.Parameter] = {}
     for path, module in model.named_modules():
         names = ("weight",) if isinstance(module, nn.Linear) else getattr(module, "hidden_matrices", ())
-        found |= {f"{path}.{name}": getattr(module, name) for name in names}
-    return {name: p for name, p in found.items() if p.requires_grad}
+        matrices |= {f"{path}.{name}": getattr(module, name) for name in names}
+    return {name: p for name, p in matrices.items() if p.requires_grad}
 
 
 def exchange_device(tensor: Tensor) -> torch.device:

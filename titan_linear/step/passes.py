@@ -154,10 +154,10 @@ class ComputeCopies:
 
     def __init__(self, model: Decoder, dtype: torch.dtype):
         kept = {id(p) for p in replicated_parameters(model)}
-        own = {id(p): p for p in model.parameters() if id(p) not in kept and p.dtype != dtype}
-        self.parameters = list(own.values())
+        originals = {id(p): p for p in model.parameters() if id(p) not in kept and p.dtype != dtype}
+        self.parameters = list(originals.values())
         self.copies = [nn.Parameter(torch.empty_like(p, dtype=dtype), p.requires_grad) for p in self.parameters]
-        copy_of = dict(zip(own, self.copies, strict=True))
+        copy_of = dict(zip(originals, self.copies, strict=True))
         self.slots = [  # a tied parameter has two
             (module._parameters, name, p, copy_of[id(p)])
             for module in model.modules()

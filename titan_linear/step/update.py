@@ -95,11 +95,11 @@ def sum_gradients(sums: list[tuple[list[nn.Parameter], dist.ProcessGroup]]) -> N
 
 def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Sum the gradients of these parameters; those in the host's memory are summed on the device of their mesh."""
-    for given in by_device(p.grad for p in parameters if p.grad is not None):
-        grads = list(map(local_tensor, given))
-        flat = torch.cat([g.flatten() for g in grads]).to(exchange_device(given[0]))
+    for on_device in by_device(p.grad for p in parameters if p.grad is not None):
+        grads = list(map(local_tensor, on_device))
+        flat = torch.cat([g.flatten() for g in grads]).to(exchange_device(on_device[0]))
         dist.all_reduce(flat, group=group)
-        flat = flat.to(given[0].device)
+        flat = flat.to(on_device[0].device)
         torch._foreach_copy_(grads, [x.view_as(g) for x, g in zip(flat.split([g.numel() for g in grads]), grads)])
 
 

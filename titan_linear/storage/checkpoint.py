@@ -278,8 +278,8 @@ class Checkpointer:
         writer = _Writer(tmp, sync_files=False, per_thread_copy_ahead=ahead)
         writer.fs = files
         dcp.save(state, storage_writer=writer, planner=planner, process_group=self.group)
-        own = files.written | ({PROGRESS: checksum(content)} if self.rank == 0 else {})
-        parts = self._together(lambda: (own, self._sync(tmp, own)))
+        sums = files.written | ({PROGRESS: checksum(content)} if self.rank == 0 else {})
+        parts = self._together(lambda: (sums, self._sync(tmp, sums)))
         files = {name: entry for part, _ in parts for name, entry in part.items()}
         manifest = Manifest.model_construct(files=files, tensors=writer.tensors)
         return manifest, "; ".join(f"rank {rank}: {names}" for rank, (_, names) in enumerate(parts) if names)
@@ -310,10 +310,10 @@ class Checkpointer:
         tmp.mkdir()
         (tmp / PROGRESS).write_bytes(progress)
 
-    def _sync(self, tmp: Path, own: dict[str, list[int]]) -> str:
+    def _sync(self, tmp: Path, sums: dict[str, list[int]]) -> str:
         """Sync files to the disk; a message that names those that read back differently, else ""."""
-        files = [sync(tmp / name, forget=self.verify) for name in own]
-        altered = [file.name for file in files if self.verify and inspect(file) != own[file.name]]
+        files = [sync(tmp / name, forget=self.verify) for name in sums]
+        altered = [file.name for file in files if self.verify and inspect(file) != sums[file.name]]
         return f"{', '.join(altered)} on the disk is not what was written" if altered else ""
 
     def _commit(self, step: int, tmp: Path, manifest: Manifest) -> None:

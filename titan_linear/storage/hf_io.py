@@ -141,8 +141,8 @@ def check_folder(path: Path, model: ModelConfig, free: Collection[str] = ()) -> 
     """
     family, theirs = read_model(path, model.mtp_layers)
     changed = differences(theirs, model)
-    if found := {option: pair for option, pair in changed.items() if option not in free}:
-        differing = ", ".join(f"{option} = {a!r} (this run: {b!r})" for option, (a, b) in found.items())
+    if others := {option: pair for option, pair in changed.items() if option not in free}:
+        differing = ", ".join(f"{option} = {a!r} (this run: {b!r})" for option, (a, b) in others.items())
         raise ValueError(
             f"'{path / CONFIG}' is another model: {differing}; use model.flavor = 'hf', or this model's folder"
         )
@@ -160,20 +160,20 @@ def locate(folder: Folder, family: str, model: ModelConfig) -> list[Placement]:
             head that differs from the embedding to which it is tied. The message names the first of them.
     """
     try:
-        found = placements(model, family, folder.shapes)
+        places = placements(model, family, folder.shapes)
     except ValueError as error:
         head, *problems = str(error).split("\n  ")
         said = [_with_file(problem, folder) for problem in problems[:LISTED]]
         said += [f"and {len(problems) - LISTED} more"] if len(problems) > LISTED else []
         raise ValueError(f"'{folder.path}': {head} " + "; ".join(said)) from None
-    for tensor in (folder.tensors[source.name] for placement in found for source in placement.sources):
+    for tensor in (folder.tensors[source.name] for placement in places for source in placement.sources):
         if tensor.code not in DTYPES:
             raise ValueError(
                 f"'{tensor.file}': tensor {tensor.name!r} is {tensor.code}; {', '.join(DTYPES)} can be read: convert it"
             )
     if model.tie_embeddings and HEAD in folder.tensors:
-        _check_tied(folder, next(p.sources[0].name for p in found if p.name == "embedding.weight"))
-    return found
+        _check_tied(folder, next(p.sources[0].name for p in places if p.name == "embedding.weight"))
+    return places
 
 
 def _check_tied(folder: Folder, embedding: str) -> None:

@@ -74,9 +74,14 @@ def find_family(model: ModelConfig, tokenizer: Files | None = None) -> str:
 
 def check_tokenizer(family: str, config: Mapping[str, Any], tokenizer: Files) -> None:
     """Refuse a tokenizer that `transformers` would not read as it is from a folder with this config.json."""
-    own = FAMILIES[family].own_tokenizer
+    theirs = FAMILIES[family].own_tokenizer
     kind = config.get("model_type")
-    if TOKENIZER in tokenizer and own and kind in own.model_types and not own.fits(json.loads(tokenizer[TOKENIZER])):
+    if (
+        TOKENIZER in tokenizer
+        and theirs
+        and kind in theirs.model_types
+        and not theirs.fits(json.loads(tokenizer[TOKENIZER]))
+    ):
         raise ValueError(
             f"{family}: transformers reads every tokenizer of model_type = {kind!r} as if it were the family's "
             "own, and would give other tokens than the model is trained on; set model.tokenizer_path to that one"
@@ -129,19 +134,19 @@ def write_folder(
         ValueError: `like` is of another model; the architecture cannot hold the model.
         SaveFailed: on every rank, if the folder could not be written or another process is writing it.
     """
-    source, found = (None, placements(model, family)) if like is None else check_folder(like, model, POSITIONS)
+    source, parts = (None, placements(model, family)) if like is None else check_folder(like, model, POSITIONS)
     if model.tie_embeddings and not FAMILIES[family].ties and (source is None or HEAD in source.tensors):
         shape = (model.vocab_size, model.dim)
-        found.append(Placement("embedding.weight", shape, (Source(HEAD, shape),), rows=None))
+        parts.append(Placement("embedding.weight", shape, (Source(HEAD, shape),), rows=None))
     # Those that are no part of the language model, except a stale copy of the embedding.
     others = sorted(ignored(model, family, source.shapes) - {HEAD}) if source else []
     copied = [source.tensors[name] for name in others]
     config = _config_json(model, family, dtype, source, extra or {}, longest)
     files = _beside(config, like) | dict(tokenizer or {})
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    plan = _plan(found, family, dtype, source, copied)
+    plan = _plan(parts, family, dtype, source, copied)
     failure = None
-    left = iter(progress(found, f"writing {path.name}"))
+    left = iter(progress(parts, f"writing {path.name}"))
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             with replacing(path) as folder:
@@ -170,11 +175,11 @@ def _raise_everywhere(path: Path, failure: OSError | RuntimeError | None) -> Non
 
 
 def _plan(
-    found: list[Placement], family: str, dtype: torch.dtype | None, source: Folder | None, copied: list[OnDisk]
+    parts: list[Placement], family: str, dtype: torch.dtype | None, source: Folder | None, copied: list[OnDisk]
 ) -> dict[str, Planned]:
     """Everything to write, in order."""
     plan = {}
-    for placement in found:
+    for placement in parts:
         wide = dtype and placement.name.endswith(FAMILIES[family].float32)
         kept = torch.promote_types(dtype, torch.float32) if wide else dtype
         for name, shape in ((tensor.name, tensor.shape) for tensor in placement.sources):
@@ -199,7 +204,7 @@ def _config_json(
         tables.append(config["text_config"])
     for table in tables:
         for name, x in changes.items():
-            if not (isinstance(known := table.get(name), list) and x in known):
+            if not (isinstance(listed := table.get(name), list) and x in listed):
                 table[name] = x
         if dtype is not None:
             table.pop("torch_dtype", None)  # the older name
@@ -224,8 +229,8 @@ def _change(config: dict[str, Any], before: Mapping[str, Any], now: Mapping[str,
     for key, value in now.items():
         if value != before.get(key):
             old = (config.get(key) if isinstance(value, dict) else None) or {}
-            known = before.get(key) or ()
-            kept = {name: x for name, x in old.items() if name not in known and not isinstance(x, dict)}
+            names = before.get(key) or ()
+            kept = {name: x for name, x in old.items() if name not in names and not isinstance(x, dict)}
             config[key] = kept | value if kept else value
     for older in ("rope_scaling", "rope_theta", "partial_rotary_factor"):  # what rope_parameters says now
         config.pop(older, None)

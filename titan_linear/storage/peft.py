@@ -65,9 +65,9 @@ def contents(model: ModelConfig, family: str) -> Contents:
     """What a PEFT folder of a model's adapters holds."""
     options = model.adapter
     with torch.device("meta"):
-        base, own = Decoder(model.base), Decoder(model)
+        base, adapted = Decoder(model.base), Decoder(model)
     weights, _ = adaptable(base)
-    trained = trained_names(own)
+    trained = trained_names(adapted)
     shapes = shapes_of(model) | {name: (*base.get_parameter(name).shape[:-1], options.rank) for name in weights}
     matrices, extra = [], []
     for source, placements in live_layouts(model.base, family, shapes):

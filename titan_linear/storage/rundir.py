@@ -93,8 +93,8 @@ def check_resume(config: Config) -> list[str]:
         raise ValueError(f"job.dump_folder = '{folder}' holds a run without its {CONFIG}; use another folder")
     stored = _stored(folder)
     _check_checkpoints_are_used(config, stored)
-    known, given = (flat_keys(_with_absolute_paths(c)) for c in (stored, config))
-    differing = {key: (known[key], new) for key, new in given.items() if new != known[key]}
+    before, now = (flat_keys(_with_absolute_paths(c)) for c in (stored, config))
+    differing = {key: (before[key], new) for key, new in now.items() if new != before[key]}
     refused = {key: pair for key, pair in differing.items() if not _may_change(key, *pair)}
     if refused:
         lines = "\n".join(f"  {key}: {difference(*pair)}" for key, pair in refused.items())
@@ -174,9 +174,9 @@ def copied_configuration(config: Config) -> str:
     path = Path(os.path.expanduser(config.job.config_file))
     if not path.is_file() or not _is_of_a_run(path):  # what comes through a pipe is read once
         return ""
-    own = load_config(["--job.config_file", str(path)]).job.dump_folder
+    its_folder = load_config(["--job.config_file", str(path)]).job.dump_folder
     folder = Path(config.job.dump_folder)
-    if absolute(own) != absolute(str(folder)) or path.absolute().parent == folder.absolute():
+    if absolute(its_folder) != absolute(str(folder)) or path.absolute().parent == folder.absolute():
         return ""  # another folder was given, or it is this run's
     here = path.absolute().parent
     moved = f"; --job.dump_folder '{here}' resumes where it lies" if path.with_name(RUN_MANIFEST).exists() else ""
@@ -271,11 +271,11 @@ def write_config(config: Config) -> None:
 
 
 def _with_absolute_paths(config: Config) -> Config:
-    given = flat_keys(config)
+    values = flat_keys(config)
     mixture = [
         source.model_copy(update={"dataset_path": absolute(source.dataset_path)}) for source in config.training.mixture
     ]
-    paths = {key: absolute(given[key]) for key in keys_with(Rule.PATH)}
+    paths = {key: absolute(values[key]) for key in keys_with(Rule.PATH)}
     if config.model.tokenizer_path == BYTES:
         del paths["model.tokenizer_path"]
     return changed(config, paths | {"training.mixture": mixture})

@@ -152,16 +152,16 @@ def _compare(path: Path, reader: Reader, state: dict[str, dict[str, Any]]) -> No
             "earlier checkpoint.load_step, or start a new run with checkpoint.initial_load_path"
         )
     for part, values in state.items():
-        wanted = {f"{part}.{name}": tuple(x.shape) for name, x in values.items()}
+        shapes = {f"{part}.{name}": tuple(x.shape) for name, x in values.items()}
         there = {name: tuple(x.size) for name, x in saved.items() if name.startswith(f"{part}.")}
-        if wanted.keys() != there.keys():
-            lacks = sorted(wanted.keys() - there.keys())
-            extra = sorted(there.keys() - wanted.keys())
+        if shapes.keys() != there.keys():
+            lacks = sorted(shapes.keys() - there.keys())
+            extra = sorted(there.keys() - shapes.keys())
             raise ValueError(
                 f"'{path}' is of another model: it lacks {len(lacks)} of this model's tensors {lacks[:3]} and has "
                 f"{len(extra)} others {extra[:3]}; use the configuration that it was saved with"
             )
-        if other := [f"{name} {there[name]}, here {size}" for name, size in wanted.items() if there[name] != size]:
+        if other := [f"{name} {there[name]}, here {size}" for name, size in shapes.items() if there[name] != size]:
             raise ValueError(
                 f"'{path}' is of another model: {len(other)} tensors have another size: {'; '.join(other[:3])}; use "
                 "the configuration that it was saved with, or if it is this one, the version of titan_linear"
