@@ -129,7 +129,7 @@ MUTANTS = [
     # --- storage
     Mutant("len(older) + 1 - self.keep_latest_k", "len(older) - self.keep_latest_k", "test_checkpoint.py: keep_latest"),
     Mutant("_step(path, number, line) <= step", "_step(path, number, line) < step", "test_rundir.py"),
-    Mutant("inspect(file) != sums[file.name]", "inspect(file)[0] != own[file.name][0]", "test_checkpoint.py: disk"),
+    Mutant("inspect(file) != sums[file.name]", "inspect(file)[0] != sums[file.name][0]", "test_checkpoint.py: disk"),
     # --- what is observed and planned
     Mutant("loss <= mean + self.sigmas * sigma", "loss <= mean + sigma", "test_spikes.py"),
     Mutant("n * (n + 1) // 2", "n * (n - 1) // 2", "test_flops.py"),

@@ -110,7 +110,7 @@ def units(config: Config, model: ModelConfig, gpus: int) -> Units:
     elements = _local(model, shards, tp, ep)
     whole = replicated_parameters(decoder)
     return Units(
-        elements=_elements(elements),
+        local=_elements(elements),
         frozen=_elements(elements, frozen=True),
         muon=sum(_local_of_muon(config, model, shards)),
         whole=sum(p.numel() for p in whole if p.requires_grad or not model.adapter),
