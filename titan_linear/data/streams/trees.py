@@ -46,7 +46,8 @@ class TreeStreams(WholeStreams):
     def _stream(self, starts: np.ndarray, lengths: np.ndarray, next_token: int, seq_len: int) -> Stream:
         stream = super()._stream(starts, lengths, next_token, seq_len)
         edges, count = stream.cu_seqlens.astype(np.int64), len(starts)
-        parents, ends = np.full(len(edges) - 1, -1), {}  # the last node that ends at a token of the corpus
+        parents = np.full(len(edges) - 1, -1)
+        ends: dict[int, int] = {}  # the last node that ends at a token of the corpus
         for n, (start, back) in enumerate(zip(starts.tolist(), self.corpus.columns[BACK][starts].tolist())):
             parents[n] = ends[start - back + 1] if back else -1
             ends[start + lengths[n]] = n
