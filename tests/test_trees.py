@@ -105,6 +105,14 @@ def test_runs(name, files, apart, worlds):
         check_equal(rank, apart({}))
 
 
+def test_a_compiled_run(files, apart, worlds):
+    own = {"model.name": "hybrid", "model.flavor": FAMILIES["lfm2"]}
+    processes, keys = SPLITS["cp 2 allgather zigzag"]
+    compiled = {"compile.enable": "true", "compile.backend": "aot_eager"}
+    for rank in worlds(processes).run(train_on_rank, arguments(files, "together", own, keys, compiled)):
+        check_equal(rank, apart(own))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family, files, apart, worlds):
     own = {"model.name": "hybrid", "model.flavor": FAMILIES[family], "loss.normalise": "document"}
@@ -246,7 +254,8 @@ def test_what_trees_are_not_for(keys, words, files):
 def test_batch_shows_nodes(tmp_path):
     tree = {"text": "ab", "children": [{"text": "c", "weights": 0}, {"text": "d"}, {"text": "e", "weights": [0, 1]}]}
     side = split_corpus(corpus_of(tmp_path / "one.jsonl", [tree]), 0.0, "train")
-    (stream,) = TreeStreams(side, seq_len=8, seed=0, repeat=False)
+    (stream,) = streams = TreeStreams(side, seq_len=8, seed=0, repeat=False)
+    assert not any((streams.padding().labels != IGNORE) | (streams.padding().columns["worth"] != 0))
     lines = [line.strip() for line in documents(stream, build_tokenizer(None), 0)]
     assert [line for line in lines if line.startswith("document")] == [
         "document 0: [0, 2), 2 tokens, 1 learnt",

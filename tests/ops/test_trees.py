@@ -159,6 +159,24 @@ def test_kernels(op):
         assert relative_error(got.cpu(), right.cpu()) < 2e-6
 
 
+@pytest.mark.parametrize("name", TREES)
+def test_keys_are_at_most_twice_those_of_the_documents_apart(name):
+    """Each run that is no leaf ends before one, whose path is longer."""
+    lengths, parents = TREES[name]
+    context = build_cp_context(boundaries(lengths), parents=torch.tensor(parents), rank=0, world_size=1)
+    assert len(context.stream.paths.rows) <= 2 * sum(map(len, paths(name)))
+
+
+def test_segments_of_entries_that_states_enter_or_leave_are_computed():
+    """Those of a node in one segment, too, unless it is a tree of its own."""
+    cu = boundaries([8192, 64, 64, 8192])
+    where = {"rank": 0, "world_size": 1, "programs": (2,)}
+    parents = torch.tensor([-1, 0, -1, -1])
+    segments = build_cp_context(cu, parents=parents, **where).stream.segments[2]
+    small, alone = segments.offsets[1:3].tolist()
+    assert segments.wanted.tolist() == [2 * (n != alone) for n in range(len(segments.wanted))] and small == alone - 1
+
+
 @pytest.mark.parametrize("op", ["gdn", "conv", "attention"])
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_nan_stays_in_its_leaf(op, world_size):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from titan_linear.ops.exchange.kcp import incoming_states
-from titan_linear.ops.exchange.trees import tree_states
+from titan_linear.ops.exchange.trees import fold_tree
 from titan_linear.ops.exchange.ulysses import heads_to_tokens, tokens_to_heads
 from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.layout.chains import Chains
@@ -164,7 +164,7 @@ class _Recurrence(torch.autograd.Function):
         do = torch.zeros_like(inputs.v) if do is None else do
         if tree := call.boundaries.tree:
             dS_ext = rule.boundary_backward(do, tree.children)
-            final = States(tree_states(dS_ext, M, tree, call.group, reverse=True), tree.ends)
+            final = States(fold_tree(dS_ext, M, list(tree.fold), call.group, True), tree.ends)
         elif call.cp is not None:
             chains = call.cp.tables.reverse_chains
             dS_ext = rule.boundary_backward(do, chains)
@@ -197,7 +197,7 @@ def _forward(call: Call, inputs: AnyInputs, initial_state: Tensor | None, keep: 
     states, entering, M = initial_state, None, None
     if tree := call.boundaries.tree:
         S_ext, M = rule.boundary(tree.points)
-        states = entering = tree_states(S_ext, M, tree, call.group)
+        states = entering = fold_tree(S_ext, M, list(tree.fold), call.group, False)
     elif call.cp is not None:
         chains = call.cp.tables.forward_chains
         S_ext, M = rule.boundary(chains)

@@ -15,18 +15,9 @@ from torch import Tensor
 
 from titan_linear.ops.exchange.collectives import add_rows, group_named, start_all_gather
 from titan_linear.ops.exchange.folds import act
-from titan_linear.ops.layout.trees import Fold, Tree
+from titan_linear.ops.layout.trees import Fold
 from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import operator
-
-
-def tree_states(S_ext: Tensor, M: Tensor, tree: Tree, group: str, *, reverse: bool = False) -> Tensor:
-    """The states from which this rank's entries start, as `tree.starts` numbers them; in reverse, the gradients of
-    those with which its points end. Every rank of the group must call it.
-
-    S_ext: [points, *, K, V], in reverse [children, *, K, V]. M: [points, *, K, K], or if diagonal [points, *, K or 1].
-    """
-    return fold_tree(S_ext, M, list(tree.fold), group, reverse)
 
 
 def _folded(S_ext: Tensor, M: Tensor, tables: list[Tensor], group: str, reverse: bool) -> Tensor:
@@ -36,7 +27,12 @@ def _folded(S_ext: Tensor, M: Tensor, tables: list[Tensor], group: str, reverse:
 
 @operator(fake=_folded, kept_by=("selective",), cost=lambda *_, **__: costs.Exchange("halo"), of_driver=True)
 def fold_tree(S_ext: Tensor, M: Tensor, tables: list[Tensor], group: str, reverse: bool) -> Tensor:
-    """`tree_states`; tables: `Fold`."""
+    """The states from which this rank's entries start, as `Tree.starts` numbers them; in reverse, the gradients of
+    those with which its points end. Every rank of the group must call it.
+
+    S_ext: [points, *, K, V], in reverse [children, *, K, V]. M: [points, *, K, K], or if diagonal [points, *, K or 1].
+    tables: `Fold`.
+    """
     fold = Fold(*tables)
     M = _with_shared(M, fold, group)
     if reverse:

@@ -173,17 +173,16 @@ def halo_routes(cut: Cut, rank: int, world_size: int, width: int) -> HaloRoutes:
 
 def _routes_on_paths(nodes: Nodes, cut: Cut, rank: int, world_size: int, width: int) -> HaloRoutes:
     size = cut.fragments[0].end
-    starts = nodes.starts(size if world_size > 1 else None)
-    owners = cut.owners[starts // size]
-    leaving, coming, entry = [], [], 0
-    for start, owner in zip(starts.tolist(), owners.tolist()):
-        for n, t in enumerate(nodes.before(start, width), 1):
-            f = cut.fragments[t // size]
-            if f.rank == rank:
-                leaving.append((owner, f.slot * size + t - f.start))
-            if owner == rank:
-                coming.append((f.rank, entry * width + width - n))
-        entry += owner == rank
+    tokens = [nodes.starts(size if world_size > 1 else None)]
+    owners = cut.owners[tokens[0] // size]
+    for _ in range(width):
+        tokens.append(nodes.before(tokens[-1]))
+    n, entry = np.nonzero(np.stack(tokens[1:]) >= 0)
+    token = np.stack(tokens[1:])[n, entry]
+    source, to = cut.owners[token // size], owners[entry]
+    local = token + np.array([f.slot * size - f.start for f in cut.fragments])[token // size]
+    place = np.cumsum(owners == rank)[entry] * width - n - 1
+    leaving, coming = np.stack([to, local], 1)[source == rank], np.stack([source, place], 1)[to == rank]
     rows, send_counts = _by_rank(leaving, world_size, len(leaving))
     places, receive_counts = _by_rank(coming, world_size, len(coming))
     always = np.array([True])
@@ -191,7 +190,7 @@ def _routes_on_paths(nodes: Nodes, cut: Cut, rank: int, world_size: int, width: 
     return table(HaloRoutes, rows=rows, places=places, crosses=always, repeats=always, **counts)
 
 
-def _by_rank(pairs: list[tuple[int, int]], world_size: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+def _by_rank(pairs: list[tuple[int, int]] | np.ndarray, world_size: int, length: int) -> tuple[np.ndarray, np.ndarray]:
     """(rank, number) pairs -> the numbers by rank, with zeros up to `length`, and how many each rank has [W]."""
     rank, number = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
     by_rank = np.zeros(length, dtype=np.int64)

@@ -53,6 +53,16 @@ class Nodes:
         """[N] where the position 0 of each node's tokens would be."""
         return self.edges[:-1] - self.depth
 
+    @property
+    def chains(self) -> tuple[np.ndarray, np.ndarray]:
+        """Where runs of nodes begin of which each continues the one before it, and the stream's end; and `begins` of
+        the first of each. Attention takes a run for one document, with more keys than queries. A leaf is a run of its
+        own, so that no NaN of it reaches the nodes above."""
+        heads = self.parents != np.arange(len(self.parents)) - 1
+        heads[[0, *self.leaves]] = True
+        heads = np.flatnonzero(heads)
+        return np.append(self.edges[heads], self.edges[-1]), self.begins[heads]
+
     def at(self, tokens: np.ndarray) -> np.ndarray:
         """The node of each token."""
         return np.searchsorted(self.edges, tokens, side="right") - 1
@@ -71,20 +81,11 @@ class Nodes:
         cuts = np.arange(0, self.edges[-1], size or self.edges[-1])
         return np.union1d(self.edges[:-1], cuts)
 
-    def entries_before(self, start: np.ndarray) -> np.ndarray:
-        """[E] the entry that each entry continues, −1: none."""
-        node = self.at(start)
-        last = np.searchsorted(start, self.edges[1:]) - 1  # of each node
-        above = np.where(self.parents >= 0, last[self.parents], -1)[node]
-        return np.where(start > self.edges[node], np.arange(len(start)) - 1, above)
-
-    def before(self, token: int, count: int) -> list[int]:
-        """Up to `count` tokens before a token on its path, the last first."""
-        tokens: list[int] = []
-        for node in self.paths[int(self.at(np.array(token)))][::-1].tolist():
-            end = min(token, int(self.edges[node + 1]))
-            tokens += range(end - 1, max(int(self.edges[node]), end - count + len(tokens)) - 1, -1)
-        return tokens
+    def before(self, tokens: np.ndarray) -> np.ndarray:
+        """The token that each one continues, −1: none; of −1, too."""
+        node = self.at(tokens)
+        above = np.where(self.parents >= 0, self.edges[self.parents + 1] - 1, -1)[node]
+        return np.where(tokens < 0, -1, np.where(tokens > self.edges[node], tokens - 1, above))
 
 
 def parents_behind(edges: np.ndarray, back: np.ndarray) -> np.ndarray:

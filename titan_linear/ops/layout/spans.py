@@ -70,7 +70,7 @@ def pairs_between(start, end, first, last, causal: bool):
 
 def entries(cut: Cut) -> Runs:
     """The part of each document in each fragment, computed by its owner; in global order."""
-    fragments, documents = cut.fragments, cut.documents
+    fragments, (documents, begins) = cut.fragments, cut.nodes.chains if cut.nodes else (cut.documents, cut.begins)
     size = fragments[0].end
     cuts = np.arange(len(fragments)) * size
     at = np.searchsorted(documents, cuts)
@@ -79,7 +79,7 @@ def entries(cut: Cut) -> Runs:
     edges = np.insert(documents, at, cuts[inside])
     document = np.insert(np.arange(len(documents)), at, at - 1)[:-1]
     owner = cut.owners[edges[:-1] // size]
-    return Runs(edges[:-1], edges[1:], cut.begins[document], documents[document + 1], owner, owner)
+    return Runs(edges[:-1], edges[1:], begins[document], documents[document + 1], owner, owner)
 
 
 def balanced(runs: Runs, world_size: int, causal: bool, gives: float) -> Runs:
@@ -202,14 +202,15 @@ Varlen = tuple[Tensor, Tensor, int, int]  # boundaries of q and of k, longest of
 
 
 def document_spans(documents: Boundaries) -> Spans:
-    """One span per document, whose queries and keys are its tokens; per node of a tree, whose keys are its path's."""
+    """One span per document, whose queries and keys are its tokens; in prefix trees one for each of
+    `Nodes.chains`, whose keys are its path."""
+    if documents.paths is not None:
+        return Spans(*documents.paths[1:])
     device = documents.cu_seqlens
     host = documents.cu_seqlens_cpu
     longest = documents.longest
     assert host is not None and longest is not None
-    _, *keys = documents.paths or (None, device, host, longest)
-    k, k_cpu, longest_k = keys
-    return Spans(device, k, host, k_cpu, longest, longest_k)
+    return Spans(device, device, host, host, longest, longest)
 
 
 class QueryRoutes(NamedTuple):

@@ -15,25 +15,29 @@ from torch import Tensor
 
 from titan_linear.ops.layout.chains import STATE, STATE_AND_M
 from titan_linear.ops.layout.nodes import Nodes
-from titan_linear.ops.layout.tables import OnHost, padded, table
+from titan_linear.ops.layout.tables import OnHost, table
 
 
 class Paths(NamedTuple):
-    """The keys of each entry's queries, one after the other, where a rank has the whole stream."""
+    """Attention where a rank has the whole stream: the keys of each of `Nodes.chains`, one after the other, and the
+    fields of `Spans` over them."""
 
     rows: Tensor  # [.] int64
-    edges: Tensor  # [N+1] int32
-    edges_cpu: OnHost  # the same
-    longest: OnHost  # [1]
+    q: Tensor
+    k: Tensor
+    q_cpu: OnHost
+    k_cpu: OnHost
+    longest_q: OnHost
+    longest_k: OnHost
 
 
 def paths_of(nodes: Nodes) -> Paths:
-    edges = nodes.edges
+    edges, begins = nodes.chains
     _, start, end = nodes.ranges(edges[:-1], edges[1:])
-    lengths = nodes.depth + np.diff(edges)
-    k = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     rows = np.concatenate([np.arange(*ends) for ends in zip(start, end)])
-    return table(Paths, rows=rows, edges=k, edges_cpu=k, longest=lengths.max(keepdims=True))
+    q, k = (np.append(0, np.cumsum(n)).astype(np.int32) for n in (np.diff(edges), edges[1:] - begins))
+    longest = (np.diff(x).max(keepdims=True).astype(np.int64) for x in (q, k))
+    return Paths(*map(torch.from_numpy, (rows, q, k, q, k, *longest)))
 
 
 class Listed(NamedTuple):
@@ -72,7 +76,7 @@ def tree_of(nodes: Nodes, owners: np.ndarray, size: int, rank: int) -> Tree:
     """owners: the rank of each fragment of `size` tokens; one rank has nodes whole."""
     start = nodes.starts(size if owners.any() else None)
     owner = owners[start // size]
-    before = nodes.entries_before(start)
+    before = np.searchsorted(start, nodes.before(start), side="right") - 1  # the entry that each one continues, or −1
     E, W = len(before), int(owners.max()) + 1
     point, shared = np.zeros((2, E), dtype=bool)
     level = np.zeros(E, dtype=np.int64)
@@ -90,8 +94,8 @@ def tree_of(nodes: Nodes, owners: np.ndarray, size: int, rank: int) -> Tree:
     for r, sent in enumerate(by_rank):
         row[sent] = r * P + np.arange(len(sent))
     below = np.flatnonzero((row >= 0) & (before >= 0))
-    below = below[np.lexsort((level[below], ~shared[below]))]
     levels = level[below] + E * ~shared[below]
+    below = below[np.argsort(levels, kind="stable")]
     starts, start_of = np.unique(row[before[children]], return_inverse=True)
     local = np.cumsum(owner == rank) - 1
     of_entries = np.full((2, local[-1] + 2), -1, dtype=np.int32)
@@ -102,7 +106,7 @@ def tree_of(nodes: Nodes, owners: np.ndarray, size: int, rank: int) -> Tree:
         order=row[below],
         before=row[before[below]],
         counts=np.unique(levels, return_counts=True)[1],
-        shared=np.array([len(np.unique(levels[shared[below]]))]),
+        shared=np.array([len(np.unique(levels[levels < E]))]),
         sent=np.resize(slot[by_rank[rank]], P) if len(by_rank[rank]) else np.zeros(P, dtype=np.int64),
         above=row[before[children]],
         points=_two_or_more(row[mine]),
@@ -119,6 +123,6 @@ def _two_or_more(rows: np.ndarray) -> np.ndarray:
 
 
 def _listed(entries: np.ndarray, wanted: np.ndarray) -> Listed:
-    slots = padded([*zip(entries.tolist(), wanted.tolist())], max(len(entries), 2), 2).astype(np.int32)
-    slots[len(entries) :] = 0
+    slots = np.zeros((max(len(entries), 2), 2), dtype=np.int32)
+    slots[: len(entries)] = np.stack([entries, wanted], 1)
     return table(Listed, entries=slots[:, 0], wanted=slots[:, 1], slots=slots)
