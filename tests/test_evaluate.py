@@ -16,12 +16,13 @@ from tests.keys import argv_of
 from tests.records import events_of, read_lines, write_json, write_texts
 from tests.refusals import is_refused, refused
 from tests.test_train import BASE, FLOAT64, OWN_FLAVORS, SMALL_HYBRID, SPLITS
-from titan_linear import evaluate
+from titan_linear import evaluate, lm_eval
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, build_tokenizer
 from titan_linear.data.streams.prompts import NONE, Prompts, Sample
 from titan_linear.data.tasks import LOSS, TASKS
 from titan_linear.distributed.groups import host_group
+from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN
 from titan_linear.ops.cross_entropy import ChunkedLogits
 from titan_linear.run.evaluate import Examination, open_prompts
@@ -290,3 +291,45 @@ def test_exact_is_what_greedy_decoding_writes(keys, worlds):
     argv = argv_of(keys | EVALUATED, evaluation__tasks="['induction']", evaluation__lengths="[400]")
     for change, exact in ((0, 1), (1, 0)):
         assert [record["exact"] for record in worlds(1).run(said, argv, change)[0]] == [exact] * 2
+
+
+def likely(rank, world_size, argv, requests):
+    OWN["hybrid"] |= OWN_FLAVORS
+    config = load_config(argv)
+    own = Scorer(config)
+    return lm_eval.likelihoods(requests, own, config), [whole(own.model, *of) for of in requests if world_size == 1]
+
+
+def whole(model, tokens, begin):
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens]), BatchPlan(torch.arange(len(tokens))))[0, begin - 1 : -1]
+    after = torch.tensor(tokens[begin:])
+    return logits.log_softmax(-1).gather(1, after[:, None]).sum().item(), bool((logits.argmax(-1) == after).all())
+
+
+def test_likelihoods_of_a_harness_are_those_of_whole_logits(keys, worlds):
+    """In its order, on every rank."""
+    rng = np.random.default_rng(0)
+    requests = [(rng.integers(0, 256, n).tolist(), begin) for n, begin in ((9, 8), (70, 1), (33, 20), (70, 69), (2, 1))]
+    argv = argv_of(keys, training__local_batch_size=1)
+    ((alone, exact),) = worlds(1).run(likely, argv, requests)
+    split = argv_of(keys, training__local_batch_size=1, parallelism__context_parallel_degree=2)
+    for found in (alone, *(of for of, _ in worlds(2).run(likely, split, requests))):
+        assert [logprob for logprob, _ in found] == pytest.approx([logprob for logprob, _ in exact], rel=1e-9)
+        assert [greedy for _, greedy in found] == [greedy for _, greedy in exact]
+
+
+def test_options_and_keys_are_told_apart():
+    argv = [
+        "PATH",
+        "--tasks",
+        "a,b",
+        "--parallelism.context_parallel_degree",
+        "4",
+        "--limit",
+        "2",
+        "--training.seq_len=64",
+        "-x",
+    ]
+    options = ["PATH", "--tasks", "a,b", "--limit", "2"]
+    assert lm_eval.parted(argv) == (options, [*argv[3:5], "--training.seq_len=64", "-x"])

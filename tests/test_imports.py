@@ -23,6 +23,7 @@ LAYERS = (
     ("train", "launch"),
     ("score",),
     ("evaluate",),
+    ("lm_eval",),
     ("__main__",),
     ("tools",),
 )

@@ -25,6 +25,7 @@ COMMANDS = {
     "generate": Command("titan_linear.commands.generate", "text from a run, a checkpoint or a Hugging Face folder"),
     "score": Command("titan_linear.score", "log-probabilities of texts, as losses read them, or compared"),
     "evaluate": Command("titan_linear.evaluate", "what weights remember of long texts, by length and depth"),
+    "lm-eval": Command("titan_linear.lm_eval", "lm-evaluation-harness on weights, under any split"),
     "report": Command("titan_linear.commands.report", "runs side by side: losses, rates, and the keys that differ"),
 }
 

@@ -20,10 +20,12 @@ import torch.distributed as dist
 
 from titan_linear.commands import command_parser, table
 from titan_linear.config import Config, check_config, load_config
+from titan_linear.data import Tokenizer
 from titan_linear.distributed.ending import report
 from titan_linear.distributed.groups import host_group, process_group
 from titan_linear.distributed.process import refusing, under_launcher
-from titan_linear.launch import run_workers, this_node
+from titan_linear.launch import Node, run_workers, this_node
+from titan_linear.models.config import ModelConfig
 from titan_linear.run.build import model_config, open_tokenizer
 from titan_linear.run.evaluate import NUMBERS, Examination, Record, means, open_prompts, write_down
 from titan_linear.run.preflight import check_evaluation, check_model
@@ -37,14 +39,20 @@ def main(argv: list[str]) -> int:
     args, keys = parse(argv)
     if under_launcher():
         return work(args.output, load_config(keys))
-    config, node = config_for(Path(args.path), keys), this_node()
+    config, node, tokenizer, model = checked(args.path, keys)
+    check_evaluation(config, model, tokenizer)
+    return run_workers(config, node, "titan_linear.evaluate", ["--output", args.output])
+
+
+def checked(path: str, keys: list[str]) -> tuple[Config, Node, Tokenizer, ModelConfig]:
+    """What these weights are read with, and where."""
+    config, node = config_for(Path(path), keys), this_node()
     world_size = node.count * node.processes
     check_config(config, world_size)
     tokenizer = open_tokenizer(config)
     model = model_config(config, tokenizer)
     check_model(model, config, world_size, node.processes)
-    check_evaluation(config, model, tokenizer)
-    return run_workers(config, node, "titan_linear.evaluate", ["--output", args.output])
+    return config, node, tokenizer, model
 
 
 def work(output: str, config: Config) -> int:

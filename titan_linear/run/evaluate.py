@@ -10,7 +10,7 @@ and nothing is decoded: a model that writes the answer is one that finds each of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,11 +51,15 @@ def samples_of(e: Evaluation) -> list[Sample]:
 
 
 def open_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
-    """Of the configuration, in streams that its ranks can cut, at least as long as training.seq_len."""
-    e, p = config.evaluation, config.parallelism
-    even = 2 * p.context_parallel_degree * p.tensor_parallel_degree
-    seq_len = -(-max(config.training.seq_len, *e.lengths) // even) * even
-    return Prompts(samples_of(e), tokenizer, text_of(config, tokenizer), seq_len, config.debug.seed)
+    """Of the configuration."""
+    e, side = config.evaluation, text_of(config, tokenizer)
+    return Prompts(samples_of(e), tokenizer, side, stream_length(config, max(e.lengths)), config.debug.seed)
+
+
+def stream_length(config: Config, longest: int) -> int:
+    """One that the ranks can cut, at least that of training."""
+    even = 2 * config.parallelism.context_parallel_degree * config.parallelism.tensor_parallel_degree
+    return -(-max(config.training.seq_len, longest) // even) * even
 
 
 def text_of(config: Config, tokenizer: Tokenizer) -> Side:
@@ -65,6 +69,11 @@ def text_of(config: Config, tokenizer: Tokenizer) -> Side:
     if v.enable and not v.dataset_path:
         return split_corpus(corpora[0], v.holdout, "validation")
     return split_corpus(corpora[-1 if v.enable else 0], 0.0, "train")
+
+
+def records_of(sample: Sample, rows: np.ndarray) -> list[Record]:
+    """What a prompt has shown. rows: those of `_answered`."""
+    return by_position(sample, rows) if sample.task == LOSS else [recall(sample, rows)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,19 +87,24 @@ class Examination:
     precision: AbstractContextManager[object]
     host: dist.ProcessGroup
     prompts: Prompts
+    show: Callable[[Sample, np.ndarray], list[Any]] = records_of
 
     @torch.no_grad()
-    def run(self, ask: Callable[[], None] = lambda: None) -> list[Record]:
+    def run(self, ask: Callable[[], None] = lambda: None) -> list[Any]:
         """On rank 0 what each prompt has shown, elsewhere nothing. ask: called before each batch; it may raise."""
-        found: list[Any] = []
+        shown: dict[int, list[Any]] = {}
         for n in range(-(-len(self.prompts) // self.dims.dp)):
             ask()
             rows = self._rows(micro_batch(self.prompts, n, 1, self.dims.dp_rank, self.dims.dp, len(self.prompts)))
             of_all = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
             dist.gather_object(rows, of_all, group=self.host)
             if of_all:
-                found += self._shown(np.concatenate(of_all))
-        return [record for _, records in sorted(found, key=lambda pair: pair[0]) for record in records]
+                rows = np.concatenate(of_all)
+                rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
+                for of in np.split(rows, np.flatnonzero(np.diff(rows[:, 0])) + 1):
+                    i = int(of[0, 0])
+                    shown[i] = self.show(self.prompts.samples[i], of)
+        return [record for i in sorted(shown) for record in shown[i]]
 
     def _rows(self, batch: Any) -> np.ndarray:
         """Of this rank's labels; none if another rank has the same."""
@@ -104,13 +118,6 @@ class Examination:
             )
         return rows[: 0 if self.dims.tp_ranks.rank else len(rows)].cpu().numpy()
 
-    def _shown(self, rows: np.ndarray) -> Iterator[tuple[int, list[Record]]]:
-        rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
-        for of in np.split(rows, np.flatnonzero(np.diff(rows[:, 0])) + 1):
-            sample = self.prompts.samples[int(of[0, 0])] if len(of) else None
-            if sample:
-                yield int(of[0, 0]), list((by_position if sample.task == LOSS else recall)(sample, of))
-
 
 def _answered(logits: ChunkedLogits, micro: MicroBatch, vocab_size: int) -> Tensor:
     """Of each label [n, 5 + others] float64: prompt, position, which answer, whether it is the likeliest token, its
@@ -121,13 +128,12 @@ def _answered(logits: ChunkedLogits, micro: MicroBatch, vocab_size: int) -> Tens
     few = replace(logits, x=logits.x[rows], more=(), token_losses=None)
     ids = torch.cat([labels[rows, None], answers[rows, 2:]], 1)
     likeliest, _ = few.top(1, vocab_size)
-    of = torch.stack(
-        [answers[rows, 0], micro.plan.position_ids[rows] + 1, answers[rows, 1], likeliest[:, 0] == ids[:, 0]]
-    )
-    return torch.cat([of.T, logprobs(few, ids).masked_fill(ids < 0, torch.nan)], 1).double()[ids[:, 0] != IGNORE]
+    whose = answers[rows, 0], micro.plan.position_ids[rows] + 1, answers[rows, 1], likeliest[:, 0] == ids[:, 0]
+    of = torch.cat([torch.stack(whose, 1), logprobs(few, ids).masked_fill(ids < 0, torch.nan).double()], 1)
+    return of[ids[:, 0] != IGNORE]
 
 
-def recall(sample: Sample, rows: np.ndarray) -> Iterator[Record]:
+def recall(sample: Sample, rows: np.ndarray) -> Record:
     answers = np.split(rows, np.flatnonzero(np.diff(rows[:, 2])) + 1)
     chosen, chance = [], []
     for row in rows[~np.isnan(rows[:, 5])]:
@@ -135,7 +141,7 @@ def recall(sample: Sample, rows: np.ndarray) -> Iterator[Record]:
         ties = sum(other == own for other in others)
         chosen.append((own >= max(others)) / (1 + ties))
         chance.append(1 / (1 + len(others)))
-    yield {
+    return {
         "task": sample.task,
         "length": sample.length,
         "depth": sample.depth,
@@ -162,9 +168,9 @@ def write_down(records: Iterable[Record], step: int, folder: Path) -> None:
         file.writelines(json_line({"step": step, **record}) for record in records)
 
 
-def by_position(sample: Sample, rows: np.ndarray) -> Iterator[Record]:
+def by_position(sample: Sample, rows: np.ndarray) -> list[Record]:
     """Of the positions 1, 2–3, 4–7, …, keyed by the first."""
     bins = np.log2(rows[:, 1]).astype(int)
-    for i in np.unique(bins):
-        loss = float(-rows[bins == i, 4].mean())
-        yield {"task": sample.task, "length": sample.length, "depth": None, "position": 2 ** int(i), "score": loss}
+    losses = {2 ** int(i): float(-rows[bins == i, 4].mean()) for i in np.unique(bins)}
+    own = {"task": sample.task, "length": sample.length, "depth": None}
+    return [{**own, "position": position, "score": loss} for position, loss in losses.items()]

@@ -40,7 +40,7 @@ class Prompt(NamedTuple):
     # answers part from this one; NONE elsewhere
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Prompts:
     """streams[i]: prompts that are whole in it. Threads may share them.
 
@@ -57,17 +57,16 @@ class Prompts:
     continuing: Tokenizer = field(init=False)
 
     def __post_init__(self) -> None:
-        laid: list[list[int]] = []
+        self.continuing = self.tokenizer.continuing()
+        self.laid: list[list[int]] = []
         left = 0
         for i in sorted(range(len(self.samples)), key=lambda i: -self.samples[i].length):
             length = self.samples[i].length
             if length > left:
-                laid.append([])
+                self.laid.append([])
                 left = self.seq_len
-            laid[-1].append(i)
+            self.laid[-1].append(i)
             left -= length
-        object.__setattr__(self, "laid", laid)
-        object.__setattr__(self, "continuing", self.tokenizer.continuing())
 
     def __len__(self) -> int:
         return len(self.laid)

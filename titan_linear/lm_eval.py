@@ -1,0 +1,146 @@
+"""lm-evaluation-harness on trained weights, without an export, under any split (pip install 'titan_linear[eval]').
+
+NGPU=4 titan-linear lm-eval outputs/a --tasks arc_easy,wikitext --limit 100 --parallelism.context_parallel_degree 4
+
+PATH is a run's folder or its checkpoint/, a step-N in it, or a Hugging Face folder. Options with a dot in their names
+are keys, the run's own ones changed; all others are those of `lm_eval run`, whose --model titan_linear this is.
+Requests are packed as documents; none is cut. Texts are generated with the likeliest tokens, one at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
+from datetime import timedelta
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from titan_linear.commands import command_parser
+from titan_linear.config import Config, load_config
+from titan_linear.data import Prompts, Sample
+from titan_linear.data.streams.prompts import NONE, OTHERS, Prompt
+from titan_linear.distributed.ending import report
+from titan_linear.distributed.groups import host_group, process_group
+from titan_linear.distributed.process import refusing, under_launcher
+from titan_linear.evaluate import checked
+from titan_linear.launch import run_workers
+from titan_linear.run.evaluate import Examination, stream_length
+from titan_linear.run.generate import Sampling, generate_tokens
+from titan_linear.score import Scorer
+
+
+@refusing
+def main(argv: list[str]) -> int:
+    options, keys = parted(argv)
+    if under_launcher():
+        return work(options, load_config(keys))
+    parser = command_parser("titan-linear lm-eval", __doc__, usage="titan-linear lm-eval PATH --tasks …")
+    parser.add_argument("path", metavar="PATH", help="a checkpoint of ours, or a Hugging Face folder")
+    args, options = parser.parse_known_args(options)
+    if not find_spec("lm_eval"):
+        raise ValueError("lm-evaluation-harness is not installed; pip install 'titan_linear[eval]'")
+    config, node, *_ = checked(args.path, keys)
+    return run_workers(config, node, "titan_linear.lm_eval", options)
+
+
+def parted(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Options of lm_eval and keys, each with its values."""
+    options, keys = [], []
+    into = options
+    for text in argv:
+        if text.startswith("--"):
+            into = keys if "." in text.partition("=")[0] else options
+        into.append(text)
+    return options, keys
+
+
+def work(options: list[str], config: Config) -> int:
+    try:
+        with process_group(timedelta(seconds=config.comm.init_timeout_seconds)), open(os.devnull, "w") as nowhere:
+            adapter = adapted(config)
+            from lm_eval._cli import HarnessCLI
+            from lm_eval.api.registry import register_model
+
+            register_model("titan_linear")(adapter)
+            sys.argv = ["lm_eval", "run", "--model", "titan_linear", *options]
+            with redirect_stdout(nowhere) if dist.get_rank() else nullcontext():
+                harness = HarnessCLI()
+                harness.execute(harness.parse_args())
+    except Exception as error:
+        return report(error)
+    return 0
+
+
+class Requests(Prompts):
+    """Tokens, of which those from a place on are scored."""
+
+    def __init__(self, requests: Sequence[tuple[list[int], int]], own: Scorer, config: Config):
+        self.requests = requests
+        samples = [Sample("", len(tokens), 0.0, i) for i, (tokens, _) in enumerate(requests)]
+        longest = max(sample.length for sample in samples)
+        super().__init__(samples, own.tokenizer, None, stream_length(config, longest), 0)
+
+    def prompt(self, sample: Sample) -> Prompt:
+        tokens, begin = self.requests[sample.number]
+        answers = np.full((len(tokens), 1 + OTHERS), NONE)
+        answers[begin:, 0] = 0
+        return Prompt(np.array(tokens), answers)
+
+
+def likelihoods(requests: Sequence[tuple[list[int], int]], own: Scorer, config: Config) -> list[tuple[float, bool]]:
+    """Of each on every rank: log p of the tokens that are scored, and whether greedy decoding would write them."""
+    parts = own.model, own.dims, own.cut, own.precision, host_group()
+    show = lambda _, rows: [(float(rows[:, 4].sum()), bool(rows[:, 3].all()))]  # noqa: E731
+    shown = [Examination(config, *parts, Requests(requests, own, config), show).run()]
+    dist.broadcast_object_list(shown, group=parts[-1])
+    return shown[0]
+
+
+def adapted(config: Config) -> type:
+    """The class that lm_eval takes, of this rank's model."""
+    from lm_eval.api.model import TemplateLM
+
+    own = Scorer(config)
+
+    class TitanLinear(TemplateLM):
+        @classmethod
+        def create_from_arg_string(cls, *_: Any) -> TitanLinear:
+            return cls()
+
+        create_from_arg_obj = create_from_arg_string
+        eot_token_id = own.tokenizer.eos_id
+
+        def tok_encode(self, string: str, *_: Any, **__: Any) -> list[int]:
+            return own.tokenizer.encode(string).tolist()
+
+        def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
+            return likelihoods([(context + more, len(context)) for _, context, more in requests], own, config)
+
+        def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
+            texts = [[self.prefix_token_id, *self.tok_encode(request.args[0])] for request in requests]
+            return [logprob for logprob, _ in likelihoods([(tokens, 1) for tokens in texts], own, config)]
+
+        def generate_until(self, requests: Any, **_: Any) -> list[str]:
+            return [self._until(*request.args) for request in requests]
+
+        def _until(self, text: str, options: dict[str, Any]) -> str:
+            until, most = options.get("until") or [], options.get("max_gen_toks", 256)
+            limits = {"eos_id": own.tokenizer.eos_id, "vocab_size": own.tokenizer.vocab_size, "max_new_tokens": most}
+            with own.precision:
+                ids = [self.tok_encode(text)]
+                (new,) = generate_tokens(own.model, ids, sampling=Sampling(), device=own.device, **limits)
+            written = own.tokenizer.decode(new)
+            for end in [until] if isinstance(until, str) else until:
+                written = written.partition(end)[0]
+            return written
+
+    return TitanLinear
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
