@@ -333,3 +333,13 @@ def test_options_and_keys_are_told_apart():
     ]
     options = ["PATH", "--tasks", "a,b", "--limit", "2"]
     assert lm_eval.parted(argv) == (options, [*argv[3:5], "--training.seq_len=64", "-x"])
+
+
+def test_prompts_are_written_to_train_on(keys, tmp_path, capsys):
+    file = tmp_path / "mqar.jsonl"
+    options = ["--write", str(file), "--tasks", "mqar", "--lengths", "300", "400"]
+    assert evaluate.main([*options, *argv_of(keys | EVALUATED | {"model.flavor": "debug"})]) == 0
+    assert "4 prompts in" in capsys.readouterr().out
+    records = read_lines(file)
+    assert [len(record["prompt"] + record["completion"]) for record in records] == [300, 300, 400, 400]
+    assert all(record["completion"].split()[0] == paired("".join(record.values()))[-8] for record in records)

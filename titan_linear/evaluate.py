@@ -1,11 +1,13 @@
 """Evaluate what trained weights remember of long texts, by length and depth.
 
 titan-linear evaluate outputs/debug --tasks niah_single_2 mqar --lengths 1k 2k
+titan-linear evaluate --write mqar.jsonl --tasks mqar --lengths 256 1k --evaluation.samples 1000 --debug.seed 1
 titan-linear evaluate Qwen3.5-2B --tasks niah_multikey_1 vt --lengths 4k 64k 1m --training.dataset_path 'books/*'
 
 PATH is a run's folder or its checkpoint/, a step-N in it, or a Hugging Face folder. Keys, the run's own and those that
 are given here, say what the texts are and under which split it runs, of NGPU processes as in training. Tasks and
-scores: docs/evaluation.md. FOLDER/evaluation.jsonl gets a line for each prompt.
+scores: docs/telemetry.md. FOLDER/evaluation.jsonl gets a line for each prompt. --write makes prompts to train on
+instead (training.dataset_format = "completion"); give another seed than the evaluation's.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from titan_linear.commands import command_parser, table
 from titan_linear.config import Config, check_config, load_config
 from titan_linear.data import Tokenizer
+from titan_linear.data.streams.prompts import NONE
 from titan_linear.distributed.ending import report
 from titan_linear.distributed.groups import host_group, process_group
 from titan_linear.distributed.process import refusing, under_launcher
@@ -30,6 +33,7 @@ from titan_linear.run.build import model_config, open_tokenizer
 from titan_linear.run.evaluate import NUMBERS, Examination, Record, means, open_prompts, write_down
 from titan_linear.run.preflight import check_evaluation, check_model
 from titan_linear.score import Scorer, config_for
+from titan_linear.storage.rundir import json_line
 
 SIZES = {"k": 1 << 10, "m": 1 << 20}
 
@@ -39,6 +43,9 @@ def main(argv: list[str]) -> int:
     args, keys = parse(argv)
     if under_launcher():
         return work(args.output, load_config(keys))
+    if args.write:
+        write_prompts(Path(args.write), load_config(keys))
+        return 0
     config, node, tokenizer, model = checked(args.path, keys)
     check_evaluation(config, model, tokenizer)
     return run_workers(config, node, "titan_linear.evaluate", ["--output", args.output])
@@ -53,6 +60,20 @@ def checked(path: str, keys: list[str]) -> tuple[Config, Node, Tokenizer, ModelC
     model = model_config(config, tokenizer)
     check_model(model, config, world_size, node.processes)
     return config, node, tokenizer, model
+
+
+def write_prompts(file: Path, config: Config) -> None:
+    """Lines of {"prompt", "completion"}, the latter from the first answer on."""
+    tokenizer = open_tokenizer(config)
+    check_evaluation(config, model_config(config, tokenizer), tokenizer)
+    prompts = open_prompts(config, tokenizer)
+    with file.open("w", encoding="utf-8") as lines:
+        for sample in prompts.samples:
+            tokens, answers = prompts.prompt(sample)
+            begin = int((answers[:, 0] != NONE).argmax())
+            prompt, completion = tokenizer.decode(tokens[:begin]), tokenizer.decode(tokens[begin:])
+            lines.write(json_line({"prompt": prompt, "completion": completion}))
+    print(f"{len(prompts.samples):,} prompts in '{file}'")
 
 
 def work(output: str, config: Config) -> int:
@@ -94,11 +115,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--tasks", nargs="+", default=[], help="evaluation.tasks")
     parser.add_argument("--lengths", nargs="+", type=size, default=[], help="evaluation.lengths: 512, 4k or 1m tokens")
+    parser.add_argument("--write", default="", metavar="FILE", help="only make prompts, to train on")
     parser.add_argument("-o", "--output", default="", help="folder for evaluation.jsonl (default: none)")
     path = argv[:1] if argv and not argv[0].startswith("-") else []  # argparse would take the value of a key for it
     args, keys = parser.parse_known_args(argv[len(path) :])
     args.path = "".join(path)
-    if not (args.path or under_launcher()):
+    if not (args.path or args.write or under_launcher()):
         raise ValueError("give PATH, what is evaluated: a run's folder, a checkpoint or a Hugging Face folder")
     for name in ("tasks", "lengths"):
         if given := getattr(args, name):
