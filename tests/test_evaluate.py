@@ -282,7 +282,7 @@ def said(rank, world_size, argv, change):
     OWN["hybrid"] |= OWN_FLAVORS
     own = Scorer(load_config(argv))
     prompts = open_prompts(load_config(argv), own.tokenizer)
-    prompts = Said(*(getattr(prompts, field.name) for field in fields(Prompts)))
+    prompts = Said(*(getattr(prompts, field.name) for field in fields(Prompts) if field.init))
     Said.model, Said.change = own.model, change
     return Examination(load_config(argv), own.model, own.dims, own.cut, own.precision, host_group(), prompts).run()
 

@@ -131,7 +131,7 @@ GPUS = {"debug": 2, "reference_340m": 1, "dpo": 4}  # that a shipped configurati
 def test_the_shipped_configurations_as_they_are(config, capsys):
     """No GPU, no corpus and no tokenizer is here, and the types are those of GPUs."""
     absent = ["--model.tokenizer_path", "none/tokenizer.json", "--training.dataset", "jsonl"]
-    absent += ["--training.dataset_path", "none.jsonl"]
+    absent += ["--training.dataset_path", "none.jsonl", "--training.mixture", "[]"]
     run, gpus = load_config(["--job.config_file", str(config), *absent], cuda=True), GPUS.get(config.stem, 8)
     model = plan.planned_model(run)
     splits.check(run, model, gpus)
