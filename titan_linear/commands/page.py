@@ -170,10 +170,10 @@ def tiles(caption: str, scores: dict[tuple[Any, ...], float]) -> Charts:
         grid = [[scores.get((length, depth), math.nan) for length in lengths] for depth in depths]
         axes.imshow(grid, vmin=0, vmax=1, aspect="auto")
         for (length, depth), score in scores.items():
-            colour = "w" if score < 0.6 else "k"
-            axes.text(lengths.index(length), depths.index(depth), f"{score:.2f}", ha="center", color=colour)
+            look = {"ha": "center", "va": "center", "color": "w" if score < 0.6 else "k"}
+            axes.text(lengths.index(length), depths.index(depth), f"{score:.2f}", **look)
         axes.set_xticks(range(len(lengths)), lengths)
-        axes.set_yticks(range(len(depths)), depths)
+        axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
         axes.set(xlabel="length", ylabel="depth")
         axes.grid(False)
     return charts
