@@ -50,7 +50,8 @@ def main(argv: list[str]) -> int:
 
 def parted(argv: list[str]) -> tuple[list[str], list[str]]:
     """Options of lm_eval and keys, each with its values."""
-    options, keys = [], []
+    options: list[str] = []
+    keys: list[str] = []
     into = options
     for text in argv:
         if text.startswith("--"):
