@@ -343,3 +343,17 @@ def test_prompts_are_written_to_train_on(keys, tmp_path, capsys):
     records = read_lines(file)
     assert [len(record["prompt"] + record["completion"]) for record in records] == [300, 300, 400, 400]
     assert all(record["completion"].split()[0] == paired("".join(record.values()))[-8] for record in records)
+
+
+def test_a_user_asks_by_the_chat_template(keys, tokenizers, tmp_path):
+    """The answer follows what begins the assistant's turn; the length stays."""
+    with refused("evaluation.chat = true takes a chat template, and the tokenizer has none"):
+        prompts_of(keys, tokenizers["bytes"], evaluation__chat="true")
+    byte_bpe([string.printable], 300, ["<|user|>", "<|bot|>"]).save(str(tmp_path / "tokenizer.json"))
+    template = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|bot|>"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer = build_tokenizer(str(tmp_path))
+    tokens, answers = prompts_of(keys, tokenizer, evaluation__chat="true").prompt(Sample("niah_single_1", 900, 0.5, 0))
+    text = tokenizer.decode(tokens[answers[:, 0] == NONE], special=True)
+    assert len(tokens) == 900 and text.startswith("<|user|>Some special") and text.count("<|bot|>") == 1
+    assert re.search(r"in their order\?\n<\|bot\|>\nOne of the special magic numbers for \w+ is:$", text)

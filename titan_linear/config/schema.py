@@ -511,6 +511,8 @@ class Evaluation(Section):
     """Lengths of prompts, with their answers, in tokens."""
     samples: int = Field(11, ge=1)
     """Prompts of each task and length, at even depths."""
+    chat: bool = False
+    """Ask as a user, by the tokenizer's chat template."""
 
 
 class Sample(Section):

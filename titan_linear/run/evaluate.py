@@ -24,6 +24,7 @@ from torch import Tensor
 
 from titan_linear.config import Config, Evaluation
 from titan_linear.data import Prompts, Sample, Side, Tokenizer, split_corpus
+from titan_linear.data.corpus.chat import Conversations
 from titan_linear.data.streams.loader import micro_batch
 from titan_linear.data.tasks import LOSS
 from titan_linear.distributed.mesh import ParallelDims
@@ -36,6 +37,7 @@ from titan_linear.storage.files import open_own
 from titan_linear.storage.rundir import EVALUATION, json_line
 
 Record = dict[str, Any]
+MARK = "the question"  # in its place, until it is made
 NUMBERS = ("score", "chance", "exact", "loss")
 
 
@@ -53,7 +55,12 @@ def samples_of(e: Evaluation) -> list[Sample]:
 def open_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
     """Of the configuration."""
     e, side = config.evaluation, text_of(config, tokenizer)
-    return Prompts(samples_of(e), tokenizer, side, stream_length(config, max(e.lengths)), config.debug.seed)
+    around = ("", "")
+    if e.chat:
+        asked = Conversations(tokenizer, "evaluation.chat = true").prompt([{"role": "user", "content": MARK}])
+        before, _, after = tokenizer.decode(asked, special=True).partition(MARK)
+        around = before, after
+    return Prompts(samples_of(e), tokenizer, side, stream_length(config, max(e.lengths)), config.debug.seed, around)
 
 
 def stream_length(config: Config, longest: int) -> int:

@@ -44,7 +44,7 @@ class Prompt(NamedTuple):
 class Prompts:
     """streams[i]: prompts that are whole in it. Threads may share them.
 
-    side: what texts are taken from. around: what is before and after a prompt, and before its answer.
+    side: what texts are taken from. around: what a chat template has before and after a question.
     """
 
     samples: Sequence[Sample]
