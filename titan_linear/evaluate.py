@@ -21,18 +21,16 @@ from pathlib import Path
 import torch.distributed as dist
 
 from titan_linear.commands import command_parser, table
-from titan_linear.config import Config, check_config, load_config
-from titan_linear.data import Tokenizer
+from titan_linear.config import Config, load_config
 from titan_linear.data.streams.prompts import NONE
 from titan_linear.distributed.ending import report
 from titan_linear.distributed.groups import host_group, process_group
 from titan_linear.distributed.process import refusing, under_launcher
-from titan_linear.launch import Node, run_workers, this_node
-from titan_linear.models.config import ModelConfig
+from titan_linear.launch import run_workers
 from titan_linear.run.build import model_config, open_tokenizer
 from titan_linear.run.evaluate import NUMBERS, Examination, Record, means, open_prompts, write_down
-from titan_linear.run.preflight import check_evaluation, check_model
-from titan_linear.score import Scorer, config_for
+from titan_linear.run.preflight import check_evaluation
+from titan_linear.score import Scorer, checked, path_and_keys
 from titan_linear.storage.rundir import json_line
 
 SIZES = {"k": 1 << 10, "m": 1 << 20}
@@ -49,17 +47,6 @@ def main(argv: list[str]) -> int:
     config, node, tokenizer, model = checked(args.path, keys)
     check_evaluation(config, model, tokenizer)
     return run_workers(config, node, "titan_linear.evaluate", ["--output", args.output])
-
-
-def checked(path: str, keys: list[str]) -> tuple[Config, Node, Tokenizer, ModelConfig]:
-    """What these weights are read with, and where."""
-    config, node = config_for(Path(path), keys), this_node()
-    world_size = node.count * node.processes
-    check_config(config, world_size)
-    tokenizer = open_tokenizer(config)
-    model = model_config(config, tokenizer)
-    check_model(model, config, world_size, node.processes)
-    return config, node, tokenizer, model
 
 
 def write_prompts(file: Path, config: Config) -> None:
@@ -117,9 +104,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--lengths", nargs="+", type=size, default=[], help="evaluation.lengths: 512, 4k or 1m tokens")
     parser.add_argument("--write", default="", metavar="FILE", help="only make prompts, to train on")
     parser.add_argument("-o", "--output", default="", help="folder for evaluation.jsonl (default: none)")
-    path = argv[:1] if argv and not argv[0].startswith("-") else []  # argparse would take the value of a key for it
-    args, keys = parser.parse_known_args(argv[len(path) :])
-    args.path = "".join(path)
+    args, keys = path_and_keys(parser, argv)
     if not (args.path or args.write or under_launcher()):
         raise ValueError("give PATH, what is evaluated: a run's folder, a checkpoint or a Hugging Face folder")
     for name in ("tasks", "lengths"):

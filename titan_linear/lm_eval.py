@@ -27,11 +27,10 @@ from titan_linear.data.streams.prompts import NONE, OTHERS, Prompt
 from titan_linear.distributed.ending import report
 from titan_linear.distributed.groups import host_group, process_group
 from titan_linear.distributed.process import refusing, under_launcher
-from titan_linear.evaluate import checked
 from titan_linear.launch import run_workers
 from titan_linear.run.evaluate import Examination, stream_length
 from titan_linear.run.generate import Sampling, generate_tokens
-from titan_linear.score import Scorer
+from titan_linear.score import Scorer, checked
 
 
 @refusing

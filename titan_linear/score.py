@@ -40,8 +40,9 @@ from titan_linear.data.streams.loader import micro_batch
 from titan_linear.distributed.ending import report
 from titan_linear.distributed.groups import host_group, on_rank_0, process_group
 from titan_linear.distributed.process import own_device, refusing, under_launcher
-from titan_linear.launch import run_workers, this_node
+from titan_linear.launch import Node, run_workers, this_node
 from titan_linear.losses.loss import logprobs
+from titan_linear.models.config import ModelConfig
 from titan_linear.ops.cross_entropy import IGNORE, ChunkedLogits
 from titan_linear.run.build import (
     build_dims,
@@ -73,13 +74,20 @@ def main(argv: list[str]) -> int:
         return 0
     if not (args.path and args.output):
         raise ValueError("give PATH, what scores, and -o, a folder for the scores; or --compare and two folders")
-    config = config_for(Path(args.path), keys)
-    node = this_node()
-    check_config(config, node.count * node.processes)
-    tokenizer = open_tokenizer(config)
-    check_model(model_config(config, tokenizer), config, node.count * node.processes, node.processes)
+    config, node, tokenizer, _ = checked(args.path, keys)
     begin(Path(args.output), *scores_of(args, config, tokenizer))
     return run_workers(config, node, "titan_linear.score", ["--output", args.output])
+
+
+def checked(path: str, keys: list[str]) -> tuple[Config, Node, Tokenizer, ModelConfig]:
+    """What these weights are read with, and where."""
+    config, node = config_for(Path(path), keys), this_node()
+    world_size = node.count * node.processes
+    check_config(config, world_size)
+    tokenizer = open_tokenizer(config)
+    model = model_config(config, tokenizer)
+    check_model(model, config, world_size, node.processes)
+    return config, node, tokenizer, model
 
 
 def config_for(path: Path, keys: list[str]) -> Config:
@@ -216,6 +224,14 @@ def _arrived(event: torch.cuda.Event | None, numbers: list[Tensor]) -> Rows:
 # --- Arguments --------------------------------------------------------------------------------------------------------
 
 
+def path_and_keys(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The arguments, with PATH if it comes first (argparse would take the value of a key for it); and the rest."""
+    has_path = bool(argv) and not argv[0].startswith("-")
+    args, keys = parser.parse_known_args(argv[has_path:])
+    args.path = argv[0] if has_path else ""
+    return args, keys
+
+
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The arguments, and those that are keys of the configuration."""
     parser = command_parser(
@@ -226,9 +242,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--top-k", type=int, default=0, help="likeliest tokens to keep, up to 256 (default: none)")
     parser.add_argument("--temperature", type=float, default=1.0, help="of the softmax (default: 1)")
     parser.add_argument("--compare", nargs=2, metavar="FOLDER", default=[])
-    path = argv[:1] if argv and not argv[0].startswith("-") else []  # argparse would take the value of a key for it
-    args, keys = parser.parse_known_args(argv[len(path) :])
-    args.path = "".join(path)
+    args, keys = path_and_keys(parser, argv)
     if not 0 <= args.top_k <= 256 or args.temperature <= 0:
         raise ValueError(f"--top-k {args.top_k} must be 0 to 256, and --temperature {args.temperature:g} above 0")
     return args, keys
