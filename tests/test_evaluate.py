@@ -313,8 +313,8 @@ def test_likelihoods_of_a_harness_are_those_of_whole_logits(keys, worlds):
     requests = [(rng.integers(0, 256, n).tolist(), begin) for n, begin in ((9, 8), (70, 1), (33, 20), (70, 69), (2, 1))]
     argv = argv_of(keys, training__local_batch_size=1)
     ((alone, exact),) = worlds(1).run(likely, argv, requests)
-    split = argv_of(keys, training__local_batch_size=1, parallelism__context_parallel_degree=2)
-    for found in (alone, *(of for of, _ in worlds(2).run(likely, split, requests))):
+    cp, tp = ([*argv, f"--parallelism.{name}_parallel_degree", "2"] for name in ("context", "tensor"))
+    for found in (alone, *(of for split in (cp, tp) for of, _ in worlds(2).run(likely, split, requests))):
         assert [logprob for logprob, _ in found] == pytest.approx([logprob for logprob, _ in exact], rel=1e-9)
         assert [greedy for _, greedy in found] == [greedy for _, greedy in exact]
 
