@@ -20,7 +20,7 @@ from titan_linear.models.decoder import Between, Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
-from titan_linear.step.feed import later_of
+from titan_linear.step.feed import MicroBatch, later_of
 from titan_linear.storage.hf_io import load_weights, read_model
 from titan_linear.storage.hf_writing import gather, write_folder
 
@@ -90,7 +90,8 @@ def test_loss_and_gradients_are_those_of_the_definition(name):
     bounds, columns = torch.tensor(BOUNDS, dtype=torch.int32), {"weights": weights[None]}
     batch = Batch(tokens[None], labels[None], bounds, positions(BOUNDS)[None], 1, (0,), columns)
     plan = BatchPlan(positions(BOUNDS), cu_seqlens=bounds, later=later_of(batch, DEPTH))
-    got = model(batch.tokens, plan, loss=partial(CrossEntropy(), batch=batch), loss_chunk=24)
+    micro = MicroBatch(batch.tokens, batch.labels, plan, batch.streams, columns)
+    got = model(batch.tokens, plan, loss=partial(CrossEntropy(), batch=micro), loss_chunk=24)
     got.backward()
     found = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
     model.zero_grad()
