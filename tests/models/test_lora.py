@@ -198,6 +198,7 @@ def test_what_cannot_be_adapted_is_refused(keys, message):
 def test_a_rank_that_experts_on_a_gpu_do_not_take_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)
 
     def check(rank: int, dtype: str = "bfloat16", targets: str = "[]") -> None:
         keys = {"model.name": "qwen3.5", "adapter.enable": "true", "adapter.rank": rank, "adapter.targets": targets}
