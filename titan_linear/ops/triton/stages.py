@@ -207,7 +207,7 @@ class TritonRule:
         self.stages, self.inputs, self.chunks = stages, inputs, chunks
         self.numbers = [float(n or 0) for n in stages.numbers_of(inputs, options)]
         self.tiles: Fields = [None] * len(stages.tiles._fields)
-        for i, tile in zip(stages.places_kept, kept, strict=bool(kept)):
+        for i, tile in zip(stages.places_kept, kept, strict=len(kept) > 0):
             self.tiles[i] = tile
         prepared = [x if read else None for x, read in zip(inputs, stages.read, strict=True)]
         if not kept:
