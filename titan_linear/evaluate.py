@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -23,14 +23,13 @@ import torch.distributed as dist
 from titan_linear.commands import command_parser, table
 from titan_linear.config import Config, load_config
 from titan_linear.data.streams.prompts import NONE
-from titan_linear.distributed.ending import report
-from titan_linear.distributed.groups import host_group, process_group
+from titan_linear.distributed.groups import host_group
 from titan_linear.distributed.process import refusing, under_launcher
 from titan_linear.launch import run_workers
 from titan_linear.run.build import model_config, open_tokenizer
 from titan_linear.run.evaluate import NUMBERS, Examination, Record, means, open_prompts, write_down
 from titan_linear.run.preflight import check_evaluation
-from titan_linear.score import Scorer, checked, path_and_keys
+from titan_linear.score import Scorer, checked, joined, path_and_keys
 from titan_linear.storage.rundir import json_line
 
 SIZES = {"k": 1 << 10, "m": 1 << 20}
@@ -40,7 +39,7 @@ SIZES = {"k": 1 << 10, "m": 1 << 20}
 def main(argv: list[str]) -> int:
     args, keys = parse(argv)
     if under_launcher():
-        return work(args.output, load_config(keys))
+        return joined(load_config(keys), partial(evaluate, args.output))
     if args.write:
         write_prompts(Path(args.write), load_config(keys))
         return 0
@@ -63,15 +62,10 @@ def write_prompts(file: Path, config: Config) -> None:
     print(f"{len(prompts.samples):,} prompts in '{file}'")
 
 
-def work(output: str, config: Config) -> int:
-    try:
-        with process_group(timedelta(seconds=config.comm.init_timeout_seconds)):
-            records = examined(config)
-            if dist.get_rank() == 0:
-                shown(records, output, step_of(config))
-    except Exception as error:
-        return report(error)
-    return 0
+def evaluate(output: str, config: Config) -> None:
+    records = examined(config)
+    if dist.get_rank() == 0:
+        shown(records, output, step_of(config))
 
 
 def examined(config: Config) -> list[Record]:

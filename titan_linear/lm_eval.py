@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
-from datetime import timedelta
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,20 +24,19 @@ from titan_linear.commands import command_parser
 from titan_linear.config import Config, load_config
 from titan_linear.data import Prompts, Sample
 from titan_linear.data.streams.prompts import NONE, OTHERS, Prompt
-from titan_linear.distributed.ending import report
-from titan_linear.distributed.groups import host_group, process_group
+from titan_linear.distributed.groups import host_group
 from titan_linear.distributed.process import refusing, under_launcher
 from titan_linear.launch import run_workers
 from titan_linear.run.evaluate import Examination, stream_length
 from titan_linear.run.generate import Sampling, generate_tokens
-from titan_linear.score import Scorer, checked
+from titan_linear.score import Scorer, checked, joined
 
 
 @refusing
 def main(argv: list[str]) -> int:
     options, keys = parted(argv)
     if under_launcher():
-        return work(options, load_config(keys))
+        return joined(load_config(keys), partial(harness, options))
     parser = command_parser("titan-linear lm-eval", __doc__, usage="titan-linear lm-eval PATH --tasks …")
     parser.add_argument("path", metavar="PATH", help="a checkpoint of ours, or a Hugging Face folder")
     args, options = parser.parse_known_args(options)
@@ -59,21 +58,15 @@ def parted(argv: list[str]) -> tuple[list[str], list[str]]:
     return options, keys
 
 
-def work(options: list[str], config: Config) -> int:
-    try:
-        with process_group(timedelta(seconds=config.comm.init_timeout_seconds)), open(os.devnull, "w") as nowhere:
-            adapter = adapted(config)
-            from lm_eval._cli import HarnessCLI
-            from lm_eval.api.registry import register_model
+def harness(options: list[str], config: Config) -> None:
+    from lm_eval._cli import HarnessCLI
+    from lm_eval.api.registry import register_model
 
-            register_model("titan_linear")(adapter)
-            sys.argv = ["lm_eval", "run", "--model", "titan_linear", *options]
-            with redirect_stdout(nowhere) if dist.get_rank() else nullcontext():
-                harness = HarnessCLI()
-                harness.execute(harness.parse_args())
-    except Exception as error:
-        return report(error)
-    return 0
+    register_model("titan_linear")(adapted(config))
+    sys.argv = ["lm_eval", "run", "--model", "titan_linear", *options]
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere) if dist.get_rank() else nullcontext():
+        cli = HarnessCLI()
+        cli.execute(cli.parse_args())
 
 
 class Requests(Prompts):

@@ -38,7 +38,7 @@ from titan_linear.data.corpus.scores import Rows, Scores, begin, differences, pu
 from titan_linear.data.corpus.trees import BACK
 from titan_linear.data.streams.loader import micro_batch
 from titan_linear.distributed.ending import report
-from titan_linear.distributed.groups import host_group, on_rank_0, process_group
+from titan_linear.distributed.groups import gathered, host_group, on_rank_0, process_group
 from titan_linear.distributed.process import own_device, refusing, under_launcher
 from titan_linear.launch import Node, run_workers, this_node
 from titan_linear.losses.loss import logprobs
@@ -67,7 +67,7 @@ Columns = Callable[..., tuple[Tensor, ...]]  # of logits and labels [T]: [T] or 
 def main(argv: list[str]) -> int:
     args, keys = parse(argv)
     if under_launcher():
-        return work(Path(args.output), load_config(keys))
+        return joined(load_config(keys), partial(score_corpus, Path(args.output)))
     if args.compare:
         for name, (apart, token) in differences(*map(Path, args.compare)).items():
             print(f"{name}: largest difference {apart:.3g}, at token {token:,} of the corpus")
@@ -143,14 +143,19 @@ def streams_of(config: Config, corpus: Corpus) -> Streams:
 # --- In each process --------------------------------------------------------------------------------------------------
 
 
-def work(folder: Path, config: Config) -> int:
+def joined(config: Config, work: Callable[[Config], None]) -> int:
+    """The exit code of this process, which does its part of `work` in the default group."""
     try:
         with process_group(timedelta(seconds=config.comm.init_timeout_seconds)):
-            scorer = Scorer(config)
-            score(folder, scorer, streams_of(config, corpus_of(config, scorer.tokenizer)))
+            work(config)
     except Exception as error:
         return report(error)
     return 0
+
+
+def score_corpus(folder: Path, config: Config) -> None:
+    scorer = Scorer(config)
+    score(folder, scorer, streams_of(config, corpus_of(config, scorer.tokenizer)))
 
 
 def score(folder: Path, scorer: Scorer, streams: Streams) -> None:
@@ -163,9 +168,7 @@ def score(folder: Path, scorer: Scorer, streams: Streams) -> None:
     rows: list[Any] = []
     saved = begun
     for n, own in enumerate(scorer.read(streams, range(start, count), columns), start + 1):
-        of_all = [None] * dist.get_world_size() if first else None
-        dist.gather_object(None if scorer.dims.tp_ranks.rank else own, of_all, group=host)  # ranks of tp have the same
-        rows += filter(None, of_all or [])
+        rows += filter(None, gathered(None if scorer.dims.tp_ranks.rank else own, host))  # ranks of tp have the same
         if first and (n == count or time.perf_counter() - saved > SAVED):
             put(folder, scores, rows, min(n * each, end))
             rows, saved = [], time.perf_counter()

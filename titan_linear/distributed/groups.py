@@ -77,6 +77,13 @@ def of_all_ranks(own: T, host: dist.ProcessGroup) -> list[T]:
     return ranks
 
 
+def gathered(own: T, host: dist.ProcessGroup) -> list[T]:
+    """On rank 0 each rank's `own`, in rank order; elsewhere nothing."""
+    ranks = [own] * dist.get_world_size(host) if dist.get_rank() == 0 else None
+    dist.gather_object(own, ranks, group=host)
+    return ranks or []
+
+
 def on_rank_0(work: Callable[[], T], host: dist.ProcessGroup) -> T:
     """The result of `work`, which rank 0 alone does and sends to the others, however long it takes.
 

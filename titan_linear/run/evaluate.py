@@ -27,6 +27,7 @@ from titan_linear.data import Prompts, Sample, Side, Tokenizer, split_corpus
 from titan_linear.data.corpus.chat import Conversations
 from titan_linear.data.streams.loader import micro_batch
 from titan_linear.data.tasks import LOSS
+from titan_linear.distributed.groups import gathered
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.losses.loss import logprobs
 from titan_linear.models.decoder import Decoder
@@ -103,9 +104,7 @@ class Examination:
         for n in range(-(-len(self.prompts) // self.dims.dp)):
             ask()
             rows = self._rows(micro_batch(self.prompts, n, 1, self.dims.dp_rank, self.dims.dp, len(self.prompts)))
-            of_all = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-            dist.gather_object(rows, of_all, group=self.host)
-            if of_all:
+            if of_all := gathered(rows, self.host):
                 rows = np.concatenate(of_all)
                 rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
                 for of in np.split(rows, np.flatnonzero(np.diff(rows[:, 0])) + 1):
