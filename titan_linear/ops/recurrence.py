@@ -227,10 +227,11 @@ def run(
         raise ValueError(f"cp_method = {cp_method!r} is unknown; use 'kcp' or 'ulysses'")
     if cp_context is not None:
         check_cp(recurrence.named("q"), q, initial_state, output_final_state, cu_seqlens, cp_context)
-    N = check_boundaries(*q.shape[:2], cu_seqlens, cu_seqlens_cpu)
+    B, T, _, K = q.shape
+    N = check_boundaries(B, T, cu_seqlens, cu_seqlens_cpu)
     name = recurrence.named("initial_state")
     check_floats(**{name: initial_state})
-    _check_state(name, initial_state, N, v.shape[2], q.shape[3], v.shape[3], state_v_first)
+    _check_state(name, initial_state, N, v.shape[2], K, v.shape[3], state_v_first)
     initial_state = swapped(initial_state, state_v_first)
     several = cp_context is not None and cp_context.ranks.world_size > 1
     if several and cp_method == "ulysses":

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_linear.ops.exchange.collectives import start_all_gather, start_all_to_all, start_reduce_scatter
+from titan_linear.ops.exchange.collectives import joined, start_all_gather, start_all_to_all, start_reduce_scatter
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.layout.spans import ALL, NOTHING, KeyRoutes, QueryRoutes, Spans
 from titan_linear.ops.runtime import costs
@@ -198,7 +198,8 @@ def _slices(
 
 def _come(keys: Arriving, rows: Arriving) -> Came:
     """What comes, of which the caller then holds nothing else."""
-    return *keys(), rows()
+    k, v = keys()
+    return k, v, rows()
 
 
 class _Arrivals:
@@ -305,12 +306,12 @@ class _Keys:
         if self.travel == ALL:
             arrive = start_all_gather(torch.cat([k, v], dim=-1), self.group)
         else:
-            leaves = [_rows([x[a:b] for a, b in self.sent], x) for x in (k, v)]
+            leaves = [joined([x[a:b] for a, b in self.sent], x) for x in (k, v)]
             arrive = start_all_to_all(torch.cat(leaves, dim=-1), self.leaving, self.coming, self.group)
 
         def arrived() -> Sequence[Tensor]:
             came = arrive().split([k.shape[-1], v.shape[-1]], dim=-1)
-            return [_rows(self._pieces_of(*x), x[0]) for x in zip((k, v), came, strict=True)]
+            return [joined(self._pieces_of(*x), x[0]) for x in zip((k, v), came, strict=True)]
 
         return arrived
 
@@ -343,10 +344,3 @@ class _Keys:
         for (a, b), gradient in zip(self.sent, came.split([b - a for a, b in self.sent]), strict=True):
             here[a:b] += gradient
         return here
-
-
-def _rows(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Concatenate; a single part is not copied."""
-    if len(parts) < 2:
-        return parts[0] if parts else like[:0]
-    return torch.cat(parts)

@@ -66,6 +66,11 @@ def _arrival(work: dist.Work, out: Tensor) -> Callable[[], Tensor]:
     return wait
 
 
+def joined(parts: list[Tensor], like: Tensor) -> Tensor:
+    """Concatenate; a single part is not copied: most chains have one link, and most spans the rows of one rank."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else like[:0]
+
+
 def add_rows(into: Tensor, rows: Tensor, x: Tensor) -> None:
     """into[rows] += x, where rows may repeat. On GPUs `index_add_` would add those that do in any order."""
     into.index_put_((rows,), x, accumulate=True)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_linear.ops.exchange.collectives import all_to_all, group_named
+from titan_linear.ops.exchange.collectives import all_to_all, group_named, joined
 from titan_linear.ops.exchange.folds import fold_chains
 from titan_linear.ops.exchange.levels import incoming_by_levels
 from titan_linear.ops.layout.chains import Chains
@@ -65,24 +65,19 @@ def exchange(S_ext: Tensor, M: Tensor, c: Chains, group: str) -> tuple[Tensor, T
     """Every S_ext [., *, K, V] and M [., *, K, K] that this rank folds, by one message to each rank."""
     sizes = S_ext.numel() // len(S_ext), M.numel() // len(M)
     parts = [(M if kind else S_ext)[slot].flatten() for slot, kind in c.sends.tolist() if slot >= 0]
-    message = _joined(parts, S_ext)
+    message = joined(parts, S_ext.flatten())
     counts = c.receive_counts.tolist()
     came = all_to_all(message, _elements(c.send_counts.tolist(), sizes), _elements(counts, sizes), group)
     edges = accumulate((n * size for row in counts for n, size in zip(row, sizes)), initial=0)
     blocks = [slice(*edge) for edge in pairwise(edges)]
-    S_rows = _joined(_parts(came, blocks[0::2]), S_ext)
-    M_rows = _joined(_parts(came, blocks[1::2]), M)
+    S_rows = joined(_parts(came, blocks[0::2]), S_ext)
+    M_rows = joined(_parts(came, blocks[1::2]), M)
     return S_rows.view(-1, *S_ext.shape[1:]), M_rows.view(-1, *M.shape[1:])
 
 
 def _parts(x: Tensor, blocks: Sequence[slice]) -> list[Tensor]:
     """The blocks of x that are not empty."""
     return [x[block] for block in blocks if block.start < block.stop]
-
-
-def _joined(parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Concatenate; a single part is returned as it is, which saves a copy, as most chains have one link."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else like.new_empty(0)
 
 
 def _elements(counts: list[list[int]], sizes: tuple[int, int]) -> list[int]:

@@ -147,7 +147,7 @@ class _Travelling:
         self.group = group
         self.stride = stride
         self.hops = hops
-        self.works = []
+        self.works: list[dist.Work] = []
         if hops:
             packed = torch.cat([k, v], dim=-1)  # [1, T, Hkv, D + Dv]
             self.buffers = [packed, torch.empty_like(packed)]
@@ -175,7 +175,7 @@ class _FollowingGradient:
         self.group = group
         self.stride = stride
         self.hops = hops
-        self.works = []
+        self.works: list[dist.Work] = []
         self.buffers = [torch.empty_like(home) for _ in range(min(hops, 2) + 1)] if hops else []
 
     def blank(self, hop: int) -> Tensor:

@@ -46,7 +46,7 @@ def fold_tree(S_ext: Tensor, M: Tensor, tables: list[Tensor], group: str, revers
 def _up(dS_ext: Tensor, M: Tensor, fold: Fold, group: str) -> Tensor:
     d = dS_ext.new_zeros(len(M), *dS_ext.shape[1:], dtype=torch.float64)
     add_rows(d, fold.above, dS_ext[: len(fold.above)].double())
-    levels, shared = [*_levels(fold)], fold.shared.item()
+    levels, shared = [*_levels(fold)], int(fold.shared)
 
     def add(levels: list[tuple[Tensor, Tensor]]) -> None:
         for ids, above in reversed(levels):

@@ -107,7 +107,7 @@ class CPContext:
     def mark_dynamic(self) -> None:
         """Tell torch.compile which sizes differ from batch to batch: those that count documents and chunks."""
         chains = self.tables.forward_chains, self.tables.reverse_chains
-        counted = [self.cu_seqlens, self.cu_seqlens_cpu, *(c.entry_slots for c in chains)]
+        counted: list[Tensor | None] = [self.cu_seqlens, self.cu_seqlens_cpu, *(c.entry_slots for c in chains)]
         if self.softmax.allgather is not None:
             spans, _, keys, _ = self.softmax.allgather
             counted += [spans.q, spans.q_cpu, spans.k, spans.k_cpu, keys.pieces, keys.sent]

@@ -29,7 +29,8 @@ class Nodes:
 
     @classmethod
     def of(cls, edges: np.ndarray, parents: np.ndarray) -> Nodes:
-        lengths, depth, paths = np.diff(edges), np.zeros_like(parents), []
+        lengths, depth = np.diff(edges), np.zeros_like(parents)
+        paths: list[list[int]] = []
         for node, parent in enumerate(parents.tolist()):
             paths.append([*(paths[parent] if parent >= 0 else ()), node])
             depth[node] = depth[parent] + lengths[parent] if parent >= 0 else 0

@@ -120,7 +120,8 @@ def _given_away(
     own: the numbers of the rank's runs, those with the most keys first. most: pairs that a giver keeps, that a rank has
     after it took some.
     """
-    moves, rank = [], runs.owner[own[0]]
+    moves: list[tuple[int, int, int, int]] = []
+    rank = runs.owner[own[0]]
     for i in own:
         start, end, first, last = (int(column[i]) for column in runs[:4])
         while start < end and (surplus := loads[rank] - most[0]) > 0:
@@ -270,7 +271,7 @@ def gathered_spans(
     return GatheredSpans(
         table(Spans, q=q, k=k, q_cpu=q, k_cpu=k, **longest),
         _query_routes(fragments, runs, rank, world_size),
-        _key_routes(cut, blocks, needed, *keys, rank),
+        _key_routes(cut, blocks, needed, rank, *keys),
         torch.from_numpy(pairs),
     )
 
@@ -363,7 +364,7 @@ def _rows_of_busiest(runs: Runs, blocks: np.ndarray, causal: bool, nodes: Nodes 
 
 
 def _key_routes(
-    cut: Cut, blocks: np.ndarray, needed: _Needed, start: np.ndarray, end: np.ndarray, rank: int
+    cut: Cut, blocks: np.ndarray, needed: _Needed, rank: int, start: np.ndarray, end: np.ndarray
 ) -> KeyRoutes:
     """blocks: [W, slots, 2], the ranks' tokens; start, end: [.] key ranges of the rank's spans, in order."""
     world_size, slots, _ = blocks.shape

@@ -61,7 +61,7 @@ def _mapped(tree: Any, change: Callable[[Tensor], Any]) -> Any:
     branches = {name: _mapped(getattr(tree, name), change) for name in _moving(type(tree))}
     if not branches:
         return tree
-    return replace(tree, **branches) if is_dataclass(tree) else tree._replace(**branches)
+    return tree._replace(**branches) if hasattr(tree, "_replace") else replace(tree, **branches)
 
 
 @cache

@@ -187,8 +187,9 @@ def operator(
             first = next(x for x in first if x is not None)
         return (overload if _watched(first) else implementation)(*args, **kwargs)
 
-    call.overload = overload
-    return call
+    registered: Any = call
+    registered.overload = overload
+    return registered
 
 
 def _watched(x: Tensor) -> bool:
@@ -211,6 +212,6 @@ def check_first_derivative() -> None:
         raise RuntimeError("titan_linear's ops have no second derivatives; leave out create_graph = True")
 
 
-def register_autograd(op: Callable[..., Any], backward: Callable[..., Any], setup_context: Callable[..., Any]) -> None:
+def register_autograd(op: Any, backward: Callable[..., Any], setup_context: Callable[..., Any]) -> None:
     """As `torch.library.register_autograd`."""
     torch.library.register_autograd(op.overload, backward, setup_context=setup_context, lib=LIBRARY)

@@ -268,8 +268,8 @@ class Kernel(NamedTuple):
 
     def backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Triple:
         """how: the merged o and lse, then as in forward."""
-        grads = self.padded_backward(do, q, k, v, *how)
-        return tuple(grad[..., : x.shape[-1]] for grad, x in zip(grads, (q, k, v), strict=True))
+        dq, dk, dv = self.padded_backward(do, q, k, v, *how)
+        return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
 
 
 def lengths_recur(t: Target) -> str | None:

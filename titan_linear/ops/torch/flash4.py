@@ -105,22 +105,21 @@ def problem(dtype: torch.dtype, D: int, Dv: int) -> str | None:
 def _errors(dtype: torch.dtype, D: int, Dv: int) -> dict[str, float]:
     """Relative RMS errors on two spans, the first with more keys than queries; heads are grouped where D = Dv."""
     generator = torch.Generator().manual_seed(0)
-    on = {"device": "cuda", "dtype": dtype}
     rows = [0, 40, 100]
     keys = [0, 72, 132]
     heads = (4, 2 if Dv == D else 4)
     shapes = (rows[-1], heads[0], D), (keys[-1], heads[1], D), (keys[-1], heads[1], Dv), (rows[-1], heads[0], Dv)
-    q, k, v, do = (torch.randn(1, *s, generator=generator).to(**on) for s in shapes)
+    q, k, v, do = (torch.randn(1, *s, generator=generator).to("cuda", dtype) for s in shapes)
     cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (rows, keys))
     varlen, scale = (cu_q, cu_k, 60, 72), D**-0.5
     o, lse = forward(q, k, v, scale, True, varlen)
     ours = {"o": o, **dict(zip(("dq", "dk", "dv"), backward(do, q, k, v, o, lse, scale, True, varlen), strict=True))}
-    exact = _exact(*(x.double() for x in (q, k, v, do)), rows, keys, scale)
+    exact = _exact(rows, keys, scale, *(x.double() for x in (q, k, v, do)))
     return {name: ((ours[name] - x).norm() / x.norm()).item() for name, x in exact.items()}
 
 
 def _exact(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, rows: list[int], keys: list[int], scale: float
+    rows: list[int], keys: list[int], scale: float, q: Tensor, k: Tensor, v: Tensor, do: Tensor
 ) -> dict[str, Tensor]:
     """The same results from an explicit mask, in the dtype of the inputs. Gradients are written out: the caller may run
     below autograd."""

@@ -6,6 +6,8 @@ u = V (Transformers are SSMs, section 6). There is no w: the state only decays.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -46,7 +48,8 @@ def step(inputs: DecayInputs, options: DecayOptions, S: Tensor) -> tuple[Tensor,
 def discretise(inputs: DecayInputs, options: DecayOptions) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """q, k, v, log decays g [T, HV] and D v [T, HV, V] (None without D), in the dtype of the computation."""
     wide = torch.promote_types(inputs.q.dtype, torch.float32)
-    q, k, v, g, A, D, dt_bias = (None if x is None else x.to(wide) for x in inputs)
+    wide_inputs: list[Any] = [None if x is None else x.to(wide) for x in inputs]
+    q, k, v, g, A, D, dt_bias = wide_inputs
     skip = None if D is None else v * D.view(v.shape[1], -1)
     if A is not None:
         dt = g if dt_bias is None else g + dt_bias

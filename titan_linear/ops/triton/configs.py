@@ -78,8 +78,9 @@ def largest_dim(own: tuple[int, int], family: str, size: int) -> int:
 def architecture(device: torch.device) -> tuple[int, int]:
     """The key of CONFIGS for a device on which the kernels are supported (`KERNELS`). On the meta device they are only
     compiled, for the GPU. The interpreter, and compilation without a GPU, take that of the measured GPU."""
-    own = capability(torch.device("cuda") if device.type == "meta" else device)
-    return (9, 0) if own is None else shipped_for(own)
+    own = shipped_for(capability(torch.device("cuda") if device.type == "meta" else device) or (9, 0))
+    assert own
+    return own
 
 
 def kernel_dims(K: int, V: int, least: int = 32) -> tuple[int, int]:

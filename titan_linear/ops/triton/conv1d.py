@@ -38,6 +38,9 @@ BACKWARD_CONFIG = {"BD": 256, "R": 8, "num_warps": 2}
 EPS = constexpr(1e-6)  # of the l2 norm
 
 
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor]  # three parts of y, and the final state
+
+
 @triton.jit
 def _part(i_d, xs, strides, D, width_0, width_1, BC: constexpr):
     """Where block i_d (BC of the D channels) lies in the one to three tensors that hold them side by side (missing
@@ -327,11 +330,11 @@ def _cost(outputs: costs.Outputs, x: Tensor, **_: Any) -> costs.Convolution:
     return costs.Convolution(x.numel())
 
 
-def _outputs(x: Tensor, weight: Tensor, cu_seqlens: Tensor, widths: list[int], need_final: bool) -> tuple[Tensor, ...]:
-    (T, D), missing = x.shape, 3 - len(widths)
-    final_shape = (cu_seqlens.shape[0] - 1, D, weight.shape[1] - 1) if need_final else (0,)
-    shapes = [*((T, width) for width in widths), *[(0,)] * missing, final_shape]
-    return tuple(x.new_empty(shape) for shape in shapes)
+def _outputs(x: Tensor, weight: Tensor, cu_seqlens: Tensor, widths: list[int], need_final: bool) -> Outputs:
+    T, D = x.shape
+    first, second, third = (x.new_empty(T, width) for width in (*widths, 0, 0)[:3])
+    entries = cu_seqlens.shape[0] - 1 if need_final else 0
+    return first, second, third, x.new_empty(entries, D, weight.shape[1] - 1)
 
 
 @operator(
@@ -353,7 +356,7 @@ def conv1d(
     silu: bool,
     norm_dim: int | None,
     output_final_state: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Outputs:
     """x [T, D], weight [D, W], bias [D], initial_state [S, D, W-1], cu_seqlens [N+1] int32 -> three parts of y, and
     final_state. The parts are [T, width] for each of `widths`, whose sum is D; missing parts are empty.
 
@@ -364,7 +367,7 @@ def conv1d(
     """
     x = _rows(x)
     D, W, N = x.shape[1], weight.shape[1], cu_seqlens.numel() - 1
-    *ys, final_state = _outputs(x, weight, cu_seqlens, widths, output_final_state)
+    *ys, final_state = outputs = _outputs(x, weight, cu_seqlens, widths, output_final_state)
     initial = None if initial_state is None else initial_state.contiguous(), state_index
     shape, blocks = _blocks(widths, FORWARD_CONFIG, norm_dim)
     sizes, parts = (D, *_first_two(widths), blocks, x.stride(0)), _padded(ys[: len(widths)])
@@ -375,7 +378,7 @@ def conv1d(
         conv1d_final_state_kernel[(blocks_of(D, 256), N)](
             x, initial, final_state, cu_seqlens, D, x.stride(0), W=W, BD=256, num_warps=1
         )
-    return *ys, final_state
+    return outputs
 
 
 def _gradients(x, dys, d_final_state, weight, bias, initial_state, *_):
@@ -398,7 +401,7 @@ def conv1d_backward(
     chunk_index: Tensor,
     silu: bool,
     norm_dim: int | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Outputs:
     """Gradients of x, weight, bias and initial_state, each in its input's dtype; the last two are empty where bias or
     initial_state is None.
 

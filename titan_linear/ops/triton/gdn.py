@@ -21,7 +21,7 @@ from titan_linear.ops.triton.chunks import listed_entries
 from titan_linear.ops.triton.configs import Config, config, widest_slice
 from titan_linear.ops.triton.solve import solve_kernel
 from titan_linear.ops.triton.stages import Given, Stages
-from titan_linear.ops.triton.tiles import Pair, chunk_tiles, ragged_tiles, rows, sum_groups
+from titan_linear.ops.triton.tiles import Pair, chunk_tiles, ragged_tiles, rows, sum_groups, summed
 
 
 class Numbers(NamedTuple):
@@ -111,7 +111,7 @@ def _gradients(given: Given, h: Tensor, dh: Tensor, y: Tensor, dv: Tensor) -> tu
     (T, H, K), (NT, HV, _, V) = x.k.shape, h.shape
     dq, dk = (x.q.new_empty(T, HV, K) for _ in range(2))
     dg, dbeta = x.g.new_empty(x.g.shape), x.beta.new_empty(x.beta.shape)
-    d_gate = None if x.A_log is None else x.k.new_empty(2, NT, HV, dtype=torch.float32)
+    d_gate = x.k.new_empty(2, 0 if x.A_log is None else NT, HV, dtype=torch.float32)
     chosen = _sliced("gdn gradients", x.k, HV, V)
     BV, chosen["BETA_RANGE"] = chosen["BV"], numbers.beta_range or None
     read = rows(x.q), rows(x.k), ragged_tiles(x.k, K), *(ragged_tiles(t, BV) for t in (do, y, dv))
@@ -121,7 +121,4 @@ def _gradients(given: Given, h: Tensor, dh: Tensor, y: Tensor, dv: Tensor) -> tu
     )
     if HV > H:
         dq, dk = sum_groups(dq, x.q), sum_groups(dk, x.k)
-    of_heads = (
-        None if p is None else d_gate[i].sum(0).view(p.shape).to(p.dtype) for i, p in enumerate((x.A_log, x.dt_bias))
-    )
-    return dq, dk, dg, dbeta, *of_heads
+    return dq, dk, dg, dbeta, summed(d_gate[0], x.A_log), summed(d_gate[1], x.dt_bias)

@@ -186,8 +186,7 @@ class Stages(ABC):
 
     def _backward(self, given: Given) -> list[Tensor]:
         (d_initial,) = self._states(given)
-        *known, do, rows = given
-        given = Given(*known, dense_heads(do), rows)
+        given = given._replace(do=dense_heads(given.do))
         grads = self.launch_backward(given, d_initial if given.rows else None)
         return [given.do.new_empty(0) if d is None else d for d in (*grads, d_initial)]
 
