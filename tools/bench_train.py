@@ -114,7 +114,8 @@ def write_random(corpus: Path, args: argparse.Namespace, streams: int, loss: str
     read = build_loss(load_config(LOSSES[loss]))
 
     def document(n: int) -> DocumentTokens:
-        columns = {name: draw.normal(-5.5, 0.1, n) for name in read.columns}
+        # Log-probabilities; and advantages for which no policy of random bytes is clipped, which would save power.
+        columns = {name: draw.normal(5.5 if name == "advantages" else -5.5, 0.1, n) for name in read.columns}
         if "teacher_ids" in columns:
             columns["teacher_ids"] = draw.integers(256, size=(n, TOP))
             columns["teacher_logprobs"] = np.full((n, TOP), math.log(0.9 / TOP))
