@@ -111,6 +111,22 @@ def test_graphs_are_counted_and_new_ones_warned_of():
     assert [after("training", n) for n in (6, 7, 7)] == [""] * 3 and "1 graphs more" in after("training", 8)
 
 
+def test_layers_in_parts_are_warned_of_where_each_should_be_one_graph():
+    def broken(x):
+        torch._dynamo.graph_break()
+        return x + 1
+
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    whole, parts = Graphs(whole=True), Graphs()
+    torch.compile(broken, backend="eager")(torch.zeros(2))
+    assert [whole.after("training") for _ in range(2)] == [
+        "warning: layers are compiled in parts (graph_breaks = 1); TORCH_LOGS=graph_breaks says where",
+        "",  # said once
+    ]
+    assert parts.after("training") == ""
+
+
 def test_time_outside_training_counts_for_no_step(config, clock):
     logger = logger_of(config)
     with logger.untimed():

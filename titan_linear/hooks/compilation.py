@@ -29,7 +29,9 @@ class Compilation(Hook):
         # The number of rows that reach a rank's experts varies: the second pass compiles for any number.
         self.first_steps = 2 if config.compile.enable and dims.ep > 1 else 1
         self.left = self.first_steps  # number of steps that may still compile
-        self.graphs = Graphs(self.first_steps) if config.compile.enable else None
+        # On a CPU, operators are PyTorch's code, and between exchanges of experts' rows layers are in parts by design.
+        whole = dims.mesh.device_type == "cuda" and dims.ep == 1
+        self.graphs = Graphs(self.first_steps, whole) if config.compile.enable else None
 
     def changes_length(self, step: int) -> bool:
         """Whether streams of this step have another length than those of the step before."""
@@ -80,13 +82,14 @@ class Compilation(Hook):
 
 class Graphs:
     """Counts the graphs that torch.compile has made of layers in this process. A kind of pass (training, validation)
-    compiles its graphs in its first `passes` runs; documents change from batch to batch, but the graphs should stay."""
+    compiles its graphs in its first `passes` runs; documents change from batch to batch, but the graphs should stay.
+    whole: each layer should be one."""
 
-    def __init__(self, passes: int = 1) -> None:
+    def __init__(self, passes: int = 1, whole: bool = False) -> None:
         from torch._dynamo.utils import counters  # slow to import; loaded anyway where layers are compiled
 
         self._counters, self._known, self._warned = counters, 0, False
-        self._passes, self._seen = passes, Counter[str]()
+        self._passes, self._seen, self._whole = passes, Counter[str](), whole
 
     def counts(self) -> dict[str, int]:
         """Numbers to log."""
@@ -94,14 +97,19 @@ class Graphs:
         return {"compiled_graphs": self._counters["stats"]["unique_graphs"], "graph_breaks": breaks}
 
     def after(self, kind: str) -> str:
-        """Call after a pass of this kind: a warning, once, if layers were compiled again, else ""."""
-        graphs = self.counts()["compiled_graphs"]
+        """Call after a pass of this kind: a warning, once, if layers were compiled in parts or again, else ""."""
+        graphs, breaks = self.counts().values()
         more, self._known = graphs - self._known, graphs
         self._seen[kind] += 1
         expected = self._seen[kind] <= self._passes
-        if expected or not more or self._warned:
+        in_parts = self._whole and breaks > 0
+        if self._warned or not (in_parts or (more and not expected)):
             return ""
         self._warned = True
+        if in_parts:
+            return (
+                f"warning: layers are compiled in parts (graph_breaks = {breaks}); TORCH_LOGS=graph_breaks says where"
+            )
         return (
             f"warning: {kind} compiled layers again, {more} graphs more (compiled_graphs = {graphs}); each time takes "
             "time, and TORCH_LOGS=recompiles says why"
