@@ -144,3 +144,17 @@ def test_a_loss_reads_scores_of_its_own_texts_alone(keys, tmp_path, worlds):
     ):
         with pytest.raises(ValueError, match=rf"loss\.scores: .* {problem}"):
             open_corpora(mistaken, ByteTokenizer())
+
+
+def test_scores_of_trees_are_those_of_their_documents(keys, tmp_path, worlds):
+    """Of each node's tokens, which several documents hold, and of those that continue a branching point."""
+    tree = {"text": "abcdab", "children": [{"text": "cd"}, {"text": "ef", "children": [{"text": "a"}, {"text": "bb"}]}]}
+    documents = {"abcdabcd": [*range(9)], "abcdabefa": [*range(6), *range(9, 13)]}
+    documents["abcdabefbb"] = [*range(6), 9, 10, *range(13, 16)]
+    split, found = SPLITS["cp 2 allgather zigzag"], []
+    for name, records in {"tree": [tree], "apart": [{"text": text, "children": []} for text in documents]}.items():
+        own = keys | {"training.dataset_format": "tree", "training.dataset_path": write_lines(tmp_path / name, records)}
+        processes, more = split if name == "tree" else (1, {})
+        worlds(processes).run(scored, ["--output", str(tmp_path / f"of {name}"), *argv_of(own | more)])
+        found.append(open_column(tmp_path / f"of {name}", "reference", "<f4", 0))
+    np.testing.assert_allclose(found[0][np.concatenate([*documents.values()])], found[1], rtol=1e-7)

@@ -32,7 +32,17 @@ from torch import Tensor
 
 from titan_linear.commands import command_parser
 from titan_linear.config import Config, changed, check_config, load_config
-from titan_linear.data import Batch, Corpus, PackedStreams, Streams, Targets, Tokenizer, WholeStreams, split_corpus
+from titan_linear.data import (
+    Batch,
+    Corpus,
+    PackedStreams,
+    Streams,
+    Targets,
+    Tokenizer,
+    TreeStreams,
+    WholeStreams,
+    split_corpus,
+)
 from titan_linear.data.corpus.corpus import PLACE
 from titan_linear.data.corpus.scores import Rows, Scores, begin, differences, put, read_scores
 from titan_linear.data.corpus.trees import BACK
@@ -126,17 +136,15 @@ def scores_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) ->
 def corpus_of(config: Config, tokenizer: Tokenizer) -> Corpus:
     if config.training.mixture:
         raise ValueError("training.mixture: a corpus is scored at a time; give training.dataset and its path instead")
-    corpus = open_corpora(config, tokenizer)[0]
-    if BACK in corpus.columns:
-        raise ValueError(f"{corpus.folder} holds prefix trees, which are not scored; give texts or other records")
-    return corpus
+    return open_corpora(config, tokenizer)[0]
 
 
 def streams_of(config: Config, corpus: Corpus) -> Streams:
-    """One pass over the corpus; documents are whole if all fit."""
+    """One pass over the corpus; documents are whole if all fit, and those of prefix trees always."""
     side = split_corpus(corpus, 0.0, "train")
     whole = int(np.diff(corpus.offsets).reshape(-1, corpus.group).sum(1).max()) <= config.training.seq_len
     make, group = (WholeStreams, corpus.group) if whole else (PackedStreams, 0)
+    make = TreeStreams if BACK in corpus.columns else make
     return make(side, seq_len=config.training.seq_len, seed=0, repeat=False, targets=Targets("token", (PLACE,), group))
 
 

@@ -23,8 +23,8 @@ import numpy as np
 
 from titan_linear.commands import command_parser
 from titan_linear.config import Config, load_config
-from titan_linear.data import IGNORE, Stream, Streams, Tokenizer, build_tokenizer
-from titan_linear.data.corpus.trees import BACK, WORTH
+from titan_linear.data import Stream, Streams, Tokenizer, build_tokenizer
+from titan_linear.data.corpus.trees import BACK
 from titan_linear.distributed.process import refusing
 from titan_linear.run.build import tokenizer_path
 from titan_linear.run.data import build_streams
@@ -80,7 +80,7 @@ def _badness(micro_batch: dict[str, Any]) -> float:
 def documents(stream: Stream, tokenizer: Tokenizer, characters: int) -> Iterator[str]:
     """Lines for each document of a stream, or node of a prefix tree. characters: how many of a part's beginning and of
     its end; 0: all."""
-    targets = stream.columns.get(WORTH, np.append(0, stream.labels[:-1] != IGNORE)) > 0
+    targets = np.roll(stream.columns["weights"], 1) > 0
     back = stream.columns.get(BACK, np.zeros_like(stream.tokens))
     for n, (start, end) in enumerate(pairwise(stream.cu_seqlens.tolist())):
         tokens, learnt = stream.tokens[start:end], targets[start:end]

@@ -248,11 +248,6 @@ def _check_source(s: Training | Source) -> None:
         )
     if unknown := [name for name in s.dataset_columns if name not in COLUMNS]:
         raise ValueError(f"{dataset}_columns: no loss reads {unknown[0]!r}; they read {', '.join(COLUMNS)}")
-    if s.dataset_columns and s.dataset_format == "tree":
-        raise ValueError(
-            f"{dataset}_columns = {toml_value(s.dataset_columns)} is not for {dataset}_format = 'tree', whose nodes "
-            "may have weights, and nothing else that documents would share; remove it"
-        )
     if s.dataset_format != "text" and s.dataset not in records:
         raise ValueError(
             f"{dataset}_format = {s.dataset_format!r} is for {dataset} = {', '.join(records)}, and it is "

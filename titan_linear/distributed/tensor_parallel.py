@@ -114,13 +114,18 @@ def _embed(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
 
 
 def _head(
-    head: Head, x: Tensor, loss: Loss | None = None, loss_chunk: int = 2048, further: Further | None = None
+    head: Head,
+    x: Tensor,
+    loss: Loss | None = None,
+    loss_chunk: int = 2048,
+    further: Further | None = None,
+    branches: Tensor | None = None,
 ) -> Tensor:
     """Logits [B, T, vocab], without gradients; or this rank's part of the loss."""
     ranks = head.ranks
     x = head.norm(x)
     if loss is not None:
-        return head.loss(x, loss, loss_chunk, further, ranks)
+        return head.loss(x, loss, loss_chunk, further, branches, ranks)
     assert not torch.is_grad_enabled(), "logits of a split vocabulary have no gradient"
     logits = head.logits(x).movedim(-1, 0)  # [vocab / size, B, T]
     return gather_along(logits, 0, ranks.group, ranks.size).movedim(0, -1)

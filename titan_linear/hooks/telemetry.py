@@ -150,9 +150,11 @@ class Telemetry(Hook):
         losses, *further = losses
         first = self.dims.tp_ranks.rank == 0  # all tp ranks have the same tokens: one of them counts
         pairs = torch.stack([losses, (batch.labels.flatten() != IGNORE).double() * first])  # [2, T]
-        positions = batch.plan.position_ids + 1
+        rows = torch.arange(len(batch.plan.position_ids), device=losses.device)  # that labels are predicted from
+        if batch.plan.branches is not None:
+            rows = torch.cat([rows, batch.plan.branches])
         powers = 2 ** torch.arange(1, self.buckets, device=losses.device)
-        bucket = torch.bucketize(positions, powers, right=True)
+        bucket = torch.bucketize(batch.plan.position_ids[rows] + 1, powers, right=True)
         self._add("loss_by_position", pairs, bucket, [str(2**b) for b in range(self.buckets)])
         depths = [str(k) for k, _ in enumerate(further, 1)]
         for k, of in enumerate(further):
@@ -161,10 +163,10 @@ class Telemetry(Hook):
         names = self.sources + (self.groups.names if self.groups else [])
         if self.sources:
             sources = torch.tensor([self.sources.index(self.streams.source(i)[0]) for i in batch.streams])
-            of_token = sources.to(losses.device).repeat_interleave(len(losses) // len(sources))
+            of_token = sources.to(losses.device)[rows // (len(batch.plan.position_ids) // len(sources))]
             self._add("loss_by_source", pairs, of_token, names)
         if self.groups:
-            group = self._groups_of_tokens(batch)
+            group = self._groups_of_tokens(batch)[rows]
             self._add("loss_by_source", pairs, group + len(self.sources), names)
             self._add("tokens_by_source", pairs[1:], group, self.groups.names, partial(_counts, self.groups.names))
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_linear.config import schema
-from titan_linear.losses.loss import Loss, Targets, column, document_sums, logprobs
+from titan_linear.losses.loss import Loss, Targets, document_sums, logprobs, of_documents
 from titan_linear.ops.cross_entropy import ChunkedLogits, Rows
 
 
@@ -32,23 +32,22 @@ class DPO(Loss):
 
     def __call__(self, logits: ChunkedLogits, batch: Targets) -> Tensor:
         labels = batch.labels.flatten()
-        columns = (batch.columns[name][0] for name in ("weights", *self.columns))
-        count, policy, weights, *reference = document_sums(batch, logprobs(logits, labels), *columns)
+        columns = (batch.columns[name][0] for name in self.columns)
+        weights, count, policy, *reference = document_sums(batch, logprobs(logits, labels), *columns)
         length = count.clamp(min=1) if self.keys.length_normalised else torch.ones_like(count)
         reward = (policy - sum(reference)) / length
         margin = self.keys.beta * (reward[0::2] - reward[1::2])
         short = self.keys.margin - margin
         accuracy = torch.heaviside(margin, margin.new_tensor(0.5))
-        of_pairs = torch.stack([F.softplus(short), accuracy, margin], 1)
+        of_pairs = torch.stack([F.softplus(short), accuracy, margin], 1).repeat_interleave(2, 0)
         # What the loss changes by with each token's log p: it pulls a chosen document's up, a rejected one's down.
         pull = -self.keys.beta * short.sigmoid() * (weights[0::2] + weights[1::2])
-        slopes = torch.stack([pull, -pull], 1).flatten() / length
+        values, slopes = of_documents(batch, of_pairs, torch.stack([pull, -pull], 1).flatten() / length)
 
         def terms(rows: Rows, tokens: slice) -> Tensor:
             logp = rows.logprobs[:, 0]
-            document = batch.columns["document"][0, tokens]
-            change = slopes[document].to(logp.dtype) * (logp - logp.detach())
-            values = column(batch, "weights", logp)[tokens, None] * of_pairs[document // 2].to(logp.dtype)
-            return torch.cat([values[:, :1] + change.unsqueeze(1), values[:, 1:]], 1)
+            change = slopes[tokens].to(logp.dtype) * (logp - logp.detach())
+            loss, *reports = values[tokens].to(logp.dtype).unbind(1)
+            return torch.stack([loss + change, *reports], 1)
 
         return logits.sum(labels, terms)

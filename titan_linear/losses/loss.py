@@ -4,7 +4,7 @@ the head twice."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,13 +14,22 @@ from titan_linear.ops.cross_entropy import IGNORE, ChunkedLogits, Rows
 from titan_linear.ops.exchange.collectives import gather_along
 
 
+class Paths(NamedTuple):
+    """Which nodes of prefix trees the documents hold."""
+
+    nodes: Tensor  # [.] int64, as the column "document" has them
+    documents: Tensor  # [.] int64: of each of these, a document that holds it
+    share: Tensor  # [.] float64: of the weights of its tokens, those in this document
+    num_documents: int
+
+
 class Targets(Protocol):
     """The part of a micro-batch that one rank computes."""
 
     labels: Tensor  # [1, T] int64, −100 where there is nothing to predict
     columns: dict[str, Tensor]  # [1, T] or [1, T, n] each
     num_documents: int  # more than any number in the column "document"
-    branches: list[Tensor] | None  # of prefix trees: further rows, their labels and weights, [.] each
+    paths: Paths | None  # of prefix trees, whose nodes that column has
     plan: BatchPlan
 
 
@@ -39,17 +48,6 @@ def column(batch: Targets, name: str, like: Tensor) -> Tensor:
     return batch.columns[name][0].to(like.dtype)
 
 
-def with_branches(logits: ChunkedLogits, batch: Targets) -> tuple[ChunkedLogits, Tensor, Tensor | None]:
-    """Logits, labels [T] and weights [T]; with the further targets of branching points behind those of the tokens."""
-    labels = batch.labels.flatten()
-    weights = batch.columns["weights"].flatten() if "weights" in batch.columns else None
-    if batch.branches is None:
-        return logits, labels, weights
-    rows, *targets = batch.branches
-    labels, weights = (torch.cat(x) for x in zip((labels, weights), targets))
-    return replace(logits, x=torch.cat([logits.x, logits.x[rows]])), labels, weights
-
-
 def logprobs(logits: ChunkedLogits, ids: Tensor) -> Tensor:
     """log p of ids [T] or [T, k], 0 where the first of a token's is no label; without a gradient."""
     found = torch.zeros_like(ids, dtype=torch.promote_types(logits.x.dtype, torch.float32))
@@ -64,11 +62,28 @@ def logprobs(logits: ChunkedLogits, ids: Tensor) -> Tensor:
 
 
 def document_sums(batch: Targets, *numbers: Tensor) -> Tensor:
-    """For each document, whichever ranks it lies on: how many labels it has, and the sums of these numbers [T], which
-    are 0 where there is no label. [1 + numbers, documents] float64."""
-    rows = torch.stack([(batch.labels[0] != IGNORE).double(), *(x.double() for x in numbers)])
+    """For each document, whichever ranks it lies on: its weights' sum, how many labels it has, and the sums of these
+    numbers [T], which are 0 where there is no label. [2 + numbers, documents] float64."""
+    columns = batch.columns["weights"][0], batch.labels[0] != IGNORE, *numbers
+    rows = torch.stack([x.double() for x in columns])
     sums = rows.new_zeros(len(rows), batch.num_documents).index_add_(1, batch.columns["document"][0], rows)
     context = batch.plan.cp_context
     if context is not None and context.ranks.world_size > 1:
         sums = gather_along(sums.unsqueeze(0), 0, context.ranks.group_name, context.ranks.world_size).sum(0)
-    return sums
+    if (paths := batch.paths) is None:
+        return sums
+    of_paths = sums[:, paths.nodes]
+    of_paths[0] *= paths.share
+    return sums.new_zeros(len(sums), paths.num_documents).index_add_(1, paths.documents, of_paths)
+
+
+def of_documents(batch: Targets, values: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
+    """What each token has of its documents' values [documents, n] by its weight in them, [T, n], and of slopes
+    [documents], [T]."""
+    if paths := batch.paths:
+        values, slopes = values[paths.documents] * paths.share.unsqueeze(1), slopes[paths.documents]
+        values, slopes = (
+            x.new_zeros(batch.num_documents, *x.shape[1:]).index_add_(0, paths.nodes, x) for x in (values, slopes)
+        )
+    document = batch.columns["document"][0]
+    return batch.columns["weights"][0].unsqueeze(1) * values[document], slopes[document]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from titan_linear.config import schema
-from titan_linear.losses.loss import Loss, Targets, column, document_sums, logprobs
+from titan_linear.losses.loss import Loss, Targets, column, document_sums, logprobs, of_documents
 from titan_linear.ops.cross_entropy import ChunkedLogits, Rows
 
 
@@ -34,28 +34,36 @@ class Policy(Loss):
 
     def __call__(self, logits: ChunkedLogits, batch: Targets) -> Tensor:
         labels = batch.labels.flatten()
-        columns = [batch.columns[name][0] for name in ("weights", "advantages", "behaviour")]
-        of_ratios = columns
         if self.reads_twice:
-            # Each token has its document's mean weight, advantage and log ratio: together they have its gradient.
-            logp = logprobs(logits, labels)
-            weights, advantages, behaviour = columns
-            sums = document_sums(batch, weights, advantages, logp - behaviour)
-            *means, log_ratio = (sums[1:] / sums[0].clamp(min=1))[:, batch.columns["document"][0]]
-            of_ratios = [*means, logp - log_ratio]
+            distance = logprobs(logits, labels) - batch.columns["behaviour"][0]
+            weights, count, *sums = document_sums(batch, batch.columns["advantages"][0], distance)
+            advantages, log_ratio = (x / count.clamp(min=1) for x in sums)
+            free, bounded = self._objectives(log_ratio, advantages)
+            slopes = -weights * (free <= bounded) * free / count.clamp(min=1)
+            of_sequences, slopes = of_documents(
+                batch, torch.stack([-torch.minimum(free, bounded), bounded < free], 1), slopes
+            )
 
         def terms(rows: Rows, tokens: slice) -> Tensor:
             logp = rows.logprobs[:, 0]
-            weights, advantages, behaviour = (x[tokens].to(logp.dtype) for x in of_ratios)
-            ratio = (logp - behaviour).exp()
-            free = ratio * advantages
-            bounded = ratio.clamp(1 - self.keys.clip_low, 1 + self.keys.clip_high) * advantages
-            of_tokens = column(batch, "weights", logp)[tokens]
+            weights, advantages, behaviour = (
+                column(batch, name, logp)[tokens] for name in ("weights", "advantages", "behaviour")
+            )
+            if self.reads_twice:
+                loss, clipped = of_sequences[tokens].to(logp.dtype).unbind(1)
+                loss = loss + slopes[tokens].to(logp.dtype) * (logp - logp.detach())
+            else:
+                free, bounded = self._objectives(logp - behaviour, advantages)
+                loss, clipped = -weights * torch.minimum(free, bounded), weights * (bounded < free)
             kl = torch.zeros_like(logp)
             if self.keys.kl:
                 distance = column(batch, "reference", logp)[tokens] - logp
-                kl = of_tokens * (distance.exp() - distance - 1)
-            loss = self.keys.kl * kl - weights * torch.minimum(free, bounded)
-            return torch.stack([loss, of_tokens * rows.entropy, weights * (bounded < free), kl], 1)
+                kl = weights * (distance.exp() - distance - 1)
+            return torch.stack([loss + self.keys.kl * kl, weights * rows.entropy, clipped, kl], 1)
 
         return logits.sum(labels, terms, statistics=True)
+
+    def _objectives(self, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        """The free one and the bounded one, of which the lesser counts."""
+        ratio = log_ratio.exp()
+        return ratio * advantages, ratio.clamp(1 - self.keys.clip_low, 1 + self.keys.clip_high) * advantages

@@ -150,18 +150,30 @@ class Head(nn.Module):
         return self.implementations.get("cross_entropy", "auto")
 
     def forward(
-        self, x: Tensor, loss: Loss | None = None, loss_chunk: int = 2048, further: Further | None = None
+        self,
+        x: Tensor,
+        loss: Loss | None = None,
+        loss_chunk: int = 2048,
+        further: Further | None = None,
+        branches: Tensor | None = None,
     ) -> Tensor:
         """x [B, T, dim] -> logits [B, T, vocab], or this loss of them, in float32 or wider.
 
+        branches: rows that the loss sees again, behind all others.
         further: of further tokens, whose losses are in the gradient, and not in the value. It is called in here, where
         FSDP has gathered norm and weight, and keeps them until all losses are done with them in backward.
         """
         x = self.norm(x)
-        return self.logits(x) if loss is None else self.loss(x, loss, loss_chunk, further)
+        return self.logits(x) if loss is None else self.loss(x, loss, loss_chunk, further, branches)
 
     def loss(
-        self, x: Tensor, loss: Loss, loss_chunk: int, further: Further | None, ranks: Ranks | None = None
+        self,
+        x: Tensor,
+        loss: Loss,
+        loss_chunk: int,
+        further: Further | None,
+        branches: Tensor | None,
+        ranks: Ranks | None = None,
     ) -> Tensor:
         """Of what is normed. ranks: those that have the other rows of the weight."""
 
@@ -174,7 +186,9 @@ class Head(nn.Module):
             Sum(all_tokens(h), labels.unsqueeze(1), partial(weighted, self.mtp_factor, weights), token_losses=of)
             for (h, labels, weights), of in zip(further(x) if further else (), losses)
         )
-        return loss(ChunkedLogits(all_tokens(x), self.weight, loss_chunk, ranks, own, self.impl, more))
+        rows = all_tokens(x)
+        rows = rows if branches is None else torch.cat([rows, rows[branches]])
+        return loss(ChunkedLogits(rows, self.weight, loss_chunk, ranks, own, self.impl, more))
 
     def divided(self, x: Tensor) -> Tensor:
         return x if self.divisor == 1 else x / self.divisor
@@ -258,7 +272,11 @@ class Decoder(nn.Module):
                 yield h, *targets
 
         out = self.head(
-            x if logits_to_keep is None else x[:, -logits_to_keep:], loss, loss_chunk, further if later else None
+            x if logits_to_keep is None else x[:, -logits_to_keep:],
+            loss,
+            loss_chunk,
+            further if later else None,
+            plan.branches,
         )
         for balance in between.balances if learns else []:
             out = out + balance_weight * (balance - balance.detach())

@@ -33,6 +33,7 @@ class BatchPlan:
         num_streams: int = 1,
         pairs: float = 0.0,
         later: Later | None = None,
+        branches: Tensor | None = None,
     ):
         """
         Args:
@@ -42,10 +43,11 @@ class BatchPlan:
             num_streams: number of streams, of equal length, laid end to end.
             pairs: number of (query, key) pairs that this rank computes in a softmax layer, for metrics.
             later: what layers that predict further tokens are trained on.
+            branches: [.] int64, of prefix trees: rows of logits that a loss sees again, behind those of all tokens.
         """
         self.position_ids, self.cu_seqlens, self.cp_context = position_ids, cu_seqlens, cp_context
         self.first_key, self.num_streams, self.pairs = first_key, num_streams, pairs
-        self.later = later
+        self.later, self.branches = later, branches
         self._angles: dict[tuple[Rotary, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     @property

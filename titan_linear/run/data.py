@@ -161,7 +161,6 @@ def _check_trees(config: Config, targets: Targets, corpus: Corpus) -> None:
     """Raise ValueError for keys with which prefix trees are not trained on as their documents packed apart."""
     p, keys = config.parallelism, flat_keys(config)
     for key, fits in (
-        ("loss.name", config.loss.name == "cross_entropy"),
         ("loss.normalise", targets.normalise != "stream"),
         ("training.seq_len_schedule", not config.training.seq_len_schedule),
         (
@@ -180,9 +179,11 @@ def check_model_of_trees(model: ModelConfig, streams: Streams) -> None:
         raise ValueError("training.mixture has prefix trees beside other documents; give these as trees of one node")
     if kinds == {False}:
         return
-    if model.mtp_layers or model.moe:
-        what = "model.mtp_layers" if model.mtp_layers else "a model with experts, whose load a shared token has once"
-        raise ValueError(f"{what}: not for prefix trees (training.dataset_format = 'tree'); take another, or texts")
+    if model.mtp_layers:
+        raise ValueError(
+            f"model.mtp_layers = {model.mtp_layers} is not for prefix trees: its layer reads the next token, and a "
+            "branching point has several; set 0, or train on documents packed apart"
+        )
 
 
 def _side(source: Training | Source, corpus: Corpus, holdout: float, split: str) -> Side:

@@ -16,15 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_linear.data import IGNORE, Batch
-from titan_linear.data.corpus.trees import BACK, WORTH
+from titan_linear.data.corpus.trees import BACK, SHARE
 from titan_linear.distributed.mesh import ParallelDims
+from titan_linear.losses.loss import Paths
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.layers import widened
 from titan_linear.models.plan import BatchPlan, Later, Rotary
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.attention import choose_method, pairs_computed
 from titan_linear.ops.layout.build_context import ranks_per_node
-from titan_linear.ops.layout.nodes import Nodes
 from titan_linear.ops.layout.tables import to_device
 
 
@@ -92,16 +92,23 @@ class BatchSharding:
             programs=self.programs,
             stream_programs=self.stream_programs,
             attention=methods,
-            parents=batch.parents,
+            parents=batch.nodes and torch.from_numpy(batch.nodes.parents),
         )
-        columns = {name: x for name, x in batch.columns.items() if name not in (BACK, WORTH)}
-        local = [batch.tokens, batch.labels, *columns.values()]
+        names = [name for name in batch.columns if name not in (BACK, SHARE)]
+        local = [batch.tokens, batch.labels, *(batch.columns[name] for name in names)]
         local += later_of(batch, self.mtp_layers) if self.mtp_layers else ()
         if self.dims.cp > 1:
             local = [torch.cat([x[:, start:end] for start, end in context.fragments], 1) for x in local]
-        branches = branches_of(batch, context.fragments)
-        context, branches, tokens, labels, *local = to_device([context, branches, *local], self.device)
-        later = local[len(columns) :]
+        branches = paths = None
+        if BACK in batch.columns:
+            branches, targets = branches_of(batch, context.fragments)
+            further = [batch.tokens[:, targets], *(batch.columns[name][:, targets - 1] for name in names)]
+            local[1:] = [torch.cat(of_each, 1) for of_each in zip(local[1:], further)]
+            local[2:] = [_of_labels(x, local[1]) for x in local[2:]]
+            paths = paths_of(batch) if "document" in names else None
+        moved = to_device([context, branches, paths, *local], self.device)
+        context, branches, paths, tokens, labels, *local = moved
+        later = local[len(names) :]
         if self.compiled:
             context.mark_dynamic()
         plan = BatchPlan(
@@ -110,10 +117,11 @@ class BatchSharding:
             num_streams=batch.num_streams,
             pairs=pairs_computed(context, next(iter(methods), "ring")) if self.softmax else 0.0,
             later=Later(*later) if later else None,
+            branches=branches,
         )
         plan.prepare(self.rotaries, widened(self.compute_dtype))
-        columns = dict(zip(columns, local))
-        return MicroBatch(tokens, labels, plan, batch.streams, columns, batch.num_documents, branches)
+        columns = dict(zip(names, local))
+        return MicroBatch(tokens, labels, plan, batch.streams, columns, batch.num_documents, paths)
 
     def methods(self, tokens: int) -> tuple[str, ...]:
         """How softmax layers communicate in batches of this many tokens over all ranks: one method, or several if
@@ -143,16 +151,38 @@ class BatchSharding:
         )
 
 
-def branches_of(batch: Batch, fragments: Iterable[tuple[int, int]]) -> list[Tensor] | None:
-    """`MicroBatch.branches` of a rank's tokens, which has these fragments; None: batches are of no trees."""
-    if BACK not in batch.columns:
-        return None
-    back, worth = batch.columns[BACK][0], batch.columns[WORTH][0]
-    targets = ((back > 1) & (worth > 0)).nonzero().flatten()
+def branches_of(batch: Batch, fragments: Iterable[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    """Of prefix trees, targets that do not lie behind the token that they continue: the rows of those of these tokens
+    that a rank has, whose fragments are given; and the targets."""
+    back = batch.columns[BACK][0]
+    targets = ((back > 1) & (batch.columns["weights"][0].roll(1) > 0)).nonzero().flatten()
     mine = torch.cat([torch.arange(*ends) for ends in fragments])
     places = torch.full_like(back, -1).index_copy_(0, mine, torch.arange(len(mine)))
     rows = places[targets - back[targets]]
-    return [x[rows >= 0] for x in (rows, batch.tokens[0, targets], worth[targets])]
+    return rows[rows >= 0], targets[rows >= 0]
+
+
+def _of_labels(column: Tensor, labels: Tensor) -> Tensor:
+    """[1, T] or [1, T, n], 0 where there is none."""
+    return column.masked_fill((labels == IGNORE).view(*labels.shape, *[1] * (column.dim() - 2)), 0)
+
+
+def paths_of(batch: Batch) -> Paths:
+    nodes, seq_len = batch.nodes, batch.tokens.numel() // batch.num_streams
+    leaves, begins = nodes.leaves, nodes.edges[:-1]
+    names, _ = _numbered(begins // seq_len)
+    documents, count = _numbered(begins[leaves] // seq_len)
+    lengths = [len(nodes.paths[leaf]) for leaf in leaves]
+    on = np.concatenate([nodes.paths[leaf] for leaf in leaves])
+    share = batch.columns[SHARE][0].numpy()[begins]
+    arrays = names[on], np.repeat(documents, lengths), np.repeat(share[leaves], lengths) / share[on]
+    return Paths(*map(torch.from_numpy, arrays), count)
+
+
+def _numbered(streams: np.ndarray) -> tuple[np.ndarray, int]:
+    """Numbers of documents of these streams, each stream's from an even one on, as `Batch` has them; and of all."""
+    odd = np.bincount(streams) % 2
+    return np.arange(len(streams)) + (np.cumsum(odd) - odd)[streams], len(streams) + int(odd.sum())
 
 
 def later_of(batch: Batch, depth: int) -> Later:
@@ -192,13 +222,12 @@ class MicroBatch:
     """The tokens of a `Batch` that one rank computes, on its device."""
 
     tokens: Tensor  # [1, T_local] int64
-    labels: Tensor  # [1, T_local] int64
+    labels: Tensor  # [1, T_local] int64; of trees [1, T_local + branches], as columns
     plan: BatchPlan
     streams: tuple[int, ...]  # global indices, for error messages
     columns: dict[str, Tensor] = field(default_factory=dict)  # [1, T_local] or [1, T_local, n] each
     num_documents: int = 0  # of the `Batch`
-    # Of prefix trees: rows of tokens that several continue, and labels and weights beside those above, [.] each.
-    branches: list[Tensor] | None = None
+    paths: Paths | None = None  # of prefix trees, if the loss knows documents
 
 
 class StepTokens(NamedTuple):
@@ -339,9 +368,8 @@ class Feed:
 
 def _counts(batch: Batch) -> list[float]:
     """The weight and the number of labels, the number of tokens with trees packed apart, and those of `Documents`."""
-    labels = batch.columns.get(WORTH, batch.labels != IGNORE) > 0
+    labels = batch.columns.get("weights", batch.labels != IGNORE) > 0
     edges, above, apart = batch.cu_seqlens.numpy(), 0, batch.tokens.numel()
-    if batch.parents is not None:
-        nodes = Nodes.of(edges.astype(np.int64), batch.parents.numpy())
+    if nodes := batch.nodes:
         above, apart = nodes.depth, int((nodes.edges[1:] - nodes.begins)[nodes.leaves].sum())
     return [batch.weight, int(labels.sum()), apart, *Documents.of(edges, above)]

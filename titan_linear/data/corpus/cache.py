@@ -16,10 +16,10 @@ import json
 import os
 import shutil
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -98,12 +98,12 @@ class Texts:
     @cached_property
     def encoder(self) -> Encoder:
         """What encodes documents: for texts the tokenizer, for conversations a `RecordEncoder`."""
-        makers: dict[str, type] = {
+        makers: dict[str, Callable[[Tokenizer], Any]] = {
             "messages": Conversations,
             "completion": Completions,
             "tokens": Ids,
             "preference": Preferences,
-            "tree": Trees,
+            "tree": partial(Trees, columns=self.columns),
         }
         return self.tokenizer if self.dataset_format == "text" else makers[self.dataset_format](self.tokenizer)
 
@@ -321,8 +321,8 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Tokens, None, None]:
             if isinstance(tokens, np.ndarray):
                 tokens = _ended(document, tokens, eos)
             parts = tokens if isinstance(tokens, list) else [tokens]
-            if texts.columns and not isinstance(tokens, str):
-                parts = with_columns(parts, document.columns, texts, journal.widths)
+            if texts.columns and not isinstance(tokens, str) and texts.dataset_format != "tree":
+                parts = with_columns(parts, document.columns, texts.columns, texts.tokenizer, journal.widths)
                 tokens = parts if isinstance(parts, str) else tokens
             if not isinstance(tokens, str):
                 yield from parts

@@ -9,17 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from titan_linear.data.corpus.chat import MaskedTokens
 from titan_linear.data.corpus.tokenizer import Tokenizer
-
-
-class Texts(Protocol):
-    columns: Mapping[str, str]  # fields that are read, and their dtypes
-    tokenizer: Tokenizer
 
 
 class DocumentTokens(NamedTuple):
@@ -31,14 +26,18 @@ class DocumentTokens(NamedTuple):
 
 
 def with_columns(
-    documents: Sequence[MaskedTokens], values: Mapping[str, Any], texts: Texts, widths: MutableMapping[str, int]
+    documents: Sequence[MaskedTokens],
+    values: Mapping[str, Any],
+    dtypes: Mapping[str, str],
+    tokenizer: Tokenizer,
+    widths: MutableMapping[str, int],
 ) -> list[DocumentTokens] | str:
-    """A record's documents with their columns, or what is wrong with one.
+    """A record's documents with their columns, which have these dtypes, or what is wrong with one.
 
     widths: numbers for each token in the documents so far, 0 for columns without lists; this one's are added.
     """
     columns: list[dict[str, np.ndarray]] = [{} for _ in documents]
-    for name, dtype in texts.columns.items():
+    for name, dtype in dtypes.items():
         of_each = [values[name]] if len(documents) == 1 else values[name]
         if len(documents) > 1 and not (isinstance(of_each, list) and len(of_each) == len(documents)):
             return f"{name!r} is no list of {len(documents)}, one for each of its documents; give that"
@@ -46,8 +45,8 @@ def with_columns(
             column = column_of(name, value, len(document.tokens), widths)
             if isinstance(column, str):
                 return f"{name!r} {column}"
-            if dtype == "<i4" and not ((column >= 0) & (column < texts.tokenizer.vocab_size)).all():
-                return f"{name!r} has ids outside the vocabulary, 0 to {texts.tokenizer.vocab_size - 1}; correct it"
+            if dtype == "<i4" and not ((column >= 0) & (column < tokenizer.vocab_size)).all():
+                return f"{name!r} has ids outside the vocabulary, 0 to {tokenizer.vocab_size - 1}; correct it"
             into[name] = column.astype(dtype)
     weights = [of_document.pop("weights", None) for of_document in columns]
     return [

@@ -202,7 +202,10 @@ def read_documents(
     fields = _Fields((text_field,), columns=(*columns,))
     if dataset_format != "text":
         remedy = "rename the field, or set training.dataset_format (titan-linear corpus: --format)"
-        fields = _Fields(*RECORD_FIELDS[dataset_format], False, remedy, (*columns,))
+        needed, optional = RECORD_FIELDS[dataset_format]
+        if dataset_format == "tree":  # columns are the nodes'
+            optional, columns = (*dict.fromkeys((*optional, *columns)),), ()
+        fields = _Fields(needed, optional, False, remedy, (*columns,))
     try:
         yield from readers[dataset](file, fields)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:  # all but the first: compressed files, damaged

@@ -3,25 +3,25 @@
     tokens, or text     its own, which continue those of the node above
     weights             optional: how much each token counts, a number or a list with one for each
     children            optional: nodes
+    other columns       (columns.py) as the loss reads them; a node whose tokens count nothing may leave them out
 
 and a record is the root. Each path from the root to a leaf is a document; a text ends, at a leaf, with the end token.
 A corpus holds a tree as one document, depth first, with the column BACK: how many tokens before each one that lies
-which it continues; 0 for a tree's first. Streams have WORTH, too: what each token counts as a target.
+which it continues; 0 for a tree's first. Streams have SHARE, too: how much the documents that hold a token count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from titan_linear.data.corpus.chat import Ids, Record
-from titan_linear.data.corpus.columns import DocumentTokens, column_of
+from titan_linear.data.corpus.chat import Ids, MaskedTokens, Record
+from titan_linear.data.corpus.columns import DocumentTokens, with_columns
 from titan_linear.data.corpus.tokenizer import Tokenizer
 
-BACK, WORTH = "back", "worth"
-Part = tuple[np.ndarray, np.ndarray, np.ndarray]  # of a node: tokens, weights, back
+BACK, SHARE = "back", "share"
 
 
 class Trees:
@@ -29,7 +29,8 @@ class Trees:
 
     fingerprint = "tree-1"
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: Tokenizer, columns: Mapping[str, str]):
+        self.columns = columns
         self._tokenizer, self._ids = tokenizer, Ids(tokenizer)
         self._continuing = tokenizer.continuing()
         self._eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
@@ -38,29 +39,44 @@ class Trees:
         return [self._encode(record) for record in records]
 
     def _encode(self, record: Record) -> DocumentTokens | str:
-        parts: list[Part] = []
+        nodes: list[DocumentTokens] = []
         try:
-            self._lay(record, "root", 0, parts)
+            self._lay(record, "root", 0, nodes, {})
         except ValueError as problem:
             return str(problem)
-        ids, weights, back = (np.concatenate(x) for x in zip(*parts))
-        return DocumentTokens(ids, weights, {BACK: back})
+        names = [BACK, *(name for name in self.columns if name != "weights")]
+        columns = {
+            name: _joined([node.columns.get(name, np.zeros(len(node.tokens))) for node in nodes]) for name in names
+        }
+        ids, weights = (np.concatenate(of_nodes) for of_nodes in zip(*(node[:2] for node in nodes)))
+        return DocumentTokens(ids, weights, columns)
 
-    def _lay(self, node: Any, place: str, back: int, parts: list[Part]) -> int:
-        """Add a node's part, whose first token lies so far behind that which it continues, and those below it, depth
-        first. The number of tokens of all."""
+    def _lay(self, node: Any, place: str, back: int, nodes: list[DocumentTokens], widths: dict[str, int]) -> int:
+        """Add a node, whose first token lies so far behind that which it continues, and those below it, depth first.
+        The number of tokens of all."""
         children = node.get("children") if isinstance(node, dict) else 0
         if not isinstance(children, list | None):
             raise ValueError(f"{place} is no object, or its 'children' are no list; correct it")
-        ids = self._tokens(node, place, back == 0, not children)
-        weights = column_of("weights", 1.0 if node.get("weights") is None else node["weights"], len(ids), {})
-        if isinstance(weights, str):
-            raise ValueError(f"{place}: 'weights' {weights}")
-        parts.append((ids, weights.astype(np.float32), np.append(back, np.ones(len(ids) - 1, dtype=np.int64))))
+        nodes.append(self._node(node, place, self._tokens(node, place, back == 0, not children), widths))
+        tokens = len(nodes[-1].tokens)
+        nodes[-1].columns[BACK] = np.append(back, np.ones(tokens - 1, dtype=np.int64))
         below = 0
         for n, child in enumerate(children or []):
-            below += self._lay(child, f"{place}.children[{n}]", below + 1, parts)
-        return len(ids) + below
+            below += self._lay(child, f"{place}.children[{n}]", below + 1, nodes, widths)
+        return tokens + below
+
+    def _node(self, node: dict[str, Any], place: str, ids: np.ndarray, widths: dict[str, int]) -> DocumentTokens:
+        """Its tokens with its columns, less those that it leaves out."""
+        numbers = {name: node[name] for name in ("weights", *self.columns) if node.get(name) is not None}
+        dtypes = {name: self.columns.get(name, "<f4") for name in numbers}
+        whole = MaskedTokens(ids, np.ones(len(ids), dtype=np.float32))
+        made = with_columns([whole], numbers, dtypes, self._tokenizer, widths)
+        if isinstance(made, str):
+            raise ValueError(f"{place}: {made}")
+        missing = [name for name in self.columns if name not in ("weights", *numbers)]
+        if missing and made[0].loss_mask.any():
+            raise ValueError(f"{place} has no {missing[0]!r} for tokens that count; give it, or 'weights': 0")
+        return made[0]
 
     def _tokens(self, node: dict[str, Any], place: str, root: bool, leaf: bool) -> np.ndarray:
         text, ids = node.get("text"), node.get("tokens")
@@ -72,3 +88,9 @@ class Trees:
         if isinstance(masked, str):
             raise ValueError(f"{place}: {'it is empty' if ids == [] else masked}")
         return masked.tokens
+
+
+def _joined(columns: list[np.ndarray]) -> np.ndarray:
+    """Of all nodes; those without numbers have 0."""
+    width = max(columns, key=np.ndim).shape[1:]
+    return np.concatenate([x if x.shape[1:] == width else np.zeros((len(x), *width)) for x in columns])

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -17,11 +18,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 from torchdata.nodes import IterableWrapper, Loader, ParallelMapper
 
-from titan_linear.data.corpus.trees import BACK, WORTH
+from titan_linear.data.corpus.trees import BACK
 from titan_linear.data.streams.mixture import Streams
 from titan_linear.data.streams.packing import Stream
 from titan_linear.ops.cross_entropy import IGNORE
-from titan_linear.ops.layout.nodes import parents_behind
+from titan_linear.ops.layout.nodes import Nodes, parents_behind
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,16 +40,16 @@ class Batch:
 
     @property
     def weight(self) -> float:
-        """Of all labels; of tokens of prefix trees as targets."""
-        weights = self.columns.get(WORTH, self.columns.get("weights", self.labels != IGNORE))
-        return float(weights.sum(dtype=torch.float64))
+        """Of all labels."""
+        return float(self.columns.get("weights", self.labels != IGNORE).sum(dtype=torch.float64))
 
-    @property
-    def parents(self) -> Tensor | None:
-        """[N] the document that each one continues, −1: none, in prefix trees."""
+    @cached_property
+    def nodes(self) -> Nodes | None:
+        """Of prefix trees, as which documents are given."""
         if BACK not in self.columns:
             return None
-        return torch.from_numpy(parents_behind(self.cu_seqlens.numpy(), self.columns[BACK][0].numpy()))
+        edges = self.cu_seqlens.numpy().astype(np.int64)
+        return Nodes.of(edges, parents_behind(edges, self.columns[BACK][0].numpy()))
 
 
 @dataclass(eq=False)

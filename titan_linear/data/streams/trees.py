@@ -2,8 +2,8 @@
 into trees that together repeat the fewest tokens, of all ways that keep the order of its leaves.
 
 A stream's documents are its nodes. The column BACK says how many tokens before each one that lies which it continues
-(0: none), and WORTH what it counts as a target: the sum over the documents that hold it. Of several tokens that
-continue one, the first lies behind it, and is its label as in any stream.
+(0: none), and SHARE how much the documents that hold it count together. Columns of labels have at each token the
+numbers of the token behind it, also where that continues another one: the token is then a further label of that one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from titan_linear.data.corpus.trees import BACK, WORTH
+from titan_linear.data.corpus.trees import BACK, SHARE
 from titan_linear.data.streams.packing import IGNORE, Stream, document_lengths
 from titan_linear.data.streams.whole import WholeStreams
 from titan_linear.ops.layout.nodes import Nodes
@@ -54,19 +54,24 @@ class TreeStreams(WholeStreams):
         nodes, back = Nodes.of(edges, parents), np.ones_like(stream.tokens)
         back[edges[:-1]] = np.where(parents >= 0, edges[:-1] - edges[parents + 1] + 1, 0)
         places = np.arange(edges[count]) + np.repeat(starts - edges[:count], lengths)
-        worth = np.zeros(seq_len)
-        worth[: len(places)] = self.corpus.weights(places)
-        worth *= self._documents_of(nodes, worth * (back > 0)) * (back > 0)
-        weights = np.append(worth[1:] * (back[1:] == 1), 0)
-        labels = np.where(weights > 0, np.append(stream.tokens[1:], IGNORE), IGNORE)
+        columns = {name: self.corpus.column(name, places) for name in self.targets.columns}
+        columns["weights"] = self.corpus.weights(places) * (back[: len(places)] > 0)
+        if self.targets.group:
+            columns["document"] = stream.columns["document"]
+        for name, x in columns.items():
+            columns[name] = np.concatenate([x, np.zeros_like(x, shape=(seq_len - len(x), *x.shape[1:]))])
+        share = self._shares(nodes, columns["weights"] > 0)
+        columns["weights"] = columns["weights"] * share
+        columns = {name: np.roll(x, -1, 0) for name, x in columns.items()}
+        labelled = (columns["weights"] > 0) & (np.roll(back, -1) == 1)
+        labels = np.where(labelled, np.roll(stream.tokens, -1), IGNORE)
         positions = np.arange(seq_len) - np.repeat(nodes.begins, np.diff(edges))
-        columns = {"weights": weights, BACK: back, WORTH: worth}
-        return replace(stream, labels=labels, position_ids=positions, columns=columns)
+        return replace(stream, labels=labels, position_ids=positions, columns=columns | {BACK: back, SHARE: share})
 
-    def _documents_of(self, nodes: Nodes, weights: np.ndarray) -> np.ndarray:
+    def _shares(self, nodes: Nodes, targets: np.ndarray) -> np.ndarray:
         """How many documents hold each token; each counts 1, or if they are normalised, 1 over its targets."""
         count = np.zeros(len(nodes.parents))
-        targets = np.add.reduceat(weights > 0, nodes.edges[:-1], dtype=np.int64)
+        targets = np.add.reduceat(targets, nodes.edges[:-1], dtype=np.int64)
         for path in (nodes.paths[leaf] for leaf in nodes.leaves):
             count[path] += 1 / max(targets[path].sum(), 1) if self.targets.normalise == "document" else 1
         return np.repeat(count, np.diff(nodes.edges))
@@ -89,9 +94,10 @@ class TreeStreams(WholeStreams):
         nodes = self._nodes(document)
         ends = nodes.edges[nodes.leaves + 1]
         whole = ends - nodes.begins[nodes.leaves]  # tokens of each path
-        if whole.max() > self.seq_len:
+        most, what = (ends[-1], "pair") if self.targets.group == 2 else (whole.max(), "path")
+        if most > self.seq_len:
             raise ValueError(
-                f"training.seq_len = {self.seq_len}: a path of tree {document} has {whole.max():,} tokens, and it must "
+                f"training.seq_len = {self.seq_len}: a {what} of tree {document} has {most:,} tokens, and it must "
                 "lie in one stream; raise it, or leave such trees out"
             )
         best: list[tuple[int, list[tuple[int, ...]]]] = [(0, [])]  # for the leaves before each
