@@ -91,8 +91,9 @@ SHOWN = r"tab<TAB> é 中 \x1b]0;title\x07\x1b[2J\x9b1m\x08\x7f\u202egpj\udcff a
 @pytest.mark.parametrize("around", ["run_command", "outliving_readers"])
 def test_any_text_can_be_shown_and_none_is_obeyed(around, stream, encoding):
     code = (
-        "import sys\n"
+        "import atexit, os, sys\n"
         "from titan_linear.distributed import process\n"
+        "atexit.register(os.abort)\n"  # as threads may that the interpreter's end finds
         "def main(argv):\n"
         f"    print({ANYTHING!r}, file=sys.{stream})\n"
         "    return 7\n"
@@ -100,7 +101,7 @@ def test_any_text_can_be_shown_and_none_is_obeyed(around, stream, encoding):
         "    process.run_command(main)\n"
         "with process.outliving_readers():\n"
         "    code = main([])\n"
-        "sys.exit(code)\n"
+        "process.end(code)\n"
     )
     environment = os.environ | {"PYTHONIOENCODING": encoding}
     done = subprocess.run([sys.executable, "-c", code, around], capture_output=True, env=environment)

@@ -81,7 +81,7 @@ def environment(**variables):
     found = os.environ | {"NGPU": "2", "OMP_NUM_THREADS": "1"}
     found |= {name: str(value) for name, value in variables.items()}
     found.pop("TRITON_INTERPRET", None)  # as a user would have it
-    return found | {"PYTHONPATH": str(ROOT)}
+    return found | {"PYTHONPATH": f"{ROOT / 'tests/faults'}{os.pathsep}{ROOT}"}
 
 
 def command(argv):

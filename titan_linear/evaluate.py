@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from titan_linear.commands import command_parser, table
 from titan_linear.config import Config, load_config
 from titan_linear.data.streams.prompts import NONE
 from titan_linear.distributed.groups import host_group
-from titan_linear.distributed.process import refusing, under_launcher
+from titan_linear.distributed.process import refusing, run_command, under_launcher
 from titan_linear.launch import run_workers
 from titan_linear.run.build import model_config, open_tokenizer
 from titan_linear.run.evaluate import NUMBERS, Examination, Record, means, open_prompts, write_down
@@ -115,4 +114,4 @@ def size(text: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main)

@@ -25,7 +25,7 @@ from titan_linear.config import Config, load_config
 from titan_linear.data import Prompts, Sample
 from titan_linear.data.streams.prompts import NONE, OTHERS, Prompt
 from titan_linear.distributed.groups import host_group
-from titan_linear.distributed.process import refusing, under_launcher
+from titan_linear.distributed.process import refusing, run_command, under_launcher
 from titan_linear.launch import run_workers
 from titan_linear.run.evaluate import Examination, stream_length
 from titan_linear.run.generate import Sampling, generate_tokens
@@ -136,4 +136,4 @@ def adapted(config: Config) -> type:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main)

@@ -16,7 +16,6 @@ texts. If it is stopped, the same command goes on. --compare prints the largest 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -49,7 +48,7 @@ from titan_linear.data.corpus.trees import BACK
 from titan_linear.data.streams.loader import micro_batch
 from titan_linear.distributed.ending import report
 from titan_linear.distributed.groups import gathered, host_group, on_rank_0, process_group
-from titan_linear.distributed.process import own_device, refusing, under_launcher
+from titan_linear.distributed.process import own_device, refusing, run_command, under_launcher
 from titan_linear.launch import Node, run_workers, this_node
 from titan_linear.losses.loss import logprobs
 from titan_linear.models.config import ModelConfig
@@ -260,4 +259,4 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main)

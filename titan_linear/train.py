@@ -26,6 +26,7 @@ from titan_linear.distributed.process import (
     StopSignal,
     be_deterministic,
     die_with_parent,
+    end,
     ignore_warnings_of_torch,
     outliving_readers,
     own_device,
@@ -349,4 +350,4 @@ def train(config: Config, watch: Watch, ending: Ending) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end(main(sys.argv[1:]))

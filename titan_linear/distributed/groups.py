@@ -41,8 +41,7 @@ def process_group(timeout: timedelta) -> Iterator[Ending]:
         yield ending
     except BaseException as error:
         ending.leave(error)
-    # Groups live as long as a mesh refers to them. A group's threads abort the interpreter if they outlive it.
-    gc.collect()
+    gc.collect()  # meshes in cycles: a group lives as long as one refers to it
     dist.destroy_process_group()
 
 

@@ -55,20 +55,29 @@ def refusing(main: Command) -> Command:
 
 
 def run_command(main: Command) -> NoReturn:
-    """Exit with the code of main(argv); silently after Ctrl-C, or if nobody reads its output any more."""
+    """End with the code of main(argv); silently after Ctrl-C, or if nobody reads its output any more."""
     try:
         with redirect_stdout(_Escaping(sys.stdout)), redirect_stderr(_Escaping(sys.stderr)):
             try:
                 code = main(sys.argv[1:])
             except SystemExit as exit:
-                code = exit.code
+                code = exit.code or 0
             sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what is flushed at exit
         code = 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
-    sys.exit(code)
+    end(code)
+
+
+def end(code: int) -> NoReturn:
+    """End this process at once. At its usual end the interpreter takes down what still has threads, as autograd has and
+    groups to which a cache of PyTorch's refers; a thread that runs then may abort the process.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody reads it any more
+            stream.flush()
+    os._exit(code)
 
 
 @contextmanager
