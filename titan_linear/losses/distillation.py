@@ -7,7 +7,6 @@ At temperature τ both are softmax(z / τ), and the loss is τ² times as large,
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from titan_linear.ops.cross_entropy import ChunkedLogits, Rows
 class Distillation(Loss):
     keys: schema.Distillation = field(default_factory=schema.Distillation)
 
-    columns: ClassVar[tuple[str, ...]] = ("teacher_ids", "teacher_logprobs")
+    columns = ("teacher_ids", "teacher_logprobs")
 
     def __call__(self, logits: ChunkedLogits, batch: Targets) -> Tensor:
         tau = self.keys.temperature

@@ -8,7 +8,6 @@ much as the weights of its tokens, together.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +21,9 @@ from titan_linear.ops.cross_entropy import ChunkedLogits, Rows
 @dataclass(frozen=True)
 class DPO(Loss):
     keys: schema.DPO = field(default_factory=schema.DPO)
-    group: ClassVar[int] = 2
-    reads_twice: ClassVar[bool] = True
-    reports: ClassVar[tuple[str, ...]] = ("accuracy", "margin")  # share of pairs whose margin is right; the margin
+    group = 2
+    reads_twice = True
+    reports = ("accuracy", "margin")  # share of pairs whose margin is right; the margin
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ estimated as exp(d) − d − 1 of d = log p_reference − log p (GRPO, Shao et 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,8 +20,8 @@ from titan_linear.ops.cross_entropy import ChunkedLogits, Rows
 @dataclass(frozen=True)
 class Policy(Loss):
     keys: schema.Policy = field(default_factory=schema.Policy)
-    group: ClassVar[int] = 1
-    reports: ClassVar[tuple[str, ...]] = ("entropy", "clipped", "kl")  # clipped: share of tokens (documents)
+    group = 1
+    reports = ("entropy", "clipped", "kl")  # clipped: share of tokens (documents)
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -199,7 +198,7 @@ class Head(nn.Module):
 
 
 class Decoder(nn.Module):
-    split: ClassVar[dict[str, int]] = {"embedding.weight": 0, "head.weight": 0}  # by the vocabulary
+    split = {"embedding.weight": 0, "head.weight": 0}  # by the vocabulary
 
     def __init__(self, config: ModelConfig):
         super().__init__()

@@ -362,7 +362,7 @@ class TitanLinearForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = TitanLinearConfig
     base_model_prefix = "model"
     _no_split_modules = ("Block",)
-    _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
+    _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}
     _keep_in_fp32_modules_strict = ("A_log", "dt_bias")  # rounding to bfloat16 would change a text's decay
     _is_stateful = True  # tokens that were read cannot be taken back: no assisted generation
 

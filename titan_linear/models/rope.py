@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class RopeScaling:
     mscale_all_dim: float | None = None
     truncate: bool = True  # whether YaRN begins and ends at whole channels
 
-    name: ClassVar[str] = "rope_scaling"
+    name = "rope_scaling"
 
     @property
     def contradiction(self) -> str | None:

@@ -441,7 +441,7 @@ def _environment(*marks: str) -> ImmutableSandboxedEnvironment:
 class _Generation(Extension):
     """{% generation %} … {% endgeneration %}: what is between is written, with the environment's marks around it."""
 
-    tags = {"generation"}  # noqa: RUF012 (jinja2's own way)
+    tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -42,8 +42,8 @@ class Attention(MixerOptions):
     key_factor: AtLeast0 = 1.0
     out_factor: AtLeast0 = 1.0
 
-    name: ClassVar[str] = "attention"
-    growing: ClassVar[tuple[str, ...]] = ("k", "v")
+    name = "attention"
+    growing = ("k", "v")
 
     @property
     def ops(self) -> OpDims:
@@ -82,8 +82,8 @@ class Attention(MixerOptions):
 class AttentionMixer(nn.Module):
     """The cache holds `k` and `v` [B, tokens, Hkv, D]."""
 
-    split: ClassVar[dict[str, int]] = {**{f"{x}_proj.weight": 0 for x in "qkvg"}, "o_proj.weight": 1}  # by heads
-    float8: ClassVar = (("q_proj",), ("k_proj",), ("v_proj",), ("o_proj",))
+    split = {**{f"{x}_proj.weight": 0 for x in "qkvg"}, "o_proj.weight": 1}  # by heads
+    float8 = (("q_proj",), ("k_proj",), ("v_proj",), ("o_proj",))
 
     def __init__(self, options: Attention, config: ModelConfig):
         super().__init__()

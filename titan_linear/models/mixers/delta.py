@@ -7,7 +7,7 @@ apply a delta rule, norm and gate each head's output, and project back. Their ga
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -76,15 +76,15 @@ class DeltaOptions(RecurrentOptions):
 class DeltaMixer(RecurrentMixer):
     """Its states are [B, HV, K, V]."""
 
-    kept_whole: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")  # rounding to bfloat16 would change a document's decay
-    split: ClassVar[dict[str, int]] = {  # by heads; all heads share the output norm's weight
+    kept_whole = ("A_log", "dt_bias")  # rounding to bfloat16 would change a document's decay
+    split = {  # by heads; all heads share the output norm's weight
         **{f"{x}_{kind}.weight": 0 for x in "qkv" for kind in ("proj", "conv1d")},
         "b_proj.weight": 0,
         "A_log": 0,
         "dt_bias": 0,
         "o_proj.weight": 1,
     }
-    float8: ClassVar = (("q_proj", "k_proj", "v_proj"), ("o_proj",))
+    float8 = (("q_proj", "k_proj", "v_proj"), ("o_proj",))
 
     def __init__(self, options: DeltaOptions, config: ModelConfig, activation: str, A_log: Draw):
         super().__init__(options)
@@ -137,8 +137,8 @@ class KDA(DeltaOptions):
     gate_bias: bool = True  # a bias in the output gate
     low_rank_gates: bool = True  # each gate by way of `v_head_dim` channels; else by one projection
 
-    name: ClassVar[str] = "kda"
-    op: ClassVar[str] = "chunk_kda"
+    name = "kda"
+    op = "chunk_kda"
 
     @property
     def contradiction(self) -> str | None:
@@ -153,7 +153,7 @@ class KDA(DeltaOptions):
 class KDAMixer(DeltaMixer):
     """The gate and the output gate come from low-rank projections, or from whole ones."""
 
-    split: ClassVar[dict[str, int]] = {  # of the low-rank projections, the second factors only
+    split = {  # of the low-rank projections, the second factors only
         **DeltaMixer.split,
         **{f"{gate}_proj.{part}": 0 for gate in "fg" for part in ("weight", "bias", "1.weight", "1.bias")},
     }
@@ -197,15 +197,15 @@ class KDAMixer(DeltaMixer):
 
 @dataclass(frozen=True, kw_only=True)
 class GDN(DeltaOptions):
-    name: ClassVar[str] = "gdn"
-    op: ClassVar[str] = "chunk_gated_delta_rule"
+    name = "gdn"
+    op = "chunk_gated_delta_rule"
 
     def build(self, config: ModelConfig, layer: int) -> GDNMixer:
         return GDNMixer(self, config)
 
 
 class GDNMixer(DeltaMixer):
-    split: ClassVar[dict[str, int]] = {**DeltaMixer.split, "a_proj.weight": 0, "g_proj.weight": 0}
+    split = {**DeltaMixer.split, "a_proj.weight": 0, "g_proj.weight": 0}
 
     def __init__(self, options: GDN, config: ModelConfig):
         super().__init__(options, config, "silu", uniform_decay(0.0))

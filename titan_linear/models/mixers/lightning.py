@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +23,8 @@ class Lightning(RecurrentOptions):
     head_dim: Size
     o_norm_eps: Above0 = 1e-6
 
-    name: ClassVar[str] = "lightning"
-    op: ClassVar[str] = "chunk_simple_gla"
+    name = "lightning"
+    op = "chunk_simple_gla"
 
     @property
     def ops(self) -> OpDims:
@@ -44,12 +44,12 @@ class Lightning(RecurrentOptions):
 class LightningMixer(RecurrentMixer):
     """Its states are [B, heads, K, V]."""
 
-    split: ClassVar[dict[str, int]] = {
+    split = {
         **{f"{x}_proj.weight": 0 for x in "qkvg"},
         "o_norm.weight": 0,
         "o_proj.weight": 1,
     }
-    float8: ClassVar = (("o_proj",),)  # its other product has gates
+    float8 = (("o_proj",),)  # its other product has gates
 
     def __init__(self, options: Lightning, config: ModelConfig, layer: int):
         super().__init__(options)

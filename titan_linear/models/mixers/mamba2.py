@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,8 +37,8 @@ class Mamba2(RecurrentOptions):
     out_factor: AtLeast0 = 1.0
     output_norm: bool = True  # else the output is only gated
 
-    name: ClassVar[str] = "mamba2"
-    op: ClassVar[str] = "chunk_ssd"
+    name = "mamba2"
+    op = "chunk_ssd"
 
     @property
     def ops(self) -> OpDims:
@@ -86,7 +86,7 @@ def gated(x: Tensor, z: Tensor) -> Tensor:
 class GroupedRMSNorm(nn.Module):
     """RMSNorm(x · silu(z)) over each group of channels, times a weight."""
 
-    split: ClassVar[dict[str, int]] = {"weight": 0}
+    split = {"weight": 0}
 
     def __init__(self, dim: int, groups: int, eps: float):
         super().__init__()
@@ -109,13 +109,13 @@ class GroupedRMSNorm(nn.Module):
 class Mamba2Mixer(RecurrentMixer):
     """Its states are [B, heads, P, N]."""
 
-    kept_whole: ClassVar[tuple[str, ...]] = ("A_log", "D", "dt_bias")
-    split: ClassVar[dict[str, int]] = {
+    kept_whole = ("A_log", "D", "dt_bias")
+    split = {
         **dict.fromkeys(("x_proj.weight", "z_proj.weight", "dt_proj.weight", "x_conv1d.weight", "x_conv1d.bias"), 0),
         **dict.fromkeys(("A_log", "D", "dt_bias"), 0),
         "o_proj.weight": 1,
     }
-    float8: ClassVar = (("o_proj",),)  # its other product has gates
+    float8 = (("o_proj",),)  # its other product has gates
 
     def __init__(self, options: Mamba2, config: ModelConfig):
         super().__init__(options)

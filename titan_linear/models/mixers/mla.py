@@ -4,7 +4,6 @@ gated heads, as in Ling 3."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +38,8 @@ class MLA(MixerOptions):
     rope_theta: Above0 | None = None  # of those channels, rotated in pairs of neighbours; None: no positions
     head_gate: bool = False  # a gate on each head's output
 
-    name: ClassVar[str] = "mla"
-    growing: ClassVar[tuple[str, ...]] = ("latent", "shared")
+    name = "mla"
+    growing = ("latent", "shared")
 
     @property
     def head_dim(self) -> int:
@@ -73,11 +72,11 @@ class MLAMixer(nn.Module):
     The cache holds `latent` [B, tokens, kv_rank], normed, and `shared` [B, tokens, shared_k_dim], rotated.
     """
 
-    split: ClassVar[dict[str, int]] = {  # not the latent
+    split = {  # not the latent
         **dict.fromkeys(("q_proj.weight", "kv_b_proj.weight", "g_proj.weight"), 0),
         "o_proj.weight": 1,
     }
-    float8: ClassVar = (("q_proj",), ("kv_a_proj",), ("kv_b_proj",), ("o_proj",))
+    float8 = (("q_proj",), ("kv_a_proj",), ("kv_b_proj",), ("o_proj",))
 
     def __init__(self, options: MLA, config: ModelConfig):
         super().__init__()

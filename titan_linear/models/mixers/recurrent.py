@@ -23,7 +23,7 @@ Inputs = tuple[Tensor, ...]
 class RecurrentOptions(MixerOptions):
     heads: Size
 
-    linear: ClassVar[bool] = True
+    linear = True
     op: ClassVar[str]  # the recurrence's name in titan_linear.ops
 
     @property

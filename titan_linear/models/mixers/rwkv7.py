@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +33,8 @@ class RWKV7(RecurrentOptions):
     v_rank: Size  # the mix with the first layer's values, which has none,
     g_rank: Size  # the output gate
 
-    name: ClassVar[str] = "rwkv7"
-    op: ClassVar[str] = "chunk_rwkv7"
+    name = "rwkv7"
+    op = "chunk_rwkv7"
 
     @property
     def first(self) -> RWKV7:
@@ -65,7 +65,7 @@ class RWKV7(RecurrentOptions):
 class LowRank(nn.Module):
     """up(activation(down(x))) + bias.  [.., dim] -> [.., width]"""
 
-    split: ClassVar[dict[str, int]] = {"up.weight": 0, "bias": 0}
+    split = {"up.weight": 0, "bias": 0}
 
     def __init__(
         self, dim: int, rank: int, width: int, activation: Callable[[Tensor], Tensor] | None, bias: Draw | None
@@ -85,7 +85,7 @@ class LowRank(nn.Module):
 class HeadNorm(LayerNorm):
     """A LayerNorm of each head, with a weight and a bias for each channel.  [.., heads, V] -> [.., heads·V]"""
 
-    split: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
+    split = {"weight": 0, "bias": 0}
 
     def forward(self, o: Tensor) -> Tensor:
         normed = F.layer_norm(widen(o), o.shape[-1:], eps=self.eps).flatten(-2)
@@ -103,11 +103,11 @@ class RWKV7Mixer(RecurrentMixer):
     returns its v too.
     """
 
-    split: ClassVar[dict[str, int]] = {
+    split = {
         **dict.fromkeys(("r_proj.weight", "k_proj.weight", "v_proj.weight", "k_k", "k_a", "r_k"), 0),
         "o_proj.weight": 1,
     }
-    float8: ClassVar = tuple((f"{name}_proj",) for name in "rkvo")
+    float8 = tuple((f"{name}_proj",) for name in "rkvo")
 
     def __init__(self, options: RWKV7, config: ModelConfig, layer: int):
         super().__init__(options)

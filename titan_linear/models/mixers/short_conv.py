@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor, nn
 
@@ -18,8 +17,8 @@ class ShortConv(MixerOptions):
     channels: Size
     conv_size: Size = 3
 
-    name: ClassVar[str] = "short_conv"
-    linear: ClassVar[bool] = True
+    name = "short_conv"
+    linear = True
 
     @property
     def ops(self) -> OpDims:
@@ -39,11 +38,11 @@ class ShortConv(MixerOptions):
 class ShortConvMixer(nn.Module):
     """The cache holds `conv` [B, channels, W−1], the convolution's last inputs."""
 
-    split: ClassVar[dict[str, int]] = {
+    split = {
         **dict.fromkeys(("b_proj.weight", "c_proj.weight", "x_proj.weight", "conv1d.weight"), 0),
         "o_proj.weight": 1,
     }
-    float8: ClassVar = (("o_proj",),)  # its other product has gates
+    float8 = (("o_proj",),)  # its other product has gates
 
     def __init__(self, options: ShortConv, config: ModelConfig):
         super().__init__()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ class Dense(MLPOptions):
     activation: DenseActivation = "swiglu"
     gate_factor: float = 1.0  # of a SwiGLU
 
-    name: ClassVar[str] = "mlp"
+    name = "mlp"
 
     def build(self, dim: int, depth: float = 0.0) -> SwiGLU | ReLU2:
         if self.activation == "swiglu":
@@ -47,8 +47,8 @@ class Dense(MLPOptions):
 class SwiGLU(nn.Module):
     """down(silu(factor · gate(x)) · up(x)).  [.., dim] -> [.., dim]"""
 
-    split: ClassVar[dict[str, int]] = {"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1}
-    float8: ClassVar = (("gate_proj", "up_proj"), ("down_proj",))
+    split = {"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1}
+    float8 = (("gate_proj", "up_proj"), ("down_proj",))
 
     def __init__(self, dim: int, hidden_dim: int, gate_factor: float = 1.0):
         super().__init__()
@@ -70,8 +70,8 @@ class SwiGLU(nn.Module):
 class ReLU2(nn.Module):
     """down(relu(up(x))²) (Primer, section 4.1).  [.., dim] -> [.., dim]"""
 
-    split: ClassVar[dict[str, int]] = {"up_proj.weight": 0, "down_proj.weight": 1}
-    float8: ClassVar = (("up_proj",), ("down_proj",))
+    split = {"up_proj.weight": 0, "down_proj.weight": 1}
+    float8 = (("up_proj",), ("down_proj",))
 
     def __init__(self, dim: int, hidden_dim: int):
         super().__init__()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +54,7 @@ class MoEConfig(MLPOptions):
     activation: Activation = "swiglu"  # of all experts
     latent_dim: SizeOr0 = 0  # width of what routed experts read and write, projected from and to the model's; 0: that
 
-    name: ClassVar[str] = "moe"
+    name = "moe"
 
     @property
     def contradiction(self) -> str | None:
@@ -98,8 +98,8 @@ class MoEConfig(MLPOptions):
 class Router(nn.Module):
     """The experts of each token and their weights. Scores are in float32 or wider."""
 
-    kept_whole: ClassVar[tuple[str, ...]] = ("selection_bias",)  # bfloat16 would lose its small updates
-    hidden_matrices: ClassVar[tuple[str, ...]] = ("weight",)
+    kept_whole = ("selection_bias",)  # bfloat16 would lose its small updates
+    hidden_matrices = ("weight",)
 
     def __init__(self, dim: int, config: MoEConfig):
         super().__init__()
@@ -137,7 +137,7 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """Many MLPs of one shape, their weights stacked."""
 
-    split: ClassVar[dict[str, int]] = {"gate_up_proj": 2, "up_proj": 1, "down_proj": 2}  # by hidden channels
+    split = {"gate_up_proj": 2, "up_proj": 1, "down_proj": 2}  # by hidden channels
 
     def __init__(self, dim: int, config: MoEConfig):
         super().__init__()

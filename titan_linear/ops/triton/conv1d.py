@@ -29,7 +29,7 @@ from titan_linear.ops.runtime.options import States
 from titan_linear.ops.triton.chunks import chunks_of
 from titan_linear.ops.triton.gates import sigmoid
 from titan_linear.ops.triton.launch import Kernel
-from titan_linear.ops.triton.tiles import blocks_of, load_wide
+from titan_linear.ops.triton.tiles import blocks_of, load_wide, state_row
 
 BT = CONV_RUN  # rows per program, a multiple of the unroll; forward and backward share a chunk table
 # channels per program, rows in flight, warps: good on every GPU, no shared memory to run out of
@@ -42,7 +42,7 @@ Outputs = tuple[Tensor, Tensor, Tensor, Tensor]  # three parts of y, and the fin
 
 
 @triton.jit
-def _part(i_d, xs, strides, D, width_0, width_1, BC: constexpr):
+def _part(i_d, xs, strides, D, width_0, width_1, BC):
     """Where block i_d (BC of the D channels) lies in the one to three tensors that hold them side by side (missing
     ones: None). Returns the tensor, its stride, the number of channels before it, the block within it and its width."""
     x, stride, before, width = xs[0], strides[0], 0, width_0
@@ -63,7 +63,7 @@ def _part(i_d, xs, strides, D, width_0, width_1, BC: constexpr):
 
 
 @triton.jit
-def _block_channels(i_d, width, BD: constexpr, K: constexpr, BK: constexpr):
+def _block_channels(i_d, width, BD, K, BK):
     """Block i_d of a part's `width` channels, and which of its BD places hold one: each head of K has BK places."""
     o_d = tl.arange(0, BD)
     if K == BK:
@@ -76,16 +76,7 @@ def _block_channels(i_d, width, BD: constexpr, K: constexpr, BK: constexpr):
 
 
 @triton.jit
-def _state_row(initial, i_n):
-    """The row of entry i_n among the initial states, -1 for zeros."""
-    if initial[1] is None:
-        return i_n
-    else:
-        return tl.load(initial[1] + i_n).to(tl.int64)
-
-
-@triton.jit
-def _history(x, initial, start, row, i_r, o_d, m_d, first, stride_x, D, W: constexpr):
+def _history(x, initial, start, row, i_r, o_d, m_d, first, stride_x, D, W):
     """Row start - W + 1 + row of the input: of x or, for a document's first run, of its initial state i_r."""
     p_x = x + (start - W + 1 + row) * stride_x + o_d
     b_x = load_wide(p_x, m_d & (not first))  # [BD]
@@ -96,7 +87,7 @@ def _history(x, initial, start, row, i_r, o_d, m_d, first, stride_x, D, W: const
 
 
 @triton.jit
-def _convolve(window, weights, b_bias, W: constexpr):
+def _convolve(window, weights, b_bias, W):
     b_z = b_bias
     for i in tl.static_range(W):
         b_z += weights[i] * window[i]
@@ -104,14 +95,14 @@ def _convolve(window, weights, b_bias, W: constexpr):
 
 
 @triton.jit
-def _head_sums(b_x, BD: constexpr, BK: constexpr):
+def _head_sums(b_x, BD, BK):
     """[BD] -> at each place, the sum over its head."""
     b_sum = tl.sum(tl.reshape(b_x, [BD // BK, BK]), 1, keep_dims=True)
     return tl.reshape(tl.broadcast_to(b_sum, [BD // BK, BK]), [BD])
 
 
 @triton.jit
-def _load_weights(weight, bias, o_d, m_d, W: constexpr, BD: constexpr):
+def _load_weights(weight, bias, o_d, m_d, W, BD):
     weights = ()
     for i in tl.static_range(W):
         weights = weights + (load_wide(weight + o_d * W + i, m_d),)
@@ -129,8 +120,7 @@ def conv1d_fwd_kernel(
     cu_seqlens,
     chunk_index,  # [NT, 2] entry (-1: none), run of BT rows in it
     D, width_0, width_1, blocks,  # widths of the first two parts; number of blocks of channels
-    stride_x,
-    W: constexpr, BT: constexpr, BD: constexpr, R: constexpr, SILU: constexpr,
+    stride_x, W: constexpr, BT: constexpr, BD: constexpr, R: constexpr, SILU: constexpr,
     NORM: constexpr,  # of the first two of three parts
     K: constexpr, BK: constexpr,  # channels of a head, and the places that it has in a block
 ):  # fmt: skip
@@ -140,7 +130,7 @@ def conv1d_fwd_kernel(
         return
     y, _, before, i_d, width = _part(i_d, ys, (D, D, D), D, width_0, width_1, BD // BK * K)
     i_n = i_n.to(tl.int64)
-    i_r = _state_row(initial, i_n)
+    i_r = state_row(initial, i_n)
     bos, eos = tl.load(cu_seqlens + i_n).to(tl.int64), tl.load(cu_seqlens + i_n + 1).to(tl.int64)
     start = bos + i_s * BT
     end = tl.minimum(start + BT, eos)
@@ -167,10 +157,7 @@ def conv1d_fwd_kernel(
 
 
 @triton.jit
-def _activation_bwd(
-    b_dz, window, weights, b_bias, normed, W: constexpr, BD: constexpr, BK: constexpr, SILU: constexpr,
-    NORM: constexpr,
-):  # fmt: skip
+def _activation_bwd(b_dz, window, weights, b_bias, normed, W, BD, BK, SILU, NORM):
     """dz, for b_dz the gradient of what the row gives."""
     b_z = _convolve(window, weights, b_bias, W)
     b_s = sigmoid(b_z) if SILU else 1.0
@@ -185,7 +172,7 @@ def _activation_bwd(
 
 
 @triton.jit
-def _row_gradient(grads, weights, d_final_state, p, eos, i_n, o_d, m_d, D, W: constexpr):
+def _row_gradient(grads, weights, d_final_state, p, eos, i_n, o_d, m_d, D, W):
     """The gradient of row p, from dz of rows p to p + W - 1."""
     b_dx = weights[0] * grads[W - 1]
     for i in tl.static_range(1, W):
@@ -200,7 +187,7 @@ def _row_gradient(grads, weights, d_final_state, p, eos, i_n, o_d, m_d, D, W: co
 @triton.jit
 def _state_gradient(
     x, dy, window, weights, b_bias, normed, d_final_state, d_initial_state, bos, eos, i_n, i_r, o_d, m_d, D, stride_x,
-    stride_dy, W: constexpr, BD: constexpr, BK: constexpr, SILU: constexpr, NORM: constexpr,
+    stride_dy, W, BD, BK, SILU, NORM,
 ):  # fmt: skip
     """The gradient of an entry's initial state, from the entry's first rows; `window` is that state. The loop over the
     run computes these rows again: a store there that only they need would slow it down for all rows."""
@@ -249,7 +236,7 @@ def conv1d_bwd_kernel(
         sums = sums + (tl.zeros([BD], tl.float32),)
     b_dbias = tl.zeros([BD], tl.float32)
     i_n = i_n.to(tl.int64)
-    i_r = _state_row(initial, i_n)
+    i_r = state_row(initial, i_n)
     bos, eos = tl.load(cu_seqlens + i_n).to(tl.int64), tl.load(cu_seqlens + i_n + 1).to(tl.int64)
     start = bos + i_s * BT
     end = tl.minimum(start + BT, eos)
@@ -303,12 +290,10 @@ def conv1d_bwd_kernel(
 
 
 @Kernel
-def conv1d_final_state_kernel(
-    x, initial, final_state, cu_seqlens, D, stride_x, W: constexpr, BD: constexpr
-):  # fmt: skip
+def conv1d_final_state_kernel(x, initial, final_state, cu_seqlens, D, stride_x, W: constexpr, BD: constexpr):
     """The last W - 1 inputs of each entry; where it is shorter, the rest comes from its initial state."""
     i_d, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_r = _state_row(initial, i_n)
+    i_r = state_row(initial, i_n)
     bos, eos = tl.load(cu_seqlens + i_n).to(tl.int64), tl.load(cu_seqlens + i_n + 1).to(tl.int64)
     o_d = i_d * BD + tl.arange(0, BD)
     m_d = o_d < D

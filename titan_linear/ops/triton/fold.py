@@ -22,10 +22,7 @@ from titan_linear.ops.triton.tiles import indices, read_state
 
 
 @triton.jit
-def _transition(
-    p_m, p_s, r, K: constexpr, V: constexpr, BK: constexpr, BV: constexpr, NM: constexpr,
-    REVERSE: constexpr,
-):  # fmt: skip
+def _transition(p_m, p_s, r, K, V, BK, BV, NM, REVERSE):
     """Rows r … r+BK of M S, or with REVERSE of Mᵀ S, for BV columns of S at p_s; M has NM numbers: K·K, K or 1."""
     o_r, o_c = indices(BK, BK)
     _, o_v = indices(BK, BV)
@@ -55,8 +52,7 @@ def fold_kernel(
     chain_offsets,  # [slots + 1]
     s_row, m_row,  # [links of all chains]
     out,  # [2, slots, HV, K, V]: the result, and room for the states before it; each half has `half` elements
-    half, HV,
-    K: constexpr, V: constexpr, BK: constexpr, BV: constexpr, NM: constexpr, REVERSE: constexpr,
+    half, HV, K: constexpr, V: constexpr, BK: constexpr, BV: constexpr, NM: constexpr, REVERSE: constexpr,
 ):  # fmt: skip
     """Fold one (slot, head, slice of V) along its chain, from one half of `out` to the other and back; the last state
     lands in the first half."""
@@ -104,8 +100,7 @@ def fold_segments_kernel(
     segment_offsets,  # [N + 1]
     wanted,  # [S] or None
     out,  # [S, HV, K, V]
-    N, S, HV,
-    K: constexpr, V: constexpr, BK: constexpr, BV: constexpr, NM: constexpr, REVERSE: constexpr,
+    N, S, HV, K: constexpr, V: constexpr, BK: constexpr, BV: constexpr, NM: constexpr, REVERSE: constexpr,
 ):  # fmt: skip
     """Fold one (document, head, slice of V) along its segments. The program after the last document writes zeros for
     the surplus segments, whose empty chunks the scans read."""
@@ -172,10 +167,7 @@ def fold_segments(
 
 
 @triton.jit
-def _through_entry(
-    x, M, wanted, out, half, begin, end, i_nh, i_h, HV, column, K: constexpr, V: constexpr, BK: constexpr,
-    BV: constexpr, NM: constexpr, ADDS: constexpr, REVERSE: constexpr,
-):  # fmt: skip
+def _through_entry(x, M, wanted, out, half, begin, end, i_nh, i_h, HV, column, K, V, BK, BV, NM, ADDS, REVERSE):
     """Fold BV of the V columns of x through an entry's segments, from the first one's x; ADDS: the rest add theirs. A
     segment of which `wanted` asks for no M begins again with its x."""
     o_k, o_v = indices(BK, BV)
@@ -205,8 +197,7 @@ def fold_entries_kernel(
     segment_offsets,  # [N + 1]
     wanted,  # [S] or None
     state, transition,  # [2, n, HV, K, V], [2, n, *M's]: results, and room for earlier steps
-    n, HV,
-    K: constexpr, V: constexpr, BK: constexpr, BV: constexpr, NM: constexpr, REVERSE: constexpr,
+    n, HV, K: constexpr, V: constexpr, BK: constexpr, BV: constexpr, NM: constexpr, REVERSE: constexpr,
 ):  # fmt: skip
     """Fold one (entry, head, slice of the state's or the transition's columns) along its segments."""
     i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)

@@ -39,7 +39,7 @@ def sigmoid(x):
 
 
 @triton.jit
-def load_beta(beta, start, length, i_h, BETA_RANGE: constexpr):
+def load_beta(beta, start, length, i_h, BETA_RANGE):
     """β [BT] fp32 of one chunk and head, from beta [T, HV]. With BETA_RANGE, beta holds logits, and β is BETA_RANGE
     times their sigmoid. Past the end of the entry, 0."""
     o_c = tl.arange(0, BT)
@@ -51,7 +51,7 @@ def load_beta(beta, start, length, i_h, BETA_RANGE: constexpr):
 
 
 @triton.jit
-def beta_gradient(b_db, b_beta, BETA_RANGE: constexpr):
+def beta_gradient(b_db, b_beta, BETA_RANGE):
     """The gradient of `load_beta`'s input from that of β."""
     if BETA_RANGE is not None:
         b_db *= b_beta * (1.0 - b_beta / BETA_RANGE)

@@ -41,7 +41,7 @@ from titan_linear.ops.triton.tiles import (
 
 
 @triton.jit
-def _store_gates(g, beta, A_log, dt_bias, gates, i_p, start, length, HV, BETA_RANGE: constexpr):
+def _store_gates(g, beta, A_log, dt_bias, gates, i_p, start, length, HV, BETA_RANGE):
     """Store G in base 2 and beta of one chunk and head; past a document's end, the last G and zero. Returns G [BT]."""
     o_c, i_hv = tl.arange(0, BT), i_p % HV
     p_g, stride = g
@@ -59,8 +59,7 @@ def _store_gates(g, beta, A_log, dt_bias, gates, i_p, start, length, HV, BETA_RA
 
 @Kernel
 def prepare_kernel(
-    q, k, g, beta, A_log, dt_bias, tiles, chunks, scale, HV,
-    R: constexpr, K: constexpr, BETA_RANGE: constexpr,
+    q, k, g, beta, A_log, dt_bias, tiles, chunks, scale, HV, R: constexpr, K: constexpr, BETA_RANGE: constexpr,
 ):  # fmt: skip
     """Gates, A and N (in C's tile, for solve_kernel) of one chunk and value head."""
     i_p = tl.program_id(0).to(tl.int64)
@@ -200,7 +199,7 @@ def _pair_gradients(b_w, b_beta):
 @triton.jit
 def _store_gate_gradients(
     b_dg, b_later, b_db, b_beta, b_entering, g, A_log, dt_bias, dg, dbeta, d_gate, i_p, start, length, i_hv, HV, NT,
-    BETA_RANGE: constexpr,
+    BETA_RANGE,
 ):  # fmt: skip
     """dg and dbeta of one chunk and head from those of G, of what is later written to the state, of what enters it, and
     of β, each [BT]."""
@@ -233,8 +232,7 @@ def gradients_kernel(
     dq, dk,  # [T, HV, K]
     dg, dbeta,  # [T, HV]
     d_gate,  # [2, NT, HV] fp32 partials of d A_log and d dt_bias, only with A_log
-    chunks, scale, HV, NT,
-    R: constexpr, K: constexpr, V: constexpr, BV: constexpr, BETA_RANGE: constexpr,
+    chunks, scale, HV, NT, R: constexpr, K: constexpr, V: constexpr, BV: constexpr, BETA_RANGE: constexpr,
     STAGES: constexpr,
 ):  # fmt: skip
     """dq, dk, dg, dbeta of one chunk and value head; queries come first, so that few tiles are live at a time."""

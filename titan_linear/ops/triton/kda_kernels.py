@@ -50,7 +50,7 @@ from titan_linear.ops.triton.tiles import fetch_rows, indices, load_tokens, load
 
 
 @triton.jit
-def split_dot(x, m, CT: constexpr):
+def split_dot(x, m, CT):
     """x @ m for a matrix m of 0, ±1/2 and 1 (sums of columns of x), with x fp32 in two bf16 parts.
 
     A sum Γ then has an error of 2^-16 |Γ|, and 2^Γ one of |Γ| 2^Γ 2^-16 < 2^-16: fast gates stay exact."""
@@ -78,7 +78,7 @@ def gate_rate(A_log, i_h):
 
 
 @triton.jit
-def gate_bias(dt_bias, i_h, K: constexpr, i_k, BK: constexpr):
+def gate_bias(dt_bias, i_h, K, i_k, BK):
     """A block of dt_bias [HV·K], or zeros without it: [BK, 1]."""
     if dt_bias is None:
         return tl.zeros([BK, 1], tl.float32)
@@ -87,7 +87,7 @@ def gate_bias(dt_bias, i_h, K: constexpr, i_k, BK: constexpr):
 
 
 @triton.jit
-def half_decays(g, BK: constexpr, CT: constexpr):
+def half_decays(g, BK, CT):
     """g [BK, 64], log2 gates ≥ −7.3 → what the safe path needs: x [BK, 64], Γ relative to its half's reference; and,
     all [BK], the reference of each half, the whole number nearest to the middle of its decay; the whole number nearest
     to Γ in the middle of the chunk; and γ. E = 2^x and W = 2^-x then stay within 2^±117, which bf16 holds, and moving
@@ -113,14 +113,14 @@ def is_fast(first, second, middle):
 
 
 @triton.jit
-def full_decays(g, CT: constexpr):
+def full_decays(g, CT):
     """g [BK, 64], any log2 gates ≤ 0 → 2^Γ, 2^(γ−Γ) [BK, 64], gamma [BK]."""
     o_i, o_j = indices(64, 64)
     return tl.exp2(split_dot(g, o_i <= o_j, CT)), tl.exp2(split_dot(g, o_i > o_j, CT)), tl.sum(g, 1)
 
 
 @triton.jit
-def level_decay(g, level, CT: constexpr):
+def level_decay(g, level, CT):
     """g [BK, 64] → 2^(gates between token i and the middle of its block of 2B tokens), B = 2^level, all ≤ 1: the factor
     of a query in the second half, and of a key in the first."""
     o_i, o_j = indices(64, 64)
@@ -137,7 +137,7 @@ def level_mask(level):
 
 
 @triton.jit
-def log2_gates(raw, rate, bias, lower_bound, n, GATE: constexpr):
+def log2_gates(raw, rate, bias, lower_bound, n, GATE):
     """The log2 gates of a chunk from its rows [64, BK] of g: fp32 [BK, 64], 0 (no decay) beyond the entry's end."""
     raw = tl.trans(raw).to(tl.float32)
     if GATE > 0:
@@ -149,7 +149,7 @@ def log2_gates(raw, rate, bias, lower_bound, n, GATE: constexpr):
 
 
 @triton.jit
-def load_chunk(g, q, k, start, n, i_h, i_k, R: constexpr, K: constexpr, BK: constexpr):
+def load_chunk(g, q, k, start, n, i_h, i_k, R, K, BK):
     """A chunk's rows [64, BK] of one head of g, q and k. The loads have a block of their own: otherwise the compiler
     converts each tile before it loads the next, and waits three times instead of once."""
     b_g = tl.zeros([64, BK], g[0].dtype.element_ty)
@@ -163,7 +163,7 @@ def load_chunk(g, q, k, start, n, i_h, i_k, R: constexpr, K: constexpr, BK: cons
 
 
 @triton.jit
-def store_keys(p, x, tile, i_k, K: constexpr, BK: constexpr):
+def store_keys(p, x, tile, i_k, K, BK):
     """Store x [BK, 64], channels from i_k·BK on, in a chunk's tile of p [NT·HV, K, 64]."""
     o_k, o_c = indices(BK, 64)
     tl.store(p + (tile * K + i_k * BK) * 64 + (o_k * 64 + o_c), x)
@@ -174,9 +174,8 @@ def prepare_kernel(
     q, k, g, beta, A_log, dt_bias,
     tiles,  # Aqk and Gn only with MATRICES
     fast,  # [NT, HV] int32 or None: as in `is_fast`
-    chunks, scale, lower_bound,
-    H: constexpr, HV: constexpr, K: constexpr, BK: constexpr, CT: constexpr, GATE: constexpr,
-    SAFE: constexpr, BETA_RANGE: constexpr, MATRICES: constexpr,
+    chunks, scale, lower_bound, H: constexpr, HV: constexpr, K: constexpr, BK: constexpr, CT: constexpr,
+    GATE: constexpr, SAFE: constexpr, BETA_RANGE: constexpr, MATRICES: constexpr,
 ):  # fmt: skip
     """One (chunk, head): all channels with MATRICES (Aqk, and Kk for solve_kernel), else one block of channels."""
     i_h, i_t = tl.program_id(1), tl.program_id(2)
@@ -254,10 +253,7 @@ def join_halves(x):
 
 
 @triton.jit
-def scan(
-    S, v, tiles, o, h, r, start, length, v_length, first, i_h, column,
-    HV: constexpr, K: constexpr, V: constexpr, BV: constexpr, CT: constexpr, STAGES: constexpr,
-):  # fmt: skip
+def scan(S, v, tiles, o, h, r, start, length, v_length, first, i_h, column, HV, K, V, BV, CT, STAGES):
     """Carry Sᵀ [BV, K], columns of V from `column` on, through the chunks of one entry and head; returns the state that
     leaves. From token v_length on, v is taken as zero. Writes o, and each chunk's incoming Sᵀ (h) and rᵀ (r), where
     these are given."""
@@ -330,10 +326,7 @@ def scan_kernel(
 
 
 @triton.jit
-def _reverse_scan(
-    dS, do, tiles, dh, y, start, length, first, i_h, column,
-    HV: constexpr, K: constexpr, V: constexpr, BV: constexpr, CT: constexpr, STAGES: constexpr,
-):  # fmt: skip
+def _reverse_scan(dS, do, tiles, dh, y, start, length, first, i_h, column, HV, K, V, BV, CT, STAGES):
     """Carry dSᵀ [BV, K], columns of V from `column` on, through the chunks of one entry and head from the last to the
     first; returns the gradient of the state that enters. Writes each chunk's dS'ᵀ (dh) and yᵀ (y) where these are
     given."""
@@ -402,7 +395,7 @@ def transposed(x):
 
 
 @triton.jit
-def gate_gradient(dg, x, rate, lower_bound, GATE: constexpr):
+def gate_gradient(dg, x, rate, lower_bound, GATE):
     """dg of the natural-log gate → gradients of the biased input x and, before its sum, of A_log, both [BK, 64]."""
     if GATE == 1:
         return -dg * rate * sigmoid(x), -dg * rate * softplus(x)
@@ -418,8 +411,7 @@ def matrix_kernel(
     dA, dK,  # [NT, HV, 64, 64]
     dv,  # [T, HV, V]
     dbeta,  # [T, HV]
-    chunks, scale,
-    HV: constexpr, K: constexpr, V: constexpr, BV: constexpr, CT: constexpr, BETA_RANGE: constexpr,
+    chunks, scale, HV: constexpr, K: constexpr, V: constexpr, BV: constexpr, CT: constexpr, BETA_RANGE: constexpr,
 ):  # fmt: skip
     """One (chunk, head): dv, dβ, and the gradients of Aqk and Kk, 0 above their diagonals."""
     i_h, i_t = tl.program_id(0), tl.program_id(1)
@@ -453,10 +445,7 @@ def matrix_kernel(
 
 
 @triton.jit
-def read_state_gradients(
-    do, y, h, start, n, tile, i_o, i_k, V: constexpr, BK: constexpr, BV: constexpr, CT: constexpr,
-    STAGES: constexpr,
-):  # fmt: skip
+def read_state_gradients(do, y, h, start, n, tile, i_o, i_k, V, BK, BV, CT, STAGES):
     """(do Sᵀ)ᵀ and (y Sᵀ)ᵀ [BK, 64], 0 past an entry's end."""
     dq = tl.zeros([BK, 64], tl.float32)
     dk = tl.zeros([BK, 64], tl.float32)
@@ -468,7 +457,7 @@ def read_state_gradients(
 
 
 @triton.jit
-def write_state_gradient(r, h, dh, tile, i_k, V: constexpr, BK: constexpr, BV: constexpr, STAGES: constexpr):
+def write_state_gradient(r, h, dh, tile, i_k, V, BK, BV, STAGES):
     """(r dS'ᵀ)ᵀ [BK, 64] and Σ_v S ⊙ dS' [BK]."""
     dk = tl.zeros([BK, 64], tl.float32)
     ds = tl.zeros([BK], tl.float32)
@@ -481,8 +470,7 @@ def write_state_gradient(r, h, dh, tile, i_k, V: constexpr, BK: constexpr, BV: c
 
 @triton.jit
 def _by_levels(
-    b_g, b_q, b_k, b_b, b_dA, b_dK, scale, do, r, y, h, dh, start, n, i_tile, i_o, i_k, V: constexpr,
-    BK: constexpr, BV: constexpr, CT: constexpr, STAGES: constexpr,
+    b_g, b_q, b_k, b_b, b_dA, b_dK, scale, do, r, y, h, dh, start, n, i_tile, i_o, i_k, V, BK, BV, CT, STAGES,
 ):  # fmt: skip
     """dq, dk and dΓ [BK, 64], and dγ [BK], for gates of any decay."""
     o_i, o_j = indices(64, 64)
@@ -523,8 +511,7 @@ def gradient_kernel(
     dq, dk, dg,  # [T, HV, K]
     dA_part, dbias_part,  # [NT, HV·K] fp32, or None; zeros for a chunk without a token
     fast,  # [NT, HV, K / BF] int32 or None: as in `is_fast`
-    chunks, scale, lower_bound,
-    H: constexpr, HV: constexpr, K: constexpr, V: constexpr, BF: constexpr, BK: constexpr,
+    chunks, scale, lower_bound, H: constexpr, HV: constexpr, K: constexpr, V: constexpr, BF: constexpr, BK: constexpr,
     BV: constexpr, STAGES: constexpr, CT: constexpr, GATE: constexpr, SAFE: constexpr,
 ):  # fmt: skip
     """One (chunk, head, block of K): dq, dk and dg, each written once in its own dtype."""

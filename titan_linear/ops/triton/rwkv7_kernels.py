@@ -39,7 +39,7 @@ from titan_linear.ops.triton.tiles import dot, indices, load_tokens, load_wide, 
 
 
 @triton.jit
-def sums(x, of, CT: constexpr, acc=None):
+def sums(x, of, CT, acc=None):
     """Of the rows `of` [64, 64] of x [64, K] in fp32 (+ acc); as a product, x in two bf16 parts (an error of 2^-16 of
     the terms)."""
     ones = tl.where(of, 1.0, 0.0).to(CT)
@@ -51,7 +51,7 @@ def sums(x, of, CT: constexpr, acc=None):
 
 
 @triton.jit
-def load_gates(w, start, n, column, K: constexpr, RATE: constexpr):
+def load_gates(w, start, n, column, K, RATE):
     """As `load_tokens`, with a decay of 1 past the end."""
     o_c, o_k = indices(64, K)
     none: constexpr = 0.0 if RATE is None else float("-inf")
@@ -60,7 +60,7 @@ def load_gates(w, start, n, column, K: constexpr, RATE: constexpr):
 
 
 @triton.jit
-def load_narrow(x, start, n, column, V: constexpr, WIDTH: constexpr):
+def load_narrow(x, start, n, column, V, WIDTH):
     """As `load_tokens`, of V columns, with zeros up to WIDTH."""
     o_c, o_v = indices(64, WIDTH)
     inside = (o_c < n) & (o_v < V)
@@ -69,7 +69,7 @@ def load_narrow(x, start, n, column, V: constexpr, WIDTH: constexpr):
 
 
 @triton.jit
-def decays(b_w, CT: constexpr, RATE: constexpr):
+def decays(b_w, CT, RATE):
     """Of a chunk's gates [64, K]: Γ and Γ' relative to its reference [64, K]; 2^reference, 2^(γ − reference) and
     2^γ [K]. Gates are log decays, or with RATE the logits of what it is multiplied by."""
     g = b_w.to(tl.float32) * LOG2E if RATE is None else sigmoid(b_w.to(tl.float32)) * (RATE * LOG2E)
@@ -82,12 +82,12 @@ def decays(b_w, CT: constexpr, RATE: constexpr):
 
 
 @triton.jit
-def decayed(x, factor, CT: constexpr):
+def decayed(x, factor, CT):
     return (x.to(tl.float32) * factor).to(CT)
 
 
 @triton.jit
-def pairs(x, y, CT: constexpr, STRICT: constexpr):
+def pairs(x, y, CT, STRICT):
     """x yᵀ [64, 64] for tokens of y before those of x, and the same ones unless STRICT; 0 elsewhere, where the product
     may overflow."""
     i, j = indices(64, 64)
@@ -95,14 +95,14 @@ def pairs(x, y, CT: constexpr, STRICT: constexpr):
 
 
 @triton.jit
-def pairs_back(y, x, CT: constexpr, STRICT: constexpr):
+def pairs_back(y, x, CT, STRICT):
     """The transpose of pairs(x, y), a product of its own: it costs no more, and nothing is held meanwhile."""
     i, j = indices(64, 64)
     return tl.where((i < j) if STRICT else (i <= j), dot(y, tl.trans(x)), 0.0).to(CT)
 
 
 @triton.jit
-def at(p, tile, ROWS: constexpr, column, COLUMNS: constexpr, WIDTH: constexpr):
+def at(p, tile, ROWS, column, COLUMNS, WIDTH):
     """Where WIDTH columns of a tile (64 bits), from `column` on, lie in p [tiles, ROWS, COLUMNS]."""
     p += tile * (ROWS * COLUMNS) + column
     o_r, o_c = indices(ROWS, WIDTH)
@@ -113,8 +113,7 @@ def at(p, tile, ROWS: constexpr, column, COLUMNS: constexpr, WIDTH: constexpr):
 def prepare_kernel(
     q, k, v, a, b, w,  # (x, stride)
     tiles,  # without O, T is given, and is computed otherwise
-    chunks, scale,
-    H: constexpr, K: constexpr, V: constexpr, CT: constexpr, RATE: constexpr,
+    chunks, scale, H: constexpr, K: constexpr, V: constexpr, CT: constexpr, RATE: constexpr,
 ):  # fmt: skip
     """One (chunk, head). All loads come first: between barriers each would wait for the memory by itself. In 16 bits
     values are at least 64 wide: ptxas 12.8 gets descriptors of narrower ones wrong."""
@@ -164,10 +163,7 @@ def prepare_kernel(
 
 
 @triton.jit
-def _scan(
-    S, tiles, o, h, start, length, first, i_h, column, takes_u,
-    H: constexpr, K: constexpr, V: constexpr, BV: constexpr, CT: constexpr, STAGES: constexpr,
-):  # fmt: skip
+def _scan(S, tiles, o, h, start, length, first, i_h, column, takes_u, H, K, V, BV, CT, STAGES):
     """Carry S [K, BV], columns of V from `column` on, through the chunks of one entry and head; returns the state that
     leaves. Unless takes_u, U counts as zero. Writes o, and each chunk's incoming S (h), where these are given."""
     for i_t in tl.range(0, (length + 63) // 64, num_stages=STAGES):
@@ -187,10 +183,7 @@ def _scan(
 
 
 @triton.jit
-def _reverse_scan(
-    dS, do, tiles, dh, start, length, first, i_h, column,
-    H: constexpr, K: constexpr, V: constexpr, BV: constexpr, CT: constexpr, STAGES: constexpr,
-):  # fmt: skip
+def _reverse_scan(dS, do, tiles, dh, start, length, first, i_h, column, H, K, V, BV, CT, STAGES):
     """Carry dS [K, BV] from the last chunk to the first; returns the gradient of the state that enters. Writes each
     chunk's dS' (dh) where it is given."""
     NT = (length + 63) // 64
@@ -266,7 +259,7 @@ def states_kernel(
 
 
 @triton.jit
-def finish(d, x, factor, dx, start, n, i_h, H: constexpr, K: constexpr, CT: constexpr):
+def finish(d, x, factor, dx, start, n, i_h, H, K, CT):
     """Store the gradient of the head's rows x from d, that of x times factor; returns the product of these two."""
     store_tokens((dx, H * K), d * factor, start, n, i_h * K, K)
     return decayed(x, factor, CT).to(tl.float32) * d
@@ -278,8 +271,7 @@ def gradient_kernel(
     inverse, h, dh,
     dq, dk, dv, da, db, dw,  # as the inputs, dense
     exponents,  # [NT, H, 65, K] fp32, room for Γ behind that of no token, both relative to the reference
-    chunks, scale,
-    H: constexpr, K: constexpr, V: constexpr, CT: constexpr, RATE: constexpr,
+    chunks, scale, H: constexpr, K: constexpr, V: constexpr, CT: constexpr, RATE: constexpr,
 ):  # fmt: skip
     """One (chunk, head). What would hold registers meanwhile is read or computed again.
 

@@ -22,7 +22,7 @@ def split(x):
 
 
 @triton.jit
-def dot_fp32(a, b, CT: constexpr):
+def dot_fp32(a, b, CT):
     """fp32 a @ b: IEEE for fp32 inputs, else three bf16 products (relative error of an operand 2^-16)."""
     if CT == tl.float32:  # noqa: SIM300
         return tl.dot(a, b, input_precision="ieee")
@@ -39,7 +39,7 @@ def lower_triangle(tile, i, j):
 
 
 @triton.jit
-def merge(N21, G11, G22, b1, b2, CT: constexpr):
+def merge(N21, G11, G22, b1, b2, CT):
     """G21 = (I − G22 b2) N21 (I − b1 G11) of pairs of blocks: each [pairs, B, B], b [pairs, 1, B]."""
     x = N21 - dot_fp32(N21 * b1, G11, CT)
     return x - dot_fp32(G22 * b2, x, CT)
@@ -55,7 +55,7 @@ def factors(b, place):
 
 
 @triton.jit
-def solve(b, G, SCALED: constexpr):
+def solve(b, G, SCALED):
     """Write −G, or with SCALED G diag(b), in place of N [64, 64] at G; b [64], or None for ones: then write I − G.
     Forward substitution in fp32 on 16×16 blocks, G_i = N_i − Σ_m N_im b_m G_m for m < i with one column per lane, then
     merged to 32 and 64 rows."""

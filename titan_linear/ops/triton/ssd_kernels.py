@@ -27,14 +27,23 @@ from triton.language import constexpr
 from titan_linear.ops.triton.chunks import chunk_at, entry_at, is_wanted
 from titan_linear.ops.triton.gates import log2_gate, softplus
 from titan_linear.ops.triton.launch import Kernel
-from titan_linear.ops.triton.tiles import BT, fetch_rows, fetch_tile, indices, load_tokens, load_wide, store_tokens
+from titan_linear.ops.triton.tiles import (
+    BT,
+    fetch_rows,
+    fetch_tile,
+    indices,
+    load_tokens,
+    load_wide,
+    state_row,
+    store_tokens,
+)
 from titan_linear.ops.triton.tiles import dot_ieee as dot
 
 # --- Tiles ------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _tokens(x, start, length, row, column, BD: constexpr, FETCH: constexpr):
+def _tokens(x, start, length, row, column, BD, FETCH):
     """A tile of an entry [length, .] from its token `row` on, zeros past its end. start: its first token."""
     if FETCH:
         return fetch_rows(x, start, length, row, column)
@@ -43,7 +52,7 @@ def _tokens(x, start, length, row, column, BD: constexpr, FETCH: constexpr):
 
 
 @triton.jit
-def _columns(x, start, length, row, i_h, i_v, V: constexpr, BV: constexpr, FETCH: constexpr):
+def _columns(x, start, length, row, i_h, i_v, V, BV, FETCH):
     """As `_tokens`, slice i_v of head i_h's V columns, zeros beyond them."""
     if V % BV == 0:
         return _tokens(x, start, length, row, i_h * V + i_v * BV, BV, FETCH)
@@ -56,7 +65,7 @@ def _columns(x, start, length, row, i_h, i_v, V: constexpr, BV: constexpr, FETCH
 
 
 @triton.jit
-def _store_columns(x, b_x, start, n, HV, i_h, i_v, V: constexpr, BV: constexpr):
+def _store_columns(x, b_x, start, n, HV, i_h, i_v, V, BV):
     """Into x [T, HV, V], as `_columns`."""
     if V % BV == 0:
         store_tokens((x, HV * V), b_x, start, n, i_h * V + i_v * BV, BV)
@@ -68,7 +77,7 @@ def _store_columns(x, b_x, start, n, HV, i_h, i_v, V: constexpr, BV: constexpr):
 
 
 @triton.jit
-def _state(i_v, K: constexpr, V: constexpr, BV: constexpr):
+def _state(i_v, K, V, BV):
     """Where slice i_v of a state [K, V] lies in it, and which of its columns there are."""
     o_k, o_v = indices(K, BV)
     o_v += i_v * BV
@@ -76,35 +85,26 @@ def _state(i_v, K: constexpr, V: constexpr, BV: constexpr):
 
 
 @triton.jit
-def _row(states, i_n):
-    """The row of entry i_n's state, -1: none."""
-    if states[1] is None:
-        return i_n
-    else:
-        return tl.load(states[1] + i_n).to(tl.int64)
-
-
-@triton.jit
-def _load_state(states, i_n, HV, i_hv, i_v, K: constexpr, V: constexpr, BV: constexpr):
+def _load_state(states, i_n, HV, i_hv, i_v, K, V, BV):
     """A slice of entry i_n's state [K, BV] in fp32; zeros if there are no states."""
     if states[0] is None:
         return tl.zeros([K, BV], tl.float32)
     else:
         o_s, m_s = _state(i_v, K, V, BV)
-        row = _row(states, i_n)
+        row = state_row(states, i_n)
         p_s = states[0] + (row * HV + i_hv) * (K * V) + o_s
         return load_wide(p_s, m_s & (row >= 0))
 
 
 @triton.jit
-def _store_state(states, b_s, i_row, HV, i_hv, i_v, K: constexpr, V: constexpr, BV: constexpr):
+def _store_state(states, b_s, i_row, HV, i_hv, i_v, K, V, BV):
     o_s, m_s = _state(i_v, K, V, BV)
     p_s = states + (i_row * HV + i_hv) * (K * V) + o_s
     tl.store(p_s, b_s, mask=m_s & (i_row >= 0))
 
 
 @triton.jit
-def _load_gates(gates, i_p, PARTS: constexpr):
+def _load_gates(gates, i_p, PARTS):
     """Of one chunk and head: G and its second part (with PARTS = 2), Δ, what follows of G after each token, each [BT],
     and the last G."""
     p_g = gates + i_p * (1 + PARTS) * BT + tl.arange(0, BT)
@@ -118,7 +118,7 @@ def _load_gates(gates, i_p, PARTS: constexpr):
 
 
 @triton.jit
-def _decays(b_G, b_low, PARTS: constexpr, BY_LATER: constexpr):
+def _decays(b_G, b_low, PARTS, BY_LATER):
     """D [BT, BT], with later tokens as rows, or else as columns. The first parts' differences are exact: what decays
     slowly after a fast token keeps its digits."""
     o_i, o_j = indices(BT, BT)
@@ -132,7 +132,7 @@ def _decays(b_G, b_low, PARTS: constexpr, BY_LATER: constexpr):
 
 
 @triton.jit
-def _skip(D, i_hv, i_v, V: constexpr, BV: constexpr, WIDE: constexpr):
+def _skip(D, i_hv, i_v, V, BV, WIDE):
     """Head i_hv's factors of v in o: one, or with WIDE a row [1, BV]."""
     if WIDE:
         o_v = i_v * BV + tl.arange(0, BV)
@@ -145,7 +145,7 @@ def _skip(D, i_hv, i_v, V: constexpr, BV: constexpr, WIDE: constexpr):
 
 
 @triton.jit
-def _steps(b_g, dt_bias, o_h, m_h, low, high, SOFTPLUS: constexpr):
+def _steps(b_g, dt_bias, o_h, m_h, low, high, SOFTPLUS):
     """What goes into the clamp from raw time steps [BT, BH]: raw with its bias, and time steps before and after."""
     if dt_bias is not None:
         b_g += load_wide(dt_bias + o_h, m_h)[None, :]
@@ -270,9 +270,8 @@ def scan_kernel(
 
 @triton.jit
 def _pass(
-    b_s, x, y, gates, h, start, length, first, begin, end, i_hv, i_v, scale, HV,
-    R: constexpr, K: constexpr, V: constexpr, BV: constexpr, PARTS: constexpr, STAGES: constexpr,
-    FETCH: constexpr, REVERSE: constexpr,
+    b_s, x, y, gates, h, start, length, first, begin, end, i_hv, i_v, scale, HV, R, K, V, BV, PARTS, STAGES, FETCH,
+    REVERSE,
 ):  # fmt: skip
     """Carry a state through an entry's chunks from `begin` to before `end`, x = k and y = v; or with REVERSE its
     gradient through these from the last, x = q and y = do. Writes it before each chunk to h [NT, HV, K, V], if given.
@@ -298,9 +297,8 @@ def boundary_kernel(
     M,  # [F, HV, 1] fp32 or None
     chunks,
     listed,  # as `ALL`; or all, with rows for the first `rows` of an entry's `parts`
-    scale, HV, rows, parts,
-    R: constexpr, K: constexpr, V: constexpr, BV: constexpr, PARTS: constexpr, STAGES: constexpr,
-    FETCH: constexpr, REVERSE: constexpr,
+    scale, HV, rows, parts, R: constexpr, K: constexpr, V: constexpr, BV: constexpr, PARTS: constexpr,
+    STAGES: constexpr, FETCH: constexpr, REVERSE: constexpr,
 ):  # fmt: skip
     """One (listed entry or part, head, slice of V): `_pass` from a zero state, and the factor of any other."""
     blocks: constexpr = (V + BV - 1) // BV
@@ -324,9 +322,8 @@ def states_kernel(
     q, k, v, do, gates, initial, d_final,
     h,  # [NT, HV, K, V] the state that enters each chunk
     dh,  # [NT, HV, K, V] the gradient of the state that leaves it
-    d_initial, chunks, listed, scale, HV,
-    R: constexpr, K: constexpr, V: constexpr, BV: constexpr, PARTS: constexpr, STAGES: constexpr,
-    FETCH: constexpr,
+    d_initial, chunks, listed, scale, HV, R: constexpr, K: constexpr, V: constexpr, BV: constexpr, PARTS: constexpr,
+    STAGES: constexpr, FETCH: constexpr,
 ):  # fmt: skip
     """One (entry, head, slice of V) in one direction: all states, or all their gradients."""
     blocks: constexpr = (V + BV - 1) // BV
@@ -347,7 +344,7 @@ def states_kernel(
             PARTS, STAGES, FETCH, True,
         )  # fmt: skip
         if d_initial is not None:
-            _store_state(d_initial, b_ds, _row(initial, i_n), HV, i_hv, i_v, K, V, BV)
+            _store_state(d_initial, b_ds, state_row(initial, i_n), HV, i_hv, i_v, K, V, BV)
 
 
 # --- Gradients, chunk by chunk ----------------------------------------------------------------------------------------
@@ -397,9 +394,8 @@ def pairs_kernel(
     q, k, v, do,  # (x, stride)
     gates, D, dh,
     dv, dE, own, sums, dD,  # as `ChunkGradients` has them
-    chunks, scale, HV, NT, heads,
-    R: constexpr, K: constexpr, V: constexpr, BV: constexpr, PARTS: constexpr, STAGES: constexpr,
-    WIDE: constexpr,
+    chunks, scale, HV, NT, heads, R: constexpr, K: constexpr, V: constexpr, BV: constexpr, PARTS: constexpr,
+    STAGES: constexpr, WIDE: constexpr,
 ):  # fmt: skip
     """dv of a chunk, what heads add to E, and what pairs of its tokens give and take, head by head as `carried_kernel`.
     What a token gives to itself does not decay."""
@@ -473,9 +469,9 @@ def groups_kernel(
 
 
 @triton.jit
-def _given_product(initial, d_final, i_n, i_hv, used, HV, KV: constexpr, B: constexpr):
+def _given_product(initial, d_final, i_n, i_hv, used, HV, KV, B):
     """<S, dS'> from the states that were given, 0 unless `used`."""
-    row, final_row = _row(initial, i_n), _row(d_final, i_n)
+    row, final_row = state_row(initial, i_n), state_row(d_final, i_n)
     p_s, p_ds = initial[0] + (row * HV + i_hv) * KV, d_final[0] + (final_row * HV + i_hv) * KV
     b_sum = tl.zeros([B], tl.float32)
     for i in range(0, KV, B):
@@ -487,12 +483,10 @@ def _given_product(initial, d_final, i_n, i_hv, used, HV, KV: constexpr, B: cons
 
 @Kernel
 def gates_kernel(
-    g, A, dt_bias, gates, taken, products, sums, own,
-    initial, d_final,
+    g, A, dt_bias, gates, taken, products, sums, own, initial, d_final,
     dg,  # [T, HV]
     d_heads,  # [3, NT, HV] fp32, partials of dA, d dt_bias and dD
-    chunks, low, high, HV, NT,
-    R: constexpr, K: constexpr, V: constexpr, BV: constexpr, BH: constexpr, PARTS: constexpr,
+    chunks, low, high, HV, NT, R: constexpr, K: constexpr, V: constexpr, BV: constexpr, BH: constexpr, PARTS: constexpr,
     TAKEN: constexpr, SLICES: constexpr, SOFTPLUS: constexpr,
 ):  # fmt: skip
     """dg of one chunk and BH heads, from what a token takes from the state, and sums [4, BT]: what it takes from

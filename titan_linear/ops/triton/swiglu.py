@@ -17,7 +17,7 @@ TILE = {"ROWS": 8, "BH": 256, "num_warps": 4}  # rows and channels per program
 
 
 @triton.jit
-def _places(rows, H, ROWS: constexpr, BH: constexpr):
+def _places(rows, H, ROWS, BH):
     """Rows (64 bits) and channels of a program, and which of them there are."""
     o_r, o_h = indices(ROWS, BH)
     o_r, o_h = tl.program_id(0).to(tl.int64) * ROWS + o_r, tl.program_id(1) * BH + o_h

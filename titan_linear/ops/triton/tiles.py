@@ -3,6 +3,8 @@
 Streams are [T, heads, dim] with dense heads and any stride between tokens: the mixer's q, k and v are views of one
 projection. States are [rows, HV, K, V] in fp32. Entry n's state is in row n or, with an index [N] int32, in row
 index[n]; where that is -1 it reads as zeros and is not written.
+
+A kernel's constants are annotated; Triton finds those of the functions that it calls from what it passes them.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ def summed(parts: Tensor, parameter: Tensor | None) -> Tensor | None:
 
 
 @triton.jit
-def indices(R: constexpr, C: constexpr):
+def indices(R, C):
     """The row and the column of each place in a tile: [R, 1] and [1, C]."""
     return tl.arange(0, R)[:, None], tl.arange(0, C)[None, :]
 
@@ -115,7 +117,7 @@ def load_wide(p, mask=None):
 
 
 @triton.jit
-def load_tokens(x, start, n, column, BD: constexpr):
+def load_tokens(x, start, n, column, BD):
     """BD columns of a chunk's rows of x (`rows`), from token `start` (64 bits) on: n rows, then zeros."""
     o_c, o_d = indices(BT, BD)
     p_x, stride = x
@@ -123,11 +125,20 @@ def load_tokens(x, start, n, column, BD: constexpr):
 
 
 @triton.jit
-def store_tokens(x, b_x, start, n, column, BD: constexpr):
+def store_tokens(x, b_x, start, n, column, BD):
     """As `load_tokens`."""
     o_c, o_d = indices(BT, BD)
     p_x, stride = x
     tl.store(p_x + start * stride + column + (o_c * stride + o_d), b_x, mask=o_c < n)
+
+
+@triton.jit
+def state_row(states, i_n):
+    """The row of entry i_n's state, -1: none."""
+    if states[1] is None:
+        return i_n
+    else:
+        return tl.load(states[1] + i_n).to(tl.int64)
 
 
 @triton.jit
