@@ -12,8 +12,10 @@ from torch import nn
 
 from tests.refusals import is_refused
 from tests.test_train import arguments
+from titan_linear.commands import report
 from titan_linear.config import load_config
 from titan_linear.data import Batch
+from titan_linear.storage.rundir import json_lines
 from titan_linear.train import Trainer
 from tools import reference_run
 from tools.peers import fla_loss
@@ -49,7 +51,7 @@ def document_by_document(model, batch):
 
 
 def curve(folder):
-    return [numbers["loss"] for numbers in reference_run.read_run(folder).values()]
+    return [line["loss"] for line in json_lines(folder / "metrics.jsonl", dict)]
 
 
 @pytest.mark.usefixtures("remote_code")
@@ -61,6 +63,7 @@ def test_another_model_has_the_curve_of_the_run(name, corpus, worlds, tmp_path):
     theirs = curve(tmp_path / "peer")
     assert len(theirs) == STEPS and theirs == pytest.approx(ours, rel=1e-5)
     assert ours[-1] < 0.8 * ours[0]  # it has learnt, so that the updates count
+    assert report.standing(tmp_path / "peer")[2:4] == [str(STEPS), f"{theirs[-1]:.4f}"]
 
 
 @pytest.mark.parametrize("edges", [[0, 8, 16], [0, 3, 8, 16]])
@@ -88,41 +91,18 @@ def test_documents_as_fla_takes_them(edges, monkeypatch):
 
 
 def write_run(folder, losses):
-    folder.mkdir(parents=True)
-    lines = [json.dumps({"step": step, "loss": loss, "mfu": step / 100}) for step, loss in enumerate(losses, 1)]
-    validations = ['{"step": 2, "validation_loss": 9.0}', '{"step": 4, "validation_loss": 8.0}']
-    (folder / "metrics.jsonl").write_text("\n".join([*lines, *validations, ""]))
-    return folder
+    folder.mkdir()
+    lines = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses, 1)]
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 4, "validation_loss": 8.0}', ""]))
+    return str(folder)
 
 
-def test_a_pair_of_curves(tmp_path, capsys, monkeypatch):
+def test_how_far_apart_two_runs_end(tmp_path, capsys):
+    """By the last 50 steps that both have."""
     ours = write_run(tmp_path / "ours", [9.0] * 10 + [2.02] * 50)
     theirs = write_run(tmp_path / "theirs", [9.0] * 10 + [2.0] * 50 + [5.0])  # a step more
-    drawn = []
-    monkeypatch.setattr(reference_run, "draw", drawn.append)
-    assert reference_run.main(["draw", str(tmp_path / "out"), "--add", "kda", str(ours), str(theirs)]) == 0
-    *_, first, second, gap = capsys.readouterr().out.splitlines()
-    assert drawn == [tmp_path / "out"]
-    assert first == "| ours | 2.0200 | 8.0000 | – | 30.5% | – | – | – |"
-    assert second == "| theirs | 2.0000 | 8.0000 | – | 30.5% | – | – | – |"
-    assert gap == "kda: the mean losses of the last 50 steps differ by 1.00%"
-
-
-def test_runs_of_the_same_last_name(tmp_path, capsys):
-    runs = [write_run(tmp_path / by / "kda", [loss]) for by, loss in (("ours", 2.0), ("theirs", 1.0))]
-    reference_run.write_pair(tmp_path / "kda.csv", runs)
-    losses = {name: numbers["loss"] for name, numbers in reference_run.read_pair(tmp_path / "kda.csv").items()}
-    assert losses == {"ours/kda": {1: 2.0}, "theirs/kda": {1: 1.0}}
-    argv = ["draw", str(tmp_path), "--add", "kda", str(runs[0]), f"{runs[0]}/"]
-    assert is_refused(reference_run.main, argv, capsys) == f"--add: both runs are {runs[0]}; give two\n"
-
-
-def test_the_picture(tmp_path):
-    for name in ("gdn", "kda"):
-        runs = [write_run(tmp_path / f"{name}_{by}", [3.0, 2.0]) for by in ("ours", "theirs")]
-        reference_run.write_pair(tmp_path / f"{name}.csv", runs)
-    reference_run.draw(tmp_path)
-    assert "<svg" in (tmp_path / "loss.svg").read_text()
+    assert reference_run.main(["compare", ours, theirs]) == 0
+    assert capsys.readouterr().out == "mean losses of the last 50 steps: 2.0200 and 2.0000, 1.00% apart\n"
 
 
 @pytest.mark.parametrize(

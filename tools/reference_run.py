@@ -3,36 +3,27 @@
     export CONFIG_FILE=train_configs/reference_340m.toml
     ./run_train.sh --model.name kda --job.dump_folder outputs/kda                               # ours
     python -m tools.reference_run fla outputs/kda_fla -- --job.config_file $CONFIG_FILE --model.name kda
-    ./run_train.sh --model.name hybrid --job.dump_folder outputs/hybrid
-    ./run_train.sh --model.name hybrid --job.dump_folder outputs/hybrid_float32 --compile.enable false \\
-        --training.mixed_precision_param float32 --activation_checkpoint.mode selective
-    python -m tools.reference_run draw docs/results --add kda outputs/kda outputs/kda_fla
-    python -m tools.reference_run draw docs/results --add hybrid outputs/hybrid outputs/hybrid_float32
+    python -m tools.reference_run compare outputs/kda outputs/kda_fla
+    titan-linear report outputs/kda outputs/kda_fla --html kda.html
 
 `fla` trains FLA's own model (kda, gdn) from our initial weights as its users do (tools/peers.py), on one GPU, and
-writes metrics.jsonl as a run does.
-
-`draw` copies the numbers of two runs, step by step, to FOLDER/NAME.csv, draws every such file's losses into
-FOLDER/loss.svg (matplotlib: pip install "titan_linear[bench]"), and prints a table of the runs (the mean loss of their
-last 50 steps, the last validation, medians of the others) and the gap between each pair's losses.
+writes config.toml and metrics.jsonl as a run does; `compare` says how far apart the losses of any two runs end.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 
 import torch
 from torch import nn
 
-from titan_linear.commands import command_parser, table
-from titan_linear.config import Config, check_config, hf_weights, load_config
+from titan_linear.commands import command_parser
+from titan_linear.config import Config, check_config, config_to_toml, hf_weights, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.distributed.process import own_device, refusing, run_command
 from titan_linear.hooks.report import clock_and_power, peak_memory_gib
@@ -42,19 +33,10 @@ from titan_linear.run.export import export
 from titan_linear.step.flops import peak_tflops, training_flops
 from titan_linear.step.update import rate_at
 from titan_linear.storage.hf_writing import gather
-from titan_linear.storage.rundir import METRICS
+from titan_linear.storage.rundir import CONFIG, METRICS, json_lines
 from tools.peers import Loss, Peer, fla_has, fla_loss, fla_model, split_keys
 
-LAST = 50  # steps at a curve's end of which the mean is compared
-NUMBERS = {  # of a step → their heading and format in the table
-    "loss": ("loss", ".4f"),
-    "validation_loss": ("validation", ".4f"),
-    "tokens_per_second": ("tokens/s", ",.0f"),
-    "mfu": ("MFU", ".1%"),
-    "memory_gib": ("memory, GiB", ".1f"),
-    "sm_clock_mhz": ("MHz", ".0f"),
-    "power_watts": ("W", ".0f"),
-}
+LAST = 50  # steps at a curve's end of which the means are compared
 
 # --- The other model -------------------------------------------------------------------------------------------------
 
@@ -84,6 +66,7 @@ def train_peer(
     device = own_device()
     t = config.training
     initial_weights(config, folder / "initial-hf")
+    (folder / CONFIG).write_text(config_to_toml(config), encoding="utf-8")
     peer = Peer(config, build(folder / "initial-hf", device), loss, device)
     with (folder / METRICS).open("w", encoding="utf-8") as file:
         while peer.step < t.steps:
@@ -139,94 +122,15 @@ def train_fla(args: argparse.Namespace, keys: list[str]) -> None:
 # --- Curves ----------------------------------------------------------------------------------------------------------
 
 
-def read_run(folder: Path) -> dict[int, dict[str, float]]:
-    """step → its numbers in a run's folder, those of a validation after it included."""
-    steps: dict[int, dict[str, float]] = defaultdict(dict)
-    for line in (folder / METRICS).read_text(encoding="utf-8").splitlines():
-        numbers = json.loads(line)
-        steps[numbers["step"]].update(numbers)
-    return steps
-
-
-def distinct_names(folders: list[Path]) -> list[str]:
-    """The last part of each of two paths, or as many as tell them apart."""
-    paths = [folder.absolute().parts for folder in folders]
-    for n in range(1, max(map(len, paths)) + 1):
-        names = ["/".join(parts[-n:]) for parts in paths]
-        if names[0] != names[1]:
-            return names
-    raise ValueError(f"--add: both runs are {folders[0]}; give two")
-
-
-def write_pair(path: Path, folders: list[Path]) -> None:
-    """The numbers of two runs' common steps, in columns "RUN NUMBER" named after their folders."""
-    names = distinct_names(folders)
-    runs = list(map(read_run, folders))
-    with path.open("w", newline="", encoding="utf-8") as file:
-        rows = csv.writer(file, lineterminator="\n")
-        rows.writerow(["step", *(f"{name} {number}" for name in names for number in NUMBERS)])
-        for step in sorted(runs[0].keys() & runs[1]):
-            values = [run[step].get(number) for run in runs for number in NUMBERS]
-            rows.writerow([step, *("" if value is None else f"{value:.6g}" for value in values)])
-
-
-def read_pair(path: Path) -> dict[str, dict[str, dict[int, float]]]:
-    """Run → number → step → value, where there is one."""
-    runs: dict[str, dict[str, dict[int, float]]] = defaultdict(dict)
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    for column in list(rows[0])[1:]:
-        run, number = column.rsplit(" ", 1)
-        runs[run][number] = {int(row["step"]): float(row[column]) for row in rows if row[column]}
-    return runs
-
-
-def summary(number: str, values: list[float]) -> float:
-    if number == "loss":
-        return mean(values[-LAST:])
-    return values[-1] if number == "validation_loss" else median(values)
-
-
-def table_of(paths: list[Path]) -> str:
-    """A row for each run of these pairs."""
-    headings = [heading for heading, _ in NUMBERS.values()]
-    rows = []
-    for run, numbers in (item for path in paths for item in read_pair(path).items()):
-        summaries = {number: summary(number, list(values.values())) for number, values in numbers.items() if values}
-        cells = [format(summaries[key], form) if key in summaries else "–" for key, (_, form) in NUMBERS.items()]
-        rows.append([run, *cells])
-    return table(["run", *headings], rows)
-
-
-def compare(path: Path) -> str:
-    """A line about a pair's ends."""
-    first, second = (summary("loss", list(numbers["loss"].values())) for numbers in read_pair(path).values())
-    return f"{path.stem}: the mean losses of the last {LAST} steps differ by {abs(first / second - 1):.2%}"
-
-
-def draw(folder: Path) -> None:
-    """Draw every pair of the folder into loss.svg."""
-    from matplotlib.figure import Figure  # an extra
-
-    paths = sorted(folder.glob("*.csv"))
-    figure = Figure(figsize=(4.5 * len(paths), 3.5), layout="constrained")
-    for path, axes in zip(paths, figure.subplots(1, len(paths), sharey=True, squeeze=False)[0], strict=True):
-        for (name, numbers), style in zip(read_pair(path).items(), ("-", "--"), strict=True):
-            losses = numbers["loss"]
-            axes.plot(list(losses), list(losses.values()), style, linewidth=1, label=name)
-        axes.set(title=path.stem, xlabel="step", ylabel="loss, nats per token")
-        axes.legend()
-    figure.savefig(folder / "loss.svg", metadata={"Date": None})
-
-
-def draw_results(args: argparse.Namespace) -> None:
-    args.folder.mkdir(parents=True, exist_ok=True)
-    if args.add:
-        name, *runs = args.add
-        write_pair(args.folder / f"{name}.csv", list(map(Path, runs)))
-    draw(args.folder)
-    paths = sorted(args.folder.glob("*.csv"))
-    print(table_of(paths), *map(compare, paths), sep="\n")
+def compared(runs: list[Path]) -> str:
+    """How far apart two runs end, by the steps that both have."""
+    lines = [[line for line in json_lines(run / METRICS, dict[str, float]) if "loss" in line] for run in runs]
+    losses = [{line["step"]: line["loss"] for line in of_run} for of_run in lines]
+    steps = sorted(losses[0].keys() & losses[1])[-LAST:]
+    ours, theirs = (mean(of_run[step] for step in steps) for of_run in losses)
+    return (
+        f"mean losses of the last {len(steps)} steps: {ours:.4f} and {theirs:.4f}, {abs(ours / theirs - 1):.2%} apart"
+    )
 
 
 # --- The command -----------------------------------------------------------------------------------------------------
@@ -238,9 +142,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     fla = commands.add_parser("fla", help="train FLA's model; the run's keys follow after --")
     fla.add_argument("folder", type=Path, help="where metrics go")
     fla.add_argument("--compiled", action="store_true", help="compile each layer")
-    drawing = commands.add_parser("draw", help="draw and compare pairs of curves")
-    drawing.add_argument("folder", type=Path, help="folder of the pairs' data")
-    drawing.add_argument("--add", nargs=3, metavar=("NAME", "RUN", "RUN"), help="first copy a pair from two runs")
+    comparison = commands.add_parser("compare", help="how far apart two runs' losses end")
+    comparison.add_argument("runs", nargs=2, type=Path, metavar="RUN", help="folder of a run")
     return parser.parse_args(argv)
 
 
@@ -251,7 +154,7 @@ def main(argv: list[str]) -> int:
     if args.command == "fla":
         train_fla(args, keys)
     else:
-        draw_results(args)
+        print(compared(args.runs))
     return 0
 
 

@@ -16,7 +16,7 @@ from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.layout.context import SOFTMAX_METHODS, CPContext
 from titan_linear.ops.layout.documents import checked, distinct
 from titan_linear.ops.layout.spans import entries, pairs_by_rank
-from titan_linear.ops.runtime.options import check_usable
+from titan_linear.ops.runtime.options import check_usable, scale_of
 from titan_linear.ops.torch.attention import local_attention
 
 BY_METHOD = ring_attention, allgather_attention, ulysses_attention, ulysses_ring_attention
@@ -65,7 +65,7 @@ def attention(
         raise ValueError(f"impl = {impl!r} is unknown to attention; use {' or '.join(map(repr, IMPLS))}")
     if method != "auto" and method not in METHODS:
         raise ValueError(f"method = {method!r} is unknown; use 'auto', {', '.join(map(repr, METHODS))}")
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = scale_of(scale, q)
     if not 0 < scale < math.inf:
         raise ValueError(f"scale = {scale} must be above 0 and finite: some kernels give NaN for another")
     if first_key is not None:

@@ -24,7 +24,16 @@ from torch import Tensor
 
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.recurrence import Recurrence, check_queries, rules, run
-from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs, Sequences, beta_range, check_chunk_size, refuse
+from titan_linear.ops.runtime.options import (
+    DeltaRuleOptions,
+    Inputs,
+    Result,
+    Sequences,
+    beta_range,
+    check_chunk_size,
+    refuse,
+    scale_of,
+)
 from titan_linear.ops.runtime.support import Choice
 from titan_linear.ops.torch.delta_rule import TorchDeltaRule, l2norm, step
 from titan_linear.ops.triton.configs import delta_rule_needs
@@ -48,7 +57,7 @@ def _run(
     options: DeltaRuleOptions,
     sequences: Sequences,
     impl: str | Choice,
-) -> tuple[Tensor, Tensor | None]:
+) -> Result:
     """normalise: q and k, before any kernel."""
     _check_inputs(given, options)
     return run(recurrence, normed(given) if normalise else given, options, sequences, impl)
@@ -116,7 +125,7 @@ def chunk_kda(
     chunk_size: int = 64,
     cp_method: str = "kcp",
     impl: str | Choice = "auto",
-) -> tuple[Tensor, Tensor | None]:
+) -> Result:
     """S_t = (I − β_t k_t k_tᵀ) Diag(exp g_t) S_{t−1} + β_t k_t v_tᵀ;  o_t = scale·S_tᵀ q_t  (Kimi Linear, eq. 1).
 
     Args (the others: at the top of this file):
@@ -135,7 +144,7 @@ def chunk_kda(
     if A_log is None and lower_bound is not None:
         A_log = g.new_zeros(g.shape[2], dtype=torch.promote_types(g.dtype, torch.float32))
     options = DeltaRuleOptions(
-        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        scale=scale_of(scale, q),
         gate_in_kernel=use_gate_in_kernel,
         lower_bound=lower_bound,
         safe_gate=safe_gate or lower_bound is not None,
@@ -180,7 +189,7 @@ def chunk_gated_delta_rule(
     disable_recompute: bool = False,
     cp_method: str = "kcp",
     impl: str | Choice = "auto",
-) -> tuple[Tensor, Tensor | None]:
+) -> Result:
     """S_t = exp(g_t) (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ;  o_t = scale·S_tᵀ q_t  (Gated Delta Networks, eq. 10).
 
     As `chunk_kda`, with one gate per head: g [B, T, HV], dt_bias [HV].
@@ -196,7 +205,7 @@ def chunk_gated_delta_rule(
     if dt_bias is not None and dt_bias.numel() != g.shape[2]:
         raise ValueError(f"dt_bias {tuple(dt_bias.shape)} must be [HV] = [{g.shape[2]}]")
     options = DeltaRuleOptions(
-        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        scale=scale_of(scale, q),
         gate_in_kernel=use_gate_in_kernel,
         beta_range=beta_range(use_beta_sigmoid_in_kernel, allow_neg_eigval),
         disable_recompute=disable_recompute,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.recurrence import Recurrence, check_queries, rules, run
-from titan_linear.ops.runtime.options import DPLRInputs, DPLROptions, Sequences, check_chunk_size
+from titan_linear.ops.runtime.options import DPLRInputs, DPLROptions, Result, Sequences, check_chunk_size, scale_of
 from titan_linear.ops.runtime.support import Choice
 from titan_linear.ops.torch.dplr import TorchDPLR, step
 from titan_linear.ops.triton.configs import delta_rule_needs, without_kernels
@@ -48,7 +48,7 @@ def chunk_dplr_delta_rule(
     *,
     cp_method: str = "kcp",
     impl: str | Choice = "auto",
-) -> tuple[Tensor, Tensor | None]:
+) -> Result:
     """S_t = Diag(exp gk_t) S_{t−1} + b_t (a_tᵀ S_{t−1}) + k_t v_tᵀ;  o_t = scale·S_tᵀ q_t.
 
     Arguments are those of FLA's function of this name; the ones not listed are those of delta_rule.py.
@@ -66,8 +66,7 @@ def chunk_dplr_delta_rule(
     """
     check_chunk_size(chunk_size)
     least = _promised(safe_gate, lower_bound)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    options = DPLROptions(scale, None, least >= SAFE, disable_recompute)
+    options = DPLROptions(scale_of(scale, q), None, least >= SAFE, disable_recompute)
     sequences = Sequences(initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu, cp_context, cp_method)
     inputs = DPLRInputs(q, k, v, a, b, gk)
     _check(DPLR, inputs, least)
@@ -95,7 +94,7 @@ def chunk_rwkv7(
     use_gate_in_kernel: bool = False,
     cp_method: str = "kcp",
     impl: str | Choice = "auto",
-) -> tuple[Tensor, Tensor | None]:
+) -> Result:
     """RWKV-7's recurrence: `chunk_dplr_delta_rule` with q = r and log decays gk = w, which lie in [−2, 0], or with
     `use_gate_in_kernel` the model's, −e^{−1/2} σ(w), whatever `lower_bound` is, which stays a promise. Other arguments
     are those of FLA's function of this name."""

@@ -26,6 +26,7 @@ from titan_linear.ops.runtime.operators import check_first_derivative, kept
 from titan_linear.ops.runtime.options import (
     AnyInputs,
     AnyOptions,
+    Result,
     Sequences,
     States,
     boundaries_of,
@@ -215,7 +216,7 @@ def _initial(states: Tensor | None, call: Call, inputs: AnyInputs) -> States | N
 
 def run(
     recurrence: Recurrence, given: AnyInputs, options: AnyOptions, sequences: Sequences, impl: str | Choice
-) -> tuple[Tensor, Tensor | None]:
+) -> Result:
     """What the public functions share, once they have checked the shapes of their inputs and filled in `options`.
 
     given: the caller's inputs, [B, T, ...].

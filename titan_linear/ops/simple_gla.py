@@ -6,7 +6,7 @@ from torch import Tensor
 
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.recurrence import Recurrence, check_queries, rules, run
-from titan_linear.ops.runtime.options import DecayInputs, DecayOptions, Sequences
+from titan_linear.ops.runtime.options import DecayInputs, DecayOptions, Result, Sequences, scale_of
 from titan_linear.ops.runtime.support import Choice
 from titan_linear.ops.torch.linear_attention import TorchLinearAttention, step
 from titan_linear.ops.triton.configs import decay_needs
@@ -38,7 +38,7 @@ def chunk_simple_gla(
     disable_recompute: bool = False,
     cp_method: str = "kcp",
     impl: str | Choice = "auto",
-) -> tuple[Tensor, Tensor | None]:
+) -> Result:
     """S_t = exp(g_t) S_{t−1} + k_t v_tᵀ;  o_t = scale·S_tᵀ q_t.
 
     Arguments are those of FLA's function of this name; the ones not listed are those of delta_rule.py.
@@ -53,7 +53,7 @@ def chunk_simple_gla(
     Raises:
         ValueError: an argument does not fit the others or is not supported; the message names it.
     """
-    B, T, HV, K, _ = check_queries(q, k, v)
+    B, T, HV, _, _ = check_queries(q, k, v)
     if (g is None) == (g_gamma is None):
         raise ValueError("give one of g [B, T, HV] and g_gamma [HV]")
     if g is None:
@@ -62,7 +62,7 @@ def chunk_simple_gla(
         g = g_gamma.expand(B, T, HV)
     if g.shape != (B, T, HV):
         raise ValueError(f"g {tuple(g.shape)} must be [B, T, HV] = {[B, T, HV]}")
-    options = DecayOptions(K**-0.5 if scale is None else float(scale), disable_recompute=disable_recompute)
+    options = DecayOptions(scale_of(scale, q), disable_recompute=disable_recompute)
     sequences = Sequences(
         initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, cp_context, cp_method
     )

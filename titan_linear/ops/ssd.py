@@ -8,7 +8,7 @@ from torch import Tensor
 
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.recurrence import run
-from titan_linear.ops.runtime.options import DecayInputs, DecayOptions, Sequences
+from titan_linear.ops.runtime.options import DecayInputs, DecayOptions, Result, Sequences
 from titan_linear.ops.runtime.support import Choice
 from titan_linear.ops.simple_gla import decaying
 
@@ -34,7 +34,7 @@ def chunk_ssd(
     disable_recompute: bool = False,
     cp_method: str = "kcp",
     impl: str | Choice = "auto",
-) -> tuple[Tensor, Tensor | None]:
+) -> Result:
     """h_t = exp(Δ_t A) h_{t−1} + Δ_t x_t B_tᵀ;  y_t = h_t C_t + D x_t  (Transformers are SSMs, section 7).
 
     Arguments are those of mamba_ssm's `mamba_chunk_scan_combined`, without chunk_size (64), z (gate y) and seq_idx

@@ -6,6 +6,8 @@ o_t = scale · S_tᵀ q_t
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,19 +15,11 @@ from titan_linear.ops.reference.token_by_token import token_by_token
 
 
 def recurrent_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **sequences: Any
 ) -> tuple[Tensor, Tensor]:
     """KDA (g [B,T,HV,K]) or GDN (g [B,T,HV]) in float64, differentiable by autograd.
 
-    q, k [B,T,H,K]; v [B,T,HV,V]; beta [B,T,HV]; initial_state [N,HV,K,V]; N is B, or the number of packed documents.
+    q, k [B,T,H,K]; v [B,T,HV,V]; beta [B,T,HV]; N is B, or the number of packed documents.
     Returns o [B,T,HV,V] and the final states [N,HV,K,V], both float64.
     """
     q, k = (x.double().repeat_interleave(v.shape[2] // q.shape[2], dim=2) for x in (q, k))  # [B, T, HV, K]
@@ -37,7 +31,7 @@ def recurrent_delta_rule(
         error = v[t] - (S * k[t].unsqueeze(-1)).sum(1)  # [HV, V] v_t less what the state gives for k_t
         return S + (beta[t, :, None] * k[t]).unsqueeze(-1) * error.unsqueeze(1)
 
-    return token_by_token(step, q, v.shape[-1], scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    return token_by_token(step, q, v.shape[-1], **sequences)
 
 
 def l2norm(x: Tensor) -> Tensor:

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor
 
 from titan_linear.ops.reference.token_by_token import token_by_token
 
 
-def recurrent_simple_gla(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def recurrent_simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor, **sequences: Any) -> tuple[Tensor, Tensor]:
     """S_t = exp(g_t) S_{t−1} + k_t v_tᵀ;  o_t = scale · S_tᵀ q_t.
 
-    q, k [B,T,H,K]; v [B,T,HV,V]; g [B,T,HV]; initial_state [N,HV,K,V]; N is B, or the number of packed documents.
+    q, k [B,T,H,K]; v [B,T,HV,V]; g [B,T,HV]; N is B, or the number of packed documents.
     Returns o [B,T,HV,V] and the final states [N,HV,K,V], both float64.
     """
     q, k = (x.double().repeat_interleave(v.shape[2] // q.shape[2], dim=2) for x in (q, k))  # [B, T, HV, K]
@@ -29,7 +22,7 @@ def recurrent_simple_gla(
     def step(t: int, S: Tensor) -> Tensor:
         return g[t].exp()[:, None, None] * S + k[t].unsqueeze(-1) * v[t].unsqueeze(1)
 
-    return token_by_token(step, q, v.shape[-1], scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    return token_by_token(step, q, v.shape[-1], **sequences)
 
 
 def recurrent_ssd(
@@ -44,7 +37,7 @@ def recurrent_ssd(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     initial_states: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    **sequences: Any,
 ) -> tuple[Tensor, Tensor]:
     """h_t = exp(Δ_t A) h_{t−1} + Δ_t x_t B_tᵀ;  y_t = h_t C_t + D x_t, where Δ = clamp(softplus(dt + dt_bias))
     (Transformers are SSMs, eq. 2 and section 7).
@@ -56,27 +49,17 @@ def recurrent_ssd(
     dt = dt.double() if dt_bias is None else dt.double() + dt_bias.double()
     dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
     start = None if initial_states is None else initial_states.mT
-    y, h = recurrent_simple_gla(
-        C, B, x * dt.unsqueeze(-1), dt * A.double(), scale=1.0, initial_state=start, cu_seqlens=cu_seqlens
-    )
+    x_dt, g = x * dt.unsqueeze(-1), dt * A.double()
+    y, h = recurrent_simple_gla(C, B, x_dt, g, scale=1.0, initial_state=start, **sequences)
     return y if D is None else y + x * D.double().view(x.shape[2], -1), h.mT
 
 
 def recurrent_dplr(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    gk: Tensor,
-    *,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, gk: Tensor, **sequences: Any
 ) -> tuple[Tensor, Tensor]:
     """S_t = Diag(exp gk_t) S_{t−1} + b_t (a_tᵀ S_{t−1}) + k_t v_tᵀ;  o_t = scale · S_tᵀ q_t  (RWKV-7, eq. 17).
 
-    q, k, a, b, gk [B,T,H,K]; v [B,T,H,V]; initial_state [N,H,K,V]. Returns o [B,T,H,V] and the final states, both
+    q, k, a, b, gk [B,T,H,K]; v [B,T,H,V]. Returns o [B,T,H,V] and the final states, both
     float64.
     """
     k, v, a, b, gk = (x.double().flatten(0, 1).unsqueeze(-1) for x in (k, v, a, b, gk))  # [B·T, H, ., 1]
@@ -85,4 +68,4 @@ def recurrent_dplr(
         read = (a[t] * S).sum(1, keepdim=True)  # [H, 1, V]
         return gk[t].exp() * S + b[t] * read + k[t] * v[t].mT
 
-    return token_by_token(step, q.double(), v.shape[2], scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    return token_by_token(step, q.double(), v.shape[2], **sequences)

@@ -14,13 +14,14 @@ def token_by_token(
     q: Tensor,
     V: int,
     *,
-    scale: float | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """S_t = step(t, S_{t−1}) for token t of B·T, o_t = scale · S_tᵀ q_t.
+    """S_t = step(t, S_{t−1}) for token t of B·T, o_t = scale · S_tᵀ q_t. The last three are arguments of every oracle.
 
-    q [B,T,HV,K] float64; initial_state [N,HV,K,V]. Returns o [B,T,HV,V] and the final states [N,HV,K,V], both float64.
+    q [B,T,HV,K] float64; scale: K^−½ by default; initial_state [N,HV,K,V]; cu_seqlens: of packed documents. Returns o
+    [B,T,HV,V] and the final states [N,HV,K,V], both float64.
     """
     B, T, HV, K = q.shape
     q = q.flatten(0, 1).unsqueeze(-1)  # [B·T, HV, K, 1]

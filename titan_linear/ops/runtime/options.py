@@ -53,6 +53,9 @@ AnyInputs = Inputs | DecayInputs | DPLRInputs
 Fields = list[Tensor | None]  # those of a named tuple, as operators take it
 
 
+Result = tuple[Tensor, Tensor | None]  # o, and final states if asked for
+
+
 class States(NamedTuple):
     """States of entries, or their gradients."""
 
@@ -113,6 +116,11 @@ class DecayOptions:
 
 
 AnyOptions = DeltaRuleOptions | DPLROptions | DecayOptions
+
+
+def scale_of(scale: float | None, q: Tensor) -> float:
+    """K^−½ by default."""
+    return q.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
 def beta_range(use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> float | None:
