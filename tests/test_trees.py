@@ -115,9 +115,10 @@ def test_runs(name, files, apart, worlds):
         check_equal(rank, apart({}))
 
 
-def test_a_compiled_run(files, apart, worlds):
+@pytest.mark.parametrize("name", ["dp 2", "cp 2 allgather zigzag"])
+def test_a_compiled_run(name, files, apart, worlds):
     own = {"model.name": "hybrid", "model.flavor": FAMILIES["lfm2"]}
-    processes, keys = SPLITS["cp 2 allgather zigzag"]
+    processes, keys = SPLITS[name]
     compiled = {"compile.enable": "true", "compile.backend": "aot_eager"}
     for rank in worlds(processes).run(train_on_rank, arguments(files, "together", own, keys, compiled)):
         check_equal(rank, apart(own))

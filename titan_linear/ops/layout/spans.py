@@ -206,7 +206,7 @@ def document_spans(documents: Boundaries) -> Spans:
     """One span per document, whose queries and keys are its tokens; in prefix trees one for each of
     `Nodes.chains`, whose keys are its path."""
     if documents.paths is not None:
-        return Spans(*documents.paths[1:])
+        return Spans(*documents.paths[3:])
     device = documents.cu_seqlens
     host = documents.cu_seqlens_cpu
     longest = documents.longest

@@ -23,6 +23,8 @@ class Paths(NamedTuple):
     fields of `Spans` over them."""
 
     rows: Tensor  # [.] int64
+    order: Tensor  # [.] int64, of these, by rows
+    first: Tensor  # [T] int64: where in that order each row begins
     q: Tensor
     k: Tensor
     q_cpu: OnHost
@@ -37,7 +39,9 @@ def paths_of(nodes: Nodes) -> Paths:
     rows = np.concatenate([np.arange(*ends) for ends in zip(start, end)])
     q, k = (np.append(0, np.cumsum(n)).astype(np.int32) for n in (np.diff(edges), edges[1:] - begins))
     longest = (np.diff(x).max(keepdims=True).astype(np.int64) for x in (q, k))
-    return Paths(*map(torch.from_numpy, (rows, q, k, q, k, *longest)))
+    order = np.argsort(rows, kind="stable")
+    first = np.searchsorted(rows[order], np.arange(edges[-1]))
+    return Paths(*map(torch.from_numpy, (rows, order, first, q, k, q, k, *longest)))
 
 
 class Listed(NamedTuple):

@@ -20,6 +20,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import Boundaries
@@ -156,6 +157,22 @@ def _packed_kernel(q: Tensor, v: Tensor, spans: Spans) -> str:
     return block_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], length, length)
 
 
+class _OnPaths(torch.autograd.Function):
+    """x[rows], whose gradients are added up in the order of rows, which takes a fifth of what an index's do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, order: Tensor, first: Tensor) -> Tensor:
+        ctx.save_for_backward(order, first)
+        return x[rows]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        check_first_derivative()
+        order, first = ctx.saved_tensors
+        dx = F.embedding_bag(order, dy.flatten(1), first, mode="sum")
+        return dx.unflatten(1, dy.shape[1:]), None, None, None
+
+
 # --- On one device ---------------------------------------------------------------------------------------------------
 
 
@@ -165,8 +182,7 @@ def local_attention(
     """q [B, Tq, Hq, D], k [B, Tk, Hkv, D], v [B, Tk, Hkv, Dv] → o [B, Tq, Hq, Dv]."""
     spans = [] if documents is None else list(document_spans(documents))
     if documents is not None and documents.paths is not None:
-        rows, *_ = documents.paths
-        k, v = (x[0, rows].unsqueeze(0) for x in (k, v))
+        k, v = (_OnPaths.apply(x[0], *documents.paths[:3]).unsqueeze(0) for x in (k, v))
     return Attention.apply(q, k, v, (attention_forward, attention_backward), (spans,), scale, causal)
 
 
