@@ -11,11 +11,12 @@ An adapter there is of a matrix that may be several of our projections: A is the
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -28,83 +29,85 @@ from titan_linear.models.config import Adapter, ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.families import FAMILIES
 from titan_linear.models.layers import lora_name
-from titan_linear.models.lora import adaptable, trained_names
+from titan_linear.models.lora import adaptable
 from titan_linear.storage.files import read_json, replacing
 from titan_linear.storage.hf_io import HEAD
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE = "base"  # the fingerprint's key in the header
+PREFIX = "base_model.model."  # of names
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """A matrix of theirs, or a stack of them, and our adapted weights in it."""
+# What adapter_config.json calls the keys of [adapter].
+OPTIONS = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rslora"}
 
-    name: str  # of theirs
-    module: str  # where its A and B are
-    shape: tuple[int, ...]  # of B as their module has it
-    inputs: int
-    A: str
-    B: tuple[Placement, ...]  # of our parameters
 
-    def key(self, part: str) -> str:
-        return f"base_model.model.{self.module}.lora_{part}.weight"
+class Held(NamedTuple):
+    """A tensor of a folder, whose rows are runs of our parameters'."""
+
+    name: str
+    module: str  # of theirs, that peft wraps or copies
+    shape: tuple[int, ...]  # B of experts [E, outputs, r]
+    parts: tuple[Placement, ...]
+    lora: str = ""  # "A", "B"; "": a parameter that is trained as a whole
 
     @property
-    def experts(self) -> bool:
-        return len(self.shape) == 3
+    def of(self) -> str:
+        """Their parameter's name; of B, of what it adapts."""
+        return self.parts[0].sources[0].name
+
+    @property
+    def stacked(self) -> bool:
+        return self.lora == "B" and len(self.shape) == 3
+
+    def laid(self, x: Tensor) -> Tensor:
+        """From `shape` to how it lies in the file."""
+        return x.permute(1, 2, 0).flatten(1) if self.stacked else x
+
+    def lifted(self, x: Tensor) -> Tensor:
+        """From how it lies in the file to `shape`."""
+        return x.unflatten(1, (-1, self.shape[0])).permute(2, 0, 1) if self.stacked else x
 
 
-@dataclass(frozen=True)
-class Contents:
-    matrices: tuple[Matrix, ...]
-    extra: tuple[Placement, ...]  # other parameters, each a tensor of its own
-
-
-def contents(model: ModelConfig, family: str) -> Contents:
+def contents(model: ModelConfig, family: str) -> list[Held]:
     """What a PEFT folder of a model's adapters holds."""
-    options = model.adapter
     with torch.device("meta"):
         base, adapted = Decoder(model.base), Decoder(model)
     weights, _ = adaptable(base)
-    trained = trained_names(adapted)
-    shapes = shapes_of(model) | {name: (*base.get_parameter(name).shape[:-1], options.rank) for name in weights}
-    matrices, extra = [], []
-    for source, placements in live_layouts(model.base, family, shapes):
-        of_B = tuple(p for p in placements if lora_name(p.name, "B") in trained)
+    ours = {name: tuple(p.shape) for name, p in adapted.named_parameters() if p.requires_grad}
+    rank = model.adapter.rank
+    shapes = shapes_of(model) | {name: (*base.get_parameter(name).shape[:-1], rank) for name in weights}
+    held: list[Held] = []
+    for source, placements in reversed(list(live_layouts(model.base, family, shapes))):
+        of_B = tuple(replace(p, name=B) for p in placements if (B := lora_name(p.name, "B")) in ours)
+        module = source.name.rpartition(".")[0]
         if of_B:
-            A = next(n for p in of_B if (n := lora_name(p.name, "A")) in trained)
-            inputs = base.get_parameter(of_B[0].name).shape[-1]
-            matrices.append(Matrix(source.name, source.name.removesuffix(".weight"), source.shape, inputs, A, of_B))
-        elif placements[0].name in trained:
-            extra += placements
-    if model.tie_embeddings and (copies := [p for p in extra if p.name == "embedding.weight"]):
+            # A stack of experts is a parameter of a module, of which peft wraps the last one last.
+            path = module + ".base_layer" * any(x.lora and x.module == module for x in held)
+            of_A = next(name for p in placements if (name := lora_name(p.name, "A")) in ours)
+            lies = (math.prod(ours[of_A][:-1]), ours[of_A][-1])
+            A = Placement(of_A, ours[of_A], (Source("", lies),), rows=None)
+            for part, shape, parts in (("B", source.shape, of_B), ("A", lies, (A,))):
+                held.append(Held(f"{PREFIX}{path}.lora_{part}.weight", module, shape, parts, part))
+        elif placements[0].name in ours:
+            held.append(Held(PREFIX + source.name, module, source.shape, tuple(placements)))
+    if model.tie_embeddings and (copies := [x for x in held if x.parts[0].name == "embedding.weight"]):
         shape = copies[0].shape  # peft's copy of the one is not tied to the other
-        extra.append(Placement("embedding.weight", shape, (Source(HEAD, shape),), rows=None))
-    return Contents(tuple(_nested(matrices)), tuple(extra))
+        other = Placement("embedding.weight", shape, (Source(HEAD, shape),), rows=None)
+        held.insert(0, Held(PREFIX + HEAD, HEAD.rpartition(".")[0], shape, (other,)))
+    return held[::-1]
 
 
 def check_peft(model: ModelConfig, family: str) -> None:
     """Raise ValueError if `peft` cannot name some of the adapters."""
     held = contents(model, family)
-    refused = [m.name for m in held.matrices if m.module.rpartition(".")[2] in FAMILIES[family].peft_refuses]
-    refused += [p.sources[0].name for p in held.extra if not p.sources[0].name.endswith((".weight", ".bias"))]
+    refused = [x.of for x in held if x.lora == "B" and x.module.rpartition(".")[2] in FAMILIES[family].peft_refuses]
+    refused += [x.of for x in held if not x.name.endswith((".weight", ".bias"))]
     if refused:
         raise ValueError(
             f"peft takes no {refused[0]} of {family} ({len(refused)} such); titan-linear convert merge writes a whole "
             'model instead; or leave it out: adapter.targets = ["!layers.*.o_proj"], for example'
         )
-
-
-def _nested(matrices: list[Matrix]) -> list[Matrix]:
-    """Stacks are parameters of one module, of which peft wraps the last one last."""
-    named = []
-    for i, m in enumerate(matrices):
-        owner = m.name.rpartition(".")[0]
-        inner = any(other.experts and other.name.rpartition(".")[0] == owner for other in matrices[i + 1 :])
-        module = owner + ".base_layer" * inner if m.experts else m.module
-        named.append(replace(m, module=module))
-    return named
 
 
 # --- Out -------------------------------------------------------------------------------------------------------------
@@ -115,21 +118,20 @@ def peft_config(model: ModelConfig, family: str, options: Options, base: str) ->
     check_peft(model, family)
     held = contents(model, family)
     by_weight = FAMILIES[family].peft_weights
-    modules = [m for m in held.matrices if not (m.experts or m.module.rpartition(".")[2] in by_weight)]
+    adapted = [x for x in held if x.lora == "B"]
+    modules = [x for x in adapted if not (x.stacked or x.module.rpartition(".")[2] in by_weight)]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": options.rank,
-        "lora_alpha": options.alpha,
-        "use_rslora": options.rslora,
+        **{key: getattr(options, name) for key, name in OPTIONS.items()},
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": _short([m.module for m in modules]),
-        "target_parameters": _short([m.name for m in held.matrices if m not in modules]) or None,
-        "modules_to_save": _short([p.sources[0].name.rpartition(".")[0] for p in held.extra]) or None,
+        "target_modules": _short([x.module for x in modules]),
+        "target_parameters": _short([x.of for x in adapted if x not in modules]) or None,
+        "modules_to_save": _short([x.module for x in held if not x.lora]) or None,
     }
 
 
@@ -158,19 +160,15 @@ def _short(names: list[str]) -> list[str]:
 
 def peft_tensors(model: ModelConfig, family: str, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
     """get: name -> the whole parameter; all ranks call it for the same names in the same order."""
-    tensors, held = {}, contents(model, family)
-    for m in held.matrices:
-        A = get(m.A)
-        B = torch.zeros(m.shape, dtype=A.dtype)
-        for placement in m.B:
-            rows = get(lora_name(placement.name, "B")).reshape(-1, placement.width)
-            for _, start, stop, row in placement.pieces():
-                B.view(-1, placement.width)[start:stop] = rows[row : row + stop - start]
-        tensors[m.key("A")] = A.flatten(0, -2)
-        tensors[m.key("B")] = B.permute(1, 2, 0).flatten(1) if m.experts else B
-    for placement in held.extra:
-        (source,) = placement.sources
-        tensors[f"base_model.model.{source.name}"] = get(placement.name).reshape(source.shape)
+    tensors = {}
+    for held in contents(model, family):
+        parts = [(get(part.name), part) for part in held.parts]
+        whole = parts[0][0].new_zeros(held.shape)
+        for ours, part in parts:
+            rows = ours.reshape(-1, part.width)
+            for _, start, stop, row in part.pieces():
+                whole.view(-1, part.width)[start:stop] = rows[row : row + stop - start]
+        tensors[held.name] = held.laid(whole)
     return tensors
 
 
@@ -186,18 +184,12 @@ def options_of(path: Path, model: ModelConfig, family: str) -> dict[str, Any]:
     """The keys of [adapter] of which a folder is what a run writes."""
     config = read_json(path / PEFT_CONFIG, dict[str, Any], "give a folder that peft has written")
     there = safe_open(path / PEFT_WEIGHTS, "pt").keys()
-    everything = contents(replace(model, adapter=Adapter(1, 1.0)), family)
+    everything = [x for x in contents(replace(model, adapter=Adapter(1, 1.0, extra=("*",))), family) if x.name in there]
     return {
         "enable": True,
-        "rank": config["r"],
-        "alpha": float(config["lora_alpha"]),
-        "rslora": bool(config.get("use_rslora")),
-        "targets": [p.name for m in everything.matrices if m.key("B") in there for p in m.B],
-        "train_extra": [
-            placed[0].name
-            for source, placed in live_layouts(model.base, family, shapes_of(model))
-            if f"base_model.model.{source.name}" in there
-        ],
+        **{name: config.get(key) or False for key, name in OPTIONS.items()},
+        "targets": [re.sub("[._]lora_B$", "", p.name) for x in everything if x.lora == "B" for p in x.parts],
+        "train_extra": [x.parts[0].name for x in everything if not x.lora],
     }
 
 
@@ -216,7 +208,7 @@ def read_peft(path: Path, model: ModelConfig, family: str, options: Options, bas
     with safe_open(path / PEFT_WEIGHTS, "pt") as file:
         check_base((file.metadata() or {}).get(BASE, ""), base, path)
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return _ours(path, contents(model, family), options.rank, tensors)
+    return _ours(path, contents(model, family), tensors)
 
 
 def check_base(theirs: str, base: str, path: Path) -> None:
@@ -229,37 +221,28 @@ def check_base(theirs: str, base: str, path: Path) -> None:
 
 def _check_options(path: Path, options: Options) -> None:
     config = read_json(path / PEFT_CONFIG, dict[str, Any], "give a folder that peft has written")
-    asked = {"r": options.rank, "lora_alpha": options.alpha, "use_rslora": options.rslora}
+    asked = {key: getattr(options, name) for key, name in OPTIONS.items()}
     for key, ours in (asked | UNREADABLE).items():
         theirs = config.get(key)
         if theirs != ours and not (theirs in (None, False) and not ours):
-            name = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "rslora"}.get(key)
-            remedy = f"set adapter.{name} to that" if name else "such adapters are not read"
+            remedy = f"set adapter.{OPTIONS[key]} to that" if key in OPTIONS else "such adapters are not read"
             raise ValueError(f"'{path / PEFT_CONFIG}': {key} = {theirs!r}, and the run has {ours!r}; {remedy}")
 
 
-def _ours(path: Path, held: Contents, rank: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _ours(path: Path, contents: list[Held], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
-
-    def take(key: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = tensors.pop(key, None)
-        if tensor is None or tuple(tensor.shape) != shape:
+    for held in contents:
+        tensor = tensors.pop(held.name, None)
+        shape = held.laid(torch.empty(held.shape, device="meta")).shape
+        if tensor is None or tensor.shape != shape:
             there = "missing" if tensor is None else f"{list(tensor.shape)}"
-            raise ValueError(f"'{path / PEFT_WEIGHTS}': {key} is {there}, not {list(shape)}; correct adapter.targets")
-        return tensor
-
-    for m in held.matrices:
-        E = m.shape[0] if m.experts else 1
-        A = take(m.key("A"), (E * rank, m.inputs))
-        B = take(m.key("B"), (m.shape[-2], rank * E))
-        found[m.A] = A.unflatten(0, (E, rank)) if m.experts else A
-        B = B.unflatten(1, (rank, E)).permute(2, 0, 1) if m.experts else B
-        for placement in m.B:
-            rows = [B.reshape(-1, rank)[start:stop] for _, start, stop, _ in placement.pieces()]
-            found[lora_name(placement.name, "B")] = torch.cat(rows).view(placement.shape)
-    for placement in held.extra:
-        (source,) = placement.sources
-        found[placement.name] = take(f"base_model.model.{source.name}", source.shape).view(placement.shape)
+            raise ValueError(
+                f"'{path / PEFT_WEIGHTS}': {held.name} is {there}, not {list(shape)}; correct adapter.targets"
+            )
+        for part in held.parts:
+            rows = held.lifted(tensor).reshape(-1, part.width)
+            runs = [rows[start:stop] for _, start, stop, _ in part.pieces()]
+            found[part.name] = torch.cat(runs).view(part.shape)
     if tensors:
         raise ValueError(
             f"'{path / PEFT_WEIGHTS}' has {next(iter(tensors))} ({len(tensors)} such), which the run does not train; "
