@@ -236,7 +236,7 @@ def test_gradients_of_what_losses_may_read():
 
     z = x @ weight.T
     p = z.softmax(-1)
-    whole = Rows(z.gather(1, ids.clamp(min=0)), z.logsumexp(-1), z.mean(-1), -(p * p.log()).sum(-1))
+    whole = Rows(z.gather(1, ids.clamp(min=0)), z.logsumexp(-1), z.mean(-1), -(p * p.log()).sum(-1), z)
     want = terms(whole, slice(None))[ids[:, 0] != IGNORE].sum(0)
     exact = torch.autograd.grad(want[0], [x, weight])
     got = ChunkedLogits(x, weight, 7).sum(ids, terms, statistics=True)

@@ -186,7 +186,7 @@ def score(folder: Path, scorer: Scorer, streams: Streams) -> None:
 def _columns(logits: ChunkedLogits, labels: Tensor, scores: Scores, vocab_size: int) -> tuple[Tensor, ...]:
     logits = replace(logits, x=logits.x / float(scores.by["temperature"]))
     _, k = scores.columns.get("teacher_ids", ("", 0))
-    return logprobs(logits, labels), *(logits.top(k, vocab_size) if k else ())
+    return logits.top(labels, k, vocab_size) if k else (logprobs(logits, labels),)
 
 
 class Scorer:

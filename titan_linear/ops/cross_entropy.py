@@ -25,6 +25,7 @@ class Rows(NamedTuple):
     lse: Tensor  # [n] log Σ exp z
     mean: Tensor | None  # [n] of z, if asked for
     entropy: Tensor | None  # [n] of softmax z, likewise; it has no gradient
+    logits: Tensor  # [n, vocab], this rank's part; they have none either, and are there for the call
 
     @property
     def logprobs(self) -> Tensor:
@@ -81,27 +82,26 @@ class ChunkedLogits:
         return _ChunkedSum.apply(self.weight, self, sums, name, torch.is_grad_enabled(), *states)
 
     @torch.no_grad()
-    def top(self, k: int, vocab_size: int) -> tuple[Tensor, Tensor]:
-        """The k likeliest ids below `vocab_size` of each token and their log-probabilities, [T, k] each, the likeliest
-        first."""
-        row_statistics, _ = CROSS_ENTROPY.load(CROSS_ENTROPY.implementation(self.impl, self.x.device, self.x.dtype))
-        wide = torch.promote_types(self.x.dtype, torch.float32)
-        ids, logprobs = [], []
+    def top(self, ids: Tensor, k: int, vocab_size: int) -> tuple[Tensor, ...]:
+        """log p of ids, as of `sum`, where these are none anything; and the k likeliest ids below `vocab_size` of each
+        token and their log-probabilities, [T, k] each, the likeliest first."""
+        parts = []
         before = self.ranks.rank * len(self.weight) if self.ranks else 0
-        for x in self.x.split(self.chunk):
-            logits = _logits(x, self.weight, wide)
-            rows = _of_all(row_statistics(logits, False), logits[:, :0], self.ranks)
-            logits[:, max(vocab_size - before, 0) :] = float("-inf")
-            picked, its_ids = logits.topk(min(k, len(self.weight)))
+
+        def keep(rows: Rows, tokens: slice) -> Tensor:
+            rows.logits[:, max(vocab_size - before, 0) :] = float("-inf")
+            picked, its_ids = rows.logits.topk(min(k, len(self.weight)))
             if self.ranks:
-                parts = (picked, its_ids + before)
-                parts = (gather_along(x.unsqueeze(0), 0, self.ranks.group, self.ranks.size) for x in parts)
-                of_all, its_ids = (x.transpose(0, 1).flatten(1) for x in parts)  # [chunk, size · k]
+                of_ranks = (picked, its_ids + before)
+                of_ranks = (gather_along(x.unsqueeze(0), 0, self.ranks.group, self.ranks.size) for x in of_ranks)
+                of_all, its_ids = (x.transpose(0, 1).flatten(1) for x in of_ranks)  # [chunk, size · k]
                 picked, places = of_all.topk(k)
                 its_ids = its_ids.gather(1, places)
-            ids.append(its_ids.int())
-            logprobs.append(picked - rows.lse.unsqueeze(1))
-        return torch.cat(ids), torch.cat(logprobs)
+            parts.append((rows.logprobs.view_as(ids[tokens]), its_ids.int(), picked - rows.lse.unsqueeze(1)))
+            return rows.lse
+
+        self.sum(ids, keep)
+        return tuple(map(torch.cat, zip(*parts)))
 
 
 def cross_entropy(rows: Rows, tokens: slice) -> Tensor:
@@ -161,7 +161,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
-def _of_all(statistics: Tensor, picked: Tensor, ranks: Ranks | None) -> Rows:
+def _of_all(statistics: Tensor, picked: Tensor, logits: Tensor, ranks: Ranks | None) -> Rows:
     """Rows over the whole vocabulary. statistics [1 or 3, n], picked [n, k]: of the part that this rank has."""
     if ranks is None:
         lse, *means = statistics
@@ -171,7 +171,8 @@ def _of_all(statistics: Tensor, picked: Tensor, ranks: Ranks | None) -> Rows:
         picked = parts[:, len(statistics) :].sum(0).T
         shares = torch.exp(parts[:, 0] - lse)  # of the probability, [size, n]
         means = [parts[:, 1].mean(0), (parts[:, 2] * shares).sum(0)] if len(statistics) > 1 else []
-    return Rows(picked, lse, means[0], lse - means[1]) if means else Rows(picked, lse, None, None)
+    mean, entropy = (means[0], lse - means[1]) if means else (None, None)
+    return Rows(picked, lse, mean, entropy, logits)
 
 
 def _own_ids(ids: Tensor, rows: int, ranks: Ranks | None) -> Tensor:
@@ -184,17 +185,16 @@ def _own_ids(ids: Tensor, rows: int, ranks: Ranks | None) -> Tensor:
 
 def _differentiated(terms: Terms, rows: Rows, tokens: slice, none: Tensor, wanted: bool) -> tuple[Tensor, Rows | None]:
     """The terms of a chunk, zero where `none` [n], and the derivatives of their sum."""
-    picked, lse, mean = (x if x is None else x.detach().requires_grad_(wanted) for x in rows[:3])
-    leaves = Rows(picked, lse, mean, rows.entropy)
+    leaves = [x if x is None else x.detach().requires_grad_(wanted) for x in rows[:3]]
     with torch.set_grad_enabled(wanted):
-        values = terms(leaves, tokens)
+        values = terms(Rows(*leaves, *rows[3:]), tokens)
         values = values.masked_fill(none.view(-1, *[1] * (values.dim() - 1)), 0)
         loss = values.view(len(none), -1)[:, 0].sum()
     if not wanted:
         return values, None
-    of = [x for x in leaves[:3] if x is not None]
+    of = [x for x in leaves if x is not None]
     picked, lse, mean, *_ = *torch.autograd.grad(loss, of, materialize_grads=True), None
-    return values.detach(), Rows(picked, lse, mean, None)
+    return values.detach(), rows._replace(picked=picked, lse=lse, mean=mean)
 
 
 def _summed(
@@ -211,7 +211,7 @@ def _summed(
         logits = _logits(x[tokens], weight, wide)
         target = _own_ids(ids[tokens].long(), len(weight), head.ranks)
         picked = logits.gather(1, target.clamp(min=0)).masked_fill_(target < 0, 0)
-        rows = _of_all(row_statistics(logits, of.statistics), picked, head.ranks)
+        rows = _of_all(row_statistics(logits, of.statistics), picked, logits, head.ranks)
         none = ids[tokens, 0] == IGNORE
         values, by = _differentiated(of.terms, rows, tokens, none, dx is not None)
         total = total + values.sum(0) * counts
@@ -227,8 +227,10 @@ def _summed(
                 d.scatter_add_(1, target[:, 1:].clamp(min=0), by.picked[:, 1:].where(target[:, 1:] >= 0, 0))
             d = d.to(x.dtype)  # [chunk, vocab]
             torch.mm(d, weight, out=dx[tokens])
-        if dweight is not None:
-            _add_product(dweight, d.T, x[tokens])
+            if dweight is not None:
+                _add_product(dweight, d.T, x[tokens])
+            del d
+        del logits, rows  # before the next chunk's are made
     return total
 
 

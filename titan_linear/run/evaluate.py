@@ -29,7 +29,6 @@ from titan_linear.data.streams.loader import micro_batch
 from titan_linear.data.tasks import LOSS
 from titan_linear.distributed.groups import gathered
 from titan_linear.distributed.mesh import ParallelDims
-from titan_linear.losses.loss import logprobs
 from titan_linear.models.decoder import Decoder
 from titan_linear.ops.cross_entropy import IGNORE, ChunkedLogits
 from titan_linear.run.data import open_corpora
@@ -133,9 +132,9 @@ def _answered(logits: ChunkedLogits, micro: MicroBatch, vocab_size: int) -> Tens
     rows[0] = True  # no kernel runs on no rows
     few = replace(logits, x=logits.x[rows], more=(), token_losses=None)
     ids = torch.cat([labels[rows, None], answers[rows, 2:]], 1)
-    likeliest, _ = few.top(1, vocab_size)
+    logprobs, likeliest, _ = few.top(ids, 1, vocab_size)
     whose = answers[rows, 0], micro.plan.position_ids[rows] + 1, answers[rows, 1], likeliest[:, 0] == ids[:, 0]
-    of = torch.cat([torch.stack(whose, 1), logprobs(few, ids).masked_fill(ids < 0, torch.nan).double()], 1)
+    of = torch.cat([torch.stack(whose, 1), logprobs.masked_fill(ids < 0, torch.nan).double()], 1)
     return of[ids[:, 0] != IGNORE]
 
 
