@@ -17,7 +17,6 @@ import json
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -28,6 +27,7 @@ from titan_linear.data.corpus.trees import BACK
 from titan_linear.distributed.process import refusing
 from titan_linear.run.build import tokenizer_path
 from titan_linear.run.data import build_streams
+from titan_linear.storage.files import Json
 from titan_linear.storage.rundir import SPIKES
 from titan_linear.storage.step_folders import known_progress
 
@@ -72,7 +72,7 @@ def shown(args: argparse.Namespace, config: Config, streams: Streams, tokenizer:
         yield from documents(streams[i], tokenizer, args.characters)
 
 
-def _badness(micro_batch: dict[str, Any]) -> float:
+def _badness(micro_batch: Json) -> float:
     loss = micro_batch["loss"]
     return -loss if isinstance(loss, float) else float("-inf")  # non-finite losses are written as text
 
@@ -94,7 +94,7 @@ def documents(stream: Stream, tokenizer: Tokenizer, characters: int) -> Iterator
             yield f"    {'learnt' if learnt[begin] else 'context'}: {shown}"
 
 
-def read_spike(path: Path, number: int) -> dict[str, Any]:
+def read_spike(path: Path, number: int) -> Json:
     """Line `number` of spikes.jsonl, counted from 1, or from the end if negative."""
     if not path.is_file():
         raise ValueError(f"--spike {number}: there is no '{path}': no loss of this run stood out; give --step")

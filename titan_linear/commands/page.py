@@ -21,6 +21,7 @@ from markupsafe import Markup
 
 from titan_linear.commands import batch
 from titan_linear.run.evaluate import means
+from titan_linear.storage.files import Json
 from titan_linear.storage.rundir import CONFIG, EVALUATION, METRICS, SPIKES, TELEMETRY, json_lines
 
 CURVES = {
@@ -37,7 +38,6 @@ AXES = {"position": POSITION, "length": LENGTH}
 LOSSES = {"loss_by_position": POSITION, "loss_by_depth": "tokens later", "loss_by_source": SOURCE}
 WORDS = {"plan.txt": "plan", "doctor.txt": "doctor"}  # what a user kept of a command, in the run's folder
 LAST_SPIKES, SPIKE_LINES = 4, 16  # shown of each run, and of each spike
-Json = dict[str, Any]
 Points = Iterable[tuple[Any, Any]]
 Charts = list[tuple[str, Markup]]  # caption, SVG
 

@@ -23,6 +23,7 @@ else:
 from titan_linear.config.derived import changed, on_cuda
 from titan_linear.config.schema import ABSENT, KEYS, MEANT, PRINT, SECTIONS, Config, Rule, Section, keys_with
 
+Tables = dict[str, Any]  # of TOML
 LISTED = 20  # problems that a message names
 
 # --- Reading ---------------------------------------------------------------------------------------------------------
@@ -41,7 +42,7 @@ def load_config(argv: list[str], *, cuda: bool | None = None) -> Config:
     prints = PRINT in argv
     overrides = _with_mixers(_read_command_line([argument for argument in argv if argument != PRINT]))
     _validate(overrides, "command line")
-    tables: dict[str, Any] = {}
+    tables: Tables = {}
     path = overrides.get("job", {}).get("config_file", "")
     if path:
         tables = _with_mixers(_read_toml(path))
@@ -57,7 +58,7 @@ def load_config(argv: list[str], *, cuda: bool | None = None) -> Config:
     return config
 
 
-def _merged(tables: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(tables: Mapping[str, Any], overrides: Mapping[str, Any]) -> Tables:
     """Tables, and the tables inside them, with the values of `overrides` where it has some."""
     merged = {**tables, **overrides}
     for name in tables.keys() & overrides.keys():
@@ -66,7 +67,7 @@ def _merged(tables: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
     return merged
 
 
-def _with_mixers(tables: dict[str, Any]) -> dict[str, Any]:
+def _with_mixers(tables: Tables) -> Tables:
     """Tables in [model] that are no keys are those of mixers: model.kda → model.mixers.kda."""
     model = tables.get("model")
     if not isinstance(model, dict):
@@ -134,7 +135,7 @@ def toml_value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _read_toml(path: str) -> dict[str, Any]:
+def _read_toml(path: str) -> Tables:
     try:
         return _toml_tables(Path(os.path.expanduser(path)).read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -143,7 +144,7 @@ def _read_toml(path: str) -> dict[str, Any]:
         raise ValueError(f"{path} is not TOML: {error}; correct it there") from None
 
 
-def _read_command_line(argv: list[str]) -> dict[str, dict[str, Any]]:
+def _read_command_line(argv: list[str]) -> dict[str, Tables]:
     """{section: {key: value}} of the keys given."""
     parser = _parser()
     for name in _keys_in_tables(argv):
@@ -162,7 +163,7 @@ def _read_command_line(argv: list[str]) -> dict[str, dict[str, Any]]:
     if unknown:
         key = unknown[0].partition("=")[0].removeprefix("--")
         raise ValueError(f"command line: {unknown[0]} is not a key{_nearest(key)}")
-    tables: dict[str, dict[str, Any]] = {}
+    tables: dict[str, Tables] = {}
     for dotted, text in vars(given).items():
         section, key, *inner = dotted.split(".")
         table = tables.setdefault(section, {})
@@ -211,7 +212,7 @@ def _toml(text: str) -> Any:
         return text
 
 
-def _toml_tables(text: str) -> dict[str, Any]:
+def _toml_tables(text: str) -> Tables:
     """ValueError: it is not TOML, or holds what `toml_value` cannot write."""
     try:
         tables = tomllib.loads(text)
@@ -302,7 +303,7 @@ def type_name(annotation: type) -> str:
     return f"{{{','.join(choices)}}}" if choices else annotation.__name__.upper()
 
 
-def _validate(tables: dict[str, Any], source: str) -> Config:
+def _validate(tables: Tables, source: str) -> Config:
     try:
         return Config.model_validate(tables)
     except ValidationError as invalid:

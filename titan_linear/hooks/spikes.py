@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -17,7 +17,7 @@ from titan_linear.data import Streams, num_labels
 from titan_linear.distributed.ending import RunFailed
 from titan_linear.distributed.groups import of_all_ranks
 from titan_linear.hooks.hook import Hook, StepResult
-from titan_linear.storage.files import open_own
+from titan_linear.storage.files import Json, open_own
 from titan_linear.storage.rundir import SPIKES, json_line
 
 LAST, LEAST = 128, 16  # most and fewest losses that one is compared with
@@ -44,7 +44,7 @@ class Spikes(Hook):
                 "weights are those of the step before; training.on_nonfinite = 'skip' goes past such steps"
             )
 
-    def _write(self, done: StepResult, spike: dict[str, Any]) -> None:
+    def _write(self, done: StepResult, spike: Json) -> None:
         """Write down the step's streams and their losses, of all ranks."""
         parts = zip(done.streams, done.losses.tolist(), strict=True)
         own = [MicroLoss(streams, num_labels(self.streams, streams), loss) for streams, loss in parts]
@@ -82,7 +82,7 @@ class Outliers:
         self.sigmas = sigmas
         self.last = deque[float](maxlen=LAST)
 
-    def judge(self, loss: float, grad_norm: float) -> dict[str, Any] | None:
+    def judge(self, loss: float, grad_norm: float) -> Json | None:
         """What to write about a step, or None. Ranks with the same numbers agree."""
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return {"why": "not finite", "loss": loss, "grad_norm": grad_norm}
@@ -96,7 +96,7 @@ class Outliers:
         return {"why": "outlier", "loss": loss, "grad_norm": grad_norm, "mean": mean, "sigma": sigma}
 
 
-def write_spike(folder: str, step: int, spike: dict[str, Any], ranks: Iterable[Sequence[MicroLoss]]) -> None:
+def write_spike(folder: str, step: int, spike: Json, ranks: Iterable[Sequence[MicroLoss]]) -> None:
     """Append a line: what `judge` returned, and nats per token of every micro-batch, summed over ranks that share it.
 
     ranks: the micro-batches of each rank.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from types import GenericAlias
@@ -43,11 +43,11 @@ class MixerOptions(ABC):
     """The options from which a mixer of one kind is built: a frozen dataclass in the mixer's file (models/mixers/)."""
 
     name: ClassVar[str]  # its key in MIXERS (models/mixers/__init__.py)
+    module: ClassVar[Callable[..., nn.Module]]  # of (options, model, layer's number)
     linear: ClassVar[bool] = False  # whether it is a recurrence over the tokens; else softmax over them
     over_heads: ClassVar[bool] = False  # whether ranks of cp always share its heads (`tokens_to_heads`)
     growing: ClassVar[tuple[str, ...]] = ()  # tensors of its cache that are [B, tokens, ...]; others have a fixed size
 
-    @abstractmethod
     def build(self, config: ModelConfig, layer: int) -> nn.Module:
         """Build the module of a layer: forward(x [B, T, dim], plan, cache) -> [B, T, dim]. One that `takes` values
         [B, T, takes] gets them as a fourth argument; `first` returns them in an `Output`. It may have the attributes
@@ -63,6 +63,7 @@ class MixerOptions(ABC):
 
         watch(x [1, T, dim], window) -> name -> (numerator [heads], denominator [heads]) of a mean by head; x has all
             of the rank's tokens if `window.fragments` is given, and at least the window's W otherwise."""
+        return self.module(self, config, layer)
 
     @property
     @abstractmethod

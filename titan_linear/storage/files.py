@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from tqdm import tqdm
 
 T = TypeVar("T")
+Json = dict[str, Any]  # an object of JSON
 
 
 class Unreadable(ValueError):

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from titan_linear.models.adapters import Placement, config_from_hf, config_to_hf, placements
 from titan_linear.models.config import ModelConfig, differences
 from titan_linear.models.init import owned, runs
-from titan_linear.storage.files import progress, read_json
+from titan_linear.storage.files import Json, progress, read_json
 from titan_linear.storage.tensors import named_parameters
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -65,7 +65,7 @@ class Index(BaseModel):
 @dataclass(frozen=True)
 class Folder:
     path: Path
-    config: dict[str, Any]  # config.json
+    config: Json  # config.json
     tensors: dict[str, OnDisk]
 
     @cached_property
@@ -106,8 +106,8 @@ def read_model(path: Path, mtp_layers: int = 0) -> tuple[str, ModelConfig]:
         raise ValueError(f"'{path / CONFIG}': {error}") from None
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    return read_json(path / CONFIG, dict[str, Any], f"give a Hugging Face folder: {download(path)}")
+def read_config(path: Path) -> Json:
+    return read_json(path / CONFIG, Json, f"give a Hugging Face folder: {download(path)}")
 
 
 def download(path: Path) -> str:

@@ -20,7 +20,7 @@ from titan_linear.models.families import FAMILIES
 from titan_linear.models.families.remote import MODELING, ROPE
 from titan_linear.ops.runtime.support import short
 from titan_linear.storage.checkpoint import SaveFailed
-from titan_linear.storage.files import progress, replacing
+from titan_linear.storage.files import Json, progress, replacing
 from titan_linear.storage.hf_io import (
     BLOCK,
     CONFIG,
@@ -195,9 +195,9 @@ def _config_json(
     source: Folder | None,
     extra: Mapping[str, object],
     longest: int,
-) -> dict[str, Any]:
+) -> Json:
     changes = dict(extra) if dtype is None else {**extra, "dtype": short(dtype)}
-    config: dict[str, Any] = dict(source.config) if source else config_to_hf(family, model)
+    config: Json = dict(source.config) if source else config_to_hf(family, model)
     tables = [config]
     if isinstance(config.get("text_config"), dict):  # from which transformers opens the language model alone
         config["text_config"] = dict(config["text_config"])
@@ -217,14 +217,14 @@ def _config_json(
     return config
 
 
-def _lengthen(config: dict[str, Any], longest: int) -> None:
+def _lengthen(config: Json, longest: int) -> None:
     """Have a config.json allow texts of this length."""
     names = [name for name in LENGTHS if name in config] or LENGTHS[:1]
     if longest:
         config |= {name: max(longest, config.get(name) or 0) for name in names}
 
 
-def _change(config: dict[str, Any], before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def _change(config: Json, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Have a config.json say `now` where it differs from `before`. What else a key's table says is kept."""
     for key, value in now.items():
         if value != before.get(key):
@@ -287,7 +287,7 @@ def _write_rows(tensors: Mapping[str, OnDisk], placement: Placement, parameter: 
 
 def _write_header(file: Path, plan: Mapping[str, Planned]) -> None:
     """Create a safetensors file in its full size, whose tensors are still holes."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: Json = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in plan.items():
         header[name] = {"dtype": tensor.code, "shape": list(tensor.shape), "data_offsets": [end, end + tensor.size]}

@@ -43,6 +43,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from numpy import ndarray
 
 from titan_linear.data.corpus.tokenizer import NAMED_TOKENS, HuggingFaceTokenizer, Tokenizer
 from titan_linear.storage.files import parse_json
@@ -64,8 +65,8 @@ _REMEDY = "put {% generation %} and {% endgeneration %} around answers in the ch
 class MaskedTokens(NamedTuple):
     """A document of which some tokens are trained on."""
 
-    tokens: np.ndarray  # [n] int64
-    loss_mask: np.ndarray  # [n] bool, or float32: their weights
+    tokens: ndarray  # [n] int64
+    loss_mask: ndarray  # [n] bool, or float32: their weights
 
 
 class RecordEncoder(Protocol):
@@ -402,7 +403,7 @@ def _weight(i: int, message: Record) -> float | None:
     return float(math.prod(message.get(name, 1) for name in _WEIGHTS)) if message["role"] == ANSWERER else None
 
 
-def _with_answer(tokens: np.ndarray, loss_mask: np.ndarray, lacking: str) -> MaskedTokens | str:
+def _with_answer(tokens: ndarray, loss_mask: ndarray, lacking: str) -> MaskedTokens | str:
     """A document, or what is wrong if it has nothing to learn: the first token is never predicted."""
     return MaskedTokens(tokens, loss_mask) if loss_mask[1:].any() else f"no answer to learn: {lacking}"
 

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy import ndarray
 
 from titan_linear.data.corpus.chat import MaskedTokens
 from titan_linear.data.corpus.tokenizer import Tokenizer
@@ -20,9 +21,9 @@ from titan_linear.data.corpus.tokenizer import Tokenizer
 class DocumentTokens(NamedTuple):
     """A `MaskedTokens` with columns."""
 
-    tokens: np.ndarray
-    loss_mask: np.ndarray
-    columns: Mapping[str, np.ndarray] = MappingProxyType({})  # [n] or [n, width] each
+    tokens: ndarray
+    loss_mask: ndarray
+    columns: Mapping[str, ndarray] = MappingProxyType({})  # [n] or [n, width] each
 
 
 def with_columns(
@@ -36,7 +37,7 @@ def with_columns(
 
     widths: numbers for each token in the documents so far, 0 for columns without lists; this one's are added.
     """
-    columns: list[dict[str, np.ndarray]] = [{} for _ in documents]
+    columns: list[dict[str, ndarray]] = [{} for _ in documents]
     for name, dtype in dtypes.items():
         of_each = [values[name]] if len(documents) == 1 else values[name]
         if len(documents) > 1 and not (isinstance(of_each, list) and len(of_each) == len(documents)):
@@ -55,7 +56,7 @@ def with_columns(
     ]
 
 
-def column_of(name: str, value: Any, tokens: int, widths: MutableMapping[str, int]) -> np.ndarray | str:
+def column_of(name: str, value: Any, tokens: int, widths: MutableMapping[str, int]) -> ndarray | str:
     """The numbers beside a document's tokens, [tokens] or [tokens, width], or what is wrong with them."""
     try:
         column = np.asarray(value, dtype=np.float64)

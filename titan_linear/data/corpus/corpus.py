@@ -38,9 +38,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy import ndarray
 
 from titan_linear.data.corpus.sources import FIELD_SOURCES, TEXT_SOURCES
-from titan_linear.storage.files import Unreadable, default_cache_dir, progress, read_json, write_whole
+from titan_linear.storage.files import Json, Unreadable, default_cache_dir, progress, read_json, write_whole
 
 FORMAT = "titan_linear corpus 1"
 ANSWERS_FORMAT = "titan_linear corpus 2"  # code that knows only the first format would train on every token
@@ -61,15 +62,15 @@ class Corpus:
     """An open corpus. Its arrays are memory-mapped."""
 
     folder: Path
-    tokens: np.ndarray  # [num_tokens] uint16 | uint32
-    offsets: np.ndarray  # [num_documents + 1] int64
-    hashes: np.ndarray  # [num_documents] uint64
-    info: dict[str, Any]  # corpus.json
-    answers: np.ndarray | None = None  # [2 · num_answers] int64, rising; None: all tokens are trained on
-    files: np.ndarray | None = None  # [num_files + 1] int64: documents before each text file; None: unknown
+    tokens: ndarray  # [num_tokens] uint16 | uint32
+    offsets: ndarray  # [num_documents + 1] int64
+    hashes: ndarray  # [num_documents] uint64
+    info: Json  # corpus.json
+    answers: ndarray | None = None  # [2 · num_answers] int64, rising; None: all tokens are trained on
+    files: ndarray | None = None  # [num_files + 1] int64: documents before each text file; None: unknown
     paths: tuple[str, ...] | None = None  # of these files, where they were asked for
-    answer_weights: np.ndarray | None = None  # [num_answers] float32; None: 1
-    columns: Mapping[str, np.ndarray] = field(default_factory=dict)  # [num_tokens] or [num_tokens, n] each
+    answer_weights: ndarray | None = None  # [num_answers] float32; None: 1
+    columns: Mapping[str, ndarray] = field(default_factory=dict)  # [num_tokens] or [num_tokens, n] each
 
     @property
     def num_documents(self) -> int:
@@ -95,7 +96,7 @@ class Corpus:
         """Of its content and its tokenizer."""
         return self.fingerprint, self.info["tokenizer"]["fingerprint"]
 
-    def weights(self, positions: np.ndarray) -> np.ndarray:
+    def weights(self, positions: ndarray) -> ndarray:
         """What the tokens at these positions in `tokens`, [n] int64, count, [n] float32; 0: they are not trained on."""
         if self.answers is None:
             return np.ones(len(positions), dtype=np.float32)
@@ -104,7 +105,7 @@ class Corpus:
             return inside.astype(np.float32)
         return inside * self.answer_weights[np.minimum(answer, len(self.answer_weights) - 1)]
 
-    def column(self, name: str, positions: np.ndarray) -> np.ndarray:
+    def column(self, name: str, positions: ndarray) -> ndarray:
         """The numbers beside the tokens at these positions, [n] or [n, width]; of PLACE the positions."""
         return positions if name == PLACE else self.columns[name][positions]
 
@@ -143,7 +144,7 @@ def load_corpus(folder: Path) -> Corpus:
     """
     info = _read_info(folder)
     dtypes = {TOKENS: info["dtype"], OFFSETS: "<i8", HASHES: "<u8", ANSWERS: "<i8", WEIGHTS: "<f4", FILE_ENDS: "<i8"}
-    files: dict[str, np.ndarray] = {}
+    files: dict[str, ndarray] = {}
     for name in names_in(info):
         _check_size(folder / name, info["files"][name]["size"])
         if name in dtypes:
@@ -173,7 +174,7 @@ def load_corpus(folder: Path) -> Corpus:
     return corpus
 
 
-def open_column(folder: Path, name: str, dtype: str, width: int, mode: Any = "r") -> np.ndarray:
+def open_column(folder: Path, name: str, dtype: str, width: int, mode: Any = "r") -> ndarray:
     """[num_tokens], or with a width [num_tokens, width]; mapped."""
     numbers = np.asarray(np.memmap(folder / column_file(name), dtype, mode=mode))
     return numbers.reshape(-1, width) if width else numbers
@@ -190,7 +191,7 @@ def _check_size(path: Path, size: int) -> None:
         raise ValueError(f"{path} has {path.stat().st_size:,} bytes instead of {size:,}; {how_to_mend(path.parent)}")
 
 
-def _spans(ends: np.ndarray, total: int) -> bool:
+def _spans(ends: ndarray, total: int) -> bool:
     return ends[0] == 0 and ends[-1] == total
 
 
@@ -198,7 +199,7 @@ def unfitting(path: Path) -> ValueError:
     return ValueError(f"{path} does not fit the other files; {how_to_mend(path.parent)}")
 
 
-def check_lengths(corpus: Corpus, low: int, high: int) -> np.ndarray:
+def check_lengths(corpus: Corpus, low: int, high: int) -> ndarray:
     """Where documents [low, high) begin, and the last one's end, [high − low + 1] int64.
 
     ValueError: one has no tokens.
@@ -211,7 +212,7 @@ def check_lengths(corpus: Corpus, low: int, high: int) -> np.ndarray:
     return offsets
 
 
-def read(numbers: np.ndarray, low: int, high: int) -> np.ndarray:
+def read(numbers: ndarray, low: int, high: int) -> ndarray:
     """numbers[low:high]; if they are of a mapped file, by reading it. For all of a large file that is several times as
     fast as page faults, and leaves none of its pages in this process."""
     if isinstance(numbers.base, np.memmap):
@@ -220,7 +221,7 @@ def read(numbers: np.ndarray, low: int, high: int) -> np.ndarray:
     return numbers[low:high]
 
 
-def _falls(numbers: np.ndarray) -> bool:
+def _falls(numbers: ndarray) -> bool:
     """Whether some number is less than the one before; looks part by part, as there may be 10⁹."""
     parts = (read(numbers, low, min(low + SMALL, len(numbers))) for low in range(0, len(numbers), SMALL - 1))
     return any((part[1:] < part[:-1]).any() for part in parts)
@@ -262,14 +263,14 @@ def verify_changed(corpus: Corpus) -> None:
         )
 
 
-def names_in(info: dict[str, Any]) -> list[str]:
+def names_in(info: Json) -> list[str]:
     """The files of a corpus besides corpus.json."""
     answers = {FORMAT: [], ANSWERS_FORMAT: [ANSWERS], WEIGHTS_FORMAT: [ANSWERS, WEIGHTS]}[info["format"]]
     columns = map(column_file, info.get("columns", {}))
     return [*FILES, *answers, *columns, *(name for name in (FILE_ENDS, PATHS) if name in info["files"])]
 
 
-def described(path: Path) -> dict[str, Any]:
+def described(path: Path) -> Json:
     return {"size": path.stat().st_size, "crc32": _checksums(path)}
 
 
@@ -284,7 +285,7 @@ def _checksums(path: Path) -> list[int]:
         return list(progress(pool.map(checksum, starts), f"reading {path}", len(starts)))
 
 
-def info_checksum(info: dict[str, Any]) -> int:
+def info_checksum(info: Json) -> int:
     rest = {key: value for key, value in info.items() if key != "checksum"}
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
@@ -299,7 +300,7 @@ def how_to_mend(folder: Path) -> str:
     return "restore it from a copy, or write it again under another name"
 
 
-def _read_info(folder: Path) -> dict[str, Any]:
+def _read_info(folder: Path) -> Json:
     path = folder / INFO
     remedy = how_to_mend(folder)
     if not path.is_file() and not CACHE_NAME.fullmatch(folder.name) and not (folder / FILES[0]).exists():
@@ -307,7 +308,7 @@ def _read_info(folder: Path) -> dict[str, Any]:
             f"{path} is missing: {folder} is no corpus of tokens; titan-linear corpus writes one; for texts "
             f"training.dataset is {', '.join(TEXT_SOURCES[1:-1])} or {TEXT_SOURCES[-1]}"
         )
-    info = read_json(path, dict[str, Any], remedy)
+    info = read_json(path, Json, remedy)
     # Of other types, numpy would take what is in the file for addresses of Python's objects.
     for key, known in (("format", (FORMAT, ANSWERS_FORMAT, WEIGHTS_FORMAT)), ("dtype", DTYPES)):
         if info.get(key) not in known:

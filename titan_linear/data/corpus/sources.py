@@ -37,7 +37,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 from pydantic_core import to_json
 
-from titan_linear.storage.files import read_json, shown
+from titan_linear.storage.files import Json, read_json, shown
 
 TEXT_SOURCES = ("stdlib", "text", "jsonl", "parquet", "arrow")
 FIELD_SOURCES = ("jsonl", "parquet", "arrow")  # of records
@@ -84,11 +84,11 @@ class Document:
     Bytes of a text file that are not UTF-8 become surrogate escapes.
     """
 
-    content: str | dict[str, Any]
+    content: str | Json
     origin: str  # "file", "file, line 3" or "file, row 3"
     size: float  # bytes of the source that were read for it
     problem: str = ""  # what is wrong with it; then it has no content
-    columns: dict[str, Any] = field(default_factory=dict)  # numbers of its tokens (columns.py)
+    columns: Json = field(default_factory=dict)  # numbers of its tokens (columns.py)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class _Fields:
     remedy: str = ""
     columns: tuple[str, ...] = ()
 
-    def document(self, record: dict[str, Any], origin: str, size: float) -> Document:
+    def document(self, record: Json, origin: str, size: float) -> Document:
         if missing := self.missing(record):
             return Document("", origin, size, missing)
         content = {name: record.get(name) for name in self.needed + self.optional}
@@ -446,7 +446,7 @@ def _rows(file: Path, batches: Iterable[Any], size: float, fields: _Fields) -> I
         yield Document("", origin, size, record) if bad else fields.document(record, origin, size)
 
 
-def _records(batch: Any, fields: _Fields) -> Iterator[dict[str, Any] | str]:
+def _records(batch: Any, fields: _Fields) -> Iterator[Json | str]:
     """A batch's rows; for one that cannot be read, what is wrong with it."""
     try:
         records = batch.to_pylist()

@@ -21,8 +21,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import tokenizers
+from numpy import ndarray
 
-from titan_linear.storage.files import read_json
+from titan_linear.storage.files import Json, read_json
 
 TOKENIZER, SETTINGS, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 CHAT_TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
@@ -68,12 +69,12 @@ class Tokenizer(Protocol):
         """For the console: a line, and one for a warning if there is any."""
         ...
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str) -> ndarray:
         """The tokens of a text, [n] integers, without eos. Raises ValueError if it cannot take the text; if that is not
         UTF-8, UnicodeEncodeError."""
         ...
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_batch(self, texts: Sequence[str]) -> list[ndarray]:
         """`encode` of each text, in parallel where the tokenizer can."""
         ...
 
@@ -103,11 +104,11 @@ class ByteTokenizer:
     fingerprint = "bytes-257"
     summary = "tokenizer: none, bytes are tokens (model.tokenizer_path)"
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str) -> ndarray:
         # uint16, as on disk: a document may be large.
         return np.frombuffer(text.encode("utf-8", "surrogateescape"), dtype=np.uint8).astype(np.uint16)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_batch(self, texts: Sequence[str]) -> list[ndarray]:
         return [self.encode(text) for text in texts]
 
     def continuing(self) -> ByteTokenizer:
@@ -187,7 +188,7 @@ class HuggingFaceTokenizer:
         self.eos_id = _find_eos(file, self._settings, self._added, vocabulary)
         self.fingerprint = "hf-" + hashlib.sha256(data + f"eos={self.eos_id}".encode()).hexdigest()[:32]
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str) -> ndarray:
         return self.encode_batch([text])[0]
 
     @property
@@ -202,14 +203,14 @@ class HuggingFaceTokenizer:
             line if known else f"{line}\nwarning: it drops characters that it does not know: no token stands for them"
         )
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_batch(self, texts: Sequence[str]) -> list[ndarray]:
         for text in texts:
             text.encode("utf-8")  # raises at a lone surrogate, and says which; the library only says "must be str"
         with _refusals():
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
-    def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+    def encode_with_places(self, text: str) -> tuple[ndarray, ndarray]:
         """`encode`, and the characters [begin, end) of each token, [n, 2] int64."""
         text.encode("utf-8")
         with _refusals():
@@ -282,7 +283,7 @@ class HuggingFaceTokenizer:
         ends = known if isinstance(known, list) else [known]
         return _json(config if self.eos_id in (None, *ends) else config | {"eos_token_id": self.eos_id})
 
-    def _kept_settings(self) -> tuple[dict[str, Any], str | None]:
+    def _kept_settings(self) -> tuple[Json, str | None]:
         """The settings beside tokenizer.json, without those that change tokens; and the text of the end token."""
         found = {key: value for key, value in self._settings.items() if key not in _CHANGES_TOKENS}
         # Tokens by their texts alone: tokenizer.json has the rest. transformers would add those that it does not have.
@@ -330,7 +331,7 @@ def _instead(folder: Path) -> str:
     return f"convert {', '.join(others)} to one ({how}), or {give}" if others else give
 
 
-def _of_texts_alone(data: bytes, content: dict[str, Any], adds_tokens: bool) -> tuple[bytes, list[str]]:
+def _of_texts_alone(data: bytes, content: Json, adds_tokens: bool) -> tuple[bytes, list[str]]:
     """A tokenizer.json without what cuts, pads or extends texts and what draws their tokens at random, and the names of
     what was taken out. content: of `data`."""
     keys = ["truncation", "padding", *["post_processor"] * adds_tokens]
@@ -342,7 +343,7 @@ def _of_texts_alone(data: bytes, content: dict[str, Any], adds_tokens: bool) -> 
     return _json(content) if off else data, off
 
 
-def _parts(content: Any) -> Iterator[dict[str, Any]]:
+def _parts(content: Any) -> Iterator[Json]:
     """What changes texts in a tokenizer.json, and all that it is made of."""
     parts = [content.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")]
     while parts:
@@ -381,7 +382,7 @@ def _read_text(file: Path) -> str:
         raise ValueError(f"model.tokenizer_path: {file} is not UTF-8: {error}; write it anew") from error
 
 
-def _read_settings(folder: Path) -> dict[str, Any]:
+def _read_settings(folder: Path) -> Json:
     """The settings beside tokenizer.json, as transformers reads them: special_tokens_map.json counts only if
     tokenizer_config.json does not list the added tokens, and then goes before it.
 
@@ -399,12 +400,12 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def _read_object(file: Path) -> dict[str, Any]:
+def _read_object(file: Path) -> Json:
     """A file of settings; none if there is no such file."""
-    return read_json(file, dict[str, Any], "correct it there") if file.is_file() else {}
+    return read_json(file, Json, "correct it there") if file.is_file() else {}
 
 
-def _json(content: dict[str, Any]) -> bytes:
+def _json(content: Json) -> bytes:
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
@@ -413,15 +414,13 @@ def _name_of(token: object) -> object:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def _settings(found: dict[str, Any], eos: str | None) -> bytes:
+def _settings(found: Json, eos: str | None) -> bytes:
     """The content of tokenizer_config.json."""
     forced = {"tokenizer_class": _GENERIC_CLASS, "eos_token": eos, "clean_up_tokenization_spaces": False}
     return _json({**found, **forced})
 
 
-def _find_eos(
-    file: Path, settings: dict[str, Any], added: list[dict[str, Any]], vocabulary: dict[str, int]
-) -> int | None:
+def _find_eos(file: Path, settings: Json, added: list[Json], vocabulary: dict[str, int]) -> int | None:
     eos = _name_of(settings.get("eos_token"))
     if eos is not None:
         if eos not in vocabulary:

@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import numpy as np
+from numpy import ndarray
 
 from titan_linear.data.corpus.chat import MaskedTokens
 from titan_linear.data.corpus.columns import DocumentTokens
@@ -44,7 +45,7 @@ from titan_linear.data.corpus.corpus import (
 )
 from titan_linear.data.corpus.tokenise import Tokens
 from titan_linear.data.corpus.tokenizer import Tokenizer
-from titan_linear.storage.files import lock, open_own, read_json, shown, sync, write_whole
+from titan_linear.storage.files import Json, lock, open_own, read_json, shown, sync, write_whole
 
 JOURNAL_SECONDS = 5.0  # of tokenising that a kill costs
 JOURNAL = "journal.json"
@@ -53,7 +54,7 @@ _OURS = {*FILES, ANSWERS, WEIGHTS, FILE_ENDS, *(name + end for name in (PATHS, I
 
 def write_corpus(
     folder: str | Path,
-    documents: Iterable[np.ndarray] | Iterable[MaskedTokens],
+    documents: Iterable[ndarray] | Iterable[MaskedTokens],
     tokenizer: Tokenizer,
     *,
     answers: bool = False,
@@ -161,12 +162,12 @@ def write_into(
 
 
 def _info(
-    content: dict[str, Any],
+    content: Json,
     tokenizer: Tokenizer,
-    source: dict[str, Any] | None,
-    files: dict[str, dict[str, Any]],
+    source: Json | None,
+    files: dict[str, Json],
     journal: Journal,
-) -> dict[str, Any]:
+) -> Json:
     """corpus.json."""
     of_tokenizer = {
         "fingerprint": tokenizer.fingerprint,
@@ -189,7 +190,7 @@ def _info(
     return {**info, "checksum": info_checksum(info)}
 
 
-def _source(dataset: str, files: int, journal: Journal) -> dict[str, Any]:
+def _source(dataset: str, files: int, journal: Journal) -> Json:
     """The value of "source" in corpus.json."""
     source = {"dataset": dataset, "files": files, "skipped_empty": journal.skipped_empty}
     return source | ({"skipped_bad": journal.skipped_bad, "bad": journal.bad} if journal.bad else {})
@@ -205,7 +206,7 @@ def _remove_remains(temporary: Path) -> None:
         shutil.rmtree(temporary)
 
 
-def _write_arrays(folder: Path, documents: Iterator[Tokens], tokenizer: Tokenizer, journal: Journal) -> dict[str, Any]:
+def _write_arrays(folder: Path, documents: Iterator[Tokens], tokenizer: Tokenizer, journal: Journal) -> Json:
     """Writes the files of _names on from what counts of them. Returns the counts, dtype and fingerprint for
     corpus.json."""
     with ExitStack() as stack:
@@ -266,7 +267,7 @@ def _write_document(document: Tokens, files: dict[str, BinaryIO], tokenizer: Tok
     return digest
 
 
-def _checked(ids: np.ndarray, n: int, vocab_size: int) -> np.ndarray:
+def _checked(ids: ndarray, n: int, vocab_size: int) -> ndarray:
     """The tokens of document n, [n]."""
     if not ids.size:
         raise ValueError(f"document {n} has no tokens; leave it out")
@@ -277,7 +278,7 @@ def _checked(ids: np.ndarray, n: int, vocab_size: int) -> np.ndarray:
     return ids
 
 
-def _answers(ids: np.ndarray, loss_mask: np.ndarray, tokenizer: Tokenizer, journal: Journal) -> tuple[bytes, bytes]:
+def _answers(ids: ndarray, loss_mask: ndarray, tokenizer: Tokenizer, journal: Journal) -> tuple[bytes, bytes]:
     """What to add to answers.bin and weights.bin for the document that follows; ids [n], loss_mask [n] bool or float32.
     An answer is a run of tokens of one weight."""
     bad = loss_mask.shape != ids.shape or (loss_mask.dtype == bool and not loss_mask.any())
@@ -294,7 +295,7 @@ def _answers(ids: np.ndarray, loss_mask: np.ndarray, tokenizer: Tokenizer, journ
     return (journal.num_tokens + runs).astype("<i8").tobytes(), weights[weights > 0].tobytes()
 
 
-def _column(name: str, column: np.ndarray, tokens: int, journal: Journal) -> bytes:
+def _column(name: str, column: ndarray, tokens: int, journal: Journal) -> bytes:
     width = column.shape[1] if column.ndim == 2 else 0
     if len(column) != tokens or journal.widths.setdefault(name, width) != width:
         shape = f"[{tokens}, {journal.widths[name]}]" if journal.widths[name] else f"[{tokens}]"
@@ -342,7 +343,7 @@ def _sizes(journal: Journal, dtype: str) -> dict[str, int]:
 
 def _open_arrays(folder: Path, dtype: str, journal: Journal, stack: ExitStack) -> dict[str, BinaryIO]:
     """The files of _names, cut to what counts of them and open at their ends."""
-    files: dict[str, Any] = {}
+    files: Json = {}
     for name, size in _sizes(journal, dtype).items():
         files[name] = stack.enter_context(open_own(folder / name, "ab"))
         files[name].truncate(size)  # extends new offsets.bin and files.bin, which begin with 0, to 8 zeros

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from numpy import ndarray
 
 from titan_linear.data.corpus.corpus import Corpus
 from titan_linear.data.streams.mixture import Streams
@@ -38,7 +39,7 @@ class FileGroups:
         self._edges = {name: _edges(corpus) for name, corpus in corpora.items()}
         self._groups = {name: of_files.get(name, np.array([len(patterns)])) for name in corpora}
 
-    def of_stream(self, i: int) -> np.ndarray:
+    def of_stream(self, i: int) -> ndarray:
         """For each token of stream i, its group's place in `names`, [T] int64."""
         name, own = self.streams.source(i)
         starts, lengths = self.streams.sources[name].runs(own)
@@ -55,13 +56,13 @@ class FileGroups:
         return "loss by source: " + ", ".join(f"{n} {count:,.0f} tokens" for n, count in zip(self.names, tokens))
 
 
-def _edges(corpus: Corpus) -> np.ndarray:
+def _edges(corpus: Corpus) -> ndarray:
     """Where each file's tokens begin, and the last one's end, [num_files + 1] int64. If the files are not known, the
     corpus counts as one."""
     return np.array([0, corpus.num_tokens]) if corpus.paths is None else corpus.offsets[corpus.files]
 
 
-def _grouped(corpora: Mapping[str, Corpus], patterns: Mapping[str, str]) -> dict[str, np.ndarray]:
+def _grouped(corpora: Mapping[str, Corpus], patterns: Mapping[str, str]) -> dict[str, ndarray]:
     """For each corpus that knows its files, by name: the groups of the files, [num_files] int64."""
     known = {name: corpus.paths for name, corpus in corpora.items() if corpus.paths is not None}
     paths = [path for own in known.values() for path in own]
@@ -85,7 +86,7 @@ def _grouped(corpora: Mapping[str, Corpus], patterns: Mapping[str, str]) -> dict
     return dict(zip(known, np.split(groups, sizes[:-1]), strict=True))
 
 
-def _fits(glob: str, paths: Sequence[str], name: str) -> np.ndarray:
+def _fits(glob: str, paths: Sequence[str], name: str) -> ndarray:
     """Which paths a glob fits, [n] bool."""
     pattern = re.compile(_regex(glob), re.DOTALL)
     fits = np.array([pattern.fullmatch(path) is not None for path in paths])

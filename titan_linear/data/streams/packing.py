@@ -28,6 +28,7 @@ from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
+from numpy import ndarray
 
 from titan_linear.data.corpus.corpus import Corpus
 from titan_linear.data.streams.split import Side
@@ -45,7 +46,7 @@ class Line(Protocol):
 
     num_tokens: int  # of an epoch
 
-    def around(self, epoch: int, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+    def around(self, epoch: int, first: int, last: int) -> tuple[ndarray, ndarray]:
         """Documents [n] int64 that follow each other in this epoch and hold its tokens [first, last), and perhaps more;
         and where each ends in the epoch, [n] int64."""
 
@@ -56,7 +57,7 @@ class InPlace:
     def __init__(self, side: Side):
         self.side, self.num_tokens = side, side.num_tokens
 
-    def around(self, epoch: int, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+    def around(self, epoch: int, first: int, last: int) -> tuple[ndarray, ndarray]:
         assert epoch == 0, epoch
         low, high = np.searchsorted(self.side.ends[1:], [first, last - 1], side="right")
         documents = self.side.documents(np.arange(low, high + 1))
@@ -76,7 +77,7 @@ class Pooled:
         self._ends = lru_cache(maxsize=2)(self._pool_ends)  # a stream can lie across two epochs
         self._kept = lru_cache(maxsize=POOLS_KEPT)(self._pool)
 
-    def around(self, epoch: int, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+    def around(self, epoch: int, first: int, last: int) -> tuple[ndarray, ndarray]:
         ends = self._ends(epoch)
         low, high = np.searchsorted(ends, [first, last - 1], side="right")
         documents = []
@@ -87,7 +88,7 @@ class Pooled:
             document_ends.append(ends[pool] - lengths.sum() + np.cumsum(lengths))
         return np.concatenate(documents), np.concatenate(document_ends)
 
-    def _pool(self, epoch: int, pool: int) -> tuple[np.ndarray, np.ndarray]:
+    def _pool(self, epoch: int, pool: int) -> tuple[ndarray, ndarray]:
         """A pool's documents in their order [n], and their lengths [n]."""
         documents = self.side.documents(self._bundles(epoch, pool * POOL, (pool + 1) * POOL))
         groups = documents.reshape(-1, self.side.corpus.group)
@@ -95,7 +96,7 @@ class Pooled:
         order = groups[order].ravel()
         return order, document_lengths(self.side.corpus, order)
 
-    def _pool_ends(self, epoch: int) -> np.ndarray:
+    def _pool_ends(self, epoch: int) -> ndarray:
         """Where each pool ends in this epoch, [pools] int64."""
         sums = []
         step = 512 * POOL
@@ -105,13 +106,13 @@ class Pooled:
             sums.append(np.add.reduceat(tokens, np.arange(0, len(tokens), POOL)))
         return np.cumsum(np.concatenate(sums))
 
-    def _bundles(self, epoch: int, first: int, last: int) -> np.ndarray:
+    def _bundles(self, epoch: int, first: int, last: int) -> ndarray:
         """The bundles at places [first, last) of this epoch, [n] int64."""
         count = self.side.num_bundles
         return permuted(np.arange(first, min(last, count)), count, _draws(self.seed, epoch, ROUNDS))
 
 
-def permuted(places: np.ndarray, count: int, keys: np.ndarray) -> np.ndarray:
+def permuted(places: ndarray, count: int, keys: ndarray) -> ndarray:
     """The values at these places, [n] int64, of a permutation of range(count) that `keys` choose, without the others.
 
     A Feistel network permutes the numbers that have at most the bits of count − 1; a value outside of range(count) goes
@@ -127,7 +128,7 @@ def permuted(places: np.ndarray, count: int, keys: np.ndarray) -> np.ndarray:
     return values.astype(np.int64)
 
 
-def _network(values: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
+def _network(values: ndarray, bits: int, keys: ndarray) -> ndarray:
     """A Feistel network: each round changes one part of the bits by a function of the other."""
     below = np.uint64(bits // 2)
     low_mask = np.uint64((1 << bits // 2) - 1)
@@ -142,7 +143,7 @@ def _network(values: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
     return high << below | low
 
 
-def _scrambled(values: np.ndarray, key: np.uint64) -> np.ndarray:
+def _scrambled(values: ndarray, key: np.uint64) -> ndarray:
     """32 well-mixed bits of each value and the key. (The multipliers are those of splitmix64.)"""
     mixed = (values ^ key) * np.uint64(0xBF58476D1CE4E5B9)
     mixed ^= mixed >> np.uint64(29)
@@ -150,13 +151,13 @@ def _scrambled(values: np.ndarray, key: np.uint64) -> np.ndarray:
     return mixed >> np.uint64(32)
 
 
-def _draws(seed: int, epoch: int, count: int, stream: int = 0) -> np.ndarray:
+def _draws(seed: int, epoch: int, count: int, stream: int = 0) -> ndarray:
     """[count] uint64 random draws; those for different values of `stream` are independent of each other."""
     key = np.array([seed % 2**64, epoch], dtype=np.uint64)
     return np.random.Philox(key=key, counter=np.array([0, stream, 0, 0], dtype=np.uint64)).random_raw(count)
 
 
-def document_lengths(corpus: Corpus, documents: np.ndarray) -> np.ndarray:
+def document_lengths(corpus: Corpus, documents: ndarray) -> ndarray:
     """Number of tokens of each of these documents, [n] int64."""
     return corpus.offsets[documents + 1] - corpus.offsets[documents]
 
@@ -168,11 +169,11 @@ def document_lengths(corpus: Corpus, documents: np.ndarray) -> np.ndarray:
 class Stream:
     """T tokens of packed documents. A document that the stream's edge cuts goes on in the next as a new document."""
 
-    tokens: np.ndarray  # [T] int64
-    labels: np.ndarray  # [T] int64: the next token of the same document, where it is trained on; else IGNORE
-    cu_seqlens: np.ndarray  # [N+1] int32, from 0 to T
-    position_ids: np.ndarray  # [T] int64, from 0 in each document
-    columns: dict[str, np.ndarray] = field(default_factory=dict)  # [T] or [T, n] each: numbers of the labels
+    tokens: ndarray  # [T] int64
+    labels: ndarray  # [T] int64: the next token of the same document, where it is trained on; else IGNORE
+    cu_seqlens: ndarray  # [N+1] int32, from 0 to T
+    position_ids: ndarray  # [T] int64, from 0 in each document
+    columns: dict[str, ndarray] = field(default_factory=dict)  # [T] or [T, n] each: numbers of the labels
 
 
 @dataclass(frozen=True)
@@ -263,7 +264,7 @@ class PackedStreams:
         none = np.zeros(0, dtype=np.int64)
         return self._stream(none, none, IGNORE, self.seq_len)
 
-    def _stream(self, starts: np.ndarray, lengths: np.ndarray, next_token: int, seq_len: int) -> Stream:
+    def _stream(self, starts: ndarray, lengths: ndarray, next_token: int, seq_len: int) -> Stream:
         """Of these runs of the corpus's tokens, then the token that follows; padding, a document of zeros, fills it."""
         end = lengths.sum()
         if end < seq_len:
@@ -289,13 +290,13 @@ class PackedStreams:
             columns["document"] = np.repeat(np.arange(len(lengths)), lengths)
         return Stream(tokens, labels, edges.astype(np.int32), within, columns)
 
-    def _parts(self, i: int) -> tuple[np.ndarray, np.ndarray, int]:
+    def _parts(self, i: int) -> tuple[ndarray, ndarray, int]:
         """`_runs` of stream i."""
         start, seq_len = self.place(i)
         stop = start + seq_len
         return self._runs(start, stop if self.repeat else min(stop, self.num_tokens))
 
-    def _divided(self, weights: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    def _divided(self, weights: ndarray, edges: ndarray) -> ndarray:
         """The weights of labels, divided as `targets.normalise` says, [T]."""
         if self.targets.normalise == "token":
             return weights
@@ -303,11 +304,11 @@ class PackedStreams:
         counts = np.add.reduceat(weights > 0, edges[:-1], dtype=np.int64)
         return weights / np.repeat(np.maximum(counts, 1), np.diff(edges))
 
-    def runs(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+    def runs(self, i: int) -> tuple[ndarray, ndarray]:
         """Where the documents of stream i begin in the corpus's tokens [n], and how many tokens of each it has [n]."""
         return self._parts(i)[:2]
 
-    def _runs(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, int]:
+    def _runs(self, start: int, stop: int) -> tuple[ndarray, ndarray, int]:
         """The line's [start, stop) as runs of corpus.tokens, one per document: where each begins [n], its length [n].
 
         Also the token that follows in the last one's document, or IGNORE if that document ends here.

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy import ndarray
 
 from titan_linear.data.corpus.corpus import SMALL, Corpus, check_lengths, read
 from titan_linear.data.corpus.writing import locked
@@ -40,7 +41,7 @@ class Side:
     corpus: Corpus
     holdout: float
     split: str  # one of SPLITS
-    ends: np.ndarray  # [bundles + 1] int64: tokens of this side before each bundle
+    ends: ndarray  # [bundles + 1] int64: tokens of this side before each bundle
 
     @property
     def num_tokens(self) -> int:
@@ -50,7 +51,7 @@ class Side:
     def num_bundles(self) -> int:
         return len(self.ends) - 1
 
-    def documents(self, bundles: np.ndarray) -> np.ndarray:
+    def documents(self, bundles: ndarray) -> ndarray:
         """Indices [n] int64 of this side's documents in these bundles, [m] int64."""
         documents = (bundles[:, None] * BUNDLE + np.arange(BUNDLE)).ravel()
         documents = documents[documents < self.corpus.num_documents]
@@ -80,7 +81,7 @@ def _threshold(holdout: float) -> np.uint64:
     return np.uint64(math.ceil(holdout * 2**53) << 11)
 
 
-def _better_holdout(hashes: np.ndarray, split: str) -> str:
+def _better_holdout(hashes: ndarray, split: str) -> str:
     """What to do if one side has no documents. hashes: those of all documents, [n] uint64."""
     low, high = ((int(x) >> 11) * 2.0**-53 for x in (hashes.min(), hashes.max()))
     if low == high:
@@ -95,20 +96,20 @@ def _better_holdout(hashes: np.ndarray, split: str) -> str:
 # --- Sums ------------------------------------------------------------------------------------------------------------
 
 
-def _ends(corpus: Corpus, threshold: np.uint64) -> np.ndarray:
+def _ends(corpus: Corpus, threshold: np.uint64) -> ndarray:
     """Tokens before each bundle of the documents to train on and of those held out, [2, bundles + 1] int64."""
     if corpus.num_documents <= SMALL:
         return _sums(corpus, threshold)
     path = default_cache_dir() / f"split-{corpus.fingerprint}-{threshold:016x}.bin"
 
-    def kept() -> np.ndarray | None:
+    def kept() -> ndarray | None:
         return _mapped(path, corpus)
 
     ends = kept()
     return ends if ends is not None else _keep(path, kept, corpus, threshold)
 
 
-def _keep(path: Path, kept: Callable[[], np.ndarray | None], corpus: Corpus, threshold: np.uint64) -> np.ndarray:
+def _keep(path: Path, kept: Callable[[], ndarray | None], corpus: Corpus, threshold: np.uint64) -> ndarray:
     """Write the sums, unless another process has just done it, and map them."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +126,7 @@ def _keep(path: Path, kept: Callable[[], np.ndarray | None], corpus: Corpus, thr
     return ends
 
 
-def _mapped(path: Path, corpus: Corpus) -> np.ndarray | None:
+def _mapped(path: Path, corpus: Corpus) -> ndarray | None:
     """The sums in this file, if it is there and whole. A damaged one is written again, from the corpus."""
     with suppress(OSError, ValueError):
         numbers = np.asarray(np.memmap(path, "<i8", mode="r"))
@@ -138,7 +139,7 @@ def _num_bundles(corpus: Corpus) -> int:
     return -(-corpus.num_documents // BUNDLE)
 
 
-def _sums(corpus: Corpus, threshold: np.uint64) -> np.ndarray:
+def _sums(corpus: Corpus, threshold: np.uint64) -> ndarray:
     count = corpus.num_documents
     bundles = _num_bundles(corpus)
     ends = np.zeros((2, bundles + 1), dtype=np.int64)

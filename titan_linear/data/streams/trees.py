@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from numpy import ndarray
 
 from titan_linear.data.corpus.trees import BACK, SHARE
 from titan_linear.data.streams.packing import IGNORE, Stream, document_lengths
@@ -33,7 +34,7 @@ class TreeStreams(WholeStreams):
             f"{computed:,} tokens are computed again"
         )
 
-    def _parts(self, i: int) -> tuple[np.ndarray, np.ndarray, int]:
+    def _parts(self, i: int) -> tuple[ndarray, ndarray, int]:
         """The nodes of stream i as runs of the corpus's tokens."""
         starts, lengths = [], []
         for document, first, last, _ in self._documents(i).tolist():
@@ -43,7 +44,7 @@ class TreeStreams(WholeStreams):
             lengths.append(np.diff(nodes.edges)[above])
         return np.concatenate(starts), np.concatenate(lengths), IGNORE
 
-    def _stream(self, starts: np.ndarray, lengths: np.ndarray, next_token: int, seq_len: int) -> Stream:
+    def _stream(self, starts: ndarray, lengths: ndarray, next_token: int, seq_len: int) -> Stream:
         stream = super()._stream(starts, lengths, next_token, seq_len)
         edges, count = stream.cu_seqlens.astype(np.int64), len(starts)
         parents = np.full(len(edges) - 1, -1)
@@ -68,7 +69,7 @@ class TreeStreams(WholeStreams):
         positions = np.arange(seq_len) - np.repeat(nodes.begins, np.diff(edges))
         return replace(stream, labels=labels, position_ids=positions, columns=columns | {BACK: back, SHARE: share})
 
-    def _shares(self, nodes: Nodes, targets: np.ndarray) -> np.ndarray:
+    def _shares(self, nodes: Nodes, targets: ndarray) -> ndarray:
         """How many documents hold each token; each counts 1, or if they are normalised, 1 over its targets."""
         count = np.zeros(len(nodes.parents))
         targets = np.add.reduceat(targets, nodes.edges[:-1], dtype=np.int64)
@@ -79,7 +80,7 @@ class TreeStreams(WholeStreams):
     def _nodes(self, document: int) -> Nodes:
         return Nodes.behind(self.corpus.columns[BACK][slice(*self.corpus.offsets[document : document + 2])])
 
-    def _lay(self, epoch: int) -> tuple[np.ndarray, list[int]]:
+    def _lay(self, epoch: int) -> tuple[ndarray, list[int]]:
         """The epoch's trees in their order, [., 4]: document, its first leaf, one after its last, and
         tokens; and where each stream begins, and the last one's end."""
         order, _ = self.line.around(epoch, 0, self.num_tokens)

@@ -12,6 +12,7 @@ from threading import Lock
 from typing import Any
 
 import numpy as np
+from numpy import ndarray
 
 from titan_linear.data.streams.packing import IGNORE, PackedStreams, document_lengths
 
@@ -31,7 +32,7 @@ class WholeStreams(PackedStreams):
     def __len__(self) -> int:
         return len(self._laid(0)[1]) - 1 if not self.repeat else super().__len__()
 
-    def _documents(self, i: int) -> np.ndarray:
+    def _documents(self, i: int) -> ndarray:
         """Those of stream i."""
         with self._lock:
             while self._ends[-1] <= i:
@@ -41,11 +42,11 @@ class WholeStreams(PackedStreams):
         place = i - self._ends[epoch]
         return order[edges[place] : edges[place + 1]]
 
-    def _parts(self, i: int) -> tuple[np.ndarray, np.ndarray, int]:
+    def _parts(self, i: int) -> tuple[ndarray, ndarray, int]:
         documents = self._documents(i)
         return self.corpus.offsets[documents], document_lengths(self.corpus, documents), IGNORE
 
-    def _lay(self, epoch: int) -> tuple[np.ndarray, list[int]]:
+    def _lay(self, epoch: int) -> tuple[ndarray, list[int]]:
         """The epoch's documents in their order, and where in it each stream begins, and the last one's end."""
         order, _ = self.line.around(epoch, 0, self.num_tokens)
         group = self.targets.group
@@ -59,7 +60,7 @@ class WholeStreams(PackedStreams):
             )
         return order, [edge * group for edge in self._filled(lengths)]
 
-    def _filled(self, lengths: np.ndarray) -> list[int]:
+    def _filled(self, lengths: ndarray) -> list[int]:
         """Where each stream begins among what has these lengths, and the last one's end."""
         ends = np.cumsum(lengths)
         edges = [0]

@@ -28,64 +28,13 @@ from titan_linear.ops import attention
 from titan_linear.ops.exchange.ulysses import key_head_copies
 
 
-@dataclass(frozen=True, kw_only=True)
-class Attention(MixerOptions):
-    heads: Size
-    kv_heads: Size  # divides heads
-    head_dim: Size
-    qk_norm: Literal["head", "width"] | None = None  # "head": over each head; "width": over all heads together
-    rope_theta: Above0 | None = 10000.0  # None: no positions
-    rotary_fraction: AtLeast0 = 1.0  # share of head_dim that is rotated: its first channels
-    rope_scaling: RopeScaling | None = None
-    output_gate: bool = False
-    scale: Above0 | None = None  # of the scores; None: head_dim^−½
-    key_factor: AtLeast0 = 1.0
-    out_factor: AtLeast0 = 1.0
-
-    name = "attention"
-    growing = ("k", "v")
-
-    @property
-    def ops(self) -> OpDims:
-        return {"attention": {"D": self.head_dim, "Dv": self.head_dim}}
-
-    @property
-    def rotary(self) -> Rotary | None:
-        if self.rope_theta is None:
-            return None
-        scaling = asdict(self.rope_scaling) if self.rope_scaling else {}
-        return self.rope_theta, int(self.head_dim * self.rotary_fraction), tuple(scaling.items())
-
-    @property
-    def contradiction(self) -> str | None:
-        if self.heads % self.kv_heads:
-            return f"{self.name} heads = {self.heads}, which must be a multiple of kv_heads = {self.kv_heads}"
-        if self.rope_scaling and (self.rope_theta or 0) <= 1:
-            return f"{self.name} rope_theta = {self.rope_theta}, which rope_scaling needs above 1"
-        return None
-
-    def flops(self, documents: Documents) -> int:
-        """Scores and their use, on pairs that the mask leaves."""
-        return 4 * self.head_dim * self.heads * documents.pairs
-
-    @property
-    def head_counts(self) -> dict[str, int]:
-        return {"query heads": self.heads, "key heads": self.kv_heads}
-
-    def indivisible_heads(self, ranks: int) -> str | None:
-        return None if key_head_copies(self.heads, self.kv_heads, ranks) else super().indivisible_heads(ranks)
-
-    def build(self, config: ModelConfig, layer: int) -> AttentionMixer:
-        return AttentionMixer(self, config)
-
-
 class AttentionMixer(nn.Module):
     """The cache holds `k` and `v` [B, tokens, Hkv, D]."""
 
     split = {**{f"{x}_proj.weight": 0 for x in "qkvg"}, "o_proj.weight": 1}  # by heads
     float8 = (("q_proj",), ("k_proj",), ("v_proj",), ("o_proj",))
 
-    def __init__(self, options: Attention, config: ModelConfig):
+    def __init__(self, options: Attention, config: ModelConfig, layer: int):
         super().__init__()
         self.head_dim = options.head_dim
         self.rotary = options.rotary
@@ -137,3 +86,52 @@ class AttentionMixer(nn.Module):
         q = q.unflatten(-1, (-1, self.head_dim))
         k = k.unflatten(-1, (-1, self.head_dim))
         return (self.q_norm(q), self.k_norm(k)) if self.qk_norm == "head" else (q, k)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(MixerOptions):
+    heads: Size
+    kv_heads: Size  # divides heads
+    head_dim: Size
+    qk_norm: Literal["head", "width"] | None = None  # "head": over each head; "width": over all heads together
+    rope_theta: Above0 | None = 10000.0  # None: no positions
+    rotary_fraction: AtLeast0 = 1.0  # share of head_dim that is rotated: its first channels
+    rope_scaling: RopeScaling | None = None
+    output_gate: bool = False
+    scale: Above0 | None = None  # of the scores; None: head_dim^−½
+    key_factor: AtLeast0 = 1.0
+    out_factor: AtLeast0 = 1.0
+
+    name = "attention"
+    module = AttentionMixer
+    growing = ("k", "v")
+
+    @property
+    def ops(self) -> OpDims:
+        return {"attention": {"D": self.head_dim, "Dv": self.head_dim}}
+
+    @property
+    def rotary(self) -> Rotary | None:
+        if self.rope_theta is None:
+            return None
+        scaling = asdict(self.rope_scaling) if self.rope_scaling else {}
+        return self.rope_theta, int(self.head_dim * self.rotary_fraction), tuple(scaling.items())
+
+    @property
+    def contradiction(self) -> str | None:
+        if self.heads % self.kv_heads:
+            return f"{self.name} heads = {self.heads}, which must be a multiple of kv_heads = {self.kv_heads}"
+        if self.rope_scaling and (self.rope_theta or 0) <= 1:
+            return f"{self.name} rope_theta = {self.rope_theta}, which rope_scaling needs above 1"
+        return None
+
+    def flops(self, documents: Documents) -> int:
+        """Scores and their use, on pairs that the mask leaves."""
+        return 4 * self.head_dim * self.heads * documents.pairs
+
+    @property
+    def head_counts(self) -> dict[str, int]:
+        return {"query heads": self.heads, "key heads": self.kv_heads}
+
+    def indivisible_heads(self, ranks: int) -> str | None:
+        return None if key_head_copies(self.heads, self.kv_heads, ranks) else super().indivisible_heads(ranks)

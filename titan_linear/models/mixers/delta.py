@@ -131,25 +131,6 @@ class DeltaMixer(RecurrentMixer):
 # --- Kimi Delta Attention --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class KDA(DeltaOptions):
-    lower_bound: float | None = -5.0  # of the bounded gate, whose kernels are faster; None: −exp(A_log)·softplus(…)
-    gate_bias: bool = True  # a bias in the output gate
-    low_rank_gates: bool = True  # each gate by way of `v_head_dim` channels; else by one projection
-
-    name = "kda"
-    op = "chunk_kda"
-
-    @property
-    def contradiction(self) -> str | None:
-        if self.lower_bound is not None and not is_bound(self.lower_bound):
-            return f"{self.name} lower_bound = {self.lower_bound}, which must be null or lie in [-5, 0)"
-        return super().contradiction
-
-    def build(self, config: ModelConfig, layer: int) -> KDAMixer:
-        return KDAMixer(self, config)
-
-
 class KDAMixer(DeltaMixer):
     """The gate and the output gate come from low-rank projections, or from whole ones."""
 
@@ -158,7 +139,7 @@ class KDAMixer(DeltaMixer):
         **{f"{gate}_proj.{part}": 0 for gate in "fg" for part in ("weight", "bias", "1.weight", "1.bias")},
     }
 
-    def __init__(self, options: KDA, config: ModelConfig):
+    def __init__(self, options: KDA, config: ModelConfig, layer: int):
         A_log = uniform_decay(1.0) if options.lower_bound is None else zeros
         super().__init__(options, config, "sigmoid", A_log)
         self.lower_bound = options.lower_bound
@@ -192,22 +173,30 @@ class KDAMixer(DeltaMixer):
         return chunk_kda(*inputs, lower_bound=self.lower_bound, **self._of_gates(), **how)
 
 
-# --- Gated DeltaNet --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
-class GDN(DeltaOptions):
-    name = "gdn"
-    op = "chunk_gated_delta_rule"
+class KDA(DeltaOptions):
+    lower_bound: float | None = -5.0  # of the bounded gate, whose kernels are faster; None: −exp(A_log)·softplus(…)
+    gate_bias: bool = True  # a bias in the output gate
+    low_rank_gates: bool = True  # each gate by way of `v_head_dim` channels; else by one projection
 
-    def build(self, config: ModelConfig, layer: int) -> GDNMixer:
-        return GDNMixer(self, config)
+    name = "kda"
+    op = "chunk_kda"
+    module = KDAMixer
+
+    @property
+    def contradiction(self) -> str | None:
+        if self.lower_bound is not None and not is_bound(self.lower_bound):
+            return f"{self.name} lower_bound = {self.lower_bound}, which must be null or lie in [-5, 0)"
+        return super().contradiction
+
+
+# --- Gated DeltaNet --------------------------------------------------------------------------------------------------
 
 
 class GDNMixer(DeltaMixer):
     split = {**DeltaMixer.split, "a_proj.weight": 0, "g_proj.weight": 0}
 
-    def __init__(self, options: GDN, config: ModelConfig):
+    def __init__(self, options: GDN, config: ModelConfig, layer: int):
         super().__init__(options, config, "silu", uniform_decay(0.0))
         self.a_proj = projection(config.dim, options.v_heads)
         self.g_proj = projection(config.dim, options.v_heads * self.v_head_dim)
@@ -223,3 +212,10 @@ class GDNMixer(DeltaMixer):
 
     def _rule(self, inputs: Inputs, **how: Any) -> tuple[Tensor, Tensor | None]:
         return chunk_gated_delta_rule(*inputs, **self._of_gates(), **how)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GDN(DeltaOptions):
+    name = "gdn"
+    op = "chunk_gated_delta_rule"
+    module = GDNMixer

@@ -18,29 +18,6 @@ from titan_linear.ops.exchange.collectives import Ranks
 from titan_linear.ops.layout.segments import scan_programs
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lightning(RecurrentOptions):
-    head_dim: Size
-    o_norm_eps: Above0 = 1e-6
-
-    name = "lightning"
-    op = "chunk_simple_gla"
-
-    @property
-    def ops(self) -> OpDims:
-        return {self.op: {"K": self.head_dim, "V": self.head_dim}}
-
-    def flops(self, documents: Documents) -> int:
-        """By chunks: per token 4 K V for the state, per pair of a chunk 4 K."""
-        return 4 * self.heads * self.head_dim * (self.head_dim * documents.tokens + documents.chunk_pairs)
-
-    def scan_programs(self, ranks: int) -> int:
-        return scan_programs(self.heads // ranks, self.head_dim)
-
-    def build(self, config: ModelConfig, layer: int) -> LightningMixer:
-        return LightningMixer(self, config, layer)
-
-
 class LightningMixer(RecurrentMixer):
     """Its states are [B, heads, K, V]."""
 
@@ -84,3 +61,24 @@ class LightningMixer(RecurrentMixer):
 
     def _log_decay(self, inputs: Inputs) -> Tensor:
         return self._decays(inputs).expand(inputs[0].shape[:3])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lightning(RecurrentOptions):
+    head_dim: Size
+    o_norm_eps: Above0 = 1e-6
+
+    name = "lightning"
+    op = "chunk_simple_gla"
+    module = LightningMixer
+
+    @property
+    def ops(self) -> OpDims:
+        return {self.op: {"K": self.head_dim, "V": self.head_dim}}
+
+    def flops(self, documents: Documents) -> int:
+        """By chunks: per token 4 K V for the state, per pair of a chunk 4 K."""
+        return 4 * self.heads * self.head_dim * (self.head_dim * documents.tokens + documents.chunk_pairs)
+
+    def scan_programs(self, ranks: int) -> int:
+        return scan_programs(self.heads // ranks, self.head_dim)

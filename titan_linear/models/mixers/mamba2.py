@@ -20,64 +20,6 @@ from titan_linear.ops.exchange.collectives import Ranks, sum_over_ranks
 from titan_linear.ops.layout.segments import scan_programs
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mamba2(RecurrentOptions):
-    head_dim: Size
-    state_dim: Size
-    groups: Size = 1  # of heads that share B and C; the output norm is over each group's channels
-    conv_size: Size = 4
-    conv_bias: bool = True
-    dt_min: AtLeast0 = 0.0  # limits of the time steps
-    dt_max: AtLeast0 = math.inf
-    z_factor: AtLeast0 = 1.0  # on the projections to z, x, B, C and Δ, and from the output
-    x_factor: AtLeast0 = 1.0
-    b_factor: AtLeast0 = 1.0
-    c_factor: AtLeast0 = 1.0
-    dt_factor: AtLeast0 = 1.0
-    out_factor: AtLeast0 = 1.0
-    output_norm: bool = True  # else the output is only gated
-
-    name = "mamba2"
-    op = "chunk_ssd"
-
-    @property
-    def ops(self) -> OpDims:
-        return {self.op: {"K": self.state_dim, "V": self.head_dim}, "causal_conv1d": {"W": self.conv_size}}
-
-    @property
-    def contradiction(self) -> str | None:
-        if self.heads % self.groups:
-            return f"{self.name} heads = {self.heads}, which must be a multiple of groups = {self.groups}"
-        if self.dt_min > self.dt_max:
-            return f"{self.name} dt_min = {self.dt_min}, above dt_max = {self.dt_max}"
-        return None
-
-    @property
-    def widths(self) -> tuple[int, int, int]:
-        """Channels of x, B and C."""
-        return self.heads * self.head_dim, self.groups * self.state_dim, self.groups * self.state_dim
-
-    def flops(self, documents: Documents) -> int:
-        """By chunks. Per token and head: 4 N P for reading the state and adding to it. Per pair of tokens in a chunk:
-        2 N for each group's C Bᵀ, and 2 P for each head's use of it."""
-        inner, N = self.heads * self.head_dim, self.state_dim
-        return 4 * inner * N * documents.tokens + 2 * (self.groups * N + inner) * documents.chunk_pairs
-
-    def scan_programs(self, ranks: int) -> int:
-        return scan_programs(self.heads // ranks, self.head_dim)
-
-    @property
-    def head_counts(self) -> dict[str, int]:
-        """One group is not split: all ranks compute its B and C."""
-        return super().head_counts | ({"groups": self.groups} if self.groups > 1 else {})
-
-    def indivisible_heads(self, ranks: int) -> str | None:
-        return f"{self.groups} groups" if self.groups % ranks else super().indivisible_heads(ranks)
-
-    def build(self, config: ModelConfig, layer: int) -> Mamba2Mixer:
-        return Mamba2Mixer(self, config)
-
-
 def gated(x: Tensor, z: Tensor) -> Tensor:
     """x · silu(z), in float32 or wider."""
     return widen(x) * F.silu(widen(z))
@@ -117,7 +59,7 @@ class Mamba2Mixer(RecurrentMixer):
     }
     float8 = (("o_proj",),)  # its other product has gates
 
-    def __init__(self, options: Mamba2, config: ModelConfig):
+    def __init__(self, options: Mamba2, config: ModelConfig, layer: int):
         super().__init__(options)
         self.head_dim = options.head_dim
         self.state_dim = options.state_dim
@@ -175,3 +117,59 @@ class Mamba2Mixer(RecurrentMixer):
     def _log_decay(self, inputs: Inputs) -> Tensor:
         _, dt, _, _ = inputs
         return -self.A_log.exp() * F.softplus(widen(dt) + self.dt_bias).clamp(*self.dt_limit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2(RecurrentOptions):
+    head_dim: Size
+    state_dim: Size
+    groups: Size = 1  # of heads that share B and C; the output norm is over each group's channels
+    conv_size: Size = 4
+    conv_bias: bool = True
+    dt_min: AtLeast0 = 0.0  # limits of the time steps
+    dt_max: AtLeast0 = math.inf
+    z_factor: AtLeast0 = 1.0  # on the projections to z, x, B, C and Δ, and from the output
+    x_factor: AtLeast0 = 1.0
+    b_factor: AtLeast0 = 1.0
+    c_factor: AtLeast0 = 1.0
+    dt_factor: AtLeast0 = 1.0
+    out_factor: AtLeast0 = 1.0
+    output_norm: bool = True  # else the output is only gated
+
+    name = "mamba2"
+    op = "chunk_ssd"
+    module = Mamba2Mixer
+
+    @property
+    def ops(self) -> OpDims:
+        return {self.op: {"K": self.state_dim, "V": self.head_dim}, "causal_conv1d": {"W": self.conv_size}}
+
+    @property
+    def contradiction(self) -> str | None:
+        if self.heads % self.groups:
+            return f"{self.name} heads = {self.heads}, which must be a multiple of groups = {self.groups}"
+        if self.dt_min > self.dt_max:
+            return f"{self.name} dt_min = {self.dt_min}, above dt_max = {self.dt_max}"
+        return None
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Channels of x, B and C."""
+        return self.heads * self.head_dim, self.groups * self.state_dim, self.groups * self.state_dim
+
+    def flops(self, documents: Documents) -> int:
+        """By chunks. Per token and head: 4 N P for reading the state and adding to it. Per pair of tokens in a chunk:
+        2 N for each group's C Bᵀ, and 2 P for each head's use of it."""
+        inner, N = self.heads * self.head_dim, self.state_dim
+        return 4 * inner * N * documents.tokens + 2 * (self.groups * N + inner) * documents.chunk_pairs
+
+    def scan_programs(self, ranks: int) -> int:
+        return scan_programs(self.heads // ranks, self.head_dim)
+
+    @property
+    def head_counts(self) -> dict[str, int]:
+        """One group is not split: all ranks compute its B and C."""
+        return super().head_counts | ({"groups": self.groups} if self.groups > 1 else {})
+
+    def indivisible_heads(self, ranks: int) -> str | None:
+        return f"{self.groups} groups" if self.groups % ranks else super().indivisible_heads(ranks)

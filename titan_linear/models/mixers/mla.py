@@ -28,44 +28,6 @@ from titan_linear.ops import attention
 LATENT_EPS = 1e-6  # eps of the latent's norm, whatever the model's norm_eps
 
 
-@dataclass(frozen=True, kw_only=True)
-class MLA(MixerOptions):
-    heads: Size
-    kv_rank: Size
-    nope_dim: Size  # channels of q and k that are each head's own
-    shared_k_dim: Size  # channels of q and k for which all heads share a key (DeepSeek-V2's rotary part)
-    v_dim: Size
-    rope_theta: Above0 | None = None  # of those channels, rotated in pairs of neighbours; None: no positions
-    head_gate: bool = False  # a gate on each head's output
-
-    name = "mla"
-    growing = ("latent", "shared")
-
-    @property
-    def head_dim(self) -> int:
-        """Of q and k."""
-        return self.nope_dim + self.shared_k_dim
-
-    @property
-    def rotary(self) -> Rotary | None:
-        return None if self.rope_theta is None else (self.rope_theta, self.shared_k_dim, ())
-
-    @property
-    def ops(self) -> OpDims:
-        return {"attention": {"D": self.head_dim, "Dv": self.v_dim}}
-
-    def flops(self, documents: Documents) -> int:
-        """Scores and their use, on pairs that the mask leaves."""
-        return 2 * (self.head_dim + self.v_dim) * self.heads * documents.pairs
-
-    @property
-    def head_counts(self) -> dict[str, int]:
-        return {"query heads": self.heads}
-
-    def build(self, config: ModelConfig, layer: int) -> MLAMixer:
-        return MLAMixer(self, config)
-
-
 class MLAMixer(nn.Module):
     """Keys and values come from one latent of `kv_rank` per token; a part of each key is shared by all heads.
 
@@ -78,7 +40,7 @@ class MLAMixer(nn.Module):
     }
     float8 = (("q_proj",), ("kv_a_proj",), ("kv_b_proj",), ("o_proj",))
 
-    def __init__(self, options: MLA, config: ModelConfig):
+    def __init__(self, options: MLA, config: ModelConfig, layer: int):
         super().__init__()
         self.cp_method = "auto"  # as in `AttentionMixer`
         self.latent_dims = (options.kv_rank, options.shared_k_dim)
@@ -125,3 +87,39 @@ class MLAMixer(nn.Module):
         """latent [B, T, rank], normed, shared [B, T, shared] -> k [B, T, H, nope + shared], v [B, T, H, V]."""
         k, v = self.kv_b_proj(latent).unflatten(-1, (-1, sum(self.kv_dims))).split(self.kv_dims, -1)
         return torch.cat([k, shared.unsqueeze(2).expand(-1, -1, k.shape[2], -1)], -1), v
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLA(MixerOptions):
+    heads: Size
+    kv_rank: Size
+    nope_dim: Size  # channels of q and k that are each head's own
+    shared_k_dim: Size  # channels of q and k for which all heads share a key (DeepSeek-V2's rotary part)
+    v_dim: Size
+    rope_theta: Above0 | None = None  # of those channels, rotated in pairs of neighbours; None: no positions
+    head_gate: bool = False  # a gate on each head's output
+
+    name = "mla"
+    module = MLAMixer
+    growing = ("latent", "shared")
+
+    @property
+    def head_dim(self) -> int:
+        """Of q and k."""
+        return self.nope_dim + self.shared_k_dim
+
+    @property
+    def rotary(self) -> Rotary | None:
+        return None if self.rope_theta is None else (self.rope_theta, self.shared_k_dim, ())
+
+    @property
+    def ops(self) -> OpDims:
+        return {"attention": {"D": self.head_dim, "Dv": self.v_dim}}
+
+    def flops(self, documents: Documents) -> int:
+        """Scores and their use, on pairs that the mask leaves."""
+        return 2 * (self.head_dim + self.v_dim) * self.heads * documents.pairs
+
+    @property
+    def head_counts(self) -> dict[str, int]:
+        return {"query heads": self.heads}

@@ -25,43 +25,6 @@ def log_decay(w: Tensor) -> Tensor:
     return -math.exp(-0.5) * widen(w).sigmoid()
 
 
-@dataclass(frozen=True, kw_only=True)
-class RWKV7(RecurrentOptions):
-    head_dim: Size
-    w_rank: Size  # of the low-rank MLPs: of the decay,
-    a_rank: Size  # the rate of removing,
-    v_rank: Size  # the mix with the first layer's values, which has none,
-    g_rank: Size  # the output gate
-
-    name = "rwkv7"
-    op = "chunk_rwkv7"
-
-    @property
-    def first(self) -> RWKV7:
-        return replace(self, v_rank=0)
-
-    @property
-    def takes(self) -> int:
-        return self.heads * self.head_dim if self.v_rank else 0
-
-    @property
-    def ops(self) -> OpDims:
-        return {self.op: {"K": self.head_dim, "V": self.head_dim}, **SHIFT_OPS}
-
-    def flops(self, documents: Documents) -> int:
-        """By chunks. Per token and head: 8 K² for reading the state with r and a and for adding to it along k and b.
-        Per pair of tokens in a chunk: 8 K for the matrices of r and a with k and b, and 8 K for applying them, where an
-        inverse counts as a product."""
-        return self.heads * self.head_dim * (8 * self.head_dim * documents.tokens + 16 * documents.chunk_pairs)
-
-    @property
-    def contradiction(self) -> str | None:
-        return f"{self.name} head_dim = 1, of which each head's norm makes 0" if self.head_dim == 1 else None
-
-    def build(self, config: ModelConfig, layer: int) -> RWKV7Mixer:
-        return RWKV7Mixer(self, config, layer)
-
-
 class LowRank(nn.Module):
     """up(activation(down(x))) + bias.  [.., dim] -> [.., width]"""
 
@@ -168,6 +131,41 @@ class RWKV7Mixer(RecurrentMixer):
 
     def _log_decay(self, inputs: Inputs) -> Tensor:
         return log_decay(inputs[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class RWKV7(RecurrentOptions):
+    head_dim: Size
+    w_rank: Size  # of the low-rank MLPs: of the decay,
+    a_rank: Size  # the rate of removing,
+    v_rank: Size  # the mix with the first layer's values, which has none,
+    g_rank: Size  # the output gate
+
+    name = "rwkv7"
+    op = "chunk_rwkv7"
+    module = RWKV7Mixer
+
+    @property
+    def first(self) -> RWKV7:
+        return replace(self, v_rank=0)
+
+    @property
+    def takes(self) -> int:
+        return self.heads * self.head_dim if self.v_rank else 0
+
+    @property
+    def ops(self) -> OpDims:
+        return {self.op: {"K": self.head_dim, "V": self.head_dim}, **SHIFT_OPS}
+
+    def flops(self, documents: Documents) -> int:
+        """By chunks. Per token and head: 8 K² for reading the state with r and a and for adding to it along k and b.
+        Per pair of tokens in a chunk: 8 K for the matrices of r and a with k and b, and 8 K for applying them, where an
+        inverse counts as a product."""
+        return self.heads * self.head_dim * (8 * self.head_dim * documents.tokens + 16 * documents.chunk_pairs)
+
+    @property
+    def contradiction(self) -> str | None:
+        return f"{self.name} head_dim = 1, of which each head's norm makes 0" if self.head_dim == 1 else None
 
 
 def _channels(width: int, head_dim: int, start: float, rise: float, wave: float = 0.0, power: float = 1.0) -> Draw:

@@ -12,12 +12,36 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.runtime.support import Choice
 
 
+class ShortConvMixer(nn.Module):
+    """The cache holds `conv` [B, channels, W−1], the convolution's last inputs."""
+
+    split = {
+        **dict.fromkeys(("b_proj.weight", "c_proj.weight", "x_proj.weight", "conv1d.weight"), 0),
+        "o_proj.weight": 1,
+    }
+    float8 = (("o_proj",),)  # its other product has gates
+
+    def __init__(self, options: ShortConv, config: ModelConfig, layer: int):
+        super().__init__()
+        self.b_proj, self.c_proj, self.x_proj = (projection(config.dim, options.channels) for _ in range(3))
+        self.conv1d = ConvWeight(options.channels, options.conv_size)
+        self.o_proj = projection(options.channels, config.dim)
+        self.implementations: dict[str, Choice] = {}
+
+    def forward(self, x: Tensor, plan: BatchPlan, cache: Cache = None) -> Tensor:
+        """x [B, T, dim] -> [B, T, dim]. A cache holds what earlier tokens left; it is updated in place."""
+        B, C, x = project_each(x, self.b_proj, self.c_proj, self.x_proj)
+        y = convolve(B * x, self.conv1d.weight, cache, "conv", self.implementations, **plan.documents)
+        return self.o_proj(C * y)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShortConv(MixerOptions):
     channels: Size
     conv_size: Size = 3
 
     name = "short_conv"
+    module = ShortConvMixer
     linear = True
 
     @property
@@ -30,29 +54,3 @@ class ShortConv(MixerOptions):
 
     def indivisible_heads(self, ranks: int) -> None:
         """No all-to-all splits it: ranks exchange the tokens before their fragments."""
-
-    def build(self, config: ModelConfig, layer: int) -> ShortConvMixer:
-        return ShortConvMixer(self, config)
-
-
-class ShortConvMixer(nn.Module):
-    """The cache holds `conv` [B, channels, W−1], the convolution's last inputs."""
-
-    split = {
-        **dict.fromkeys(("b_proj.weight", "c_proj.weight", "x_proj.weight", "conv1d.weight"), 0),
-        "o_proj.weight": 1,
-    }
-    float8 = (("o_proj",),)  # its other product has gates
-
-    def __init__(self, options: ShortConv, config: ModelConfig):
-        super().__init__()
-        self.b_proj, self.c_proj, self.x_proj = (projection(config.dim, options.channels) for _ in range(3))
-        self.conv1d = ConvWeight(options.channels, options.conv_size)
-        self.o_proj = projection(options.channels, config.dim)
-        self.implementations: dict[str, Choice] = {}
-
-    def forward(self, x: Tensor, plan: BatchPlan, cache: Cache = None) -> Tensor:
-        """x [B, T, dim] -> [B, T, dim]. A cache holds what earlier tokens left; it is updated in place."""
-        B, C, x = project_each(x, self.b_proj, self.c_proj, self.x_proj)
-        y = convolve(B * x, self.conv1d.weight, cache, "conv", self.implementations, **plan.documents)
-        return self.o_proj(C * y)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy import ndarray
 from torch import Tensor
 
 from titan_linear.ops.layout.fragments import Fragment, Fragments, RankGroup, owned
@@ -46,7 +47,7 @@ class Chains(NamedTuple):
     zigzag: OnHost  # [1] whether every second slot's fragments run from the last rank to the first
 
 
-def chains(fragments: Fragments, ranks: RankGroup, entries: np.ndarray, *, reverse: bool) -> Chains:
+def chains(fragments: Fragments, ranks: RankGroup, entries: ndarray, *, reverse: bool) -> Chains:
     """entries: [slots, 2] the first and last entry of each fragment of this rank."""
     rank, world_size = ranks.rank, ranks.world_size
     chain = _walks(fragments, reverse)
@@ -87,7 +88,7 @@ def chains(fragments: Fragments, ranks: RankGroup, entries: np.ndarray, *, rever
     )
 
 
-def _entry_slots(fragments: Fragments, entries: np.ndarray, reverse: bool) -> np.ndarray:
+def _entry_slots(fragments: Fragments, entries: ndarray, reverse: bool) -> ndarray:
     slots = np.full(entries[-1, 1] + 2, -1, dtype=np.int32)
     for slot, f in enumerate(fragments):
         if f.leaves if reverse else f.enters:
@@ -154,7 +155,7 @@ def block_sizes(world_size: int) -> list[int]:
     return [n for n in range(1, world_size) if world_size % n == 0]
 
 
-def blocks_wanted(fragments: Fragments, world_size: int, *, reverse: bool) -> tuple[np.ndarray, bool]:
+def blocks_wanted(fragments: Fragments, world_size: int, *, reverse: bool) -> tuple[ndarray, bool]:
     """[Σ W/n · slots] int32: for blocks of each of `block_sizes`, in rank order, and for each slot, whether the block
     passes on NOTHING, a STATE, or a STATE_AND_M: what a document carries from its last fragment into the next, and
     whether what enters the first fragment has a part in it; in reverse, from its first fragment into the one before.

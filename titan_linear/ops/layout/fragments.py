@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch.distributed as dist
+from numpy import ndarray
 from torch import Tensor
 
 from titan_linear.ops.layout.nodes import Nodes
@@ -63,7 +64,7 @@ class Cut:
 
     layout: str
     num_streams: int
-    documents: np.ndarray  # [.] int64 global boundaries, without empty documents
+    documents: ndarray  # [.] int64 global boundaries, without empty documents
     fragments: Fragments
     order: tuple[int, ...]  # index of each fragment in rank order, rank · slots + slot
     slots: int  # number of fragments per rank
@@ -72,19 +73,17 @@ class Cut:
     nodes: Nodes | None = None  # if documents are nodes of prefix trees
 
     @property
-    def begins(self) -> np.ndarray:
+    def begins(self) -> ndarray:
         """[N] where position 0 of each document is, or for a node would be."""
         return self.documents[:-1] if self.nodes is None else self.nodes.begins
 
     @property
-    def owners(self) -> np.ndarray:
+    def owners(self) -> ndarray:
         """[fragments] their ranks."""
         return np.array([f.rank for f in self.fragments])
 
 
-def cut_streams(
-    documents: np.ndarray, num_streams: int, world_size: int, layout: str, nodes: Nodes | None = None
-) -> Cut:
+def cut_streams(documents: ndarray, num_streams: int, world_size: int, layout: str, nodes: Nodes | None = None) -> Cut:
     """Cut streams into fragments.
 
     Args:
@@ -190,7 +189,7 @@ def _routes_on_paths(nodes: Nodes, cut: Cut, rank: int, world_size: int, width: 
     return table(HaloRoutes, rows=rows, places=places, crosses=always, repeats=always, **counts)
 
 
-def _by_rank(pairs: list[tuple[int, int]] | np.ndarray, world_size: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+def _by_rank(pairs: list[tuple[int, int]] | ndarray, world_size: int, length: int) -> tuple[ndarray, ndarray]:
     """(rank, number) pairs -> the numbers by rank, with zeros up to `length`, and how many each rank has [W]."""
     rank, number = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
     by_rank = np.zeros(length, dtype=np.int64)

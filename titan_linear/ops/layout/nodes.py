@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy import ndarray
 from torch import Tensor
 
 
@@ -22,13 +23,13 @@ from torch import Tensor
 class Nodes:
     """The nodes of the trees of a stream, as arrays."""
 
-    edges: np.ndarray  # [N+1] int64, where each begins
-    parents: np.ndarray  # [N] int64, −1: none
-    depth: np.ndarray  # [N] number of tokens above each
-    paths: list[np.ndarray]  # of each, the nodes from its root to itself
+    edges: ndarray  # [N+1] int64, where each begins
+    parents: ndarray  # [N] int64, −1: none
+    depth: ndarray  # [N] number of tokens above each
+    paths: list[ndarray]  # of each, the nodes from its root to itself
 
     @classmethod
-    def of(cls, edges: np.ndarray, parents: np.ndarray) -> Nodes:
+    def of(cls, edges: ndarray, parents: ndarray) -> Nodes:
         lengths, depth = np.diff(edges), np.zeros_like(parents)
         paths: list[list[int]] = []
         for node, parent in enumerate(parents.tolist()):
@@ -37,7 +38,7 @@ class Nodes:
         return cls(edges, parents, depth, list(map(np.array, paths)))
 
     @classmethod
-    def behind(cls, back: np.ndarray) -> Nodes:
+    def behind(cls, back: ndarray) -> Nodes:
         """Those of tokens each of which lies `back` tokens behind the one that it continues, 0: it continues none."""
         begins = np.flatnonzero(back != 1)
         above = (begins - back[begins])[back[begins] > 0]
@@ -45,17 +46,17 @@ class Nodes:
         return cls.of(edges, parents_behind(edges, back))
 
     @property
-    def leaves(self) -> np.ndarray:
+    def leaves(self) -> ndarray:
         """Nodes that none continues."""
         return np.setdiff1d(np.arange(len(self.parents)), self.parents)
 
     @property
-    def begins(self) -> np.ndarray:
+    def begins(self) -> ndarray:
         """[N] where the position 0 of each node's tokens would be."""
         return self.edges[:-1] - self.depth
 
     @property
-    def chains(self) -> tuple[np.ndarray, np.ndarray]:
+    def chains(self) -> tuple[ndarray, ndarray]:
         """Where runs of nodes begin of which each continues the one before it, and the stream's end; and `begins` of
         the first of each. Attention takes a run for one document, with more keys than queries. A leaf is a run of its
         own, so that no NaN of it reaches the nodes above."""
@@ -64,11 +65,11 @@ class Nodes:
         heads = np.flatnonzero(heads)
         return np.append(self.edges[heads], self.edges[-1]), self.begins[heads]
 
-    def at(self, tokens: np.ndarray) -> np.ndarray:
+    def at(self, tokens: ndarray) -> ndarray:
         """The node of each token."""
         return np.searchsorted(self.edges, tokens, side="right") - 1
 
-    def ranges(self, start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def ranges(self, start: ndarray, end: ndarray) -> tuple[ndarray, ndarray, ndarray]:
         """What the tokens start to end of one node see, for each of several: number, first token and token after the
         last of each range of its path, up to `end`."""
         paths = [self.paths[node] for node in self.at(start)]
@@ -77,25 +78,25 @@ class Nodes:
         last = np.append(number[1:] != number[:-1], True)
         return number, self.edges[nodes], np.where(last, end[number], self.edges[nodes + 1])
 
-    def starts(self, size: int | None) -> np.ndarray:
+    def starts(self, size: int | None) -> ndarray:
         """[E] where each entry begins: each node, and each fragment of `size` tokens."""
         cuts = np.arange(0, self.edges[-1], size or self.edges[-1])
         return np.union1d(self.edges[:-1], cuts)
 
-    def before(self, tokens: np.ndarray) -> np.ndarray:
+    def before(self, tokens: ndarray) -> ndarray:
         """The token that each one continues, −1: none; of −1, too."""
         node = self.at(tokens)
         above = np.where(self.parents >= 0, self.edges[self.parents + 1] - 1, -1)[node]
         return np.where(tokens < 0, -1, np.where(tokens > self.edges[node], tokens - 1, above))
 
 
-def parents_behind(edges: np.ndarray, back: np.ndarray) -> np.ndarray:
+def parents_behind(edges: ndarray, back: ndarray) -> ndarray:
     """The parents of nodes, as `Nodes.behind`."""
     back = back[edges[:-1]]
     return np.where(back > 0, np.searchsorted(edges, edges[:-1] - back, side="right") - 1, -1)
 
 
-def checked_nodes(edges: np.ndarray, parents: Tensor, num_streams: int) -> Nodes | None:
+def checked_nodes(edges: ndarray, parents: Tensor, num_streams: int) -> Nodes | None:
     """None: no node has a parent. ValueError: parents that are no trees, each in one of the streams."""
     numbers, order = parents.cpu().numpy().astype(np.int64), np.arange(len(edges) - 1)
     if numbers.shape != order.shape:

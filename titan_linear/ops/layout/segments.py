@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
+from numpy import ndarray
 
 from titan_linear.ops.layout.boundaries import CHUNK, Boundaries, ChunkTable, Segments
 from titan_linear.ops.layout.tables import table
@@ -18,10 +19,10 @@ SHORTEST = 512  # tokens of the shortest segment: below, the fold costs what the
 
 
 def with_tables(
-    cu_seqlens: np.ndarray,
+    cu_seqlens: ndarray,
     chunks: Iterable[int],
     programs: Iterable[int],
-    crossing: np.ndarray | None = None,
+    crossing: ndarray | None = None,
     joined: bool = False,
     tree: Tree | None = None,
     paths: Paths | None = None,
@@ -42,7 +43,7 @@ def with_tables(
     )
 
 
-def chunk_table(cu_seqlens: np.ndarray, size: int) -> ChunkTable:
+def chunk_table(cu_seqlens: ndarray, size: int) -> ChunkTable:
     """Chunks of `size` tokens. An entry without tokens has one, so that its states are written like any other's. A
     table has at least two rows: torch.compile makes a size of 1 a constant."""
     counts = np.maximum(-(-np.diff(cu_seqlens) // size), 1)
@@ -75,7 +76,7 @@ def segment_length(tokens: int, entries: int, programs: int, joined: bool = Fals
     return max(-(-share // CHUNK) * CHUNK, SHORTEST)
 
 
-def _segments(cu_seqlens: np.ndarray, programs: int, crossing: np.ndarray | None, joined: bool) -> Segments | None:
+def _segments(cu_seqlens: ndarray, programs: int, crossing: ndarray | None, joined: bool) -> Segments | None:
     """None if no documents of so many tokens are cut. If others are, but cutting these does not pay, each entry is one
     segment: compiled code has one form for all batches."""
     tokens = int(cu_seqlens[-1])
@@ -85,7 +86,7 @@ def _segments(cu_seqlens: np.ndarray, programs: int, crossing: np.ndarray | None
     return segments_of_length(cu_seqlens, length, crossing)
 
 
-def segments_of_length(cu_seqlens: np.ndarray, length: int, crossing: np.ndarray | None = None) -> Segments:
+def segments_of_length(cu_seqlens: ndarray, length: int, crossing: ndarray | None = None) -> Segments:
     """Segments of `length` tokens; the last of an entry has what is left.
 
     crossing: [N] bool, entries whose state comes from another rank or goes to one; by default none.
