@@ -33,6 +33,14 @@ class Section(BaseModel):
 
 
 BYTES = "bytes"  # as model.tokenizer_path, which is then no path
+Count = Annotated[int, Field(ge=0)]
+Number = Annotated[int, Field(ge=1)]
+CountOrAll = Annotated[int, Field(ge=-1)]  # −1: all of them, the rest, or the newest
+AtLeast0 = Annotated[float, Field(ge=0)]
+Above0 = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
+Coefficient = Annotated[float, Field(ge=-1)]  # −1: the model's
+Text = Annotated[str, Field(min_length=1)]
 Corpus = Annotated[str, Rule.PATH, Rule.OF_A_NODE, Rule.MAY_MOVE]  # a path of texts or of a tokenizer
 
 
@@ -43,7 +51,7 @@ class Job(Section):
 
     config_file: str = ""
     """TOML file to read; command-line keys override it. Not a key of the file itself."""
-    dump_folder: Annotated[str, Rule.PATH, Rule.HOME] = Field("outputs", min_length=1)
+    dump_folder: Annotated[Text, Rule.PATH, Rule.HOME] = "outputs"
     """Folder of the run. The same command in the same folder resumes from its newest whole checkpoint."""
     description: str = ""
     """Free text, kept with the run."""
@@ -61,17 +69,17 @@ class Model(Section):
 
     name: Literal[NAMES] = "hybrid"  # type: ignore[valid-type]
     """Family: linear layers only (kda, gdn), a pattern with softmax attention (hybrid), or a published hybrid."""
-    flavor: str = Field("debug", min_length=1)
+    flavor: Text = "debug"
     """Preset of the family: debug, 340M, 1.3B, 27B, 80B-A3B, ... (--help flavors lists them); hf: the model in
     model.hf_assets_path, whatever model.name is. The keys of sizes below change it."""
-    dim: int = Field(0, ge=0)
+    dim: Count = 0
     """Width of the model; 0: the flavor's."""
-    num_layers: int = Field(0, ge=0)
+    num_layers: Count = 0
     """Number of layers; 0: the flavor's."""
-    mtp_layers: int = Field(0, ge=0)
+    mtp_layers: Count = 0
     """Number of further tokens that layers after the last predict (multi-token prediction, trained by loss.mtp_weight).
     A published folder's layers are read if this is their number; with 0 they are copied to exports as they are."""
-    hidden_dim: int = Field(0, ge=0)
+    hidden_dim: Count = 0
     """Hidden channels of each layer's MLP; 0: the flavor's."""
     pattern: list[str] = []
     """Mixers of the first layers, which further layers repeat as a whole: ["kda", "kda", "kda", "attention"]; []: the
@@ -86,7 +94,7 @@ class Model(Section):
     hf_assets_path: Annotated[str, Rule.MAY_CHANGE, Rule.OF_A_NODE, Rule.PATH, Rule.HOME] = ""
     """Hugging Face folder whose config.json defines flavor hf and whose tokenizer is the default; empty: the folder
     that checkpoint.initial_load_in_hf loads."""
-    vocab_size: int = Field(0, ge=0)
+    vocab_size: Count = 0
     """Rows of the embedding and the head; 0: the preset's number, or, if that is too small and the weights are drawn,
     the tokenizer's vocabulary rounded up to a multiple of 64."""
     tokenizer_path: Corpus = ""
@@ -103,11 +111,11 @@ DatasetFormat = Literal["text", "tokens", "messages", "completion", "preference"
 class Source(Section):
     """A source of training.mixture. Keys that it leaves out have the defaults of [training]."""
 
-    name: str = Field(min_length=1)
-    weight: float = Field(gt=0)
+    name: Text
+    weight: Above0
     dataset: Dataset
     dataset_path: str = ""
-    dataset_text_field: str = Field("text", min_length=1)
+    dataset_text_field: Text = "text"
     dataset_format: DatasetFormat = "text"
     dataset_columns: list[str] = []
 
@@ -115,8 +123,8 @@ class Source(Section):
 class Shorter(Section):
     """A part of training.seq_len_schedule."""
 
-    until_step: int = Field(ge=1)
-    seq_len: int = Field(ge=1)
+    until_step: Number
+    seq_len: Number
 
 
 class Training(Section):
@@ -127,7 +135,7 @@ class Training(Section):
     that Hugging Face's datasets saved, or token files."""
     dataset_path: Corpus = ""
     """File, folder or globs (separated by commas) of the corpus; every dataset but stdlib needs it."""
-    dataset_text_field: str = Field("text", min_length=1)
+    dataset_text_field: Text = "text"
     """Field (jsonl) or column (parquet, arrow) that holds a document's text."""
     dataset_format: DatasetFormat = "text"
     """What a record of jsonl, parquet or arrow is: a text; a list of tokens; a conversation, written by the tokenizer's
@@ -139,7 +147,7 @@ class Training(Section):
     mixture: Annotated[list[Source], Rule.OF_A_NODE, Rule.MAY_MOVE] = []
     """Several sources instead of the one above, [{name = "web", weight = 0.7, dataset = "jsonl", dataset_path = "…"},
     …], each with those of the keys above that it needs. Weights are shares of streams."""
-    mixture_from_step: Annotated[int, Rule.MAY_CHANGE] = Field(-1, ge=-1)
+    mixture_from_step: Annotated[CountOrAll, Rule.MAY_CHANGE] = -1
     """Step at which training.mixture changes: the step that the run resumes from; -1: it does not change."""
     on_bad_document: Annotated[Literal["stop", "skip"], Rule.MAY_CHANGE] = "stop"
     """What a record that is no document (not JSON, no such field, a conversation without an answer) does: stop the
@@ -147,18 +155,18 @@ class Training(Section):
     verify: Annotated[Literal["always", "changed"], Rule.MAY_CHANGE] = "changed"
     """Check every byte of the corpus against its checksums at every start (always), or only when a file's size, time or
     inode has changed since it was found whole (changed)."""
-    seq_len: int = Field(2048, ge=1)
+    seq_len: Number = 2048
     """Tokens of one packed stream, over all context-parallel ranks."""
     seq_len_schedule: list[Shorter] = []
     """Shorter streams first, [{until_step = 1000, seq_len = 8192}, …]: streams have seq_len tokens up to and including
     until_step, and training.seq_len after the last of these."""
-    local_batch_size: Annotated[int, Rule.MAY_CHANGE] = Field(1, ge=1)
+    local_batch_size: Annotated[Number, Rule.MAY_CHANGE] = 1
     """Streams of one micro-step on one data-parallel rank."""
-    global_batch_size: int = Field(8, ge=1)
+    global_batch_size: Number = 8
     """Streams of one optimizer step; gradients are accumulated up to it."""
-    steps: Annotated[int, Rule.MAY_CHANGE] = Field(1000, ge=1)
+    steps: Annotated[Number, Rule.MAY_CHANGE] = 1000
     """Optimizer steps of the run."""
-    max_norm: float = Field(1.0, gt=0)
+    max_norm: Above0 = 1.0
     """Gradients are clipped to this global 2-norm."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Type of parameters and optimizer states. float64 is for proofs on the CPU."""
@@ -169,15 +177,15 @@ class Training(Section):
     enable_cpu_offload: Annotated[bool, Rule.MAY_CHANGE] = False
     """Keep parameters, gradients and the optimizer's states in the host's memory, and run AdamW there: a GPU holds
     those of the layers that it is computing. Works on one GPU too. Steps take longer."""
-    loss_chunk_size: Annotated[int, Rule.MAY_CHANGE] = Field(2048, ge=1)
+    loss_chunk_size: Annotated[Number, Rule.MAY_CHANGE] = 2048
     """Number of tokens whose logits exist at once, in the head and the loss."""
-    expert_balance_coefficient: float = Field(-1.0, ge=-1)
+    expert_balance_coefficient: Coefficient = -1.0
     """Coefficient of the experts' load-balance loss; 0: none; -1: the model's."""
-    expert_bias_update_rate: float = Field(-1.0, ge=-1)
+    expert_bias_update_rate: Coefficient = -1.0
     """How far a step moves the expert-selection biases towards equal loads; 0: not at all; -1: the model's."""
     on_nonfinite: Annotated[Literal["stop", "skip"], Rule.MAY_CHANGE] = "stop"
     """After a non-finite loss or gradient, stop the run, or skip and count the step. It never reaches the weights."""
-    num_workers: Annotated[int, Rule.MAY_CHANGE, Rule.OF_A_NODE] = Field(0, ge=0)
+    num_workers: Annotated[Count, Rule.MAY_CHANGE, Rule.OF_A_NODE] = 0
     """Threads that read batches ahead on each rank, two batches each; 0: batches are read when a step asks for them."""
 
 
@@ -203,7 +211,7 @@ class Loss(Section):
     reference: Literal["column", "base"] = "column"
     """Where the log-probabilities of the reference come from, if the loss reads them: the corpus's column, or the
     model without its adapters (adapter.enable), in each step."""
-    mtp_weight: float = Field(0.1, ge=0)
+    mtp_weight: AtLeast0 = 0.1
     """Weight of the mean cross-entropy of further tokens (model.mtp_layers), which is in the gradient, not in the
     printed loss."""
 
@@ -211,22 +219,22 @@ class Loss(Section):
 class CrossEntropy(Section):
     """Cross-entropy."""
 
-    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    label_smoothing: Share = 0.0
     """Share of the loss that is the mean over the vocabulary instead of the label's."""
-    z_loss: float = Field(0.0, ge=0)
+    z_loss: AtLeast0 = 0.0
     """Coefficient of the square of the logits' log-sum-exp, which is added to the loss."""
 
 
 class DPO(Section):
     """Preferences, of pairs of documents; reads the column reference."""
 
-    beta: float = Field(0.1, gt=0)
+    beta: Above0 = 0.1
     """Factor of a document's log-probability, relative to the reference's."""
     length_normalised: bool = False
     """Of means over a document's tokens instead of sums."""
     reference_free: bool = False
     """Without a reference."""
-    margin: float = Field(0.0, ge=0)
+    margin: AtLeast0 = 0.0
     """By which the chosen text's is to be above the rejected one's. SimPO: a margin, length_normalised and
     reference_free."""
 
@@ -234,7 +242,7 @@ class DPO(Section):
 class Distillation(Section):
     """Divergence from a teacher; reads the columns teacher_ids and teacher_logprobs."""
 
-    temperature: float = Field(1.0, gt=0)
+    temperature: Above0 = 1.0
     """Of the softmax; that at which the columns were scored."""
 
 
@@ -243,11 +251,11 @@ class Policy(Section):
 
     level: Literal["token", "sequence"] = "token"
     """What has a ratio: each token (GRPO), or each document (GSPO)."""
-    clip_low: float = Field(0.2, ge=0, lt=1)
+    clip_low: Share = 0.2
     """The ratio counts down to 1 less this where the advantage is negative."""
-    clip_high: float = Field(0.2, ge=0)
+    clip_high: AtLeast0 = 0.2
     """The ratio counts up to 1 plus this where the advantage is positive."""
-    kl: float = Field(0.0, ge=0)
+    kl: AtLeast0 = 0.0
     """Coefficient of the divergence from the reference."""
 
 
@@ -257,26 +265,26 @@ class Optimizer(Section):
     name: Literal["AdamW", "muon"] = "AdamW"
     """muon: Muon for the matrices between embedding and head, each made orthogonal as a whole and scaled to the size of
     AdamW's updates; AdamW for the rest."""
-    lr: float = Field(3e-4, gt=0)
+    lr: Above0 = 3e-4
     """Peak learning rate."""
-    beta1: float = Field(0.9, ge=0, lt=1)
+    beta1: Share = 0.9
     """Decay of the first moment."""
-    beta2: float = Field(0.95, ge=0, lt=1)
+    beta2: Share = 0.95
     """Decay of the second moment."""
-    eps: float = Field(1e-8, gt=0)
+    eps: Above0 = 1e-8
     """Added to the root of the second moment."""
-    momentum: float = Field(0.95, ge=0, lt=1)
+    momentum: Share = 0.95
     """Of Muon."""
-    weight_decay: float = Field(0.1, ge=0)
+    weight_decay: AtLeast0 = 0.1
     """Decay of weight matrices; norms, biases, A_log and dt_bias have none."""
 
 
 class LRScheduler(Section):
     """The learning rate over the steps: warmup, then constant, then decay."""
 
-    warmup_steps: int = Field(100, ge=0)
+    warmup_steps: Count = 100
     """Steps over which the rate rises linearly from 0 to optimizer.lr; a shorter run ends before the rise does."""
-    total_steps: Annotated[int, Rule.MAY_CHANGE] = Field(0, ge=0)
+    total_steps: Annotated[Count, Rule.MAY_CHANGE] = 0
     """Step at which the decay ends; 0: training.steps, which then may not change once the decay has begun."""
     decay_ratio: float = Field(1.0, ge=0, le=1)
     """Share of the total steps over which the rate decays, at the end; at most what warmup leaves. 1: all after it."""
@@ -291,17 +299,17 @@ class Parallelism(Section):
 
     rules = (Rule.MAY_CHANGE,)
 
-    data_parallel_replicate_degree: int = Field(1, ge=1)
+    data_parallel_replicate_degree: Number = 1
     """Replicas of the sharded model (HSDP)."""
-    data_parallel_shard_degree: int = Field(-1, ge=-1)
+    data_parallel_shard_degree: CountOrAll = -1
     """Ranks that share parameters and take different streams (FSDP); -1: the ranks that are left."""
-    fsdp_shard_degree: int = Field(-1, ge=-1)
+    fsdp_shard_degree: CountOrAll = -1
     """Ranks, out of data_parallel_shard_degree × context_parallel_degree, that each parameter is sharded over, the GPUs
     of a node for example; the others hold copies, whose gradients are summed once a step. -1: all of them."""
     fsdp_reshard_after_forward: Literal["always", "never"] = "always"
     """Free a layer's gathered parameters after its forward and gather them again in backward (always), or keep them
     until then (never): faster, at the cost of 2 bytes per parameter of all layers in bfloat16."""
-    context_parallel_degree: int = Field(1, ge=1)
+    context_parallel_degree: Number = 1
     """Ranks that share one stream."""
     context_parallel_layout: Literal["contiguous", "zigzag"] = "contiguous"
     """One fragment of each stream per rank (contiguous), or two mirrored ones (zigzag), which balance ring attention;
@@ -311,9 +319,9 @@ class Parallelism(Section):
     that inside a node, and a ring between nodes."""
     context_parallel_linear_method: Literal["kcp", "ulysses"] = "kcp"
     """Exchange in the linear layers: states of the recurrence (KCP), or all-to-all over heads."""
-    tensor_parallel_degree: int = Field(1, ge=1)
+    tensor_parallel_degree: Number = 1
     """Ranks that split every layer by heads and hidden channels, the vocabulary, and the tokens between layers."""
-    expert_parallel_degree: int = Field(1, ge=1)
+    expert_parallel_degree: Number = 1
     """Ranks, out of those that share parameters (data_parallel_shard_degree × context_parallel_degree), that divide the
     experts among themselves instead: tokens travel to the experts."""
 
@@ -323,9 +331,9 @@ class Adapter(Section):
 
     enable: bool = False
     """Freeze the weights that the run begins from, and train adapters of them."""
-    rank: int = Field(16, ge=1)
+    rank: Number = 16
     """Rank of each."""
-    alpha: float = Field(32, gt=0)
+    alpha: Above0 = 32
     """What an adapter adds is multiplied with alpha / rank."""
     rslora: bool = False
     """With alpha / √rank (arXiv 2312.03732)."""
@@ -345,21 +353,21 @@ class Checkpoint(Section):
 
     enable: bool = True
     """Save, and resume from what is saved."""
-    folder: Annotated[str, Rule.HOME] = Field("checkpoint", min_length=1)
+    folder: Annotated[Text, Rule.HOME] = "checkpoint"
     """Folder of the checkpoints, inside job.dump_folder."""
-    interval: int = Field(500, ge=1)
+    interval: Number = 500
     """Steps between saves; the last step is always saved."""
     async_mode: Literal["disabled", "async"] = "disabled"
     """Write while training goes on (async), or before it goes on (disabled)."""
-    keep_latest_k: int = Field(10, ge=0)
+    keep_latest_k: Count = 10
     """Checkpoints older than the latest k are removed; 0 keeps all."""
     verify: bool = True
     """Read each save back from the disk before older checkpoints are removed. What differs is written once more; if it
     differs again, the save has failed."""
-    grace_seconds: int = Field(0, ge=0)
+    grace_seconds: Count = 0
     """Time that the machine stays up after SIGTERM (a spot instance: 30 to 120). If the rest of the step and a save
     would take longer, the step is given up and the state before it is saved; 0: no limit."""
-    load_step: int = Field(-1, ge=-1)
+    load_step: CountOrAll = -1
     """Step to go back to, once: later checkpoints are set aside, and the same command, started again, resumes from the
     newest; -1: the newest whole checkpoint."""
     initial_load_path: Annotated[str, Rule.OF_A_NODE, Rule.PATH, Rule.HOME] = ""
@@ -371,7 +379,7 @@ class Checkpoint(Section):
     """The last save holds the weights only: smaller, but the run cannot be continued from it."""
     last_save_in_hf: bool = False
     """When the run ends, write its weights as a Hugging Face folder too: step-N-hf, beside the checkpoints."""
-    export_interval: int = Field(0, ge=0)
+    export_interval: Count = 0
     """Steps between exports of checkpoints to Hugging Face folders, step-N-hf, which a separate process writes while
     training goes on: a multiple of checkpoint.interval; 0: none. The folders are never removed."""
     export_dtype: Literal["float16", "bfloat16", "float32", "source"] = "float32"
@@ -420,8 +428,8 @@ class Float8(Section):
 class FileGroup(Section):
     """A group of metrics.loss_by_source."""
 
-    name: str = Field(min_length=1)
-    files: str = Field(min_length=1)
+    name: Text
+    files: Text
 
 
 class Metrics(Section):
@@ -429,24 +437,24 @@ class Metrics(Section):
 
     rules = (Rule.MAY_CHANGE,)
 
-    log_freq: int = Field(10, ge=1)
+    log_freq: Number = 10
     """Steps between reports; the first step is always reported."""
     enable_tensorboard: bool = True
     """Write TensorBoard events to tb/ in job.dump_folder."""
     enable_wandb: bool = False
     """Report to Weights & Biases too (pip install wandb), as one run however often it resumes. Its environment
     variables decide the rest: WANDB_PROJECT, WANDB_MODE=offline."""
-    telemetry_freq: int = Field(100, ge=0)
+    telemetry_freq: Count = 100
     """Steps between looks inside a step: norms by layer, decay half-lives, loss by position and source, …
     (docs/telemetry.md); 0: none."""
     loss_by_source: Annotated[list[FileGroup], Rule.OF_A_NODE] = []
     """Groups of files whose losses telemetry shows separately, [{name = "code", files = "**/*.py"}, …]: globs
     (separated by commas) of paths or their ends. A document belongs to the first group that fits its file, else to
     "other"."""
-    spike_sigmas: float = Field(6.0, ge=0)
+    spike_sigmas: AtLeast0 = 6.0
     """A loss more than this many standard deviations above the mean of the last 128 is noted, with its step's streams,
     in spikes.jsonl, as is every non-finite one; 0: only these."""
-    peak_tflops: float = Field(0.0, ge=0)
+    peak_tflops: AtLeast0 = 0.0
     """Peak TFLOP/s of a GPU in the type of compute, of which MFU is a share; 0: the peak known for a GPU of this
     name, if there is one."""
 
@@ -458,20 +466,20 @@ class Profiling(Section):
 
     enable_profiling: bool = False
     """Record traces."""
-    save_traces_folder: Annotated[str, Rule.OF_A_NODE, Rule.HOME] = Field("profile_traces", min_length=1)
+    save_traces_folder: Annotated[Text, Rule.OF_A_NODE, Rule.HOME] = "profile_traces"
     """Folder of the traces, inside job.dump_folder."""
-    profile_freq: int = Field(10, ge=1)
+    profile_freq: Number = 10
     """Steps between traces."""
-    profiler_active: int = Field(1, ge=1)
+    profiler_active: Number = 1
     """Number of steps in a trace."""
-    profiler_warmup: int = Field(3, ge=0)
+    profiler_warmup: Count = 3
     """Steps before each trace in which the profiler runs but keeps nothing; at most what profile_freq leaves."""
-    profile_count: int = Field(0, ge=0)
+    profile_count: Count = 0
     """Number of traces per start of the run; 0: no limit."""
     enable_memory_snapshot: Annotated[bool, Rule.OF_A_NODE] = False
     """Record where in the code the GPU's memory is allocated, for snapshots: one when memory runs out, and those that
     SIGUSR1 asks for (docs/telemetry.md), which without this key tell what is allocated, not where."""
-    save_memory_snapshot_folder: Annotated[str, Rule.OF_A_NODE, Rule.HOME] = Field("memory_snapshots", min_length=1)
+    save_memory_snapshot_folder: Annotated[Text, Rule.OF_A_NODE, Rule.HOME] = "memory_snapshots"
     """Folder of the snapshots, inside job.dump_folder."""
 
 
@@ -483,17 +491,17 @@ class Validation(Section):
     dataset_path: Corpus = ""
     """Corpus to validate on, of the kind that training.dataset names; empty: documents held out of the training
     corpus."""
-    holdout: float = Field(0.01, ge=0, lt=1)
+    holdout: Share = 0.01
     """Share of the training corpus's documents to hold out when validating without validation.dataset_path."""
-    freq: Annotated[int, Rule.MAY_CHANGE] = Field(100, ge=1)
+    freq: Annotated[Number, Rule.MAY_CHANGE] = 100
     """Training steps between validations; the last step is always validated."""
-    steps: Annotated[int, Rule.MAY_CHANGE] = Field(-1, ge=-1)
+    steps: Annotated[CountOrAll, Rule.MAY_CHANGE] = -1
     """Number of streams in a validation, over all ranks; -1: all held-out documents."""
-    local_batch_size: Annotated[int, Rule.MAY_CHANGE] = Field(1, ge=1)
+    local_batch_size: Annotated[Number, Rule.MAY_CHANGE] = 1
     """Streams of one validation batch on one data-parallel rank."""
-    sample_tokens: Annotated[int, Rule.MAY_CHANGE] = Field(0, ge=0)
+    sample_tokens: Annotated[Count, Rule.MAY_CHANGE] = 0
     """Length, in tokens, of a text generated at each validation, with sample.temperature and sample.top_p; 0: none."""
-    sample_prompt: Annotated[str, Rule.MAY_CHANGE] = Field("def ", min_length=1)
+    sample_prompt: Annotated[Text, Rule.MAY_CHANGE] = "def "
     """What that text begins with."""
 
 
@@ -502,14 +510,14 @@ class Evaluation(Section):
 
     rules = (Rule.MAY_CHANGE,)
 
-    freq: int = Field(0, ge=0)
+    freq: Count = 0
     """Training steps between evaluations; the last step is always evaluated. 0: none."""
     tasks: list[str] = ["niah_single_2", "niah_multikey_1", "mqar", "induction", "loss"]
     """RULER's niah_single_1 to 3, niah_multikey_1 to 3, niah_multivalue, niah_multiquery, vt, cwe, fwe, qa_1 and qa_2;
     mqar, copy, induction; loss: of the texts, by position."""
-    lengths: list[Annotated[int, Field(ge=1)]] = Field([2048], min_length=1)
+    lengths: list[Number] = Field([2048], min_length=1)
     """Lengths of prompts, with their answers, in tokens."""
-    samples: int = Field(11, ge=1)
+    samples: Number = 11
     """Prompts of each task and length, at even depths."""
     chat: bool = False
     """Ask as a user, by the tokenizer's chat template."""
@@ -520,11 +528,11 @@ class Sample(Section):
 
     rules = (Rule.MAY_CHANGE,)
 
-    prompt: str = Field("def ", min_length=1)
+    prompt: Text = "def "
     """What the sample begins with."""
-    max_new_tokens: int = Field(0, ge=0)
+    max_new_tokens: Count = 0
     """Length of the sample in tokens; 0: none."""
-    temperature: float = Field(0.8, ge=0)
+    temperature: AtLeast0 = 0.8
     """Temperature of sampling; 0: always the likeliest token."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Draw only from the likeliest tokens whose probabilities together reach this sum."""
@@ -539,7 +547,7 @@ class Comm(Section):
     """Timeout until the first step is done, and the first of each length (training.seq_len_schedule)."""
     train_timeout_seconds: int = Field(100, ge=1, le=10**6)
     """Timeout after the first step. Validation, saves and exports have none: they wait for the slowest disk."""
-    max_restarts: int = Field(0, ge=0)
+    max_restarts: Count = 0
     """How many times torchrun starts all workers again, from the newest checkpoint, after a rank has failed, whatever
     the reason."""
 
@@ -547,7 +555,7 @@ class Comm(Section):
 class Debug(Section):
     """Randomness."""
 
-    seed: int = Field(0, ge=0)
+    seed: Count = 0
     """Seed of weights, data order and sampling."""
     deterministic: Annotated[bool, Rule.MAY_CHANGE] = False
     """Use deterministic algorithms only."""

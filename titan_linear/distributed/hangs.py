@@ -25,6 +25,7 @@ import torch.distributed as dist
 from titan_linear.distributed.ending import FAILED_RANK
 from titan_linear.distributed.process import LOST
 
+Collective = dict[str, Any]  # as a flight recorder describes it
 LATE = 0.75  # of a collective's time-out
 POLL = 1.0  # seconds, at most, between two looks at the store
 GRACE = 2.0  # seconds for this rank to say why it fails itself
@@ -94,7 +95,7 @@ class Watch(threading.Thread):
             self.reported = True
             self._dump()
 
-    def _say(self, entry: dict[str, Any]) -> None:
+    def _say(self, entry: Collective) -> None:
         name = entry["profiling_name"].rpartition(":")[2]
         self.store.set(f"waits/{self.rank}", name)
         if self.store.add("late", 1) == 1:
@@ -135,17 +136,17 @@ def recorders() -> dict[str, Callable[..., bytes]]:
     return {"rank": module._dump_fr_trace}
 
 
-def recorded() -> list[list[dict[str, Any]]]:
+def recorded() -> list[list[Collective]]:
     """The collectives in each of this process's recorders, in the order in which they began."""
     return [pickle.loads(dump(includeStackTraces=False)).get("entries", []) for dump in recorders().values()]
 
 
-def late_collective(lists: list[list[dict[str, Any]]], now: int) -> dict[str, Any] | None:
+def late_collective(lists: list[list[Collective]], now: int) -> Collective | None:
     """Of the collectives that have not ended and have used up most of their time-outs, the one that began first.
 
     lists: one for each recorder. now: nanoseconds since the epoch.
     """
-    waiting: dict[tuple[int, int], dict[str, Any]] = {}  # by recorder and group
+    waiting: dict[tuple[int, int], Collective] = {}  # by recorder and group
     for i, entries in enumerate(lists):
         for entry in entries:
             if entry["retired"]:  # so are earlier ones; those in an NCCL batch are never marked

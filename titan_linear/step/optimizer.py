@@ -16,6 +16,7 @@ from titan_linear.config import LRScheduler, Optimizer
 from titan_linear.distributed.matrices import WholeMatrices
 from titan_linear.distributed.parts import by_device, local_tensor, whole
 
+Group = dict[str, Any]  # of parameters, with its options
 HOST_BLOCK = 1 << 16  # elements whose squares a core of the host adds up in their own dtype
 
 
@@ -23,7 +24,7 @@ class AdamW(torch.optim.AdamW):
     """AdamW on this rank's part of each parameter, since the update is elementwise. On DTensors the dispatcher would
     work out the sharding again in every step that changes the learning rate, which takes longer than the update."""
 
-    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+    def _init_group(self, group: Group, *lists: list[Tensor]) -> bool:
         """Fill the lists with parameters, gradients, moments and steps, which the kernels then read."""
         has_complex = super()._init_group(group, *lists)
         for tensors in lists:
@@ -39,14 +40,14 @@ class Muon(AdamW):
     et al., "Muon is scalable for LLM training", section 2.2). The host waits for the norm of the gradients.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], matrices: WholeMatrices, **options: Any):
+    def __init__(self, groups: list[Group], matrices: WholeMatrices, **options: Any):
         super().__init__(groups, **options)
         self.matrices = matrices
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Group) -> None:
         torch.optim.Optimizer.__setstate__(self, state)  # AdamW's asks every parameter's state for a count of steps
 
-    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+    def _init_group(self, group: Group, *lists: list[Tensor]) -> bool:
         return False if "momentum" in group else super()._init_group(group, *lists)
 
     @torch.no_grad()
@@ -58,7 +59,7 @@ class Muon(AdamW):
             if "momentum" in group:
                 self._step_matrices(group, skipped)
 
-    def _step_matrices(self, group: dict[str, Any], skipped: bool) -> None:
+    def _step_matrices(self, group: Group, skipped: bool) -> None:
         for p in group["params"]:
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
@@ -70,19 +71,19 @@ class Muon(AdamW):
         for weight, shape, direction in zip(weights, self.matrices.shapes, self.directions(group), strict=True):
             weight.add_(direction.to(weight.device), alpha=-group["lr"] * update_scale(shape))
 
-    def directions(self, group: dict[str, Any]) -> list[Tensor]:
+    def directions(self, group: Group) -> list[Tensor]:
         """This rank's parts of the orthogonal matrices, from gradients and momentum after it has been updated. All
         ranks call it."""
         _, grads, momenta = self._parts(group)
         mixed = [g.lerp(m, group["momentum"]).bfloat16() for g, m in zip(grads, momenta, strict=True)]  # Nesterov's
         return self.matrices.apply(orthogonalised, mixed)
 
-    def scaled_directions(self, group: dict[str, Any]) -> dict[nn.Parameter, Tensor]:
+    def scaled_directions(self, group: Group) -> dict[nn.Parameter, Tensor]:
         """The same, as long as they are added to the weights at a rate of 1, in the weights' dtype."""
         directions = zip(group["params"], self.matrices.shapes, self.directions(group), strict=True)
         return {p: x.to(local_tensor(p)) * update_scale(shape) for p, shape, x in directions}
 
-    def _parts(self, group: dict[str, Any]) -> tuple[list[Tensor], ...]:
+    def _parts(self, group: Group) -> tuple[list[Tensor], ...]:
         """This rank's of weights, gradients and momenta."""
         ps = group["params"]
         of_each = (ps, [p.grad for p in ps], [self.state[p]["momentum_buffer"] for p in ps])

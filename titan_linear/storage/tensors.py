@@ -17,6 +17,7 @@ from titan_linear.storage.files import progress
 from titan_linear.storage.manifest import REMEDY, Reader, read_manifest
 from titan_linear.storage.step_folders import describe, weights_path
 
+State = dict[str, Any]  # of a model or an optimizer, by name
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)  # `_compare` checks names with better messages
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what checkpointing and torch.compile add to names
 
@@ -54,13 +55,13 @@ def stored_weights(path: Path) -> Callable[[str], Tensor]:
     return get
 
 
-def read_state(path: Path, state: dict[str, dict[str, Any]], group: dist.ProcessGroup | None) -> None:
+def read_state(path: Path, state: dict[str, State], group: dist.ProcessGroup | None) -> None:
     reader = Reader(path)
     _compare(path, reader, state)
     _fill(reader, state, group)
 
 
-def _fill(reader: Reader, state: dict[str, dict[str, Any]], group: dist.ProcessGroup | None = None) -> None:
+def _fill(reader: Reader, state: dict[str, State], group: dist.ProcessGroup | None = None) -> None:
     try:
         dcp.load(state, storage_reader=reader, planner=_Planner(), process_group=group, no_dist=group is None)
     except dcp.CheckpointException as failure:  # a BaseException, the same on every rank
@@ -128,7 +129,7 @@ def is_adapter(name: str) -> bool:
     return "lora_" in name
 
 
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[State, State]:
     """The optimizer's state by weight, "state.layers.0.mlp.w1.weight.exp_avg"; and its hyperparameters, which are not
     saved."""
     flat = get_optimizer_state_dict(model, optimizer, options=FLAT)
@@ -136,14 +137,14 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple
     return state, {name: value for name, value in flat.items() if name not in state}
 
 
-def of_whole(moments: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+def of_whole(moments: State, model: nn.Module) -> State:
     """The optimizer's state, whose parts say where they lie in the whole tensors, as in `named_parameters`; counts of
     steps are no parts."""
     names = {name: name.removeprefix("state.").rpartition(".")[0] for name in moments}
     return {name: whole(model, names[name], x) if x.dim() else x for name, x in moments.items()}
 
 
-def _compare(path: Path, reader: Reader, state: dict[str, dict[str, Any]]) -> None:
+def _compare(path: Path, reader: Reader, state: dict[str, State]) -> None:
     """Compare names and sizes. DCP would ignore what the checkpoint has and the model lacks."""
     saved = reader.metadata.state_dict_metadata
     if "optimizer" in state and not any(name.startswith("optimizer.") for name in saved):

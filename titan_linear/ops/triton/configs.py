@@ -29,7 +29,7 @@ from titan_linear.ops.runtime.support import (
     short,
 )
 
-Config = dict[str, int]
+Config = dict[str, Any]  # launch arguments of a kernel
 
 
 def _read(file: Path) -> dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]]:

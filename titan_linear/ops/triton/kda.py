@@ -17,7 +17,7 @@ from titan_linear.ops.layout.boundaries import CHUNK
 from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs
 from titan_linear.ops.triton import kda_kernels as kernels
 from titan_linear.ops.triton.chunks import listed_entries
-from titan_linear.ops.triton.configs import config, widest_slice
+from titan_linear.ops.triton.configs import Config, config, widest_slice
 from titan_linear.ops.triton.solve import solve_kernel
 from titan_linear.ops.triton.stages import Given, Stages
 from titan_linear.ops.triton.tiles import Pair, chunk_tiles, ragged_tiles, rows, sum_groups
@@ -53,13 +53,13 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float32 else torch.bfloat16
 
 
-def _constants(tiles: Tiles, kernel: str, V: int, BV: int) -> dict[str, Any]:
+def _constants(tiles: Tiles, kernel: str, V: int, BV: int) -> Config:
     """Of a kernel that goes through an entry's chunks; BV: columns of a slice at most."""
     _, HV, K, _ = tiles.qg.shape
     return {"HV": HV, "K": K, "V": V, "CT": TRITON_DTYPE[tiles.qg.dtype], **config(kernel, tiles.qg, K, BV=BV)}
 
 
-def _of_gates(x: Inputs, n: Numbers) -> dict[str, Any]:
+def _of_gates(x: Inputs, n: Numbers) -> Config:
     """Constants of a kernel on a chunk's gates."""
     (_, H, K), CT = x.q.shape, TRITON_DTYPE[compute_dtype(x.q.dtype)]
     return {"H": H, "HV": x.v.shape[1], "K": K, "CT": CT, "GATE": int(n.gate)}

@@ -18,7 +18,7 @@ from titan_linear.ops.layout.boundaries import CHUNK
 from titan_linear.ops.runtime.options import DPLRInputs, DPLROptions
 from titan_linear.ops.triton import rwkv7_kernels as kernels
 from titan_linear.ops.triton.chunks import ALL, listed_entries
-from titan_linear.ops.triton.configs import config, widest_slice
+from titan_linear.ops.triton.configs import Config, config, widest_slice
 from titan_linear.ops.triton.kda import TRITON_DTYPE, compute_dtype
 from titan_linear.ops.triton.stages import Given, Stages
 from titan_linear.ops.triton.tiles import Pair, rows
@@ -40,14 +40,14 @@ class Tiles(NamedTuple):
     O: Tensor | None  # [NT, H, C, V]; None: not computed again
 
 
-def _constants(tiles: Tiles, numbers: Numbers | None = None) -> dict[str, Any]:
+def _constants(tiles: Tiles, numbers: Numbers | None = None) -> Config:
     """numbers: for kernels that read gates."""
     _, H, K, V = tiles.U.shape
     rate = {} if numbers is None else {"RATE": numbers.rate or None}
     return {"H": H, "K": K, "V": V, "CT": TRITON_DTYPE[tiles.U.dtype]} | rate
 
 
-def _loop(tiles: Tiles, kernel: str = "rwkv7 loop") -> dict[str, Any]:
+def _loop(tiles: Tiles, kernel: str = "rwkv7 loop") -> Config:
     """Constants of kernels that go through an entry's chunks."""
     _, _, K, V = tiles.U.shape
     return _constants(tiles) | config(kernel, tiles.U, max(K, V), BV=min(K, widest_slice(V)))
