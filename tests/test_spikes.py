@@ -75,7 +75,7 @@ def test_what_is_learnt_is_shown_with_its_special_tokens():
     tokens = np.array([*b"ab?yes", 256, *b"xyz"])
     labels = np.append(tokens[1:], IGNORE)
     labels[[0, 1, 6]] = IGNORE
-    stream = Stream(tokens, labels, np.array([0, 7, 10]), np.arange(10))
+    stream = Stream(tokens, labels, np.array([0, 7, 10]), np.arange(10), {"weights": labels != IGNORE})
     assert list(batch.documents(stream, ByteTokenizer(), 60)) == [
         "  document 0: [0, 7), 7 tokens, 4 learnt",
         '    context: "ab?"',
