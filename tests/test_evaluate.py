@@ -21,14 +21,13 @@ from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, build_tokenizer
 from titan_linear.data.streams.prompts import NONE, Prompts, Sample
 from titan_linear.data.tasks import LOSS, TASKS
-from titan_linear.distributed.groups import host_group
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN
 from titan_linear.ops.cross_entropy import ChunkedLogits
-from titan_linear.run.evaluate import Examination, open_prompts
+from titan_linear.run.evaluate import examine, open_prompts
 from titan_linear.run.generate import Sampling, generate_tokens
 from titan_linear.run.preflight import check_evaluation
-from titan_linear.score import Scorer
+from titan_linear.run.reading import Reader, open_reader
 from titan_linear.train import Trainer
 
 WORDS = ["def", "self", "return", "import", "value", "None", "for", "name", "in", "list", "True"]
@@ -92,7 +91,7 @@ def titled(text):
 
 def paired(text):
     facts = dict(re.findall(r"\n(\w+) (\w+)", text))
-    return [facts[key] for key in re.findall(r"\n(\w{6})(?= \w{6}(?:\n\w{6} \w{6})*$)", text)]
+    return [facts[key] for key in re.findall(r"\n(\w+)(?= \w+(?:\n\w+ \w+)*$)", text)]
 
 
 def follows(text):
@@ -153,7 +152,7 @@ def examined_by(rank, world_size, argv, know):
         return loss(ChunkedLogits(x, torch.eye(size, dtype=torch.float64), loss_chunk))
 
     of = trainer.evaluation
-    return Examination(of.config, model, of.dims, of.sharding, of.precision, trainer.host, prompts).run()
+    return examine(Reader(of.config, of.tokenizer, model, of.dims, of.sharding, of.precision, trainer.host), prompts)
 
 
 EVALUATED = {
@@ -280,11 +279,11 @@ class Said(Prompts):
 
 def said(rank, world_size, argv, change):
     OWN["hybrid"] |= OWN_FLAVORS
-    own = Scorer(load_config(argv))
-    prompts = open_prompts(load_config(argv), own.tokenizer)
+    reader = open_reader(load_config(argv))
+    prompts = open_prompts(reader.config, reader.tokenizer)
     prompts = Said(*(getattr(prompts, field.name) for field in fields(Prompts) if field.init))
-    Said.model, Said.change = own.model, change
-    return Examination(load_config(argv), own.model, own.dims, own.cut, own.precision, host_group(), prompts).run()
+    Said.model, Said.change = reader.model, change
+    return examine(reader, prompts)
 
 
 def test_exact_is_what_greedy_decoding_writes(keys, worlds):
@@ -295,9 +294,8 @@ def test_exact_is_what_greedy_decoding_writes(keys, worlds):
 
 def likely(rank, world_size, argv, requests):
     OWN["hybrid"] |= OWN_FLAVORS
-    config = load_config(argv)
-    own = Scorer(config)
-    return lm_eval.likelihoods(requests, own, config), [whole(own.model, *of) for of in requests if world_size == 1]
+    reader = open_reader(load_config(argv))
+    return lm_eval.likelihoods(requests, reader), [whole(reader.model, *of) for of in requests if world_size == 1]
 
 
 def whole(model, tokens, begin):

@@ -55,8 +55,7 @@ def scored(rank, world_size, argv):
     config = load_config(keys)
     folder = Path(args.output)
     on_rank_0(lambda: scores.begin(folder, *score.scores_of(args, config, open_tokenizer(config))), host_group())
-    scorer = score.Scorer(config)
-    score.score(folder, scorer, score.streams_of(config, score.corpus_of(config, scorer.tokenizer)))
+    score.score_corpus(folder, config)
 
 
 def exact(rank, world_size, argv):

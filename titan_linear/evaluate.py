@@ -22,13 +22,13 @@ import torch.distributed as dist
 from titan_linear.commands import command_parser, table
 from titan_linear.config import Config, load_config
 from titan_linear.data.streams.prompts import NONE
-from titan_linear.distributed.groups import host_group
 from titan_linear.distributed.process import refusing, run_command, under_launcher
 from titan_linear.launch import run_workers
 from titan_linear.run.build import model_config, open_tokenizer
-from titan_linear.run.evaluate import NUMBERS, Examination, Record, means, open_prompts, write_down
+from titan_linear.run.evaluate import NUMBERS, Record, examine, means, open_prompts, write_down
 from titan_linear.run.preflight import check_evaluation
-from titan_linear.score import Scorer, checked, joined, path_and_keys
+from titan_linear.run.reading import open_reader
+from titan_linear.score import checked, joined, path_and_keys
 from titan_linear.storage.rundir import json_line
 
 SIZES = {"k": 1 << 10, "m": 1 << 20}
@@ -69,9 +69,8 @@ def evaluate(output: str, config: Config) -> None:
 
 def examined(config: Config) -> list[Record]:
     """What each prompt has shown, on rank 0."""
-    host, own = host_group(), Scorer(config)
-    prompts = open_prompts(config, own.tokenizer)
-    return Examination(config, own.model, own.dims, own.cut, own.precision, host, prompts).run()
+    reader = open_reader(config)
+    return examine(reader, open_prompts(config, reader.tokenizer))
 
 
 def step_of(config: Config) -> int:

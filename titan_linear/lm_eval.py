@@ -24,12 +24,12 @@ from titan_linear.commands import command_parser
 from titan_linear.config import Config, load_config
 from titan_linear.data import Prompts, Sample
 from titan_linear.data.streams.prompts import NONE, OTHERS, Prompt
-from titan_linear.distributed.groups import host_group
-from titan_linear.distributed.process import refusing, run_command, under_launcher
+from titan_linear.distributed.process import own_device, refusing, run_command, under_launcher
 from titan_linear.launch import run_workers
-from titan_linear.run.evaluate import Examination, stream_length
+from titan_linear.run.evaluate import examine, stream_length
 from titan_linear.run.generate import Sampling, generate_tokens
-from titan_linear.score import Scorer, checked, joined
+from titan_linear.run.reading import Reader, open_reader
+from titan_linear.score import checked, joined
 
 
 @refusing
@@ -72,11 +72,11 @@ def harness(options: list[str], config: Config) -> None:
 class Requests(Prompts):
     """Tokens, of which those from a place on are scored."""
 
-    def __init__(self, requests: Sequence[tuple[list[int], int]], own: Scorer, config: Config):
+    def __init__(self, requests: Sequence[tuple[list[int], int]], reader: Reader):
         self.requests = requests
         samples = [Sample("", len(tokens), 0.0, i) for i, (tokens, _) in enumerate(requests)]
         longest = max(sample.length for sample in samples)
-        super().__init__(samples, own.tokenizer, None, stream_length(config, longest), 0)
+        super().__init__(samples, reader.tokenizer, None, stream_length(reader.config, longest), 0)
 
     def prompt(self, sample: Sample) -> Prompt:
         tokens, begin = self.requests[sample.number]
@@ -85,12 +85,11 @@ class Requests(Prompts):
         return Prompt(np.array(tokens), answers)
 
 
-def likelihoods(requests: Sequence[tuple[list[int], int]], own: Scorer, config: Config) -> list[tuple[float, bool]]:
+def likelihoods(requests: Sequence[tuple[list[int], int]], reader: Reader) -> list[tuple[float, bool]]:
     """Of each on every rank: log p of the tokens that are scored, and whether greedy decoding would write them."""
-    parts = own.model, own.dims, own.cut, own.precision, host_group()
     show = lambda _, rows: [(float(rows[:, 4].sum()), bool(rows[:, 3].all()))]  # noqa: E731
-    shown = [Examination(config, *parts, Requests(requests, own, config), show).run()]
-    dist.broadcast_object_list(shown, group=parts[-1])
+    shown = [examine(reader, Requests(requests, reader), show=show)]
+    dist.broadcast_object_list(shown, group=reader.host)
     return shown[0]
 
 
@@ -98,7 +97,7 @@ def adapted(config: Config) -> type:
     """The class that lm_eval takes, of this rank's model."""
     from lm_eval.api.model import TemplateLM
 
-    own = Scorer(config)
+    reader = open_reader(config)
 
     class TitanLinear(TemplateLM):
         @classmethod
@@ -106,28 +105,29 @@ def adapted(config: Config) -> type:
             return cls()
 
         create_from_arg_obj = create_from_arg_string
-        eot_token_id = own.tokenizer.eos_id
+        eot_token_id = reader.tokenizer.eos_id
 
         def tok_encode(self, string: str, *_: Any, **__: Any) -> list[int]:
-            return own.tokenizer.encode(string).tolist()
+            return reader.tokenizer.encode(string).tolist()
 
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
-            return likelihoods([(context + more, len(context)) for _, context, more in requests], own, config)
+            return likelihoods([(context + more, len(context)) for _, context, more in requests], reader)
 
         def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
             texts = [[self.prefix_token_id, *self.tok_encode(request.args[0])] for request in requests]
-            return [logprob for logprob, _ in likelihoods([(tokens, 1) for tokens in texts], own, config)]
+            return [logprob for logprob, _ in likelihoods([(tokens, 1) for tokens in texts], reader)]
 
         def generate_until(self, requests: Any, **_: Any) -> list[str]:
             return [self._until(*request.args) for request in requests]
 
         def _until(self, text: str, options: dict[str, Any]) -> str:
             until, most = options.get("until") or [], options.get("max_gen_toks", 256)
-            limits = {"eos_id": own.tokenizer.eos_id, "vocab_size": own.tokenizer.vocab_size, "max_new_tokens": most}
-            with own.precision:
+            words = reader.tokenizer
+            limits = {"eos_id": words.eos_id, "vocab_size": words.vocab_size, "max_new_tokens": most}
+            with reader.precision:
                 ids = [self.tok_encode(text)]
-                (new,) = generate_tokens(own.model, ids, sampling=Sampling(), device=own.device, **limits)
-            written = own.tokenizer.decode(new)
+                (new,) = generate_tokens(reader.model, ids, sampling=Sampling(), device=own_device(), **limits)
+            written = words.decode(new)
             for end in [until] if isinstance(until, str) else until:
                 written = written.partition(end)[0]
             return written

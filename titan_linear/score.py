@@ -17,22 +17,19 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from titan_linear.commands import command_parser
 from titan_linear.config import Config, changed, check_config, load_config
 from titan_linear.data import (
-    Batch,
     Corpus,
     PackedStreams,
     Streams,
@@ -45,31 +42,22 @@ from titan_linear.data import (
 from titan_linear.data.corpus.corpus import PLACE
 from titan_linear.data.corpus.scores import Rows, Scores, begin, differences, put, read_scores
 from titan_linear.data.corpus.trees import BACK
-from titan_linear.data.streams.loader import micro_batch
 from titan_linear.distributed.ending import report
-from titan_linear.distributed.groups import gathered, host_group, on_rank_0, process_group
-from titan_linear.distributed.process import own_device, refusing, run_command, under_launcher
+from titan_linear.distributed.groups import on_rank_0, process_group
+from titan_linear.distributed.process import refusing, run_command, under_launcher
 from titan_linear.launch import Node, run_workers, this_node
 from titan_linear.losses.loss import logprobs
 from titan_linear.models.config import ModelConfig
-from titan_linear.ops.cross_entropy import IGNORE, ChunkedLogits
-from titan_linear.run.build import (
-    build_dims,
-    build_model,
-    build_sharding,
-    mixed_precision,
-    model_config,
-    open_tokenizer,
-)
+from titan_linear.ops.cross_entropy import ChunkedLogits
+from titan_linear.run.build import model_config, open_tokenizer
 from titan_linear.run.data import open_corpora
 from titan_linear.run.preflight import check_model
-from titan_linear.run.start import build_checkpointer, set_first_weights
+from titan_linear.run.reading import Reader, open_reader
 from titan_linear.storage.hf_io import CONFIG as HF_CONFIG
 from titan_linear.storage.rundir import config_path
 from titan_linear.storage.step_folders import weights_path
 
 SAVED = 30.0  # seconds of scoring that a kill costs
-Columns = Callable[..., tuple[Tensor, ...]]  # of logits and labels [T]: [T] or [T, n] each
 
 
 @refusing
@@ -161,74 +149,35 @@ def joined(config: Config, work: Callable[[Config], None]) -> int:
 
 
 def score_corpus(folder: Path, config: Config) -> None:
-    scorer = Scorer(config)
-    score(folder, scorer, streams_of(config, corpus_of(config, scorer.tokenizer)))
+    reader = open_reader(config)
+    score(folder, reader, streams_of(config, corpus_of(config, reader.tokenizer)))
 
 
-def score(folder: Path, scorer: Scorer, streams: Streams) -> None:
+def score(folder: Path, reader: Reader, streams: Streams) -> None:
     """Write what is missing of the folder's columns."""
-    host, first, begun = host_group(), dist.get_rank() == 0, time.perf_counter()
-    scores = on_rank_0(lambda: read_scores(folder), host)
-    each, end = scorer.dims.dp * scorer.local_batch_size, len(streams)
+    begun, size = time.perf_counter(), reader.config.training.local_batch_size
+    scores = on_rank_0(lambda: read_scores(folder), reader.host)
+    each, end = reader.dims.dp * size, len(streams)
     start, count = scores.next_stream // each, -(-end // each)
-    columns = partial(_columns, scores=scores, vocab_size=scorer.tokenizer.vocab_size)
-    rows: list[Any] = []
+    columns = partial(_columns, scores=scores, vocab_size=reader.tokenizer.vocab_size)
+    rows: list[Rows] = []
     saved = begun
-    for n, own in enumerate(scorer.read(streams, range(start, count), columns), start + 1):
-        rows += filter(None, gathered(None if scorer.dims.tp_ranks.rank else own, host))  # ranks of tp have the same
-        if first and (n == count or time.perf_counter() - saved > SAVED):
+    for n, of_all in enumerate(reader.read(streams, columns, start, size), start + 1):
+        rows += of_all
+        if dist.get_rank() == 0 and (n == count or time.perf_counter() - saved > SAVED):
             put(folder, scores, rows, min(n * each, end))
             rows, saved = [], time.perf_counter()
             rate = (n - start) * each * streams.seq_len / (saved - begun)
             print(f"scored {min(n * each, end):,} of {end:,} streams, {rate:,.0f} tokens/s", flush=True)
 
 
-def _columns(logits: ChunkedLogits, labels: Tensor, scores: Scores, vocab_size: int) -> tuple[Tensor, ...]:
+def _columns(
+    logits: ChunkedLogits, labels: Tensor, columns: dict[str, Tensor], scores: Scores, vocab_size: int
+) -> tuple[Tensor, ...]:
     logits = replace(logits, x=logits.x / float(scores.by["temperature"]))
     _, k = scores.columns.get("teacher_ids", ("", 0))
-    return logits.top(labels, k, vocab_size) if k else (logprobs(logits, labels),)
-
-
-class Scorer:
-    """A model with its weights, on this rank of a split, that reads streams with a column of places."""
-
-    def __init__(self, config: Config):
-        self.tokenizer, self.device = open_tokenizer(config), own_device()
-        self.local_batch_size, self.chunk = config.training.local_batch_size, config.training.loss_chunk_size
-        self.dims = build_dims(config, self.device)
-        self.model = build_model(config, model_config(config, self.tokenizer), self.dims, self.device)
-        set_first_weights(config, self.model, build_checkpointer(config))
-        self.cut = build_sharding(config, self.model.config, self.dims, self.device)
-        self.precision = mixed_precision(config, self.model, self.dims)
-
-    def read(self, streams: Streams, numbers: Iterable[int], columns: Columns) -> Iterator[Rows]:
-        """Of each micro-batch the places of this rank's labels and their columns, [n] or [n, width] each. The device
-        computes the next one meanwhile."""
-        queued = []
-        for n in numbers:
-            batch = micro_batch(streams, n, self.local_batch_size, self.dims.dp_rank, self.dims.dp, len(streams))
-            queued.append(self._queue(batch, columns))
-            if len(queued) > 1:
-                yield _arrived(*queued.pop(0))
-        yield from (_arrived(*last) for last in queued)
-
-    @torch.no_grad()
-    def _queue(self, batch: Batch, columns: Columns) -> tuple[torch.cuda.Event | None, list[Tensor]]:
-        micro = self.cut(batch)
-        labels = micro.labels[0]
-        with self.precision:
-            loss = partial(columns, labels=labels)
-            found = self.model(micro.tokens, micro.plan, loss=loss, loss_chunk=self.chunk)
-        numbers = [x.to("cpu", non_blocking=True) for x in (labels, micro.columns[PLACE][0], *found)]
-        on_gpu = self.device.type == "cuda"
-        return torch.cuda.current_stream(self.device).record_event() if on_gpu else None, numbers
-
-
-def _arrived(event: torch.cuda.Event | None, numbers: list[Tensor]) -> Rows:
-    if event is not None:
-        event.synchronize()
-    labels, *numbers = (x.numpy() for x in numbers)
-    return [x[labels != IGNORE] for x in numbers]
+    numbers = logits.top(labels, k, vocab_size) if k else (logprobs(logits, labels),)
+    return columns[PLACE], *numbers
 
 
 # --- Arguments --------------------------------------------------------------------------------------------------------

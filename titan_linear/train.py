@@ -11,8 +11,10 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -47,10 +49,11 @@ from titan_linear.hooks import (
 )
 from titan_linear.run.build import build_dims, build_model, build_passes
 from titan_linear.run.console import ended, write_down
-from titan_linear.run.evaluate import Examination, open_prompts
+from titan_linear.run.evaluate import Record, examine, open_prompts
 from titan_linear.run.export import export_last
 from titan_linear.run.generate import Evaluation
 from titan_linear.run.preflight import cleared
+from titan_linear.run.reading import Reader
 from titan_linear.run.start import build_checkpointer, build_loader, open_subject, saved_progress, set_weights
 from titan_linear.step.optimizer import build_optimizer
 from titan_linear.step.update import Update, rate_at
@@ -117,10 +120,11 @@ class Trainer:
             loss=self.passes.loss,
             ask=self.grace.ask_validating,
         )
-        self.examination: Examination | None = None
+        self.examine: Callable[..., list[Record]] | None = None
         if config.evaluation.freq:
-            reads = self.model, self.dims, self.feed.cut, self.passes.precision
-            self.examination = Examination(config, *reads, self.host, open_prompts(config, self.tokenizer))
+            parts = self.model, self.dims, self.feed.cut, self.passes.precision, self.host
+            reader = Reader(config, self.tokenizer, *parts)
+            self.examine = partial(examine, reader, open_prompts(config, self.tokenizer))
 
     @property
     def _ended(self) -> bool:
@@ -248,7 +252,7 @@ class Trainer:
                 for hook in self.hooks:
                     hook.after_validation(self.step, loss, named, text)
             if evaluates:
-                records = self.examination.run(self.grace.ask_validating)
+                records = self.examine(self.grace.ask_validating)
                 for hook in self.hooks:
                     hook.after_evaluation(self.step, records)
 

@@ -22,19 +22,20 @@ from torch import Tensor
 from titan_linear import score
 from titan_linear.config import Config
 from titan_linear.data.corpus.scores import Rows, begin
-from titan_linear.distributed.groups import host_group, on_rank_0, process_group
+from titan_linear.distributed.groups import on_rank_0, process_group
 from titan_linear.distributed.process import run_command
 from titan_linear.losses.loss import logprobs
 from titan_linear.ops.cross_entropy import ChunkedLogits
+from titan_linear.run.reading import Columns, open_reader
 from tools.bench_train import TOP, configurations, header, parse, random_corpora
 from tools.peers import be_alone
 
 
-def of_layers(logits: ChunkedLogits, labels: Tensor) -> tuple[Tensor, ...]:
+def of_layers(logits: ChunkedLogits, labels: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, ...]:
     return (logits.x[:, 0].float(),)
 
 
-def with_head(logits: ChunkedLogits, labels: Tensor) -> tuple[Tensor, ...]:
+def with_head(logits: ChunkedLogits, labels: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, ...]:
     return (logprobs(logits, labels),)
 
 
@@ -51,25 +52,24 @@ def main(argv: list[str]) -> int:
 
 
 def measured(config: Config) -> dict[str, float]:
-    scorer = score.Scorer(config)
-    streams = score.streams_of(config, score.corpus_of(config, scorer.tokenizer))
-    numbers = range(len(streams) // (scorer.dims.dp * scorer.local_batch_size))
+    reader, size = open_reader(config), config.training.local_batch_size
+    streams = score.streams_of(config, score.corpus_of(config, reader.tokenizer))
 
     def rate(work: Callable[[], object]) -> float:
         begun = time.perf_counter()
         work()
-        return len(numbers) * scorer.dims.dp * scorer.local_batch_size * streams.seq_len / (time.perf_counter() - begun)
+        return len(streams) * streams.seq_len / (time.perf_counter() - begun)
 
-    def read(columns: score.Columns) -> list[Rows]:
-        return list(scorer.read(streams, numbers, columns))
+    def read(columns: Columns) -> list[list[Rows]]:
+        return list(reader.read(streams, columns, 0, size))
 
     read(with_head)  # compiles
     rates = {"layers": rate(lambda: read(of_layers)), "forward": rate(lambda: read(with_head))}
     with tempfile.TemporaryDirectory() as own:
-        folder = Path(on_rank_0(lambda: own, host_group()))
+        folder = Path(on_rank_0(lambda: own, reader.host))
         asked, _ = score.parse(["PATH", "--output", str(folder), "--top-k", str(TOP)])
-        on_rank_0(lambda: begin(folder, *score.scores_of(asked, config, scorer.tokenizer)), host_group())
-        return rates | {"score": rate(lambda: score.score(folder, scorer, streams))}
+        on_rank_0(lambda: begin(folder, *score.scores_of(asked, config, reader.tokenizer)), reader.host)
+        return rates | {"score": rate(lambda: score.score(folder, reader, streams))}
 
 
 if __name__ == "__main__":

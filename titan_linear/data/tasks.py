@@ -15,8 +15,10 @@ from itertools import islice, repeat
 from typing import NamedTuple
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
+CONSONANTS = "bcdfghjklmnpqrstvwxz"
 VALUES: dict[str, Callable[[random.Random], str]] = {  # those of a kind have one length: none begins another
-    "word": lambda rng: "".join(rng.choice("bcdfghjklmnpqrstvwxz") + rng.choice("aeiou") for _ in range(3)),
+    "syllable": lambda rng: rng.choice(CONSONANTS) + rng.choice("aeiou") + rng.choice(CONSONANTS),
+    "word": lambda rng: "".join(rng.choice(CONSONANTS) + rng.choice("aeiou") for _ in range(3)),
     "number": lambda rng: str(rng.randrange(10**6, 10**7)),
     "uuid": lambda rng: str(uuid.UUID(int=rng.getrandbits(128), version=4)),
     "name": lambda rng: "".join(rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=5)),
@@ -170,17 +172,19 @@ def documents(draw: Draw, text: Iterator[str], depth: float, *, hops: int) -> Qu
     )
 
 
-def pairs(draw: Draw, text: Iterator[str], depth: float, *, asked: int, count: int, among: str) -> Question:
+def pairs(
+    draw: Draw, text: Iterator[str], depth: float, *, kind: str = "word", asked: int, count: int, among: str
+) -> Question:
     """The words that followed some words."""
-    keys, values = draw("word", count), draw("word", count)
+    keys, values = draw(kind, count), draw(kind, count)
     end = "\n" if among == "text" else ""
-    pieces = (f"\n{draw.other('word')} {draw.other('word')}" for _ in repeat(None))
+    pieces = (f"\n{draw.other(kind)} {draw.other(kind)}" for _ in repeat(None))
     return Question(
         "",
         {"text": text, "pairs": pieces}[among],
         [(at, f"\n{key} {value}{end}") for at, key, value in zip(spread(depth, count), keys, values)],
         "",
-        [Answer(f"\n{key}", f" {x}", _others(draw, "word", x, values)) for key, x in list(zip(keys, values))[:asked]],
+        [Answer(f"\n{key}", f" {x}", _others(draw, kind, x, values)) for key, x in list(zip(keys, values))[:asked]],
         [],
     )
 
@@ -212,7 +216,7 @@ TASKS: dict[str, Callable[[Draw, Iterator[str], float], Question]] = {
     "fwe": partial(counted, counts=[8, 4, 2], rare=2, order="most often first"),
     "qa_1": partial(documents, hops=1),
     "qa_2": partial(documents, hops=2),
-    "mqar": partial(pairs, asked=8, count=8, among="pairs"),
+    "mqar": partial(pairs, kind="syllable", asked=8, count=8, among="pairs"),
     "copy": passage,
     "induction": partial(pairs, asked=1, count=4, among="text"),
 }

@@ -11,28 +11,21 @@ and nothing is decoded: a model that writes the answer is one that finds each of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from titan_linear.config import Config, Evaluation
 from titan_linear.data import Prompts, Sample, Side, Tokenizer, split_corpus
 from titan_linear.data.corpus.chat import Conversations
-from titan_linear.data.streams.loader import micro_batch
 from titan_linear.data.tasks import LOSS
-from titan_linear.distributed.groups import gathered
-from titan_linear.distributed.mesh import ParallelDims
-from titan_linear.models.decoder import Decoder
-from titan_linear.ops.cross_entropy import IGNORE, ChunkedLogits
+from titan_linear.ops.cross_entropy import ChunkedLogits
 from titan_linear.run.data import open_corpora
-from titan_linear.step.feed import BatchSharding, MicroBatch
+from titan_linear.run.reading import Reader
 from titan_linear.storage.files import open_own
 from titan_linear.storage.rundir import EVALUATION, json_line
 
@@ -83,59 +76,33 @@ def records_of(sample: Sample, rows: np.ndarray) -> list[Record]:
     return by_position(sample, rows) if sample.task == LOSS else [recall(sample, rows)]
 
 
-@dataclass(frozen=True, eq=False)
-class Examination:
-    """Every rank calls it, however the model is split."""
-
-    config: Config
-    model: Decoder
-    dims: ParallelDims
-    sharding: BatchSharding
-    precision: AbstractContextManager[object]
-    host: dist.ProcessGroup
-    prompts: Prompts
-    show: Callable[[Sample, np.ndarray], list[Any]] = records_of
-
-    @torch.no_grad()
-    def run(self, ask: Callable[[], None] = lambda: None) -> list[Any]:
-        """On rank 0 what each prompt has shown, elsewhere nothing. ask: called before each batch; it may raise."""
-        shown: dict[int, list[Any]] = {}
-        for n in range(-(-len(self.prompts) // self.dims.dp)):
-            ask()
-            rows = self._rows(micro_batch(self.prompts, n, 1, self.dims.dp_rank, self.dims.dp, len(self.prompts)))
-            if of_all := gathered(rows, self.host):
-                rows = np.concatenate(of_all)
-                rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
-                for of in np.split(rows, np.flatnonzero(np.diff(rows[:, 0])) + 1):
-                    i = int(of[0, 0])
-                    shown[i] = self.show(self.prompts.samples[i], of)
-        return [record for i in sorted(shown) for record in shown[i]]
-
-    def _rows(self, batch: Any) -> np.ndarray:
-        """Of this rank's labels; none if another rank has the same."""
-        micro = self.sharding(batch)
-        with self.precision:
-            rows = self.model(
-                micro.tokens,
-                micro.plan,
-                loss=partial(_answered, micro=micro, vocab_size=self.prompts.tokenizer.vocab_size),
-                loss_chunk=self.config.training.loss_chunk_size,
-            )
-        return rows[: 0 if self.dims.tp_ranks.rank else len(rows)].cpu().numpy()
+def examine(
+    reader: Reader,
+    prompts: Prompts,
+    ask: Callable[[], None] = lambda: None,
+    show: Callable[[Sample, np.ndarray], list[Any]] = records_of,
+) -> list[Any]:
+    """On rank 0 what each prompt has shown, elsewhere nothing. ask: called after each batch; it may raise."""
+    shown: dict[int, list[Any]] = {}
+    for of_all in reader.read(prompts, partial(_answered, vocab_size=reader.tokenizer.vocab_size)):
+        ask()
+        if of_all:
+            rows = np.concatenate([of for (of,) in of_all])
+            rows = rows[np.lexsort((rows[:, 1], rows[:, 0]))]
+            for of in np.split(rows, np.flatnonzero(np.diff(rows[:, 0])) + 1):
+                i = int(of[0, 0])
+                shown[i] = show(prompts.samples[i], of)
+    return [record for i in sorted(shown) for record in shown[i]]
 
 
-def _answered(logits: ChunkedLogits, micro: MicroBatch, vocab_size: int) -> Tensor:
+def _answered(logits: ChunkedLogits, labels: Tensor, columns: dict[str, Tensor], vocab_size: int) -> tuple[Tensor]:
     """Of each label [n, 5 + others] float64: prompt, position, which answer, whether it is the likeliest token, its
     log p, and those of the tokens in its place (NaN: none)."""
-    answers, labels = micro.columns["answers"][0], micro.labels[0]
-    rows = labels != IGNORE
-    rows[0] = True  # no kernel runs on no rows
-    few = replace(logits, x=logits.x[rows], more=(), token_losses=None)
-    ids = torch.cat([labels[rows, None], answers[rows, 2:]], 1)
-    logprobs, likeliest, _ = few.top(ids, 1, vocab_size)
-    whose = answers[rows, 0], micro.plan.position_ids[rows] + 1, answers[rows, 1], likeliest[:, 0] == ids[:, 0]
-    of = torch.cat([torch.stack(whose, 1), logprobs.masked_fill(ids < 0, torch.nan).double()], 1)
-    return of[ids[:, 0] != IGNORE]
+    answers = columns["answers"]
+    ids = torch.cat([labels[:, None], answers[:, 3:]], 1)
+    logprobs, likeliest, _ = logits.top(ids, 1, vocab_size)
+    found = logprobs.masked_fill(ids < 0, torch.nan).double()
+    return (torch.cat([answers[:, :3], likeliest == ids[:, :1], found], 1),)
 
 
 def recall(sample: Sample, rows: np.ndarray) -> Record:

@@ -81,13 +81,14 @@ class Prompts:
         lengths = [self.samples[i].length for i in samples]
         padded = [*lengths, self.seq_len - sum(lengths)]
         tokens = np.zeros(self.seq_len + 1, dtype=np.int64)
-        answers = np.full((self.seq_len + 1, 2 + OTHERS), NONE)
+        answers = np.full((self.seq_len + 1, 3 + OTHERS), NONE)
         at = 0
         for i, length in zip(samples, lengths):
-            tokens[at : at + length], answers[at : at + length, 1:] = self.prompt(self.samples[i])
+            tokens[at : at + length], answers[at : at + length, 2:] = self.prompt(self.samples[i])
             answers[at : at + length, 0] = i
+            answers[at : at + length, 1] = np.arange(length)
             at += length
-        labels = np.where(answers[1:, 1] == NONE, IGNORE, tokens[1:])
+        labels = np.where(answers[1:, 2] == NONE, IGNORE, tokens[1:])
         edges = np.unique(np.cumsum([0, *padded])).astype(np.int32)
         positions = np.concatenate([np.arange(length) for length in padded])
         return Stream(tokens[:-1], labels, edges, positions, {"answers": answers[1:]})

@@ -1,0 +1,98 @@
+"""What weights make of streams, without gradients, under any split: for scores, evaluations and lm-eval."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_linear.config import Config
+from titan_linear.data import Batch, Streams, Tokenizer
+from titan_linear.data.streams.loader import micro_batch
+from titan_linear.distributed.groups import gathered, host_group
+from titan_linear.distributed.mesh import ParallelDims
+from titan_linear.distributed.process import own_device
+from titan_linear.models.decoder import Decoder
+from titan_linear.ops.cross_entropy import IGNORE, ChunkedLogits
+from titan_linear.run.build import (
+    build_dims,
+    build_model,
+    build_sharding,
+    mixed_precision,
+    model_config,
+    open_tokenizer,
+)
+from titan_linear.run.start import build_checkpointer, set_first_weights
+from titan_linear.step.feed import BatchSharding
+
+# Of some tokens' logits, their labels [n] and columns [n, …]: numbers, [n, …] each.
+Columns = Callable[[ChunkedLogits, Tensor, dict[str, Tensor]], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class Reader:
+    """Every rank calls it, however the model is split."""
+
+    config: Config
+    tokenizer: Tokenizer
+    model: Decoder
+    dims: ParallelDims
+    sharding: BatchSharding
+    precision: AbstractContextManager[object]
+    host: dist.ProcessGroup
+
+    def read(
+        self, streams: Streams, columns: Columns, first: int = 0, local_batch_size: int = 1
+    ) -> Iterator[list[list[np.ndarray]]]:
+        """Of each micro-batch from `first` on, and on rank 0 alone: of each rank with labels of its own, their columns.
+        The device computes the next one meanwhile."""
+        queued = []
+        for n in range(first, -(-len(streams) // (self.dims.dp * local_batch_size))):
+            batch = micro_batch(streams, n, local_batch_size, self.dims.dp_rank, self.dims.dp, len(streams))
+            queued.append(self._queue(batch, columns))
+            if len(queued) > 1:
+                yield self._arrived(*queued.pop(0))
+        for last in queued:
+            yield self._arrived(*last)
+
+    @torch.no_grad()
+    def _queue(self, batch: Batch, columns: Columns) -> tuple[torch.cuda.Event | None, list[Tensor]]:
+        micro = self.sharding(batch)
+        labelled = micro.labels[0] != IGNORE
+        labelled[0] = True  # no kernel runs on no rows
+        rows = labelled.nonzero()[:, 0]  # before the forward, since the host waits for the device
+        labels = micro.labels[0, rows]
+        own = {name: x[0, rows] for name, x in micro.columns.items()}
+        with self.precision:
+            numbers = self.model(
+                micro.tokens,
+                micro.plan,
+                loss=lambda logits: (labels, *columns(replace(logits, x=logits.x[rows]), labels, own)),
+                loss_chunk=self.config.training.loss_chunk_size,
+            )
+        numbers = [x.to("cpu", non_blocking=True) for x in numbers]
+        return torch.cuda.current_stream().record_event() if rows.is_cuda else None, numbers
+
+    def _arrived(self, event: torch.cuda.Event | None, numbers: list[Tensor]) -> list[list[np.ndarray]]:
+        if event is not None:
+            event.synchronize()
+        labels, *columns = (x.numpy() for x in numbers)
+        own = [x[labels != IGNORE] for x in columns]
+        return list(
+            filter(None, gathered([] if self.dims.tp_ranks.rank else own, self.host))
+        )  # ranks of tp have the same
+
+
+def open_reader(config: Config) -> Reader:
+    """Of the weights that the configuration begins with."""
+    tokenizer, device = open_tokenizer(config), own_device()
+    dims = build_dims(config, device)
+    model = build_model(config, model_config(config, tokenizer), dims, device)
+    set_first_weights(config, model, build_checkpointer(config))
+    sharding = build_sharding(config, model.config, dims, device)
+    return Reader(config, tokenizer, model, dims, sharding, mixed_precision(config, model, dims), host_group())
