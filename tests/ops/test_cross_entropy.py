@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from titan_linear.ops.cross_entropy import IGNORE, ChunkedLogits, chunked_cross_entropy, cross_entropy
+from titan_linear.ops.cross_entropy import IGNORE, ChunkedLogits, chunked_cross_entropy, cross_entropy, largest
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 20, 64])
@@ -70,3 +70,14 @@ def test_logits_of_the_stream_never_exist_at_once():
     with Largest() as made:
         chunked_cross_entropy(x, weight, torch.zeros(T, dtype=torch.int64), chunk).backward()
     assert made.seen == max(T * D, chunk * vocab, vocab * D)
+
+
+@pytest.mark.parametrize("m", [1000, 4 * 3 * 128, 1000 * 16 + 5, 2000])
+def test_the_largest_numbers(m):
+    """Of few blocks, of many, and with some behind the last whole one, where the largest of a row is."""
+    x = torch.rand(5, m, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x[0, -1] = 2.0
+    x[1] = float("-inf")
+    x[1, m // 2 : m // 2 + 3] = torch.arange(3.0, dtype=torch.float64)
+    for got, want in zip(largest(x, 3), x.topk(3)):
+        assert torch.equal(got, want)

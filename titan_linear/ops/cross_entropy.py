@@ -90,7 +90,7 @@ class ChunkedLogits:
 
         def keep(rows: Rows, tokens: slice) -> Tensor:
             rows.logits[:, max(vocab_size - before, 0) :] = float("-inf")
-            picked, its_ids = rows.logits.topk(min(k, len(self.weight)))
+            picked, its_ids = largest(rows.logits, min(k, len(self.weight)))
             if self.ranks:
                 of_ranks = (picked, its_ids + before)
                 of_ranks = (gather_along(x.unsqueeze(0), 0, self.ranks.group, self.ranks.size) for x in of_ranks)
@@ -102,6 +102,20 @@ class ChunkedLogits:
 
         self.sum(ids, keep)
         return tuple(map(torch.cat, zip(*parts)))
+
+
+def largest(x: Tensor, k: int, block: int = 128) -> tuple[Tensor, Tensor]:
+    """`x.topk(k)` of x [n, m]: they lie in the k blocks whose maxima are the largest, or behind the whole blocks. topk
+    itself reads all of x several times."""
+    n, m = x.shape
+    whole = m // block * block
+    if whole <= 4 * k * block:
+        return x.topk(k)
+    blocks = x[:, :whole].unflatten(1, (-1, block)).amax(2).topk(k).indices
+    ids = (blocks.unsqueeze(2) * block + torch.arange(block, device=x.device)).flatten(1)
+    ids = torch.cat([ids, torch.arange(whole, m, device=x.device).expand(n, -1)], 1)
+    values, places = x.gather(1, ids).topk(k)
+    return values, ids.gather(1, places)
 
 
 def cross_entropy(rows: Rows, tokens: slice) -> Tensor:

@@ -106,8 +106,8 @@ class Corpus:
         return inside * self.answer_weights[np.minimum(answer, len(self.answer_weights) - 1)]
 
     def column(self, name: str, positions: ndarray) -> ndarray:
-        """The numbers beside the tokens at these positions, [n] or [n, width]; of PLACE the positions."""
-        return positions if name == PLACE else self.columns[name][positions]
+        """The numbers beside the tokens at these positions, or the last token, [n] or [n, width]; of PLACE these."""
+        return positions.copy() if name == PLACE else np.take(self.columns[name], positions, 0, mode="clip")
 
     @property
     def summary(self) -> str:

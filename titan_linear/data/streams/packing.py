@@ -283,7 +283,7 @@ class PackedStreams:
         labels[weights == 0] = IGNORE
         columns = {"weights": self._divided(weights, edges)}
         for name in self.targets.columns:
-            column = self.corpus.column(name, np.minimum(following, self.corpus.num_tokens - 1))
+            column = self.corpus.column(name, following)
             column[labels == IGNORE] = 0
             columns[name] = column
         if self.targets.group:
