@@ -201,7 +201,7 @@ def _differentiated(terms: Terms, rows: Rows, tokens: slice, none: Tensor, wante
     """The terms of a chunk, zero where `none` [n], and the derivatives of their sum."""
     leaves = [x if x is None else x.detach().requires_grad_(wanted) for x in rows[:3]]
     with torch.set_grad_enabled(wanted):
-        values = terms(Rows(*leaves, *rows[3:]), tokens)
+        values = terms(Rows(*[*leaves, *rows[3:]]), tokens)
         values = values.masked_fill(none.view(-1, *[1] * (values.dim() - 1)), 0)
         loss = values.view(len(none), -1)[:, 0].sum()
     if not wanted:

@@ -176,7 +176,7 @@ def paths_of(batch: Batch) -> Paths:
     on = np.concatenate([nodes.paths[leaf] for leaf in leaves])
     share = batch.columns[SHARE][0].numpy()[begins]
     arrays = names[on], np.repeat(documents, lengths), np.repeat(share[leaves], lengths) / share[on]
-    return Paths(*map(torch.from_numpy, arrays), count)
+    return Paths(*map(torch.from_numpy, arrays), num_documents=count)
 
 
 def _numbered(streams: np.ndarray) -> tuple[np.ndarray, int]:

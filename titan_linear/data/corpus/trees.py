@@ -59,7 +59,8 @@ class Trees:
             raise ValueError(f"{place} is no object, or its 'children' are no list; correct it")
         nodes.append(self._node(node, place, self._tokens(node, place, back == 0, not children), widths))
         tokens = len(nodes[-1].tokens)
-        nodes[-1].columns[BACK] = np.append(back, np.ones(tokens - 1, dtype=np.int64))
+        columns = {**nodes[-1].columns, BACK: np.append(back, np.ones(tokens - 1, dtype=np.int64))}
+        nodes[-1] = nodes[-1]._replace(columns=columns)
         below = 0
         for n, child in enumerate(children or []):
             below += self._lay(child, f"{place}.children[{n}]", below + 1, nodes, widths)

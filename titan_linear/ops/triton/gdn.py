@@ -21,7 +21,7 @@ from titan_linear.ops.triton.chunks import listed_entries
 from titan_linear.ops.triton.configs import Config, config, widest_slice
 from titan_linear.ops.triton.solve import solve_kernel
 from titan_linear.ops.triton.stages import Given, Stages
-from titan_linear.ops.triton.tiles import Pair, chunk_tiles, ragged_tiles, rows, sum_groups, summed
+from titan_linear.ops.triton.tiles import Pair, chunk_tiles, ragged_tiles, rows, sum_groups
 
 
 class Numbers(NamedTuple):
@@ -121,4 +121,5 @@ def _gradients(given: Given, h: Tensor, dh: Tensor, y: Tensor, dv: Tensor) -> tu
     )
     if HV > H:
         dq, dk = sum_groups(dq, x.q), sum_groups(dk, x.k)
-    return dq, dk, dg, dbeta, summed(d_gate[0], x.A_log), summed(d_gate[1], x.dt_bias)
+    pairs = (d_gate[0], x.A_log), (d_gate[1], x.dt_bias)
+    return dq, dk, dg, dbeta, *(None if p is None else d.sum(0).view(p.shape).to(p.dtype) for d, p in pairs)

@@ -34,7 +34,7 @@ from titan_linear.ops.triton import ssd_kernels as kernels
 from titan_linear.ops.triton.chunks import ALL, listed_entries
 from titan_linear.ops.triton.configs import Config, config
 from titan_linear.ops.triton.stages import Given, Stages
-from titan_linear.ops.triton.tiles import Pair, blocks_of, chunk_tiles, empty_states, ragged_tiles, rows, summed
+from titan_linear.ops.triton.tiles import Pair, blocks_of, chunk_tiles, empty_states, ragged_tiles, rows
 
 BH = 16  # heads of a program on decays
 PROGRAMS = 256  # of `scan`, `carried` or `pairs` that fill a GPU, two on a multiprocessor
@@ -181,9 +181,10 @@ class SSDStages(Stages):
         x = given.x
         h, dh = _states(given, d_initial)
         chunk = _chunk_gradients(given, h, dh)
-        dg, (dA, d_bias, dD) = _gate_gradients(given, chunk)
-        dD = dD if chunk.dD is None else chunk.dD
-        of_heads = (summed(d, p) for d, p in ((dA, x.A), (dD, x.D), (d_bias, x.dt_bias)))
+        dg, dA, d_bias, d_skip = _gate_gradients(given, chunk)
+        d_skip = d_skip if chunk.dD is None else chunk.dD.sum(0)
+        pairs = (x.A, dA), (x.D, d_skip), (x.dt_bias, d_bias)
+        of_heads = (None if p is None else d.to(p.dtype, copy=True) for p, d in pairs)
         return *_group_gradients(given, chunk), chunk.dv, dg, *of_heads
 
     def room(self, x: DecayInputs) -> int:
@@ -263,8 +264,8 @@ def _group_gradients(given: Given, chunk: ChunkGradients) -> tuple[Tensor, Tenso
     return dq, dk
 
 
-def _gate_gradients(given: Given, chunk: ChunkGradients) -> tuple[Tensor, Tensor]:
-    """dg, and of chunks and heads those of A, dt_bias and D [3, NT, HV]."""
+def _gate_gradients(given: Given, chunk: ChunkGradients) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dg, and of heads those of A, dt_bias and D."""
     x, (gates,), chunks, n, initial, d_final, *_ = given
     (NT, HV, parts, _), (_, H, K), V = gates.shape, x.k.shape, x.v.shape[2]
     dg, d_heads = x.g.new_empty(x.g.shape), gates.new_empty(3, NT, HV)
@@ -275,4 +276,4 @@ def _gate_gradients(given: Given, chunk: ChunkGradients) -> tuple[Tensor, Tensor
     kernels.gates_kernel[(NT * blocks_of(HV, BH),)](
         *raw, gates, *terms, initial, d_final, dg, d_heads, chunks, *limits, HV, NT, **constants
     )
-    return dg, d_heads
+    return dg, *d_heads.sum(1)

@@ -186,7 +186,7 @@ class Stages(ABC):
 
     def _backward(self, given: Given) -> list[Tensor]:
         (d_initial,) = self._states(given)
-        given = given._replace(do=dense_heads(given.do))
+        given = Given(*given[:-2], dense_heads(given.do), given.rows)
         grads = self.launch_backward(given, d_initial if given.rows else None)
         return [given.do.new_empty(0) if d is None else d for d in (*grads, d_initial)]
 

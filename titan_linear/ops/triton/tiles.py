@@ -84,11 +84,6 @@ def sum_groups(x: Tensor, like: Tensor) -> Tensor:
     return y
 
 
-def summed(parts: Tensor, parameter: Tensor | None) -> Tensor | None:
-    """The gradient of a parameter, if there is one, from chunks' parts of it, [NT, ...] fp32."""
-    return None if parameter is None else parts.sum(0).view(parameter.shape).to(parameter.dtype)
-
-
 @triton.jit
 def indices(R, C):
     """The row and the column of each place in a tile: [R, 1] and [1, C]."""
