@@ -18,8 +18,10 @@ from tests.test_train import EXPERT_SPLITS, OWN_FLAVORS, SPLITS, check_equal, tr
 from titan_linear.commands.batch import documents
 from titan_linear.config import load_config
 from titan_linear.data import IGNORE, Targets, Texts, TreeStreams, build_tokenizer, open_corpus, split_corpus
+from titan_linear.data.corpus import writing
 from titan_linear.data.streams.loader import micro_batch
 from titan_linear.models.presets import OWN
+from titan_linear.ops.layout.nodes import Nodes
 from titan_linear.run.preflight import preflight
 from titan_linear.step.feed import _counts, branches_of
 
@@ -150,9 +152,117 @@ def test_experts(name, files, apart, worlds):
         check_equal(rank, apart(own))
 
 
-def corpus_of(path, records, **options):
-    path.write_text("\n".join(map(json.dumps, records)))
-    return open_corpus(Texts("jsonl", str(path), build_tokenizer(None), **{"dataset_format": "tree", **options}))
+def groups(rng):
+    """Four groups of three answers; each shares two chunks and part of a third with the others of its group."""
+    for n in range(4):
+        prompt = rng.choices(range(256), k=130 + n)
+        for size in (33, 40, 45):
+            tokens = prompt + rng.choices(range(256), k=size)
+            of_prompt = {
+                name: column[: len(prompt)]
+                for name, column in numbers(len(prompt), rng).items()
+                if name != "advantages"
+            }
+            own = numbers(size, rng)
+            columns = {name: column + own[name] for name, column in of_prompt.items()}
+            weights = [0] * len(prompt) + [rng.choice([0, 0.5, 1]) for _ in range(size - 1)] + [1]
+            yield {"tokens": tokens, "weights": weights, "advantages": own["advantages"], "group": n, **columns}
+
+
+def preferences(rng):
+    for _ in range(6):
+        prompt, chosen, rejected = ("".join(rng.choices("abcdef", k=k)) for k in (130, 40, 35))
+        reference = [logprobs(130 + k + 1, rng) for k in (40, 35)]
+        yield {"prompt": prompt, "chosen": chosen, "rejected": rejected, "reference": reference, "weights": [1, 0.5]}
+
+
+@pytest.mark.parametrize("case", ["GRPO", "GSPO", "DPO", "SimPO"])
+def test_shared_prefixes(case, tmp_path, worlds):
+    """Each stream has a tree, or two documents."""
+    OWN["hybrid"] |= OWN_FLAVORS
+    pairs, records = case in ("DPO", "SimPO"), tmp_path / "records.jsonl"
+    records.write_text("\n".join(map(json.dumps, (preferences if pairs else groups)(random.Random(0)))))
+    keys = KEYS | CASES[case] | {"training.dataset_path": records, "training.seq_len": 400, "training.steps": 1}
+    keys["job.dump_folder"] = tmp_path / "run"
+    runs = []
+    for shared in (False, True):
+        split = SPLITS["cp 2 allgather zigzag"] if shared else (1, {})
+        batch = 4 if shared and not pairs else 6
+        own = dict.fromkeys(("training.global_batch_size", "training.local_batch_size"), batch)
+        sharing = {"training.share_prefixes": "true"} | ({} if pairs else {"training.group_field": "group"})
+        argv = argv_of(keys | split[1] | own | (sharing if shared else {}))
+        runs.append(worlds(split[0]).run(train_on_rank, argv))
+    for rank in runs[1]:
+        check_equal(rank, runs[0][0])
+
+
+def test_neighbours_share_whole_chunks(tmp_path):
+    """Documents that are others' beginnings, and equal ones, keep a token of their own."""
+    a, b = [1] * 200, [2] * 100
+    records = [a, a, a[:64], a[:65], a[:150] + b, b, b[:50], a + b]
+    path = tmp_path / "records.jsonl"
+    corpus = corpus_of(path, [{"tokens": r} for r in records], dataset_format="tokens", share_prefixes=True)
+    found = []
+    for begin, end in pairwise(corpus.offsets.tolist()):
+        nodes = Nodes.behind(corpus.columns["back"][begin:end])
+        for leaf in nodes.leaves:
+            of_path = [range(*nodes.edges[n : n + 2]) for n in nodes.paths[leaf]]
+            found.append(corpus.tokens[begin:end][np.concatenate(of_path)].tolist())
+    assert sorted(found) == sorted(records)
+    assert corpus.num_documents == 6  # the first two share three chunks, and the fourth and fifth one
+    assert corpus.num_tokens == sum(map(len, records)) - 3 * 64 - 64
+
+
+@pytest.mark.parametrize("kind", ["pairs", "pairs that share", "groups"])
+def test_tokenising_is_stopped_anywhere(kind, tmp_path, monkeypatch):
+    """Also between the documents of a record, or of a group."""
+    monkeypatch.setattr(writing, "JOURNAL_SECONDS", 0)
+    options = {"dataset_format": "tokens", "share_prefixes": True, "group_field": "group"}
+    records = [{"tokens": [n % 5] * 70 + [n], "group": n // 10} for n in range(30)]
+    if kind != "groups":
+        options = {"dataset_format": "preference", "share_prefixes": kind == "pairs that share"}
+        records = [{"prompt": "a" * 70, "chosen": f"{n}", "rejected": f"no {n}"} for n in range(10)]
+    write, whole = writing._write_document, corpus_of(tmp_path / "whole.jsonl", records, **options)
+    assert whole.num_documents == {"pairs": 20, "pairs that share": 10, "groups": 15}[kind]
+    assert kind == "pairs" or whole.num_tokens < 0.75 * (30 * 71 if kind == "groups" else 10 * 145)
+    for stop in (1, 2, 5):
+        left = iter(range(stop))
+
+        def stopped(*arguments, left=left):
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return write(*arguments)
+
+        path = tmp_path / f"{stop}.jsonl"
+        monkeypatch.setattr(writing, "_write_document", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            corpus_of(path, records, cache=tmp_path / f"{stop}", **options)
+        monkeypatch.setattr(writing, "_write_document", write)
+        assert corpus_of(path, None, cache=tmp_path / f"{stop}", **options).fingerprint == whole.fingerprint
+
+
+@pytest.mark.parametrize(
+    "column, values", [("advantages", [0.5, 0.25]), ("weights", [[1] * 80, [1] * 5 + [0.5] + [1] * 74])]
+)
+def test_what_shared_tokens_count_differently(column, values, tmp_path):
+    records = [{"tokens": [1] * 79 + [n], column: value} for n, value in enumerate(values)]
+    options = {"dataset_format": "tokens", "share_prefixes": True, "columns": {column: "<f4"}}
+    at = 1 if column == "advantages" else 5
+    with refused(rf"line 2 shares its first 64 tokens with .*line 1, and '{column}' of token {at} is 0\.\d+ here"):
+        corpus_of(tmp_path / "bad.jsonl", records, **options)
+    assert (
+        corpus_of(
+            tmp_path / "bad.jsonl", [*records, {"tokens": [2], column: 1.0}], on_bad_document="skip", **options
+        ).num_documents
+        == 1
+    )
+
+
+def corpus_of(path, records, cache=None, **options):
+    if records is not None:
+        path.write_text("\n".join(map(json.dumps, records)))
+    texts = Texts("jsonl", str(path), build_tokenizer(None), **{"dataset_format": "tree", **options})
+    return open_corpus(texts, cache_dir=cache)
 
 
 def targets_of(streams):
@@ -285,6 +395,8 @@ def test_columns_of_nodes(child, words, tmp_path):
         ({"parallelism.context_parallel_degree": 2, "parallelism.context_parallel_method": "ring"}, "method = 'ring'"),
         ({"loss.normalise": "stream"}, "loss.normalise = 'stream'"),
         ({"training.seq_len_schedule": "[{until_step = 1, seq_len = 32}]"}, "training.seq_len_schedule"),
+        ({"training.share_prefixes": "true"}, "training.share_prefixes is for records of documents"),
+        ({"training.group_field": "id"}, "training.group_field = 'id' needs training.share_prefixes"),
         ({"model.mtp_layers": 1}, "model.mtp_layers = 1 is not for prefix trees"),
         ({"training.seq_len": 60}, "training.seq_len = 60: a path of tree 2 has 64 tokens"),
     ],

@@ -71,7 +71,9 @@ def test_what_does_not_fit_names_its_record(tmp_path, record, problem):
 
 def test_a_column_that_records_lack(tmp_path):
     file = write_lines(tmp_path / "records.jsonl", [{"tokens": [1, 2, 3]}])
-    with pytest.raises(ValueError, match=r"line 1: no field 'weights', which training\.dataset_columns names"):
+    with pytest.raises(
+        ValueError, match=r"line 1: no field 'weights', which training\.dataset_columns or group_field names"
+    ):
         opened(file)
 
 

@@ -21,6 +21,7 @@ from titan_linear.config.schema import (
     KEYS,
     LOSSES,
     OTHER,
+    RECORDS,
     SMALLEST_EPS,
     SMALLEST_SHARE,
     WHOLE,
@@ -215,8 +216,15 @@ def _check_data(config: Config) -> None:
             f"training.mixture_from_step = {t.mixture_from_step} is the step from which training.mixture holds, and "
             "training.mixture is not set; remove it"
         )
+    if t.group_field and not t.share_prefixes:
+        raise ValueError(f"training.group_field = {t.group_field!r} needs training.share_prefixes = true; set it")
     for source in sources(config):
         _check_source(source)
+        if t.share_prefixes and (source.dataset not in RECORDS or source.dataset_format == "tree"):
+            raise ValueError(
+                f"training.share_prefixes is for records of documents, and {key_of(source, 'dataset')} = "
+                f"{source.dataset!r}, _format = {source.dataset_format!r}; change that, or remove it"
+            )
     if v.enable and v.dataset_path and t.dataset == "stdlib" and not t.mixture:
         raise ValueError(
             f"validation.dataset_path = {v.dataset_path!r} is not used by training.dataset = 'stdlib'; remove it to "
@@ -240,17 +248,16 @@ def _check_source(s: Training | Source) -> None:
         )
     if s.dataset != "stdlib" and not s.dataset_path:
         raise ValueError(f"{dataset} = {s.dataset!r} needs {dataset}_path: a file, folder or glob")
-    records = ("jsonl", "parquet", "arrow")
-    if s.dataset_columns and s.dataset not in records:
+    if s.dataset_columns and s.dataset not in RECORDS:
         raise ValueError(
-            f"{dataset}_columns = {toml_value(s.dataset_columns)} is for {dataset} = {', '.join(records)}, and it is "
+            f"{dataset}_columns = {toml_value(s.dataset_columns)} is for {dataset} = {', '.join(RECORDS)}, and it is "
             f"{s.dataset!r}; remove it (a corpus of tokens knows its columns), or change {dataset}"
         )
     if unknown := [name for name in s.dataset_columns if name not in COLUMNS]:
         raise ValueError(f"{dataset}_columns: no loss reads {unknown[0]!r}; they read {', '.join(COLUMNS)}")
-    if s.dataset_format != "text" and s.dataset not in records:
+    if s.dataset_format != "text" and s.dataset not in RECORDS:
         raise ValueError(
-            f"{dataset}_format = {s.dataset_format!r} is for {dataset} = {', '.join(records)}, and it is "
+            f"{dataset}_format = {s.dataset_format!r} is for {dataset} = {', '.join(RECORDS)}, and it is "
             f"{s.dataset!r}; remove the format (a corpus of tokens knows its answers), or change {dataset}"
         )
     if s.dataset_format != "text" and s.dataset_text_field != "text":

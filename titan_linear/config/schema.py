@@ -105,6 +105,7 @@ class Model(Section):
 
 
 Dataset = Literal["stdlib", "text", "jsonl", "parquet", "arrow", "tokens"]
+RECORDS = ("jsonl", "parquet", "arrow")
 DatasetFormat = Literal["text", "tokens", "messages", "completion", "preference", "tree"]
 
 
@@ -144,6 +145,11 @@ class Training(Section):
     dataset_columns: list[str] = []
     """Fields of records (columns of corpora of tokens) that hold numbers of the document's tokens, as losses read them:
     one for all of its tokens, or a list with one for each. ["weights"], for example."""
+    share_prefixes: bool = False
+    """Records that follow each other and share their beginnings become prefix trees, each shared token computed once
+    (docs/data.md)."""
+    group_field: str = ""
+    """Field of records: with share_prefixes, those that follow each other with one value are looked at together."""
     mixture: Annotated[list[Source], Rule.OF_A_NODE, Rule.MAY_MOVE] = []
     """Several sources instead of the one above, [{name = "web", weight = 0.7, dataset = "jsonl", dataset_path = "…"},
     …], each with those of the keys above that it needs. Weights are shares of streams."""

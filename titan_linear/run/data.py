@@ -74,6 +74,8 @@ def texts_of(source: Training | Source, config: Config, tokenizer: Tokenizer) ->
         on_bad_document=config.training.on_bad_document,
         path_key=key_of(source, "dataset_path"),
         columns={name: COLUMNS[name] for name in source.dataset_columns},
+        share_prefixes=config.training.share_prefixes,
+        group_field=config.training.group_field,
     )
 
 
@@ -145,10 +147,10 @@ def check_columns(config: Config, targets: Targets, corpus: Corpus) -> None:
     name = f"loss.name = {config.loss.name!r}"
     if BACK in corpus.columns:
         _check_trees(config, targets, corpus)
-    if corpus.group != max(targets.group, 1):
-        kinds = {1: "single documents", 2: "pairs of documents (training.dataset_format = 'preference')"}
+    if corpus.pairs != (targets.group == 2):
+        kinds = "single documents", "pairs of documents (training.dataset_format = 'preference')"
         raise ValueError(
-            f"{name} takes {kinds[max(targets.group, 1)]}, and {corpus.folder} holds {kinds[corpus.group]}; change one"
+            f"{name} takes {kinds[targets.group == 2]}, and {corpus.folder} holds {kinds[corpus.pairs]}; change one"
         )
     if missing := [column for column in targets.columns if column not in corpus.columns]:
         raise ValueError(

@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property, partial
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from titan_linear.data.corpus.chat import Completions, Conversations, Ids, MaskedTokens, Preferences
-from titan_linear.data.corpus.columns import with_columns
+from titan_linear.data.corpus.columns import DocumentTokens, with_columns
 from titan_linear.data.corpus.corpus import (
     ANSWERS_FORMAT,
     CACHE_NAME,
@@ -43,7 +43,7 @@ from titan_linear.data.corpus.corpus import (
 from titan_linear.data.corpus.sources import FIELD_SOURCES, Document, read_documents, source_files
 from titan_linear.data.corpus.tokenise import Encoder, Tokens, may_have_children, tokenise, worker_count
 from titan_linear.data.corpus.tokenizer import Tokenizer
-from titan_linear.data.corpus.trees import BACK, Trees
+from titan_linear.data.corpus.trees import BACK, MOST, Held, Trees, shared, trees_of
 from titan_linear.data.corpus.writing import (
     BadDocument,
     Journal,
@@ -79,6 +79,8 @@ class Texts:
     that needs it) is an error; with "skip" it is skipped and counted, and `Corpus.summary` names the first few.
     path_key: the key that errors name.
     columns: fields of records that are numbers of their tokens, and their dtypes (columns.py).
+    share_prefixes: documents that share beginnings become trees: those that follow each other with one value of
+    group_field; without one, those that share their beginnings with the one before.
     """
 
     dataset: str
@@ -90,6 +92,8 @@ class Texts:
     on_bad_document: str = "stop"
     path_key: str = "training.dataset_path"
     columns: Mapping[str, str] = field(default_factory=dict)
+    share_prefixes: bool = False
+    group_field: str = ""
 
     @cached_property
     def files(self) -> list[Path]:
@@ -130,7 +134,8 @@ class Texts:
 
     def documents(self, file: Path) -> Iterator[Document]:
         """The documents of one of the files."""
-        return read_documents(self.dataset, file, self.text_field, self.dataset_format, self.columns)
+        fields = [*self.columns, *filter(None, [self.group_field])]
+        return read_documents(self.dataset, file, self.text_field, self.dataset_format, fields)
 
     @property
     def _how(self) -> list[str | None]:
@@ -138,7 +143,8 @@ class Texts:
         field_or_format = self.text_field if self.dataset in FIELD_SOURCES else None
         if self.dataset_format != "text":
             field_or_format = self.encoder.fingerprint
-        return [self.format, self.dataset, field_or_format, self.tokenizer.fingerprint, *sorted(self.columns)]
+        sharing = [f"shared by {self.group_field}"] if self.share_prefixes else []
+        return [self.format, self.dataset, field_or_format, self.tokenizer.fingerprint, *sorted(self.columns), *sharing]
 
     @property
     def key(self) -> str:
@@ -280,9 +286,11 @@ def _same_texts(caches: Path, texts: Texts) -> Path | None:
 
 def _tokenise_into(folder: Path, texts: Texts) -> None:
     columns = {name: dtype for name, dtype in texts.columns.items() if name != "weights"}
-    if texts.dataset_format == "tree":
+    if texts.dataset_format == "tree" or texts.share_prefixes:
         columns[BACK] = "<i4"
-    new = Journal(texts.key, texts.content, answers=texts.format == ANSWERS_FORMAT, columns=columns, group=texts.group)
+    group, leaves = (1, texts.group) if texts.share_prefixes else (texts.group, 1)
+    answers = texts.format == ANSWERS_FORMAT
+    new = Journal(texts.key, texts.content, answers=answers, columns=columns, group=group, leaves=leaves)
     journal = _resumable(folder, texts) or new
     if journal.read:
         print(f"continuing where tokenising was stopped, after {journal.num_documents:,} documents")
@@ -299,8 +307,9 @@ def _resumable(folder: Path, texts: Texts) -> Journal | None:
     return None if stops else journal
 
 
-def _tokenised(texts: Texts, journal: Journal) -> Generator[Tokens, None, None]:
-    """The tokens of each document that `journal` has not read; for texts with eos. Counts what it reads and skips."""
+def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], None, None]:
+    """The documents of each record that `journal` has not read, or of several; texts with eos. Counts what it reads and
+    skips."""
     ends: deque[int] = deque()  # for each file that has been read: documents up to its end
     eos = [] if texts.tokenizer.eos_id is None else [texts.tokenizer.eos_id]
     total = sum(file.stat().st_size for file in texts.files)
@@ -311,31 +320,67 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Tokens, None, None]:
     # A chat template runs in a worker (chat.py).
     least = int(texts.dataset_format in ("messages", "preference") and may_have_children())
     with bar, closing(tokenise(texts.encoder, documents, max(least, worker_count(total)))) as encoded:
+        held: list[Held] = []
         for document, tokens in encoded:
+            parts = _parts(document, tokens, texts, journal, eos)
+            file_ended = ends and ends[0] <= journal.read
+            if held and (file_ended or not (isinstance(parts, str) or _joins(held, document, parts, texts))):
+                yield _trees(held, texts, journal)
+                held = []
             bar.update(min(document.size, total - bar.n))  # sizes of rows are fractions, whose sum may pass the total
             while ends and ends[0] <= journal.read:
                 ends.popleft()
                 journal.files_read += 1
             journal.read += 1
             journal.size += document.size
-            if isinstance(tokens, np.ndarray):
-                tokens = _ended(document, tokens, eos)
-            parts = tokens if isinstance(tokens, list) else [tokens]
-            if texts.columns and not isinstance(tokens, str) and texts.dataset_format != "tree":
-                parts = with_columns(parts, document.columns, texts.columns, texts.tokenizer, journal.widths)
-                tokens = parts if isinstance(parts, str) else tokens
-            if not isinstance(tokens, str):
-                yield from parts
-            elif tokens:  # what is wrong with it
-                _meet_bad_document(f"{document.origin}: {tokens}", texts, journal)
-            else:
+            if parts == "":
                 journal.skipped_empty += 1
+            elif isinstance(parts, str):  # what is wrong with it
+                _meet_bad_document(f"{document.origin}: {parts}", texts, journal)
+            elif texts.share_prefixes:
+                group = document.columns.get(texts.group_field)
+                held += [Held(document.origin, group, DocumentTokens(*part)) for part in parts]
+            else:
+                yield parts
+        if held:
+            yield _trees(held, texts, journal)
     journal.files_read = len(texts.files)
     if not journal.num_documents:
         more = f" and {len(texts.files) - 1:,} more" if len(texts.files) > 1 else ""
         found = f"bad documents: {journal.skipped_bad:,}, the first {journal.bad[0]}" if journal.bad else "all empty"
         raise ValueError(f"{texts.path_key} has no text in {texts.files[0]}{more}: {found}; give other files")
     _check_unchanged(journal.key, texts)
+
+
+def _parts(
+    document: Document, tokens: Any, texts: Texts, journal: Journal, eos: list[int]
+) -> Sequence[MaskedTokens | DocumentTokens] | str:
+    """A record's documents, or what is wrong with it; "": it is empty."""
+    if isinstance(tokens, np.ndarray):
+        tokens = _ended(document, tokens, eos)
+    if isinstance(tokens, str):
+        return tokens
+    parts = tokens if isinstance(tokens, list) else [tokens]
+    if texts.columns and texts.dataset_format != "tree":
+        return with_columns(parts, document.columns, texts.columns, texts.tokenizer, journal.widths)
+    return parts
+
+
+def _joins(
+    held: Sequence[Held], document: Document, parts: Sequence[MaskedTokens | DocumentTokens], texts: Texts
+) -> bool:
+    """Whether a record's document may share a tree with those that wait; a pair has one of its own."""
+    if texts.group_field or len(parts) > 1:
+        return len(parts) == 1 and document.columns[texts.group_field] == held[0].group
+    return len(held) < MOST and shared(held[0].document.tokens, parts[0].tokens) > 0
+
+
+def _trees(held: Sequence[Held], texts: Texts, journal: Journal) -> Sequence[DocumentTokens]:
+    trees = trees_of(held, pair=texts.group == 2)
+    if isinstance(trees, str):
+        _meet_bad_document(trees, texts, journal)
+        return []
+    return trees
 
 
 def _ended(document: Document, tokens: np.ndarray, eos: list[int]) -> MaskedTokens | str:

@@ -86,6 +86,11 @@ class Corpus:
         return self.info.get("group", 1)
 
     @property
+    def pairs(self) -> bool:
+        """Of documents, or trees of two."""
+        return 2 in (self.group, self.info.get("leaves"))
+
+    @property
     def fingerprint(self) -> str:
         """Identifies the content: these tokens, as these documents, in this order, and which of them are trained
         on. The tokenizer has a fingerprint of its own."""

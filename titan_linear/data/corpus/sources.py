@@ -120,7 +120,11 @@ class _Fields:
         """What to say if a needed field is missing; else ""."""
         if (name := _lacked(self.needed, names)) is None:
             lacked = _lacked(self.columns, names)
-            return f"no {what} {lacked!r}, which training.dataset_columns names; leave it out there" if lacked else ""
+            return (
+                f"no {what} {lacked!r}, which training.dataset_columns or group_field names; correct that"
+                if lacked
+                else ""
+            )
         return f"no {what} {name!r} (it has: {', '.join(map(repr, names))}); {self.remedy or _reading(names)}"
 
 

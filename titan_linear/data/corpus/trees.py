@@ -6,14 +6,16 @@
     other columns       (columns.py) as the loss reads them; a node whose tokens count nothing may leave them out
 
 and a record is the root. Each path from the root to a leaf is a document; a text ends, at a leaf, with the end token.
+`trees_of` makes trees of documents (`training.share_prefixes`).
+
 A corpus holds a tree as one document, depth first, with the column BACK: how many tokens before each one that lies
 which it continues; 0 for a tree's first. Streams have SHARE, too: how much the documents that hold a token count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +24,16 @@ from titan_linear.data.corpus.columns import DocumentTokens, with_columns
 from titan_linear.data.corpus.tokenizer import Tokenizer
 
 BACK, SHARE = "back", "share"
+LEAST = 64  # tokens, a recurrence's chunk: documents share multiples of them, since shorter nodes cost as much
+MOST = 64  # documents of a tree, unless a field says which belong together
+
+
+class Held(NamedTuple):
+    """A document that waits for those that share its beginning."""
+
+    origin: str
+    group: Any  # the value of training.group_field
+    document: DocumentTokens
 
 
 class Trees:
@@ -44,12 +56,7 @@ class Trees:
             self._lay(record, "root", 0, nodes, {})
         except ValueError as problem:
             return str(problem)
-        names = [BACK, *(name for name in self.columns if name != "weights")]
-        columns = {
-            name: _joined([node.columns.get(name, np.zeros(len(node.tokens))) for node in nodes]) for name in names
-        }
-        ids, weights = (np.concatenate(of_nodes) for of_nodes in zip(*(node[:2] for node in nodes)))
-        return DocumentTokens(ids, weights, columns)
+        return _joined(nodes, [BACK, *(name for name in self.columns if name != "weights")])
 
     def _lay(self, node: Any, place: str, back: int, nodes: list[DocumentTokens], widths: dict[str, int]) -> int:
         """Add a node, whose first token lies so far behind that which it continues, and those below it, depth first.
@@ -91,7 +98,58 @@ class Trees:
         return masked.tokens
 
 
-def _joined(columns: list[np.ndarray]) -> np.ndarray:
-    """Of all nodes; those without numbers have 0."""
-    width = max(columns, key=np.ndim).shape[1:]
-    return np.concatenate([x if x.shape[1:] == width else np.zeros((len(x), *width)) for x in columns])
+def _joined(nodes: Sequence[DocumentTokens], names: Iterable[str]) -> DocumentTokens:
+    """Those that lack a column have 0."""
+    columns = {}
+    for name in names:
+        of_nodes = [node.columns.get(name, np.zeros(len(node.tokens))) for node in nodes]
+        width = max(of_nodes, key=np.ndim).shape[1:]
+        columns[name] = np.concatenate([x if x.shape[1:] == width else np.zeros((len(x), *width)) for x in of_nodes])
+    ids, weights = (np.concatenate(of_nodes) for of_nodes in zip(*(node[:2] for node in nodes)))
+    return DocumentTokens(ids, weights, columns)
+
+
+def shared(a: np.ndarray, b: np.ndarray) -> int:
+    """How many tokens documents share; each keeps one of its own."""
+    most = min(len(a), len(b)) - 1
+    return int(np.append(a[:most] != b[:most], True).argmax()) // LEAST * LEAST
+
+
+def trees_of(held: Sequence[Held], pair: bool) -> list[DocumentTokens] | str:
+    """Trees whose paths are these documents, depth first, or what is wrong with one. Those that share nothing are of
+    several trees, but the two of a pair, whose order stays."""
+    trees: list[list[DocumentTokens]] = []
+    order = held if pair else sorted(held, key=lambda h: h.document.tokens.astype(">u4").tobytes())
+    before = path = None
+    for now in order:
+        ids, weights, columns = now.document
+        common = shared(before.document.tokens, ids) if before else 0
+        if common and (problem := _difference(before, now, common)):
+            return problem
+        if not trees or not (common or pair):
+            trees.append([])
+            path, count = np.zeros(0, dtype=np.int64), 0
+        own = count + np.arange(len(ids) - common)
+        back = np.ones(len(own), dtype=np.int64)
+        back[0] = count - path[common - 1] if common else 0
+        path, count = np.append(path[:common], own), count + len(own)
+        columns = {name: column[common:] for name, column in columns.items()}
+        trees[-1].append(DocumentTokens(ids[common:], weights[common:], columns | {BACK: back}))
+        before = now
+    return [_joined(nodes, nodes[0].columns) for nodes in trees]
+
+
+def _difference(a: Held, b: Held, common: int) -> str:
+    """What to say of documents that share tokens, if these do not count the same in both; else ""."""
+    weights = [x.document.loss_mask[:common] for x in (a, b)]
+    counted = (weights[0] > 0) | (weights[1] > 0)
+    counted[0] = False
+    columns = {"weights": weights} | {n: [x.document.columns[n][:common] for x in (a, b)] for n in a.document.columns}
+    for name, (x, y) in columns.items():
+        if (differ := (x != y).reshape(common, -1).any(1) & counted).any():
+            at = int(differ.argmax())
+            return (
+                f"{b.origin} shares its first {common} tokens with {a.origin}, and {name!r} of token {at} is {y[at]} "
+                f"here and {x[at]} there; give shared tokens weights 0, or the same numbers"
+            )
+    return ""

@@ -73,7 +73,8 @@ def write_corpus(
     with locked(folder):
         if folder.exists():
             raise ValueError(f"{folder} exists already; choose another folder")
-        write_into(folder, iter(documents), tokenizer, Journal(answers=answers, columns=dict(columns), group=1 + pairs))
+        each = ([document] for document in documents)
+        write_into(folder, each, tokenizer, Journal(answers=answers, columns=dict(columns), group=1 + pairs))
 
 
 class BadDocument(ValueError):
@@ -100,6 +101,7 @@ class Journal:
     columns: dict[str, str] = field(default_factory=dict)  # name → dtype
     widths: dict[str, int] = field(default_factory=dict)  # name → numbers for each token; 0: one, without a list
     group: int = 1  # documents that belong together
+    leaves: int = 1  # likewise, in one tree
     num_ended: int = 0  # documents whose last answer ends in the end token
     files_read: int = 0  # text files that have been read to their ends
     num_files: int = 0  # those of them whose ends are in files.bin
@@ -126,7 +128,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 def write_into(
     folder: Path,
-    documents: Iterator[Tokens],
+    documents: Iterator[Sequence[Tokens]],
     tokenizer: Tokenizer,
     journal: Journal,
     dataset: str | None = None,
@@ -134,7 +136,8 @@ def write_into(
 ) -> None:
     """Writes all of `<folder>.tmp`, or the rest of it, then renames it. The caller holds the lock.
 
-    journal: what is there already; documents: those that follow. dataset, texts: where they are from, if from texts.
+    journal: what is there already; documents: those that follow, some of them together. dataset, texts:
+    where they are from, if from texts.
     """
     temporary = temporary_folder(folder)
     if not journal.read:
@@ -181,8 +184,7 @@ def _info(
         "source": source,
         "files": files,
     }
-    if journal.group > 1:
-        info["group"] = journal.group
+    info |= {name: n for name in ("group", "leaves") if (n := getattr(journal, name)) > 1}
     if journal.columns:
         info["columns"] = {name: [dtype, journal.widths[name]] for name, dtype in journal.columns.items()}
     if journal.texts:
@@ -206,15 +208,16 @@ def _remove_remains(temporary: Path) -> None:
         shutil.rmtree(temporary)
 
 
-def _write_arrays(folder: Path, documents: Iterator[Tokens], tokenizer: Tokenizer, journal: Journal) -> Json:
+def _write_arrays(folder: Path, documents: Iterator[Sequence[Tokens]], tokenizer: Tokenizer, journal: Journal) -> Json:
     """Writes the files of _names on from what counts of them. Returns the counts, dtype and fingerprint for
     corpus.json."""
     with ExitStack() as stack:
         files = _open_arrays(folder, _dtype(tokenizer.vocab_size), journal, stack)
         content = _content_so_far(folder / HASHES)
         journaled = time.monotonic()
-        for document in documents:
-            content.update(_write_document(document, files, tokenizer, journal))
+        for together in documents:
+            for document in together:
+                content.update(_write_document(document, files, tokenizer, journal))
             if journal.key and time.monotonic() - journaled >= JOURNAL_SECONDS:
                 _sync_files(files)
                 write_whole(folder / JOURNAL, as_json(asdict(journal)))
