@@ -53,7 +53,7 @@ MUTANTS = [
     Mutant("1 if hop < self.hops else -self.hops", "1", "test_attention_cp.py"),
     Mutant("own.masked_fill((own < 0)", "own.masked_fill((own <= 0)", "test_tensor_parallel.py"),
     Mutant("(own >= rows), ELSEWHERE", "(own > rows), ELSEWHERE", "test_tensor_parallel.py"),
-    Mutant(".where(ids != IGNORE, IGNORE)", ".where(ids != IGNORE, ELSEWHERE)", "test_tensor_parallel.py"),
+    Mutant(".where(ids != IGNORE, IGNORE)", ".where(ids != IGNORE, ELSEWHERE)", "triton/test_cross_entropy.py"),
     Mutant("into = of.token_losses[tokens]", "into = of.token_losses[: len(none)]", "ops/test_cross_entropy.py"),
     Mutant("inside = at < ends", "inside = at < len(ends)", "models/test_mtp.py"),
     Mutant("if torch.is_grad_enabled() else (own,)", "if False else (own,)", "models/test_mtp.py"),

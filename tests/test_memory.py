@@ -1,7 +1,6 @@
 """Planned numbers against a real model's."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from titan_linear.models.presets import preset
 from titan_linear.planner import memory
 from titan_linear.step.optimizer import hidden_matrices
 
-ROOT = Path(__file__).parents[1]
 LATENT = MLA(heads=4, kv_rank=16, nope_dim=16, shared_k_dim=8, v_dim=16)
 MIXED = replace(
     preset("hybrid", "debug"), pattern=(*preset("hybrid", "debug").pattern, LATENT), num_layers=4, mtp_layers=1

@@ -55,8 +55,8 @@ def results(op, x, mine, **where):
     "world_size, heads, ops",
     [
         (64, 1, ("kda", "gdn", "conv", "ring", "allgather")),
-        (8, 8, ("kda", *OVER_HEADS, *METHODS)),
-        (2, 2, ("kda", "gdn", *OVER_HEADS, *METHODS)),
+        (8, 8, ("ulysses", *OVER_HEADS)),
+        (2, 2, OVER_HEADS),
     ],
 )
 def test_any_degree_equals_one_rank(world_size, heads, ops, layout):

@@ -11,7 +11,6 @@ from tests.dispatch import AddsInAnyOrder
 from tests.models.ours import initialised
 from tests.refusals import refused
 from titan_linear.models.config import MoEConfig
-from titan_linear.models.decoder import LayerCache
 from titan_linear.models.init import count_parameters
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import MODELS, preset
@@ -127,15 +126,3 @@ def test_the_head_of_labels_is_the_loss_of_the_logits():
     want = torch.nn.functional.cross_entropy(model(tokens, plan)[0], labels[0], reduction="sum")
     assert model(tokens, plan, labels, loss_chunk=16).item() == pytest.approx(want.item(), rel=1e-12)
     assert want.item() / 40 == pytest.approx(math.log(320), rel=0.02)  # it knows nothing yet
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("cuts", [[1] * 20, [7, 13], [19, 1]])
-def test_steps_with_a_cache_equal_one_forward(cuts):
-    model = build()
-    tokens = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(0))
-    caches, outputs, start = [LayerCache() for _ in model.layers], [], 0
-    for n in cuts:
-        outputs.append(model(tokens[:, start : start + n], BatchPlan(torch.arange(start, start + n)), caches=caches))
-        start += n
-    torch.testing.assert_close(torch.cat(outputs, 1), model(tokens, BatchPlan(torch.arange(20))), rtol=1e-9, atol=1e-12)

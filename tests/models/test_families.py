@@ -26,7 +26,6 @@ from tests.models import hf_models
 from tests.models.hf_states import state_from_hf, state_to_hf
 from tests.models.ours import State, initialised, labels_of, positions, relative, run, run_on_rank
 from tests.ops.inputs import same
-from tests.records import write_json
 from tests.refusals import refused
 from titan_linear.models.adapters import config_from_hf, config_to_hf, ignored, placements
 from titan_linear.models.config import ModelConfig
@@ -152,23 +151,6 @@ def test_folders_go_in_and_out_unchanged(name, case):
         assert all(back[n].dtype == t.dtype and torch.equal(back[n], t) for n, t in mixed.items())
     one, other = c.state, state_from_hf(c.live, c.config, c.family)
     assert one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
-
-
-@pytest.mark.parametrize("name", hf_models.MODELS)
-def test_transformers_reads_what_we_write(name, case, tmp_path):
-    """In the spelling that is written by default: no missing and no unexpected tensor, and the same weights."""
-    from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM
-
-    c = case(name)
-    save_file(state_to_hf(c.state, c.config, c.family), tmp_path / "model.safetensors", metadata={"format": "pt"})
-    write_json(tmp_path / "config.json", config_to_hf(c.family, c.config))
-    model, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert type(model).__name__ == c.family
-    assert not report["unexpected_keys"] and not report["mismatched_keys"]
-    assert set(report["missing_keys"]) <= not_ours(c.config, c.family, report["missing_keys"])
-    again = model.state_dict()
-    assert same(again, c.live)
 
 
 @pytest.mark.parametrize("name", hf_models.MODELS)

@@ -21,7 +21,6 @@ from tests.ops.inputs import (
 from tests.refusals import refused
 from titan_linear.ops.reference.delta_rule import l2norm
 
-TOLERANCE = 1e-9
 LENGTHS = [1, 15, 63, 64, 65, 2, 130]
 
 

@@ -17,8 +17,6 @@ from titan_linear.ops.exchange.collectives import group_named
 from titan_linear.ops.layout.chains import STATE, STATE_AND_M
 from titan_linear.ops.layout.levels import Level, Sizes, direct_messages, duration, fastest, groupings, messages, route
 
-LAYOUTS = ["contiguous", "zigzag"]
-
 
 def states_by(group, ways, lengths, layout, streams, shapes):
     """In both directions, the states that come directly and in each of these ways, where what nobody asked for is NaN;

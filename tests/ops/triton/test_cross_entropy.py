@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from tests.ops.inputs import DEVICE
-from titan_linear.ops.cross_entropy import ELSEWHERE, IGNORE
+from titan_linear.distributed.one_process import run_ranks
+from titan_linear.ops.cross_entropy import ELSEWHERE, IGNORE, ChunkedLogits, cross_entropy
+from titan_linear.ops.exchange.collectives import Ranks
 from titan_linear.ops.triton.cross_entropy import logits_gradient, row_statistics
 
 
@@ -51,3 +53,18 @@ def test_operators_are_well_formed():
     lse = row_statistics(x, False)[0]
     d = torch.empty_like(x, dtype=torch.bfloat16)
     torch.library.opcheck(logits_gradient.overload, (d, x, lse, target, lse, None, lse))
+
+
+def test_what_is_without_a_label_has_no_gradient_in_any_part_of_the_vocabulary():
+    """Though the derivative of its term is no number."""
+    x, weight = torch.randn(2, 8, requires_grad=True), torch.randn(12, 8)
+    labels, factors = torch.tensor([1, IGNORE]), torch.tensor([1, torch.inf])
+
+    def on_rank(group):
+        own = weight.chunk(2)[group.rank()]
+        head = ChunkedLogits(x, own, 2, Ranks(group.group_name, 2, group.rank()), impl="triton")
+        loss = head.sum(labels, lambda rows, tokens: factors[tokens] * cross_entropy(rows, tokens))
+        return torch.autograd.grad(loss, x)[0]
+
+    for dx in run_ranks(on_rank, 2):
+        assert dx[0].all() and not dx[1].any()

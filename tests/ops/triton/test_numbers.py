@@ -28,7 +28,6 @@ FLOAT32 = ("g", "A_log", "dt_bias", "initial_state")
 PROMISED = dict.fromkeys(("o", "final", "dq", "dk", "dv", "dinitial_state"), 5e-3) | dict.fromkeys(
     ("dg", "dbeta", "dA_log", "ddt_bias"), 1e-2
 )
-HEADS = [(128, 128, 4), (128, 128, 2), (64, 64, 2), (32, 64, 4), (64, 128, 4), (256, 256, 4), (128, 256, 2)]
 LENGTHS = [1, 15, 63, 64, 65, 300]
 GATE = {
     "usual": ("usual", {}),
