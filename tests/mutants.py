@@ -98,16 +98,18 @@ MUTANTS = [
     Mutant("reward[0::2] - reward[1::2]", "reward[1::2] - reward[0::2]", "test_losses.py: defined and DPO"),
     Mutant("ranks.world_size).sum(0)", "ranks.world_size)[0]", "test_losses.py: splits and cp and DPO"),
     Mutant("[pull, -pull]", "[pull, pull]", "test_losses.py: defined and SimPO"),
-    Mutant("logp - log_ratio]", "behaviour]", "test_losses.py: defined and GSPO"),
-    Mutant("np.minimum(following,", "np.minimum(positions,", "test_columns.py"),
+    Mutant("logprobs(logits, labels) - batch", "logprobs(logits, labels) + batch", "test_losses.py: defined and GSPO"),
+    Mutant("self.columns[name], positions, 0", "self.columns[name], positions - 1, 0", "test_columns.py"),
     Mutant("np.add.reduceat(weights > 0, edges", "np.add.reduceat(weights >= 0, edges", "test_columns.py"),
     Mutant("first = documents // self.corpus.group * self", "first = documents * self", "test_columns.py"),
     Mutant("len(stream.cu_seqlens) // 2 * 2", "len(stream.cu_seqlens) - 1", "test_losses.py: defined and DPO"),
-    Mutant("torch.minimum(free, bounded)", "bounded", "test_losses.py: defined and GRPO"),
+    Mutant("-weights * torch.minimum(free, bounded)", "-weights * bounded", "test_losses.py: defined and GRPO"),
     Mutant("tau**2 *", "tau *", "test_losses.py: defined and distillation"),
     Mutant("(parts[:, 2] * shares).sum(0)", "parts[:, 2].mean(0)", "test_losses.py: gradients"),
     Mutant(
-        "return positions if name == PLACE", "return positions - 1 if name == PLACE", "test_score.py: one and process"
+        "return positions.copy() if name == PLACE",
+        "return positions - 1 if name == PLACE",
+        "test_score.py: one and process",
     ),
     Mutant("logits[:, max(vocab_size", "logits[:, max(9 * vocab_size", "test_score.py: one and process"),
     # --- the step
