@@ -3,11 +3,13 @@
 python records.py               writes pairs, chats and texts
 python records.py FILE          reads samples, prints their mean reward, and writes them with their advantages
 python records.py loss FOLDER   prints the mean loss of texts that were scored
+python records.py stdlib        writes the standard library's texts in pieces, of which 300 and 100 are set aside
 """
 
 import json
 import random
 import sys
+import sysconfig
 from pathlib import Path
 from string import ascii_lowercase as LETTERS
 
@@ -57,6 +59,21 @@ def mean_loss(folder: str) -> None:
     print(f"{folder}: {-scored[scored != 0].mean():.4f}")
 
 
+def stdlib() -> None:
+    root, skipped = (
+        Path(sysconfig.get_paths()["stdlib"]),
+        {"site-packages", "dist-packages", "test", "tests", "idle_test"},
+    )
+    files = sorted(file for file in root.rglob("*.py") if not skipped & {*file.parts})
+    rng.shuffle(files)
+    for name, most in (("held_out", 100), ("taught", 300), ("teaching", 10**9)):
+        pieces = []
+        while files and len(pieces) < most:
+            text = files.pop().read_text("utf-8", "replace")
+            pieces += [{"text": text[i : i + 4000]} for i in range(0, len(text), 4000)]
+        write(f"stdlib_{name}.jsonl", pieces[:most])
+
+
 def advantages(file: str) -> None:
     """Of samples of the prompt `x:`: the share of vowels, less the mean, by its deviation."""
     samples = [line[2:] for line in sys.stdin.read().splitlines() if line.startswith("x:") and line[2:]]
@@ -76,6 +93,8 @@ def advantages(file: str) -> None:
 if __name__ == "__main__":
     if len(sys.argv) > 2:
         mean_loss(sys.argv[2])
+    elif sys.argv[1:] == ["stdlib"]:
+        stdlib()
     elif len(sys.argv) > 1:
         advantages(sys.argv[1])
     else:
