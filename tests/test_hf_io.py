@@ -370,11 +370,12 @@ def test_a_run_from_a_folder_to_a_folder(kimi, corpus, worlds, tmp_path, capsys)
 
     assert convert.main(["from-hf", str(exported), str(run / "again")]) == 0
     texts = []
-    for path in (exported, run / "again"):
+    for path in (exported, run / "again", run):
         capsys.readouterr()
         assert generate.main([str(path), "--prompt", "def f", "--prompt", "return", "--max-new-tokens", "6"]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] and texts[0].startswith("def f") and "\n---\nreturn" in texts[0]
+    assert texts[2].startswith("def f")  # of other weights: exported ones are rounded
 
 
 def test_keys_extend_the_context_of_a_folder(corpus, tmp_path):

@@ -19,8 +19,8 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.plan import BatchPlan
 from titan_linear.run.build import allocated, family_of, model_without_tokenizer
 from titan_linear.run.preflight import cleared, preflight
+from titan_linear.run.reading import config_for
 from titan_linear.run.start import load_adapters, set_first_weights
-from titan_linear.score import config_for
 from titan_linear.storage.peft import not_served, peft_config
 from titan_linear.storage.tensors import load_weights
 from titan_linear.train import Trainer

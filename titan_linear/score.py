@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_linear.commands import command_parser
-from titan_linear.config import Config, changed, check_config, load_config
+from titan_linear.config import Config, check_config, load_config
 from titan_linear.data import (
     Corpus,
     PackedStreams,
@@ -52,10 +52,7 @@ from titan_linear.ops.cross_entropy import ChunkedLogits
 from titan_linear.run.build import model_config, open_tokenizer
 from titan_linear.run.data import open_corpora
 from titan_linear.run.preflight import check_model
-from titan_linear.run.reading import Reader, open_reader
-from titan_linear.storage.hf_io import CONFIG as HF_CONFIG
-from titan_linear.storage.rundir import config_path
-from titan_linear.storage.step_folders import weights_path
+from titan_linear.run.reading import Reader, config_for, open_reader
 
 SAVED = 30.0  # seconds of scoring that a kill costs
 
@@ -85,17 +82,6 @@ def checked(path: str, keys: list[str]) -> tuple[Config, Node, Tokenizer, ModelC
     model = model_config(config, tokenizer)
     check_model(model, config, world_size, node.processes)
     return config, node, tokenizer, model
-
-
-def config_for(path: Path, keys: list[str]) -> Config:
-    """The configuration of the run that made these weights, with these keys changed; its weights are loaded first."""
-    if (path / HF_CONFIG).is_file():
-        first = ["--model.flavor", "hf", "--checkpoint.initial_load_in_hf", "true"]
-    else:
-        path = weights_path(path, key="PATH")
-        first = ["--job.config_file", str(config_path(path)), "--checkpoint.initial_load_in_hf", "false"]
-    first += ["--checkpoint.enable", "true", "--checkpoint.initial_load_path", str(path)]
-    return changed(load_config([*first, *keys]), {"loss.scores": ""})
 
 
 def scores_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) -> tuple[Scores, int]:

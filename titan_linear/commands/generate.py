@@ -23,7 +23,6 @@ from pathlib import Path
 import torch
 
 from titan_linear.commands import command_parser
-from titan_linear.config import Config, changed
 from titan_linear.data import Tokenizer, build_tokenizer
 from titan_linear.data.corpus.chat import Conversations
 from titan_linear.data.corpus.tokenizer import TOKENIZER
@@ -33,12 +32,10 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.run.build import DTYPES, allocated, model_config, open_tokenizer
 from titan_linear.run.data import other_tokenizer
 from titan_linear.run.generate import Drafts, Sampling, continuations, generate
+from titan_linear.run.reading import config_for
 from titan_linear.run.start import set_first_weights
-from titan_linear.storage.hf_io import CONFIG, check_folder, read_config
-from titan_linear.storage.hf_io import load_weights as load_hf_weights
-from titan_linear.storage.rundir import config_of
-from titan_linear.storage.step_folders import read_progress, verify, weights_path
-from titan_linear.storage.tensors import load_weights
+from titan_linear.storage.hf_io import CONFIG, read_config
+from titan_linear.storage.step_folders import read_progress, verify
 
 
 @refusing
@@ -110,30 +107,17 @@ def load(
     """The model, on one device, and its tokenizer. draft: with the layers that predict further tokens. ValueError: what
     is at `path` cannot be used."""
     in_hf = (path / CONFIG).is_file()
-    if in_hf:
-        mtp_layers = mtp_depth(read_config(path)) if draft else 0
-        run = Config(model={"flavor": "hf", "hf_assets_path": str(path), "mtp_layers": mtp_layers})
-    else:
-        path = weights_path(path, key="PATH")
-        verify(path)
-        run = config_of(path)
+    keys = ["--model.mtp_layers", str(mtp_depth(read_config(path)))] if in_hf and draft else []
+    run = config_for(path, [*keys, *(("--model.tokenizer_path", tokenizer) if tokenizer else ())])
     if draft and not run.model.mtp_layers:
         raise ValueError(f"--draft: '{path}' has no layers that predict further tokens; leave it out")
-    if tokenizer:  # in the configuration, so that errors name it
-        run = changed(run, {"model.tokenizer_path": tokenizer})
-    text = open_tokenizer(run)
-    if warning := tokenizer_warning(path, in_hf, tokenizer, text):
+    weights, text = Path(run.checkpoint.initial_load_path), open_tokenizer(run)
+    if not in_hf:
+        verify(weights)
+    if warning := tokenizer_warning(weights, in_hf, tokenizer, text):
         print(warning, file=sys.stderr)
-    config = model_config(run, text)
-    if in_hf:
-        check_folder(path, config)
-    model = allocated(config, dtype, device)
-    if in_hf:
-        load_hf_weights(path, model)
-        return model, text
-    if config.adapter:
-        set_first_weights(run, model)
-    load_weights(path, model)
+    model = allocated(model_config(run, text), dtype, device)
+    set_first_weights(run, model)
     return model, text
 
 

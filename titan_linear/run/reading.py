@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_linear.config import Config
+from titan_linear.config import Config, changed, hf_assets, load_config
 from titan_linear.data import Batch, Streams, Tokenizer
 from titan_linear.data.streams.loader import micro_batch
 from titan_linear.distributed.groups import gathered, host_group
@@ -26,9 +27,13 @@ from titan_linear.run.build import (
     mixed_precision,
     model_config,
     open_tokenizer,
+    tokenizer_path,
 )
 from titan_linear.run.start import build_checkpointer, set_first_weights
 from titan_linear.step.feed import BatchSharding
+from titan_linear.storage.hf_io import CONFIG
+from titan_linear.storage.rundir import config_of, config_path
+from titan_linear.storage.step_folders import weights_path
 
 # Of some tokens' logits, their labels [n] and columns [n, …]: numbers, [n, …] each.
 Columns = Callable[[ChunkedLogits, Tensor, dict[str, Tensor]], tuple[Tensor, ...]]
@@ -96,3 +101,18 @@ def open_reader(config: Config) -> Reader:
     set_first_weights(config, model, build_checkpointer(config))
     sharding = build_sharding(config, model.config, dims, device)
     return Reader(config, tokenizer, model, dims, sharding, mixed_precision(config, model, dims), host_group())
+
+
+def config_for(path: Path, keys: list[str]) -> Config:
+    """The configuration of the run that made these weights, with these keys changed; its weights are loaded first."""
+    if (path / CONFIG).is_file():
+        first = ["--model.flavor", "hf", "--checkpoint.initial_load_in_hf", "true"]
+    else:
+        path = weights_path(path, key="PATH")
+        run = config_of(path)
+        first = ["--job.config_file", str(config_path(path)), "--checkpoint.initial_load_in_hf", "false"]
+        # What the folder that the run began from has said, for it is no longer where weights are from.
+        first += ["--model.hf_assets_path", hf_assets(run)] if run.model.flavor == "hf" else []
+        first += ["--model.tokenizer_path", path_of] if (path_of := tokenizer_path(run)) else []
+    first += ["--checkpoint.enable", "true", "--checkpoint.initial_load_path", str(path)]
+    return changed(load_config([*first, *keys]), {"loss.scores": ""})
