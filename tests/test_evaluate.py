@@ -3,7 +3,7 @@
 import re
 import string
 from collections import Counter
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import groupby, product
 
 import numpy as np
@@ -27,7 +27,7 @@ from titan_linear.ops.cross_entropy import ChunkedLogits
 from titan_linear.run.evaluate import examine, open_prompts
 from titan_linear.run.generate import Sampling, generate_tokens
 from titan_linear.run.preflight import check_evaluation
-from titan_linear.run.reading import Reader, open_reader
+from titan_linear.run.reading import open_reader
 from titan_linear.train import Trainer
 
 WORDS = ["def", "self", "return", "import", "value", "None", "for", "name", "in", "list", "True"]
@@ -151,8 +151,7 @@ def examined_by(rank, world_size, argv, know):
         x = torch.nn.functional.one_hot(tokens[0].roll(-1), size).double() * 99 * know
         return loss(ChunkedLogits(x, torch.eye(size, dtype=torch.float64), loss_chunk))
 
-    of = trainer.evaluation
-    return examine(Reader(of.config, of.tokenizer, model, of.dims, of.sharding, of.precision, trainer.host), prompts)
+    return examine(replace(trainer.evaluation.reader, model=model), prompts)
 
 
 EVALUATED = {

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -72,7 +73,8 @@ def validate_on_rank(rank, world_size, argv):
             trainer.stop.received = signal.SIGTERM * rank
             return super().__call__(batch)
 
-    trainer.evaluation.sharding = Signalled(**vars(trainer.feed.cut))  # the feed has its own
+    cut = Signalled(**vars(trainer.feed.cut))  # the feed has its own
+    trainer.evaluation.reader = replace(trainer.evaluation.reader, sharding=cut)
     trainer.train()
     return trainer.stop.agreed, trainer.step
 

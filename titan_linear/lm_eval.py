@@ -59,14 +59,13 @@ def parted(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def harness(options: list[str], config: Config) -> None:
-    from lm_eval._cli import HarnessCLI
+    from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.registry import register_model
 
     register_model("titan_linear")(adapted(config))
     sys.argv = ["lm_eval", "run", "--model", "titan_linear", *options]
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere) if dist.get_rank() else nullcontext():
-        cli = HarnessCLI()
-        cli.execute(cli.parse_args())
+        cli_evaluate()
 
 
 class Requests(Prompts):

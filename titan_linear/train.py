@@ -108,23 +108,13 @@ class Trainer:
         self.compilation = Compilation(config, self.dims, self.host)
         self.hooks: list[Hook] = [self.spikes, self.telemetry, self.grace, self.compilation]
         self.exports: Exports | None = None  # on rank 0
-        self.evaluation = Evaluation(
-            config,
-            self.model,
-            self.dims,
-            self.device,
-            tokenizer=subject.tokenizer,
-            held_out=subject.held_out,
-            sharding=self.feed.cut,
-            precision=self.passes.precision,
-            loss=self.passes.loss,
-            ask=self.grace.ask_validating,
-        )
+        reads = self.model, self.dims, self.feed.cut, self.passes.precision, self.host
+        reader = Reader(config, subject.tokenizer, *reads)
+        ask = self.grace.ask_validating
+        self.evaluation = Evaluation(reader, self.device, subject.held_out, self.passes.loss, ask)
         self.examine: Callable[..., list[Record]] | None = None
         if config.evaluation.freq:
-            parts = self.model, self.dims, self.feed.cut, self.passes.precision, self.host
-            reader = Reader(config, self.tokenizer, *parts)
-            self.examine = partial(examine, reader, open_prompts(config, self.tokenizer))
+            self.examine = partial(examine, reader, open_prompts(config, subject.tokenizer), ask)
 
     @property
     def _ended(self) -> bool:
@@ -252,7 +242,7 @@ class Trainer:
                 for hook in self.hooks:
                     hook.after_validation(self.step, loss, named, text)
             if evaluates:
-                records = self.examine(self.grace.ask_validating)
+                records = self.examine()
                 for hook in self.hooks:
                     hook.after_evaluation(self.step, records)
 

@@ -107,19 +107,17 @@ def _answered(logits: ChunkedLogits, labels: Tensor, columns: dict[str, Tensor],
 
 def recall(sample: Sample, rows: np.ndarray) -> Record:
     answers = np.split(rows, np.flatnonzero(np.diff(rows[:, 2])) + 1)
-    chosen, chance = [], []
-    for row in rows[~np.isnan(rows[:, 5])]:
-        own, *others = row[4:][~np.isnan(row[4:])]
-        ties = sum(other == own for other in others)
-        chosen.append((own >= max(others)) / (1 + ties))
-        chance.append(1 / (1 + len(others)))
+    compared = rows[~np.isnan(rows[:, 5]), 4:]
+    own, others = compared[:, :1], compared[:, 1:]
+    chosen = (own >= others) | np.isnan(others)
+    ties, candidates = (own == others).sum(1), 1 + (~np.isnan(others)).sum(1)
     return {
         "task": sample.task,
         "length": sample.length,
         "depth": sample.depth,
         "exact": float(np.mean([answer[:, 3].all() for answer in answers])),
-        "score": float(np.mean(chosen)),
-        "chance": float(np.mean(chance)),
+        "score": float(np.mean(chosen.all(1) / (1 + ties))),
+        "chance": float(np.mean(1 / candidates)),
         "loss": float(-rows[:, 4].mean()),
     }
 

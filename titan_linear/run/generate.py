@@ -13,9 +13,9 @@ from __future__ import annotations
 import math
 from collections import UserDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from copy import copy
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,14 +25,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan_linear.config import Config
-from titan_linear.data import Streams, Tokenizer, validation_batches
-from titan_linear.distributed.mesh import ParallelDims
+from titan_linear.data import Streams, Tokenizer
 from titan_linear.losses import Loss
 from titan_linear.models.decoder import Between, Decoder, LayerCache
 from titan_linear.models.draws import generator
 from titan_linear.models.plan import BatchPlan
-from titan_linear.step.feed import BatchSharding
+from titan_linear.run.reading import Reader
 from titan_linear.step.passes import with_reference
 
 
@@ -277,15 +275,9 @@ class Evaluation:
         ask: called before each batch of a validation; it may raise.
     """
 
-    config: Config
-    model: Decoder
-    dims: ParallelDims
+    reader: Reader
     device: torch.device
-    _: KW_ONLY
-    tokenizer: Tokenizer
     held_out: Streams | None
-    sharding: BatchSharding
-    precision: AbstractContextManager[object]
     loss: Loss
     ask: Callable[[], None]
 
@@ -293,23 +285,16 @@ class Evaluation:
     def validate(self) -> list[float]:
         """The loss, in nats per token, and its reports, over the held-out documents (or the first validation.steps
         streams of them)."""
-        v = self.config.validation
-        chunk = self.config.training.loss_chunk_size
-        batches = validation_batches(
-            self.held_out,
-            local_batch_size=v.local_batch_size,
-            dp_rank=self.dims.dp_rank,
-            dp_degree=self.dims.dp,
-            limit=v.steps,
-        )
+        reader, v = self.reader, self.reader.config.validation
+        chunk = reader.config.training.loss_chunk_size
         total = torch.zeros(2 + len(self.loss.reports), dtype=torch.float64, device=self.device)
-        for batch in batches:
+        for batch in reader.batches(self.held_out, v.local_batch_size, limit=v.steps):
             self.ask()
-            micro = with_reference(self.model, self.sharding(batch), self.precision, chunk)
+            micro = with_reference(reader.model, reader.sharding(batch), reader.precision, chunk)
             loss = partial(self.loss, batch=micro)
-            with self.precision:
-                total[1:] += self.model(micro.tokens, micro.plan, loss=loss, loss_chunk=chunk)
-            total[0] += batch.weight / self.dims.copies
+            with reader.precision:
+                total[1:] += reader.model(micro.tokens, micro.plan, loss=loss, loss_chunk=chunk)
+            total[0] += batch.weight / reader.dims.copies
         dist.all_reduce(total)
         return (total[1:] / total[0]).tolist()
 
@@ -317,16 +302,16 @@ class Evaluation:
         """The prompt and the model's continuation; "" if no tokens are asked for."""
         if not tokens:
             return ""
-        s = self.config.sample
+        reader, s = self.reader, self.reader.config.sample
         # Compiled graphs are for streams, not for a text that grows by a token at each call.
-        uncompiled = torch.compiler.set_stance("force_eager") if self.config.compile.enable else nullcontext()
-        with self.precision, uncompiled:
+        uncompiled = torch.compiler.set_stance("force_eager") if reader.config.compile.enable else nullcontext()
+        with reader.precision, uncompiled:
             (text,) = generate(
-                self.model,
-                self.tokenizer,
+                reader.model,
+                reader.tokenizer,
                 [prompt],
                 max_new_tokens=tokens,
                 device=self.device,
-                sampling=Sampling(s.temperature, s.top_p, self.config.debug.seed),
+                sampling=Sampling(s.temperature, s.top_p, reader.config.debug.seed),
             )
         return text

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_linear.config import Config, changed, hf_assets, load_config
-from titan_linear.data import Batch, Streams, Tokenizer
-from titan_linear.data.streams.loader import micro_batch
+from titan_linear.data import Batch, Streams, Tokenizer, validation_batches
 from titan_linear.distributed.groups import gathered, host_group
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.process import own_device
@@ -57,13 +56,19 @@ class Reader:
         """Of each micro-batch from `first` on, and on rank 0 alone: of each rank with labels of its own, their columns.
         The device computes the next one meanwhile."""
         queued = []
-        for n in range(first, -(-len(streams) // (self.dims.dp * local_batch_size))):
-            batch = micro_batch(streams, n, local_batch_size, self.dims.dp_rank, self.dims.dp, len(streams))
+        for batch in self.batches(streams, local_batch_size, first=first):
             queued.append(self._queue(batch, columns))
             if len(queued) > 1:
                 yield self._arrived(*queued.pop(0))
         for last in queued:
             yield self._arrived(*last)
+
+    def batches(self, streams: Streams, local_batch_size: int, **part: int) -> Iterator[Batch]:
+        """This rank's part of one pass."""
+        dims = self.dims
+        return validation_batches(
+            streams, local_batch_size=local_batch_size, dp_rank=dims.dp_rank, dp_degree=dims.dp, **part
+        )
 
     @torch.no_grad()
     def _queue(self, batch: Batch, columns: Columns) -> tuple[torch.cuda.Event | None, list[Tensor]]:

@@ -121,14 +121,14 @@ class StreamLoader(Stateful):
 
 
 def validation_batches(
-    streams: Streams, *, local_batch_size: int, dp_rank: int, dp_degree: int, limit: int = -1
+    streams: Streams, *, local_batch_size: int, dp_rank: int, dp_degree: int, limit: int = -1, first: int = 0
 ) -> Iterator[Batch]:
-    """This rank's micro-batches of one pass over streams with repeat=False, or over the first `limit` of them.
+    """This rank's micro-batches, from `first` on, of one pass over streams with repeat=False, or over `limit` of them.
 
     Every rank gets the same number of them; streams beyond the last of the pass are all padding.
     """
     end = len(streams) if limit == -1 else min(limit, len(streams))
-    for n in range(math.ceil(end / (dp_degree * local_batch_size))):
+    for n in range(first, math.ceil(end / (dp_degree * local_batch_size))):
         yield micro_batch(streams, n, local_batch_size, dp_rank, dp_degree, end)
 
 
