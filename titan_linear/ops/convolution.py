@@ -12,7 +12,15 @@ from torch import Tensor
 from titan_linear.ops.exchange.halo import with_halo
 from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.layout.context import CPContext
-from titan_linear.ops.runtime.options import States, boundaries_of, check_boundaries, check_cp, check_floats, refuse
+from titan_linear.ops.runtime.options import (
+    ConvolutionOptions,
+    States,
+    boundaries_of,
+    check_boundaries,
+    check_cp,
+    check_floats,
+    refuse,
+)
 from titan_linear.ops.runtime.support import Choice, Op, dims_up_to, without_autocast
 from titan_linear.ops.torch.delta_rule import l2norm
 from titan_linear.ops.triton.configs import with_kernels
@@ -88,7 +96,8 @@ def causal_conv1d(
         initial = States(halo.transpose(1, 2), rows)
     convolve = CONVOLUTION.load(CONVOLUTION.implementation(impl, x.device, x.dtype, W=W))
     bias = None if bias is None else bias.contiguous()
-    ys, final = convolve(flat, weight, bias, initial, boundaries, activation, output_final_state, parts, norm_dim)
+    options = ConvolutionOptions(activation is not None, output_final_state, parts, norm_dim)
+    ys, final = convolve(flat, weight, bias, initial, boundaries, options)
     ys = tuple(y.unflatten(0, (B, T)) for y in ys)
     return ys if widths is not None else ys[0], final
 
@@ -150,10 +159,7 @@ def torch_conv1d(
     bias: Tensor | None,
     initial: States | None,
     boundaries: Boundaries,
-    activation: str | None,
-    output_final_state: bool,
-    widths: list[int],
-    norm_dim: int | None,
+    options: ConvolutionOptions,
 ) -> tuple[list[Tensor], Tensor | None]:
     """x [T,D], weight [D,W], initial [.,D,W−1] or None (zeros) -> y, [T, width] for each of `widths`, and the entries'
     last inputs [N,D,W−1].
@@ -168,9 +174,9 @@ def torch_conv1d(
     y = F.conv1d(rows.T.to(wide).unsqueeze(0), weight.to(wide).unsqueeze(1), groups=x.shape[1])  # [1, D, rows−W+1]
     y = y[0].T.index_select(0, own - (weight.shape[1] - 1))
     y = y if bias is None else y + bias.to(wide)
-    parts = (F.silu(y) if activation else y).split(widths, 1)
-    if norm_dim is not None:
+    parts = (F.silu(y) if options.silu else y).split(options.widths, 1)
+    if options.norm_dim is not None:
         q, k, v = parts
-        q, k = (l2norm(part.unflatten(1, (-1, norm_dim))).flatten(1) for part in (q, k))
+        q, k = (l2norm(part.unflatten(1, (-1, options.norm_dim))).flatten(1) for part in (q, k))
         parts = q, k, v
-    return [part.to(x.dtype) for part in parts], rows[last].transpose(1, 2) if output_final_state else None
+    return [part.to(x.dtype) for part in parts], rows[last].transpose(1, 2) if options.need_final else None

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import Boundaries
@@ -44,21 +45,21 @@ TILE = 128  # query rows that the tiled kernel takes at a time
 class Runs(NamedTuple):
     """Runs of queries, each within one document, of all ranks, in global tokens: [N] int64."""
 
-    start: np.ndarray
-    end: np.ndarray
-    first: np.ndarray  # the first token of the document; of a node, as many earlier as there are above it
-    last: np.ndarray  # the token after its last one
-    owner: np.ndarray  # the rank whose fragment holds them
-    rank: np.ndarray  # the rank that computes them
+    start: ndarray
+    end: ndarray
+    first: ndarray  # the first token of the document; of a node, as many earlier as there are above it
+    last: ndarray  # the token after its last one
+    owner: ndarray  # the rank whose fragment holds them
+    rank: ndarray  # the rank that computes them
 
-    def of(self, index: np.ndarray) -> Runs:
+    def of(self, index: ndarray) -> Runs:
         return Runs(*(column[index] for column in self))
 
-    def after(self, causal: bool) -> np.ndarray:
+    def after(self, causal: bool) -> ndarray:
         """[N] the token after each run's keys."""
         return self.end if causal else self.last
 
-    def pairs(self, causal: bool) -> np.ndarray:
+    def pairs(self, causal: bool) -> ndarray:
         """[N] number of query-key pairs of each run."""
         return pairs_between(self.start, self.end, self.first, self.last, causal)
 
@@ -107,13 +108,13 @@ def balanced(runs: Runs, world_size: int, causal: bool, gives: float) -> Runs:
     return both.of(both.start < both.end)
 
 
-def pairs_by_rank(runs: Runs, world_size: int, causal: bool) -> np.ndarray:
+def pairs_by_rank(runs: Runs, world_size: int, causal: bool) -> ndarray:
     """[W] number of pairs that each rank computes."""
     return np.bincount(runs.rank, runs.pairs(causal), world_size).astype(np.int64)  # float64 is exact below 2^53
 
 
 def _given_away(
-    runs: Runs, own: np.ndarray, loads: np.ndarray, most: tuple[float, float], tile: int, causal: bool
+    runs: Runs, own: ndarray, loads: ndarray, most: tuple[float, float], tile: int, causal: bool
 ) -> list[tuple[int, int, int, int]]:
     """The queries that a rank gives away: (run, start, end, receiver). Updates `loads` [W] in place.
 
@@ -297,15 +298,15 @@ def _query_routes(fragments: Fragments, runs: Runs, rank: int, world_size: int) 
 class _Needed(NamedTuple):
     """Keys that ranks need, each token once per rank: ranges of global tokens, [N] int64, sorted by `by`, `start`."""
 
-    by: np.ndarray  # the rank that needs them
-    start: np.ndarray
-    end: np.ndarray
+    by: ndarray  # the rank that needs them
+    start: ndarray
+    end: ndarray
 
-    def overlaps(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def overlaps(self, blocks: ndarray) -> tuple[ndarray, ndarray]:
         """Start and end [N, slots] of each range's part of blocks [slots, 2] or [N, slots, 2]; end ≤ start: none."""
         return np.maximum(self.start[:, None], blocks[..., 0]), np.minimum(self.end[:, None], blocks[..., 1])
 
-    def traffic(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def traffic(self, blocks: ndarray) -> tuple[ndarray, ndarray]:
         """Number of rows [W] that each rank receives, and that it sends. blocks: [W, slots, 2], the ranks' tokens."""
         start, end = self.overlaps(blocks[self.by])
         own = np.maximum(end - start, 0).sum(1)
@@ -315,14 +316,14 @@ class _Needed(NamedTuple):
         return received, np.diff(before).sum((1, 2)) - own_of_rank
 
 
-def _sums_below(edges: np.ndarray, x: np.ndarray) -> np.ndarray:
+def _sums_below(edges: ndarray, x: ndarray) -> ndarray:
     """Σ max(x − edge, 0) over edges, for each x."""
     edges = np.sort(edges)
     count = np.searchsorted(edges, x)
     return count * x - _bounds(edges)[count]
 
 
-def _key_ranges(runs: Runs, causal: bool, nodes: Nodes | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _key_ranges(runs: Runs, causal: bool, nodes: Nodes | None) -> tuple[ndarray, ndarray, ndarray]:
     """The runs' keys as ranges of tokens: the number of each one's run, its first token, and the one after its last."""
     if nodes is None:
         return np.arange(len(runs.start)), runs.first, runs.after(causal)
@@ -334,14 +335,14 @@ def _needed(runs: Runs, causal: bool, nodes: Nodes | None) -> _Needed:
     return _Needed(*_union(runs.rank[number], start, end))
 
 
-def _blocks(fragments: Fragments, world_size: int) -> np.ndarray:
+def _blocks(fragments: Fragments, world_size: int) -> ndarray:
     """[W, slots, 2] the ranks' tokens: start and end of each fragment."""
     owners = np.array([f.rank for f in fragments])
     size = fragments[0].end
     return np.argsort(owners, kind="stable").reshape(world_size, -1, 1) * size + [0, size]
 
 
-def evened(own: Runs, blocks: np.ndarray, pairs_per_row: int, causal: bool, nodes: Nodes | None = None) -> Runs:
+def evened(own: Runs, blocks: ndarray, pairs_per_row: int, causal: bool, nodes: Nodes | None = None) -> Runs:
     """The runs, evened out to the degree with which the rank that takes longest is done first."""
     world_size = len(blocks)
     loads = pairs_by_rank(own, world_size, causal)
@@ -355,7 +356,7 @@ def evened(own: Runs, blocks: np.ndarray, pairs_per_row: int, causal: bool, node
     return min([own, *candidates], key=time)
 
 
-def _rows_of_busiest(runs: Runs, blocks: np.ndarray, causal: bool, nodes: Nodes | None) -> int:
+def _rows_of_busiest(runs: Runs, blocks: ndarray, causal: bool, nodes: Nodes | None) -> int:
     world_size = len(blocks)
     moved = runs.of(np.flatnonzero(runs.rank != runs.owner))
     queries = [np.bincount(of, moved.end - moved.start, world_size) for of in (moved.owner, moved.rank)]
@@ -363,9 +364,7 @@ def _rows_of_busiest(runs: Runs, blocks: np.ndarray, causal: bool, nodes: Nodes 
     return np.max(keys) + np.max(queries)
 
 
-def _key_routes(
-    cut: Cut, blocks: np.ndarray, needed: _Needed, rank: int, start: np.ndarray, end: np.ndarray
-) -> KeyRoutes:
+def _key_routes(cut: Cut, blocks: ndarray, needed: _Needed, rank: int, start: ndarray, end: ndarray) -> KeyRoutes:
     """blocks: [W, slots, 2], the ranks' tokens; start, end: [.] key ranges of the rank's spans, in order."""
     world_size, slots, _ = blocks.shape
     fragments, owners = cut.fragments, cut.owners
@@ -404,7 +403,7 @@ def _key_routes(
     )
 
 
-def _leaving(needed: _Needed, own: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _leaving(needed: _Needed, own: ndarray, rank: int) -> tuple[ndarray, ndarray, ndarray]:
     """Receiver, first row and row after the last of what other ranks need of this one, by receiver.
 
     own: [slots, 2] its tokens."""
@@ -415,7 +414,7 @@ def _leaving(needed: _Needed, own: np.ndarray, rank: int) -> tuple[np.ndarray, n
     return needed.by[i], start[leaves] + to_row, end[leaves] + to_row
 
 
-def _arriving(needed: _Needed, owners: np.ndarray, rank: int, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _arriving(needed: _Needed, owners: ndarray, rank: int, size: int) -> tuple[ndarray, ndarray, ndarray]:
     """Sender, first token and token after the last of what this rank needs of others, by sender: as rows arrive."""
     mine = needed.by == rank
     _, n, start, end = _by_fragment(needed.start[mine], needed.end[mine], size)
@@ -424,17 +423,17 @@ def _arriving(needed: _Needed, owners: np.ndarray, rank: int, size: int) -> tupl
     return owners[n[others]], start[others], end[others]
 
 
-def _offsets(fragments: Fragments) -> np.ndarray:
+def _offsets(fragments: Fragments) -> ndarray:
     """For each fragment, a token's local row at the owner − its global number."""
     size = fragments[0].end
     return np.array([f.slot * size - f.start for f in fragments])
 
 
-def _bounds(lengths: np.ndarray) -> np.ndarray:
+def _bounds(lengths: ndarray) -> ndarray:
     return np.concatenate([[0], np.cumsum(lengths)])
 
 
-def _by_fragment(start: np.ndarray, end: np.ndarray, size: int) -> tuple[np.ndarray, ...]:
+def _by_fragment(start: ndarray, end: ndarray, size: int) -> tuple[ndarray, ...]:
     """Ranges of global tokens, cut at fragment edges: of each piece the index of its range and fragment, start, end."""
     first, after = start // size, -(-end // size)
     i = np.repeat(np.arange(len(start)), after - first)
@@ -442,7 +441,7 @@ def _by_fragment(start: np.ndarray, end: np.ndarray, size: int) -> tuple[np.ndar
     return i, n, np.maximum(start[i], n * size), np.minimum(end[i], (n + 1) * size)
 
 
-def _union(group: np.ndarray, start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _union(group: ndarray, start: ndarray, end: ndarray) -> tuple[ndarray, ndarray, ndarray]:
     """The union of each group's ranges, as disjoint ranges: group, start, end, sorted in this order."""
     apart = group * (int(end.max()) + 1)  # so that no range reaches those of the next group
     order = np.argsort(start + apart, kind="stable")
@@ -454,7 +453,7 @@ def _union(group: np.ndarray, start: np.ndarray, end: np.ndarray) -> tuple[np.nd
     return group[new], a[new], reach[last] - apart[order][last]
 
 
-def _joined(start: np.ndarray, end: np.ndarray, group: np.ndarray) -> np.ndarray:
+def _joined(start: ndarray, end: ndarray, group: ndarray) -> ndarray:
     """[., 2] ranges, adjacent ones of the same group joined into one; padded to two with empty ones, because
     torch.compile takes a size of one for a constant."""
     breaks = (start[1:] != end[:-1]) | (group[1:] != group[:-1])

@@ -115,6 +115,13 @@ class DecayOptions:
     disable_recompute: bool = False
 
 
+class ConvolutionOptions(NamedTuple):
+    silu: bool
+    need_final: bool
+    widths: list[int]  # of the parts of y
+    norm_dim: int | None  # channels of a head of q and k, which have length 1
+
+
 AnyOptions = DeltaRuleOptions | DPLROptions | DecayOptions
 
 

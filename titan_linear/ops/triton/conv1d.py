@@ -25,7 +25,7 @@ from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.layout.segments import CONV_RUN
 from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import check_first_derivative, operator, register_autograd
-from titan_linear.ops.runtime.options import States
+from titan_linear.ops.runtime.options import ConvolutionOptions, States
 from titan_linear.ops.triton.chunks import chunks_of
 from titan_linear.ops.triton.gates import sigmoid
 from titan_linear.ops.triton.launch import Kernel
@@ -355,7 +355,7 @@ def conv1d(
     *ys, final_state = outputs = _outputs(x, weight, cu_seqlens, widths, output_final_state)
     initial = None if initial_state is None else initial_state.contiguous(), state_index
     shape, blocks = _blocks(widths, FORWARD_CONFIG, norm_dim)
-    sizes, parts = (D, *_first_two(widths), blocks, x.stride(0)), _padded(ys[: len(widths)])
+    sizes, parts = (D, *[*widths, 0][:2], blocks, x.stride(0)), _padded(ys[: len(widths)])
     conv1d_fwd_kernel[(chunk_index.shape[0] * blocks,)](
         x, weight.contiguous(), bias, initial, parts, cu_seqlens, chunk_index, *sizes, W=W, BT=BT, SILU=silu, **shape
     )
@@ -402,7 +402,7 @@ def conv1d_backward(
     d_weight = x.new_empty(NT, W, D, dtype=torch.float32)
     d_bias = None if bias is None else x.new_empty(NT, D, dtype=torch.float32)
     shape, blocks = _blocks(widths, BACKWARD_CONFIG, norm_dim)
-    sizes = D, *_first_two(widths), blocks, x.stride(0), _padded([dy.stride(0) for dy in dys])
+    sizes = D, *[*widths, 0][:2], blocks, x.stride(0), _padded([dy.stride(0) for dy in dys])
     grads = d_final, dx, d_weight, d_bias, d_state
     conv1d_bwd_kernel[(NT * blocks,)](
         x, weight.contiguous(), bias, (state, state_index), _padded(dys), *grads, cu_seqlens, chunk_index, *sizes,
@@ -424,10 +424,6 @@ def _blocks(widths: list[int], config: dict[str, int], norm_dim: int | None) -> 
 def _padded(parts: list[Any]) -> tuple[Any, ...]:
     """`parts`, padded with None to the three that the kernels take."""
     return (*parts, None, None)[:3]
-
-
-def _first_two(widths: list[int]) -> list[int]:
-    return [*widths, 0][:2]
 
 
 def _setup_context(ctx, inputs, output):
@@ -455,19 +451,17 @@ def packed_conv1d(
     bias: Tensor | None,
     initial: States | None,
     boundaries: Boundaries,
-    activation: str | None,
-    output_final_state: bool,
-    widths: list[int],
-    norm_dim: int | None,
+    options: ConvolutionOptions,
 ) -> tuple[list[Tensor], Tensor | None]:
     """x [T, D], initial [., D, W-1] or None (zeros) -> y, [T, width] for each of `widths`, and the final state
     [N, D, W-1] or None."""
     chunks = boundaries.chunks.get(BT)
     chunk_index = boundaries.derived(_chunk_index, x.shape[0], BT) if chunks is None else chunks.index
     state, state_index = (None, None) if initial is None else (initial.values.to(x.dtype), initial.index)
-    tables, how = (boundaries.cu_seqlens, chunk_index), (activation is not None, norm_dim, output_final_state)
-    *ys, final = conv1d(x, weight, bias, state, state_index, *tables, widths, *how)
-    return ys[: len(widths)], final if output_final_state else None
+    silu, need_final, widths, norm_dim = options
+    inputs = x, weight, bias, state, state_index, boundaries.cu_seqlens, chunk_index
+    *ys, final = conv1d(*inputs, widths, silu, norm_dim, need_final)
+    return ys[: len(widths)], final if need_final else None
 
 
 def _chunk_index(boundaries: Boundaries, tokens: int, size: int) -> Tensor:
