@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
+import torch
 
 from tests.keys import argv_of
 from tests.refusals import refused
@@ -21,7 +22,10 @@ from titan_linear.data import IGNORE, Targets, Texts, TreeStreams, build_tokeniz
 from titan_linear.data.corpus import writing
 from titan_linear.data.streams.loader import micro_batch
 from titan_linear.models.presets import OWN
+from titan_linear.ops.layout import build_context, nodes
 from titan_linear.ops.layout.nodes import Nodes
+from titan_linear.proof import data, doctor, ops
+from titan_linear.proof.subject import subject_of
 from titan_linear.run.preflight import preflight
 from titan_linear.step.feed import _counts, branches_of
 
@@ -204,9 +208,9 @@ def test_neighbours_share_whole_chunks(tmp_path):
     corpus = corpus_of(path, [{"tokens": r} for r in records], dataset_format="tokens", share_prefixes=True)
     found = []
     for begin, end in pairwise(corpus.offsets.tolist()):
-        nodes = Nodes.behind(corpus.columns["back"][begin:end])
-        for leaf in nodes.leaves:
-            of_path = [range(*nodes.edges[n : n + 2]) for n in nodes.paths[leaf]]
+        of = Nodes.behind(corpus.columns["back"][begin:end])
+        for leaf in of.leaves:
+            of_path = [range(*of.edges[n : n + 2]) for n in of.paths[leaf]]
             found.append(corpus.tokens[begin:end][np.concatenate(of_path)].tolist())
     assert sorted(found) == sorted(records)
     assert corpus.num_documents == 6  # the first two share three chunks, and the fourth and fifth one
@@ -419,3 +423,21 @@ def test_batch_shows_nodes(tmp_path):
         "document 2: [4, 6), 2 tokens, 2 learnt, continues token 1",
         "document 3: [6, 8), 2 tokens, 1 learnt, continues token 1",
     ]
+
+
+@pytest.mark.parametrize("split", [{}, SPLITS["cp 2 allgather zigzag"][1]])
+def test_the_doctor(split, files, monkeypatch):
+    """It finds that a leaf continues the one before it."""
+    subject = subject_of(load_config(arguments(files, "together", split, {"training.dtype": "float32"})))
+    cases = [case for case in ops.cases(subject) if case.name in ("chunk_kda", "attention", "mixer gdn")]
+    assert len(cases) == 3 and all(f.holds for case in cases for f in doctor.trees(subject, case))
+    assert all(f.holds for check in (data.labels, data.targets, data.cut) for f in check(subject))
+
+    def checked_nodes(edges, parents, num_streams):
+        chained = torch.where(parents >= 0, torch.arange(len(parents)) - 1, -1)
+        return nodes.checked_nodes(edges, chained, num_streams)
+
+    monkeypatch.setattr(build_context, "checked_nodes", checked_nodes)
+    for case in cases:
+        apart, leaves = doctor.trees(subject, case)
+        assert not apart.holds and leaves.figure > 1e-3

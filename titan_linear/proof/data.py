@@ -11,6 +11,7 @@ from torch import Tensor
 
 from titan_linear.config import WHOLE
 from titan_linear.data import IGNORE, Batch, StreamLoader
+from titan_linear.data.corpus.trees import BACK
 from titan_linear.distributed.one_process import LocalDims
 from titan_linear.models.plan import Later
 from titan_linear.proof.findings import Finding, Findings
@@ -31,6 +32,8 @@ def labels(subject: Subject) -> Findings:
         labelled = stream.labels != IGNORE
         ends = np.zeros(len(want), dtype=bool)  # of documents, except the last, which may go on in the next stream
         ends[stream.cu_seqlens[1:-1] - 1] = True
+        if BACK in stream.columns:
+            ends = np.roll(stream.columns[BACK], -1) != 1
         bad = labelled & (ends | (stream.labels != want))
         absent = ~labelled & ~ends & all_trained_on
         absent[-1] = False
@@ -59,6 +62,7 @@ def targets(subject: Subject) -> Findings:
             apart.append(f"stream {i}")
         for n, (start, end) in enumerate(zip(starts, np.cumsum(lengths))):
             rows = np.flatnonzero(stream.labels[end - lengths[n] : end] != IGNORE)
+            rows = rows[rows + 1 < lengths[n]] if BACK in stream.columns else rows  # a child may be another's behind it
             for column in source.targets.columns:
                 numbers = stream.columns[column][end - lengths[n] + rows]
                 if (numbers != corpus.columns[column][start + rows + 1]).any():

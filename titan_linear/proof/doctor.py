@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from titan_linear.config import load_config
+from titan_linear.data.corpus.trees import BACK
 from titan_linear.distributed.ending import report
 from titan_linear.distributed.groups import process_group
 from titan_linear.distributed.process import FAILED, ignore_warnings_of_torch, run_command
@@ -33,6 +34,7 @@ from titan_linear.ops.runtime.support import short
 from titan_linear.proof import compiled, data, definitions, hf, model, ops, processes, resume
 from titan_linear.proof.findings import Finding, Findings, Note
 from titan_linear.proof.subject import Subject, subject_of
+from titan_linear.proof.trees import trees
 from titan_linear.run.build import unallocated
 
 PATIENCE = timedelta(minutes=10)  # for which processes wait for each other
@@ -45,6 +47,8 @@ def checks(subject: Subject) -> Iterator[tuple[str, Callable[[], Findings]]]:
     for case in ops.cases(subject):
         for check in (ops.implementations, ops.split, ops.documents, ops.repeated):
             yield f"{check.__name__}, {case}", lambda check=check, case=case: check(subject, case)
+        if BACK in subject.streams[0].columns:
+            yield f"trees, {case}", lambda case=case: trees(subject, case)
     for check in (definitions.loss, definitions.positions, definitions.float8):
         yield check.__name__, lambda check=check: check(subject)
     for check in (model.split, model.documents, model.repeated, resume.resume, hf.logits):

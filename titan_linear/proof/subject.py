@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from titan_linear.config import WHOLE, Config, changed, check_config
-from titan_linear.data import IGNORE, Batch, Stream, StreamLoader, Streams, Tokenizer, TreeStreams
+from titan_linear.data import IGNORE, Batch, Stream, StreamLoader, Streams, Tokenizer
+from titan_linear.data.corpus.trees import BACK, SHARE
 from titan_linear.distributed.one_process import Degrees
 from titan_linear.distributed.parallelize import cp_method
 from titan_linear.distributed.process import own_device
@@ -45,6 +46,7 @@ class Subject:
     streams: Streams
     device: torch.device
     said: tuple[str, ...]  # how it differs from the run
+    on_trees: bool = False  # batches are of prefix trees, if streams are; else their nodes are documents
 
     @property
     def dtype(self) -> torch.dtype:
@@ -65,7 +67,7 @@ class Subject:
 
     def loader(self, dp_rank: int, dp: int, local: int = STREAMS) -> Iterable[Batch]:
         """A data-parallel rank's batches of `local` streams, from the first step on."""
-        streams = MoreDocuments(self.streams)
+        streams = self.streams if self.on_trees else MoreDocuments(self.streams)
         step = STREAMS * self.degrees.dp
         return StreamLoader(streams, global_batch_size=step, local_batch_size=local, dp_rank=dp_rank, dp_degree=dp)
 
@@ -109,23 +111,25 @@ def vary(decoder: Decoder, seed: int) -> None:
 class MoreDocuments:
     """Streams of which every second one is cut into more documents than the corpus has there: one of 5 tokens, one that
     spans more than half of the stream, one of 1 token, one of 2, and the rest; a very short stream gets only those that
-    it has room for."""
+    it has room for. Nodes of prefix trees are documents."""
 
     def __init__(self, streams: Streams):
         self.streams = streams
 
     def __getitem__(self, i: int) -> Stream:
         stream = self.streams[i]
-        return self._cut(stream) if i % STREAMS else stream
+        T = len(stream.tokens)
+        more = [5, 5 * T // 8 + 1, 5 * T // 8 + 2, 5 * T // 8 + 4] if i % STREAMS else []
+        return self._cut(stream, more) if more or BACK in stream.columns else stream
 
-    def _cut(self, s: Stream) -> Stream:
+    def _cut(self, s: Stream, more: list[int]) -> Stream:
         T = len(s.tokens)
-        more = [5, 5 * T // 8 + 1, 5 * T // 8 + 2, 5 * T // 8 + 4]
         edges = np.unique([*s.cu_seqlens, *(edge for edge in more if edge < T)])
         labels = s.labels.copy()
         positions = np.concatenate([np.arange(b - a) for a, b in pairwise(edges)])
         labels[edges[1:-1] - 1] = IGNORE
-        columns = {name: (x.T * (labels != IGNORE)).T for name, x in s.columns.items()}
+        of_labels = ((name, x) for name, x in s.columns.items() if name not in (BACK, SHARE))
+        columns = {name: (x.T * (labels != IGNORE)).T for name, x in of_labels}
         return Stream(s.tokens, labels, edges.astype(np.int32), positions, columns)
 
 
@@ -150,10 +154,10 @@ def subject_of(config: Config) -> Subject:
     check_float8(full, config)
     check_float8_device(config)
     implementations(config, full, device)
-    open_corpora(config, tokenizer)
+    trees = any(BACK in corpus.columns for corpus in open_corpora(config, tokenizer))
     degrees = _degrees(config, processes)
     model, factor = fitting(_one_period(full), config, degrees, device)
-    seq_len = t.seq_len if config.loss.name in WHOLE else _length(config, device)
+    seq_len = t.seq_len if trees or config.loss.name in WHOLE else _length(config, device)
     dp = processes // (p.context_parallel_degree * p.tensor_parallel_degree)
     layers = full.num_layers
     said = {
@@ -176,11 +180,6 @@ def subject_of(config: Config) -> Subject:
         },
     )
     streams, _ = build_streams(cut, tokenizer, None)
-    if any(isinstance(source, TreeStreams) for source in streams.sources.values()):
-        raise ValueError(
-            "training.dataset_format = 'tree': the doctor does not know prefix trees; have it prove the configuration "
-            "on records of another format"
-        )
     check_size(tokens_of(streams), config)
     applies = tuple(line for line, holds in said.items() if holds)
     return Subject(cut, config, model, degrees, tokenizer, streams, device, applies)
