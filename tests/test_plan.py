@@ -22,7 +22,7 @@ from titan_linear.ops.layout.levels import H200
 from titan_linear.ops.runtime.options import boundaries_of
 from titan_linear.planner import splits
 from titan_linear.planner.machine import Machine, Offload, read_rates, shipped
-from titan_linear.planner.memory import Batch, boundaries, checkpointings, layers, memory, moments, parameters
+from titan_linear.planner.memory import Batch, checkpointings, documents_of, layers, memory, moments, parameters
 from titan_linear.planner.timing import Clock, attended, step
 from titan_linear.run.data import open_corpora
 from tools import bench_rates, check_plan
@@ -62,6 +62,7 @@ def test_the_command(capsys, tmp_path):
         (["--attention", "abacus"], "--attention 'abacus' is not in the rates; use one of"),
         (["--network", "0"], "--network 0 must be above 0"),
         (["--network", "nan"], "--network nan must be above 0"),
+        (["--documents", "9+2"], "--documents '9+2' must be 'one', or"),
         (["--documents", "²"], "--documents '²' must be 'one', or"),
         (["--model.flavor", "7T"], "model.flavor = '7T' is unknown"),
         (["--training.seq_ln", "7"], "command line: --training.seq_ln is not a key"),
@@ -162,15 +163,19 @@ def test_predictions_beside_what_was_measured():
     assert f"Memory is within {memory:.0%}, time within {time:.0%}. " in page
 
 
-@pytest.mark.parametrize("mean", [None, 100])
+@pytest.mark.parametrize("mean", [None, 100, ((1, 100), (2, 50), (3, 20))])
 def test_pairs_that_a_rank_attends(layout, mean):
-    """Each token sees those of its document up to itself; the last rank has most."""
+    """Each token sees those of its document up to itself; the last rank has most. Of a tree, that is its path."""
     batch = Batch.of(load_config(["--training.seq_len", "2048"], cuda=True), mean)._replace(cp=4, layout=layout)
-    cu_seqlens = torch.from_numpy(boundaries(2048, 1, mean))
-    ranks = [build_cp_context(cu_seqlens, rank=rank, world_size=4, layout=layout) for rank in range(4)]
+    nodes = documents_of(2048, 1, mean)
+    where = {"parents": torch.from_numpy(nodes.parents), "world_size": 4, "layout": layout}
+    ranks = [build_cp_context(torch.from_numpy(nodes.edges), rank=rank, **where) for rank in range(4)]
     pairs = [int((context.position_ids + 1).sum()) for context in ranks]
     assert attended(batch) == (pairs[-1], int(ranks[-1].cu_seqlens.diff().max()))
     assert mean is not None or pairs[-1] == max(pairs)
+    assert not isinstance(mean, tuple) or nodes.edges.tolist()[:8] == [0, 100, 150, 170, 190, 210, 260, 280]
+    with refused("its tree has 320 tokens, and training.seq_len = 256"):
+        documents_of(256, 1, ((1, 100), (2, 50), (3, 20)))
 
 
 def test_both_layouts_are_tried_where_there_is_softmax_attention():

@@ -290,7 +290,8 @@ def targets_of(streams):
         for row, label, weight in (*pairs, *branches):
             if weight:
                 sums[past[row], int(label)] += float(weight)
-        weight, labels, tokens, *_ = _counts(batch)
+        weight, labels, tokens, _, pairs, _ = _counts(batch)
+        assert pairs == (stream.position_ids + 1).sum()  # a token sees its path
         assert weight == pytest.approx(sum(sums.values()) - before)
         before, computed = before + weight, computed + labels
         apart += tokens - (len(stream.tokens) - lengths.sum())

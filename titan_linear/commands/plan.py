@@ -38,7 +38,7 @@ from titan_linear.distributed.process import refusing
 from titan_linear.models.config import ModelConfig
 from titan_linear.ops.layout.levels import H200
 from titan_linear.planner.machine import Machine, read_rates, shipped
-from titan_linear.planner.memory import GIB, PARTS, SPARE, Batch, host_memory, layers, moments, parameters, saved
+from titan_linear.planner.memory import GIB, PARTS, SPARE, Batch, Mean, host_memory, layers, moments, parameters, saved
 from titan_linear.planner.splits import (
     Setting,
     Split,
@@ -82,7 +82,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         help="GB/s from each GPU to other nodes (default: 50)",
     )
     parser.add_argument("--attention", default="", help="kernel of softmax attention, one that the rates have")
-    parser.add_argument("--documents", default="one", help='"one" per stream, or their mean tokens (default: one)')
+    parser.add_argument(
+        "--documents", default="one", help='"one" per stream, their mean tokens, or a tree: 14336+8*2048 (default: one)'
+    )
     parser.add_argument("--tokens", nargs="+", default=[], help="budget, to say how many days it takes: 100B, 2.5T")
     parser.add_argument(
         "--scaling", type=int, default=0, metavar="TOKENS", help="print speeds by GPUs and tokens of each"
@@ -174,10 +176,16 @@ def machine_of(args: argparse.Namespace) -> Machine:
     return Machine(rates, args.node, args.network * 1e9, kernel)
 
 
-def mean_length(documents: str) -> int | None:
-    """--documents: tokens, or None for one document per stream. ValueError: neither."""
-    if documents != "one" and not (documents.isdecimal() and int(documents)):
-        raise ValueError(f"--documents {documents!r} must be 'one', or the mean length of a document in tokens")
+def mean_length(documents: str) -> Mean:
+    """ValueError: --documents is neither of its kinds."""
+    root, *levels = documents.split("+")
+    if documents != "one" and not re.fullmatch(r"[1-9]\d*(\+[1-9]\d*\*[1-9]\d*)*", documents):
+        raise ValueError(
+            f"--documents {documents!r} must be 'one', or the mean length of a document in tokens, or a tree such as "
+            "14336+8*2048"
+        )
+    if levels:
+        return ((1, int(root)), *((int(count), int(tokens)) for count, tokens in (x.split("*") for x in levels)))
     return None if documents == "one" else int(documents)
 
 

@@ -54,6 +54,7 @@ from titan_linear.models.layers import widened
 from titan_linear.models.mlps.moe import Experts, LocalDispatch, MoE
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import CPContext, build_cp_context
+from titan_linear.ops.layout.nodes import Nodes
 from titan_linear.ops.registry import OPS
 from titan_linear.ops.runtime.support import Target, short
 from titan_linear.planner.counting import Layer, count
@@ -188,12 +189,17 @@ def _owned(parameter: Tensor, shards: int) -> int:
 # --- A rank's part of a micro-step -----------------------------------------------------------------------------------
 
 
+# Mean tokens per document; None: each stream is one document. Or a prefix tree, level by level: how many nodes continue
+# each of the level above, and their tokens.
+Mean = int | tuple[tuple[int, int], ...] | None
+
+
 class Batch(NamedTuple):
     """What determines how a layer runs on the busiest rank: a micro-step's streams, and how they are cut."""
 
     seq_len: int
     streams: int
-    mean: int | None  # mean tokens per document; None: each stream is one document
+    mean: Mean
     cp: int
     layout: str
     softmax_method: str
@@ -205,7 +211,7 @@ class Batch(NamedTuple):
     float8: tuple[str, ...] | None = None  # float8.filter_fqns; None: no float8
 
     @classmethod
-    def of(cls, config: Config, mean: int | None = None, node: int = 8) -> Batch:
+    def of(cls, config: Config, mean: Mean = None, node: int = 8) -> Batch:
         t, p = config.training, config.parallelism
         layout = p.context_parallel_layout if p.context_parallel_degree > 1 else "contiguous"
         return cls(
@@ -230,22 +236,53 @@ class Batch(NamedTuple):
 
 
 @cache
-def boundaries(seq_len: int, streams: int, mean: int | None) -> np.ndarray:
-    """Boundaries [N+1] int32 of streams of one document each, or of documents of random lengths around `mean`."""
+def documents_of(seq_len: int, streams: int, mean: Mean) -> Nodes:
+    """Streams of one document each, of documents of random lengths around `mean`, or of as many trees as fit."""
+    if isinstance(mean, tuple):
+        return _trees(seq_len, streams, mean)
     edges = [np.arange(streams + 1) * seq_len]
     if mean is not None:
         draw = np.random.Generator(np.random.Philox(key=seq_len))
         lengths = 1 + draw.exponential(mean, size=2 + 8 * streams * seq_len // mean).astype(np.int64)
         edges.append(lengths.cumsum().clip(max=streams * seq_len))
-    return np.unique(np.concatenate(edges)).astype(np.int32)
+    edges = np.unique(np.concatenate(edges))
+    return Nodes.of(edges, np.full(len(edges) - 1, -1))
+
+
+def _trees(seq_len: int, streams: int, levels: tuple[tuple[int, int], ...]) -> Nodes:
+    lengths: list[int] = []
+    parents: list[int] = []
+
+    def lay(level: int, parent: int) -> None:
+        if level < len(levels):
+            n, tokens = levels[level]
+            for _ in range(n):
+                lengths.append(tokens)
+                parents.append(parent)
+                lay(level + 1, len(lengths) - 1)
+
+    width, size = 1, 0
+    for n, tokens in levels:
+        width *= n
+        size += width * tokens
+    if size > seq_len:
+        raise ValueError(f"--documents: its tree has {size:,} tokens, and training.seq_len = {seq_len}; raise that")
+    for _ in range(streams):
+        for _ in range(seq_len // size):
+            lay(0, -1)
+        if rest := seq_len % size:  # padding
+            lengths.append(rest)
+            parents.append(-1)
+    return Nodes.of(np.cumsum([0, *lengths]), np.array(parents))
 
 
 @cache
 def context(batch: Batch) -> CPContext:
     """The context of the last cp rank, on the meta device: with contiguous fragments, that rank sees the most keys."""
-    cu_seqlens = torch.from_numpy(boundaries(batch.seq_len, batch.streams, batch.mean))
+    nodes = documents_of(batch.seq_len, batch.streams, batch.mean)
     described = build_cp_context(
-        cu_seqlens,
+        torch.from_numpy(nodes.edges.astype(np.int32)),
+        parents=torch.from_numpy(nodes.parents),
         rank=batch.cp - 1,
         world_size=batch.cp,
         layout=batch.layout,
@@ -255,7 +292,7 @@ def context(batch: Batch) -> CPContext:
     )
     if batch.cp > 1:
         planned = {"group": "planned", "group_name": "planned"}  # no exchange runs on it
-        for cp in described, described.of_nodes:
+        for cp in (described, *([] if described.cut.nodes else [described.of_nodes])):  # no ring knows trees
             cp.ranks = replace(cp.ranks, **planned)
     return described
 
@@ -302,13 +339,13 @@ def _one_expert(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 # --- Memory ----------------------------------------------------------------------------------------------------------
 
 
-def memory(config: Config, model: ModelConfig, gpus: int, mean: int | None = None) -> dict[str, float]:
+def memory(config: Config, model: ModelConfig, gpus: int, mean: Mean = None) -> dict[str, float]:
     """Bytes by PARTS on the GPU that holds most, at the moment when it holds most. mean: as in `moments`."""
     return max(moments(config, model, gpus, mean).values(), key=lambda moment: sum(moment.values()))
 
 
-def moments(config: Config, model: ModelConfig, gpus: int, mean: int | None = None) -> dict[str, dict[str, float]]:
-    """Bytes by PARTS at each moment that may be the peak. mean: mean tokens per document; None: a stream is one."""
+def moments(config: Config, model: ModelConfig, gpus: int, mean: Mean = None) -> dict[str, dict[str, float]]:
+    """Bytes by PARTS at each moment that may be the peak."""
     u = units(config, model, gpus)
     batch = Batch.of(config, mean)
     counted = layers(model, batch)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from titan_linear.config import Config, changed, check_config, data_parallel_degrees, fsdp_degrees
 from titan_linear.models.config import ModelConfig
 from titan_linear.planner.machine import Machine
-from titan_linear.planner.memory import GIB, checkpointings, memory
+from titan_linear.planner.memory import GIB, Mean, checkpointings, memory
 from titan_linear.planner.timing import Step, step
 from titan_linear.run.preflight import check_checkpointing, check_float8, check_splits
 
@@ -23,7 +23,7 @@ class Setting(NamedTuple):
     model: ModelConfig
     gpus: int
     machine: Machine
-    mean: int | None  # tokens of a document; None: one document per stream
+    mean: Mean
     room: float  # bytes of a GPU
 
     def needs(self, config: Config) -> float:

@@ -50,7 +50,7 @@ from titan_linear.ops.runtime.costs import (
 )
 from titan_linear.planner.counting import Call, Layer, Work
 from titan_linear.planner.machine import Machine
-from titan_linear.planner.memory import Batch, Units, boundaries, context, hidden_shapes, layers, units
+from titan_linear.planner.memory import Batch, Mean, Units, context, documents_of, hidden_shapes, layers, units
 from titan_linear.step.flops import training_flops
 
 PARTS = (
@@ -240,7 +240,7 @@ class Step:
         return self.flops / self.seconds / self.gpus / self.peak_tflops / 1e12
 
 
-def step(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: int | None = None) -> Step:
+def step(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: Mean = None) -> Step:
     batch = Batch.of(config, mean, machine.node_size)
     t = config.training
     u = units(config, model, gpus)
@@ -267,7 +267,8 @@ def step(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: 
     launches = times * (sum(p.launches for p in everything) + 7 * chunks)  # 7 for each chunk of logits
     spent = sum(parts.values())
     parts["launches"] = max(machine.rates.gap * launches, machine.rates.host * launches - spent)
-    one = Documents.of(boundaries(t.seq_len, t.local_batch_size, mean))
+    nodes = documents_of(t.seq_len, t.local_batch_size, mean)
+    one = Documents.of(nodes.edges, nodes.depth)
     documents = Documents(*(n * t.global_batch_size // t.local_batch_size for n in one))
     return Step(parts, documents.tokens, training_flops(model, documents), gpus, machine.rates.peak_tflops)
 
