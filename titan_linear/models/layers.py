@@ -100,8 +100,8 @@ def add_low_rank(y: Tensor, low: Tensor, *projections: Projection) -> Tensor:
     rank = low.shape[-1] // len(downs)
     rows = []
     for p in projections:
-        i = 0 if p.lora is None else downs.index(*p.lora.down)
-        B = low.new_zeros(len(p.weight), rank) if p.lora is None else p.lora_B
+        i = downs.index(*p.lora.down) if p.lora else 0
+        B = p.lora_B if p.lora else low.new_zeros(len(p.weight), rank)
         rows.append(F.pad(B, (i * rank, (len(downs) - 1 - i) * rank)))  # [outputs, Σ r]
     factor = next(p.lora.factor for p in projections if p.lora)
     return torch.addmm(y.flatten(0, -2), low.flatten(0, -2), torch.cat(rows).T, alpha=factor).view_as(y)

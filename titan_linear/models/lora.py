@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -54,7 +54,7 @@ def _add(model: nn.Module, name: str, first: str, options: Adapter) -> None:
     if isinstance(module, Projection):
         module.lora = Adapted(options.factor, (model.get_submodule(first.rpartition(".")[0]),))
     else:
-        module.adapters[leaf] = options.factor
+        module.lora[leaf] = options.factor
 
 
 @contextmanager
@@ -63,9 +63,8 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     with ExitStack() as restored:
         for module in model.modules():
             if isinstance(module, (Projection, Experts)):
-                name = "lora" if isinstance(module, Projection) else "adapters"
-                restored.callback(setattr, module, name, getattr(module, name))
-                setattr(module, name, None if name == "lora" else {})
+                restored.callback(setattr, module, "lora", module.lora)
+                module.lora = ()
         yield
 
 
@@ -80,16 +79,15 @@ def adaptable(model: nn.Module) -> tuple[list[str], list[str]]:
     return weights, [name for name, p in model.named_parameters() if p.requires_grad and name not in weights]
 
 
-def fitting(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+def fitting(names: Iterable[str], patterns: Collection[str]) -> list[str]:
     """The names of which a pattern fits some parts: "mixer", "layers.3", "*norm"; and none fits that follows a "!"."""
 
-    def fits(name: str, pattern: str) -> bool:
-        return fnmatchcase(f".{name}.", f"*.{pattern}.*")
+    def fits(name: str, patterns: Iterable[str]) -> bool:
+        return any(fnmatchcase(f".{name}.", f"*.{pattern}.*") for pattern in patterns)
 
     without = [pattern[1:] for pattern in patterns if pattern.startswith("!")]
     of = [pattern for pattern in patterns if not pattern.startswith("!")] or [*ALL] * bool(without)
-    kept = (name for name in names if not any(fits(name, pattern) for pattern in without))
-    return [name for name in kept if any(fits(name, pattern) for pattern in of)]
+    return [name for name in names if fits(name, of) and not fits(name, without)]
 
 
 def trained_names(model: nn.Module) -> set[str]:

@@ -36,6 +36,7 @@ from titan_linear.run.build import (
     unallocated,
 )
 from titan_linear.run.data import base_of
+from titan_linear.run.reading import config_for
 from titan_linear.storage.files import read_json
 from titan_linear.storage.hf_io import CONFIG, INDEX, RowReader, check_folder, read_config, read_model
 from titan_linear.storage.hf_writing import check_tokenizer, find_family, gather, write_folder
@@ -180,7 +181,7 @@ def merge(source: Path, folder: Path, base: str, dtype: str) -> None:
     """
     if (source / PEFT_CONFIG).is_file():
         named = base or read_json(source / PEFT_CONFIG, dict[str, Any], "")["base_model_name_or_path"]
-        run = Config(model={"flavor": "hf", "hf_assets_path": named}, checkpoint={"initial_load_in_hf": True})
+        run = config_for(Path(named), [])
         family, theirs = read_model(Path(named))
         run = run.model_copy(update={"adapter": Adapter(**options_of(source, theirs, family))})
         model = model_without_tokenizer(run)
@@ -238,8 +239,7 @@ def merged(
         if lora_name(name, "B") not in names:
             return weight
         A, B = (trained(lora_name(n, part)).double() for n, part in ((holder_of_A(own, name), "A"), (name, "B")))
-        delta = B.flatten(-3, -2) @ A if B.dim() == 4 else B @ A
-        return weight.double() + model.adapter.factor * delta.view_as(weight)
+        return weight.double() + model.adapter.factor * (B.flatten(A.dim() - 2, -2) @ A).view_as(weight)
 
     return get
 

@@ -62,7 +62,7 @@ class SwiGLU(nn.Module):
         impl = self.implementations.get("swiglu", "auto")
         gate_up = project(x, self.gate_proj, self.up_proj)
         down = self.down_proj
-        A = None if down.lora is None else down.lora_A
+        A = down.lora_A if down.lora else None
         y: Any = swiglu(gate_up, down.weight, impl, down.product, self.gate_factor, A)
         return y if A is None else add_low_rank(*y, down)
 

@@ -146,21 +146,21 @@ class Experts(nn.Module):
         self.hidden_matrices = up, down = ("gate_up_proj" if self.gated else "up_proj", "down_proj")
         setattr(self, up, nn.Parameter(torch.empty(E, *[2] * self.gated, hidden, dim)))  # gates before the rest
         setattr(self, down, nn.Parameter(torch.empty(E, dim, hidden)))
-        self.adapters: dict[str, float] = {}  # adapted weight → factor; A and B of each expert (models/lora.py)
+        self.lora: dict[str, float] = {}  # adapted weight → factor; A and B of each expert (models/lora.py)
         self.implementations: dict[str, Choice] = {}
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x [M, dim], rows sorted by expert; counts [E] int64, the number of rows of each -> [M, dim]."""
         up, down = self.hidden_matrices
         y = self.linear(x, getattr(self, up).flatten(1, -2), counts)
-        hidden = self._adapted(y, x, up, counts) if up in self.adapters else y
+        hidden = self._adapted(y, x, up, counts) if up in self.lora else y
         if self.gated:
             gate, hidden = hidden.chunk(2, -1)
             hidden = F.silu(gate) * hidden
         else:
             hidden = F.relu(hidden).square()
         y = self.linear(hidden, getattr(self, down), counts)
-        return self._adapted(y, hidden, down, counts) if down in self.adapters else y
+        return self._adapted(y, hidden, down, counts) if down in self.lora else y
 
     def linear(self, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         """weight [E, outputs, inputs]"""
@@ -170,7 +170,7 @@ class Experts(nn.Module):
         """The product y of x with a weight, and what its adapters add."""
         A, B = (getattr(self, lora_name(name, part)) for part in "AB")
         low = self.linear(x, A, counts)
-        return torch.add(y, self.linear(low, B.flatten(1, -2), counts), alpha=self.adapters[name])
+        return torch.add(y, self.linear(low, B.flatten(1, -2), counts), alpha=self.lora[name])
 
 
 class LocalDispatch:
