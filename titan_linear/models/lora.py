@@ -90,18 +90,6 @@ def fitting(names: Iterable[str], patterns: Collection[str]) -> list[str]:
     return [name for name in names if fits(name, of) and not fits(name, without)]
 
 
-def trained_names(model: nn.Module) -> set[str]:
-    """The parameters that training changes."""
-    return {name for name, p in model.named_parameters() if p.requires_grad}
-
-
-def holder_of_A(model: nn.Module, name: str) -> str:
-    """The weight of a model with adapters whose A is also that of this one."""
-    group = next((names for names in model.config.adapter.shared if name in names), (name,))
-    own = dict(model.named_parameters())
-    return next(other for other in group if lora_name(other, "A") in own)
-
-
 def described(model: nn.Module) -> str:
     """Lines for people to read: what is adapted, and what no adapter reaches, by name and share of the base."""
     own = dict(model.named_parameters())

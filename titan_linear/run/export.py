@@ -24,7 +24,6 @@ from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.layers import lora_name
-from titan_linear.models.lora import holder_of_A, trained_names
 from titan_linear.run.build import (
     DTYPES,
     FAMILY_OF,
@@ -229,16 +228,17 @@ def merged(
 ) -> Callable[[str], Tensor]:
     """name -> W + s B A in float64, or what was trained as a whole, or the base's."""
     with torch.device("meta"):
-        own = Decoder(model)
-    names = trained_names(own)
+        own = dict(Decoder(model).named_parameters())
 
     def get(name: str) -> Tensor:
-        if name in names:
+        if own[name].requires_grad:
             return trained(name)
         weight = base(name)
-        if lora_name(name, "B") not in names:
+        if lora_name(name, "B") not in own:
             return weight
-        A, B = (trained(lora_name(n, part)).double() for n, part in ((holder_of_A(own, name), "A"), (name, "B")))
+        sharing = next((names for names in model.adapter.shared if name in names), (name,))
+        of_A = next(other for other in sharing if lora_name(other, "A") in own)
+        A, B = (trained(lora_name(n, part)).double() for n, part in ((of_A, "A"), (name, "B")))
         return weight.double() + model.adapter.factor * (B.flatten(A.dim() - 2, -2) @ A).view_as(weight)
 
     return get
