@@ -1,10 +1,12 @@
 """Evaluations: prompts that a reference answers, exact in length; scores of all, none and any split alike."""
 
 import re
+import shlex
 import string
 from collections import Counter
 from dataclasses import fields, replace
 from itertools import groupby, product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,9 +23,11 @@ from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, build_tokenizer
 from titan_linear.data.streams.prompts import NONE, Prompts, Sample
 from titan_linear.data.tasks import LOSS, TASKS
+from titan_linear.models.mixers.attention import Attention
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN
 from titan_linear.ops.cross_entropy import ChunkedLogits
+from titan_linear.run.build import model_config, unallocated
 from titan_linear.run.evaluate import examine, open_prompts
 from titan_linear.run.generate import Sampling, generate_tokens
 from titan_linear.run.preflight import check_evaluation
@@ -354,3 +358,17 @@ def test_a_user_asks_by_the_chat_template(keys, tokenizers, tmp_path):
     text = tokenizer.decode(tokens[answers[:, 0] == NONE], special=True)
     assert len(tokens) == 900 and text.startswith("<|user|>Some special") and text.count("<|bot|>") == 1
     assert re.search(r"in their order\?\n<\|bot\|>\nOne of the special magic numbers for \w+ is:$", text)
+
+
+def test_models_that_are_compared_have_one_size_and_positions():
+    """Softmax attention alone has none without rotary positions."""
+    recipe = Path("train_configs/recall_100m.toml")
+    comments = re.sub(r"\n# {14}", " ", recipe.read_text().partition("\n[job]")[0])
+    keys = dict(re.findall(r"\n#   (\w+) +(--model.*)", comments))
+    sizes = []
+    for of_model in keys.values():
+        config = load_config([f"--job.config_file={recipe}", *shlex.split(of_model)])
+        model = model_config(config, ByteTokenizer())
+        assert any(not isinstance(mixer, Attention) or mixer.rotary for mixer in model.mixers)
+        sizes.append(sum(p.numel() for p in unallocated(model, torch.float32).parameters()))
+    assert len(sizes) == 6 and max(sizes) < 1.02 * min(sizes)
