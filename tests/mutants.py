@@ -136,7 +136,7 @@ MUTANTS = [
     Mutant("loss <= mean + self.sigmas * sigma", "loss <= mean + sigma", "test_spikes.py"),
     Mutant("n * (n + 1) // 2", "n * (n - 1) // 2", "test_flops.py"),
     Mutant("optimizer = 2 * stored -", "optimizer = stored -", "test_memory.py"),
-    Mutant("3.5 * flops / both", "2.5 * flops / both", "test_bench_cp.py"),
+    Mutant("3.5 * flops / both", "2.5 * flops / both", "tests/test_plan.py: what_was_measured"),
     Mutant("before < sampling.top_p", "before <= sampling.top_p", "test_generate.py"),
 ]
 

@@ -170,6 +170,8 @@ def test_choice_among_the_likeliest():
     }
     assert draws == {0.4: {1}, 0.6: {1, 3}, 0.8: {1, 2, 3}, 1.0: {0, 1, 2, 3}}
     assert choose(logits, Sampling(0.0), torch.Generator()) == 1
+    halves = torch.zeros(2)  # the first reaches it
+    assert {choose(halves, Sampling(1.0, 0.5), torch.Generator().manual_seed(i)) for i in range(20)} == {0}
     for broken, temperature in ((logits * torch.nan, 0.0), (logits * torch.nan, 1.0), (logits, 1e-320)):
         with refused("logits are not finite at --temperature"):
             choose(broken, Sampling(temperature), torch.Generator())

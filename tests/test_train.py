@@ -443,12 +443,12 @@ MIXTURES = {
 @pytest.mark.parametrize("name", MIXTURES)
 def test_mixtures_of_experts(name, corpus, worlds, one_process):
     """A load-balance loss, a selection bias that moves, latent attention with positions and without, Lightning
-    attention, Mamba-2 of one group and of several, mixers side by side, over FSDP and both layouts; 20 steps of
-    published shapes, cut."""
+    attention, Mamba-2 of one group and of several, mixers side by side, over FSDP and both layouts; six steps of
+    published shapes, cut, in which rates warm up and decay."""
     keys = FLOAT64 | {"training.steps": 3, "model.name": name, "activation_checkpoint.mode": "full"}
     keys |= {"model.mtp_layers": int(name in ("ling-3", "qwen3.5", "nemotron-h"))}
     if name in OWN_FLAVORS:
-        short = {"training.steps": 20, "training.seq_len": 32, "activation_checkpoint.mode": "none"}
+        short = {"training.seq_len": 32, "activation_checkpoint.mode": "none"}
         short |= {"training.global_batch_size": 2, "training.local_batch_size": 2}
         keys = FLOAT64 | SMALL_HYBRID | {"model.flavor": name} | short
     one = one_process(keys)
