@@ -120,7 +120,7 @@ def trees_of(held: Sequence[Held], pair: bool) -> list[DocumentTokens] | str:
     several trees, but the two of a pair, whose order stays."""
     trees: list[list[DocumentTokens]] = []
     order = held if pair else sorted(held, key=lambda h: h.document.tokens.astype(">u4").tobytes())
-    before = path = None
+    before, path = None, np.zeros(0, dtype=np.int64)
     for now in order:
         ids, weights, columns = now.document
         common = shared(before.document.tokens, ids) if before else 0
@@ -128,7 +128,7 @@ def trees_of(held: Sequence[Held], pair: bool) -> list[DocumentTokens] | str:
             return problem
         if not trees or not (common or pair):
             trees.append([])
-            path, count = np.zeros(0, dtype=np.int64), 0
+            path, count = path[:0], 0
         own = count + np.arange(len(ids) - common)
         back = np.ones(len(own), dtype=np.int64)
         back[0] = count - path[common - 1] if common else 0

@@ -45,6 +45,8 @@ class Given(NamedTuple):
 
 
 Launch = Callable[[Given], list[Tensor]]
+Operator = Callable[..., list[Tensor]]
+NO_ENDS = *NONE, *NONE, *ALL, None  # as `Given` has pairs and do
 
 
 class Stages(ABC):
@@ -75,7 +77,7 @@ class Stages(ABC):
 
     def _operator(
         self, run: Launch, empty: Launch, cost: Callable[..., costs.Cost] | None = costs.recurrence, **spec: Any
-    ) -> Callable[..., list[Tensor]]:
+    ) -> Operator:
         """`empty` makes the outputs of `run`."""
 
         def stage(
@@ -210,9 +212,9 @@ class TritonRule:
             self.tiles[i] = tile
         prepared = [x if read else None for x, read in zip(inputs, stages.read, strict=True)]
         if not kept:
-            self.tiles = self._run(stages.prepare, prepared)
+            self.tiles = self._run(stages.prepare, inputs=prepared)
         elif stages.again:
-            for i, tile in zip(stages.places_again, self._run(stages.recompute, prepared), strict=True):
+            for i, tile in zip(stages.places_again, self._run(stages.recompute, inputs=prepared), strict=True):
                 self.tiles[i] = tile
 
     @property
@@ -222,41 +224,32 @@ class TritonRule:
 
     def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]:
         rows = self.chunks.cu_seqlens.shape[0] - 1 if need_final else 0
-        o, final = self._run(self.stages.scan, initial=initial, rows=rows)
+        o, final = self._run(self.stages.scan, (*_pair(initial), *NONE, *ALL, None), rows)
         return o, final
 
     def boundary(self, listed: Chains | Segments) -> tuple[Tensor, Tensor]:
-        S_ext, M = self._run(self.stages.boundary, listed=listed)
+        ends = *NONE, *NONE, listed.entries, listed.wanted, None
+        S_ext, M = self._run(self.stages.boundary, ends, listed.entries.shape[0])
         return S_ext, M
 
     def boundary_backward(self, do: Tensor, listed: Chains | Segments) -> Tensor:
-        (dS_ext,) = self._run(self.stages.boundary_bwd, do=do, listed=listed)
+        ends = *NONE, *NONE, listed.entries, listed.wanted, do
+        (dS_ext,) = self._run(self.stages.boundary_bwd, ends, listed.entries.shape[0])
         return dS_ext
 
     def backward(
         self, do: Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
     ) -> tuple[AnyInputs, Tensor]:
         rows = initial.values.shape[0] if need_d_initial else 0
-        *grads, d_initial = self._run(self.stages.backward, do=do, initial=initial, d_final=d_final, rows=rows)
+        ends = *_pair(initial), *_pair(d_final), *ALL, do
+        *grads, d_initial = self._run(self.stages.backward, ends, rows)
         given = (None if x is None else d for x, d in zip(self.inputs, grads, strict=True))
         return type(self.inputs)(*given), d_initial
 
     def _run(
-        self,
-        stage: Callable[..., list[Tensor]],
-        inputs: Fields | None = None,
-        *,
-        initial: States | None = None,
-        d_final: States | None = None,
-        listed: Chains | Segments | None = None,
-        do: Tensor | None = None,
-        rows: int = 0,
+        self, stage: Operator, ends: Sequence[Tensor | None] = NO_ENDS, rows: int = 0, inputs: Fields | None = None
     ) -> list[Tensor]:
-        entries, wanted = ALL
-        if listed is not None:
-            entries, wanted, rows = listed.entries, listed.wanted, listed.entries.shape[0]
-        ends = [*_pair(initial), *_pair(d_final), entries, wanted, do]
-        return stage(inputs or list(self.inputs), self.tiles, list(self.chunks), ends, self.numbers, rows)
+        return stage(inputs or list(self.inputs), self.tiles, list(self.chunks), list(ends), self.numbers, rows)
 
 
 def _pair(states: States | None) -> Pair:
