@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from unittest.mock import patch
 
 import pytest
+import torch
 
 from tests.refusals import is_refused
 from titan_linear.models.config import Documents
+from titan_linear.models.mlps.moe import MoE
 from tools import bench_train
 from tools.bench_train import COLUMNS, cells
 
@@ -55,6 +58,21 @@ def test_losses_are_timed_on_the_same_documents(worlds):
     rows = worlds(1).run(measured_on_rank, argv)[0]
     assert [row["loss"] for row in rows] == list(bench_train.LOSSES)
     assert {row["in_step"] for row in rows} == {Documents(128, 8 * 16 * 17 / 2, 8 * 16**2)}
+
+
+def loads_on_rank(rank, world_size, argv):
+    """Rows, and the loads of experts in each layer of each of their steps."""
+    loads = []
+    with patch.object(MoE, "_count", lambda _, counts: loads.append(counts)):
+        return measured_on_rank(rank, world_size, argv), torch.stack(loads)
+
+
+def test_even_routing_is_a_row_of_its_own(worlds):
+    argv = ["--models", "kimi-linear/debug", "--seq-len", "64", "--steps", "1", "--warmup", "0"]
+    rows, loads = worlds(1).run(loads_on_rank, [*argv, "--routing", "even", "learnt"])[0]
+    even, learnt = loads.chunk(2)
+    assert [row["routing"] for row in rows] == ["even", "learnt"]
+    assert (even == 64 * 2 // 8).all() and (learnt.amax(1) > 16).all() and (learnt.sum(1) == 128).all()
 
 
 def test_layers_of_a_cut_model(worlds):

@@ -19,6 +19,7 @@ With several losses all documents have that many tokens: so they fill streams, a
     MHz, W                       SM clock and power of the first rank's GPU, means over those steps (nvidia-ml-py)
     launches, idle               kernels and copies of one more step, under the profiler, and the share of the median
                                  step in which none of them would run
+    routing                      of experts: as their router learns it, or "even": to all in turn, as no router does
     first step                   seconds, compilation included; the first row's is that of a new process. For empty
                                  caches set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR to an empty folder
 
@@ -52,6 +53,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from titan_linear.commands import command_parser, line, table
 from titan_linear.config import COLUMNS as COLUMNS_READ
@@ -64,6 +66,7 @@ from titan_linear.hooks import Hook, StepResult
 from titan_linear.hooks.report import clock_and_power, peak_memory_gib
 from titan_linear.losses import build_loss
 from titan_linear.models.config import Documents, ModelConfig
+from titan_linear.models.mlps.moe import Router
 from titan_linear.run.build import model_without_tokenizer
 from titan_linear.step.feed import FeedStats
 from titan_linear.step.flops import peak_tflops, training_flops
@@ -264,6 +267,24 @@ def profiled(step: Callable[[], None], device: torch.device) -> tuple[int | None
     return len(ran), traces.busy(ran)
 
 
+@contextmanager
+def routing(kind: str) -> Iterator[None]:
+    """Inside, "even" sends tokens to all experts in turn, whatever the router says."""
+    learnt = Router.choose
+    if kind == "even":
+        Router.choose = in_turn
+    try:
+        yield
+    finally:
+        Router.choose = learnt
+
+
+def in_turn(router: Router, scores: Tensor) -> Tensor:
+    N, E = scores.shape
+    k = router.config.top_k
+    return torch.arange(N * k, device=scores.device).view(N, k) % E
+
+
 # --- Rows ------------------------------------------------------------------------------------------------------------
 
 
@@ -302,9 +323,10 @@ def measured(args: argparse.Namespace, keys: list[str]) -> Iterator[Row | str]:
             kinds = [Ours]
             if args.fla and fla_has(model_without_tokenizer(config)) and config.activation_checkpoint.mode in FLA_MODES:
                 kinds += [partial(Fla, compiled=compiled) for compiled in (False, True)]
-            for kind in kinds:
-                row = _row_or_reason(args, name, config, kind)
-                yield row if isinstance(row, str) else row | {"loss": loss}
+            for kind, how in product(kinds, args.routing):
+                with routing(how):
+                    row = _row_or_reason(args, name, config, kind)
+                yield row if isinstance(row, str) else row | {"loss": loss, "routing": how}
                 gc.collect()
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
@@ -351,6 +373,7 @@ COLUMNS = (
     ("layers", "layers", ""),
     ("by", "by", ""),
     ("loss", "loss", ""),
+    ("routing", "routing", ""),
     ("checkpointing", "checkpointing", ""),
     ("tokens", "tokens", ""),
     ("documents", "documents", ""),
@@ -386,6 +409,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--checkpointing", nargs="+", default=["none"], help="activation_checkpoint.mode of each row")
     parser.add_argument("--losses", nargs="+", choices=LOSSES, default=["ce"], help="loss of each row (default: ce)")
+    parser.add_argument("--routing", nargs="+", choices=("learnt", "even"), default=["learnt"], help="of each row")
     parser.add_argument("--steps", type=int, default=10, help="timed steps (default: 10)")
     parser.add_argument("--warmup", type=int, default=3, help="untimed steps after the first (default: 3)")
     parser.add_argument("--fla", action="store_true", help="also time flash-linear-attention's models")

@@ -115,13 +115,13 @@ class Router(nn.Module):
         c = self.config
         logits = widen(x) @ widen(self.weight).T
         scores = logits.softmax(-1) if c.score == "softmax" else logits.sigmoid()
-        experts = self._choose(scores.detach())
+        experts = self.choose(scores.detach())
         weights = scores.gather(1, experts)
         if c.normalise:
             weights = weights / (weights.sum(-1, keepdim=True) + c.normalise_eps)
         return experts, weights * c.scale, scores
 
-    def _choose(self, scores: Tensor) -> Tensor:
+    def choose(self, scores: Tensor) -> Tensor:
         """The k experts with the best scores, bias included; with groups, from those whose best two are best."""
         c = self.config
         if self.selection_bias is not None:
