@@ -1,4 +1,4 @@
-"""Prefix trees: each op and mixer beside the same documents packed apart, and what leaves know of each other."""
+"""Prefix trees: leaves give what their documents give alone, and know nothing of each other."""
 
 from __future__ import annotations
 
@@ -7,71 +7,44 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from titan_linear.ops.layout.nodes import Nodes
 from titan_linear.ops.runtime.support import short
 from titan_linear.proof.cases import Case
 from titan_linear.proof.findings import Finding, Findings, off
-from titan_linear.proof.ops import computed, plan_of, repeatable, split_among_ranks
+from titan_linear.proof.ops import SMALL, computed, plan_of, repeatable, split_among_ranks
 from titan_linear.proof.subject import Subject
 
 
 def trees(subject: Subject, case: Case) -> Findings:
+    """Of the shortest leaf, the longest and one between: the shares of their documents in outputs and gradients. What
+    they change of others are neither outputs but their own, nor gradients but those of their path."""
     subject = replace(subject, on_trees=True)
     nodes = next(iter(subject.loader(0, subject.degrees.dp))).nodes
-    yield _apart(subject, case, nodes)
-    yield _leaves(subject, case, nodes)
-
-
-def _apart(subject: Subject, case: Case, nodes: Nodes) -> Finding:
-    """A shared token's output counts in the first of its documents, and its gradient is the sum of theirs."""
-    paths = [_tokens(nodes, leaf) for leaf in nodes.leaves]
-    rows = np.concatenate(paths)
-    first = np.zeros(len(rows), dtype=bool)
-    first[np.unique(rows, return_index=True)[1]] = True
-    bounds = torch.tensor([0, *np.cumsum([len(path) for path in paths])], dtype=torch.int32)
-    at, counted = (torch.from_numpy(x).to(case.dy.device) for x in (rows, first))
-    tokens = {name: x[:, at] for name, x in case.tokens.items()}
-    dy = case.dy[:, at].masked_fill(~_along(counted, case.dy), 0)
-    apart = computed(replace(case, tokens=tokens, dy=dy), torch.float64, plan_of(subject, bounds))
-    errors = {}
-    for name, x in split_among_ranks(subject, case, torch.float64, "torch").tokens.items():
-        of_paths = apart.tokens[name]
-        of_paths = of_paths.masked_fill(~_along(counted, of_paths), 0) if name == "y" else of_paths
-        errors[name] = off(x, torch.zeros_like(x).index_add_(1, at, of_paths))
-    worst = max(errors, key=errors.__getitem__)
-    what = f"{case}, cp {subject.degrees.cp}, prefix trees beside their documents apart, float64"
-    return Finding("trees", what, errors[worst], case.bound, worst)
-
-
-def _leaves(subject: Subject, case: Case, nodes: Nodes) -> Finding:
-    """Of outputs all but the leaf's stay as they are, and of gradients all but its path's."""
+    leaves = sorted(nodes.leaves[nodes.parents[nodes.leaves] >= 0], key=np.diff(nodes.edges).__getitem__)
     dtype, impl = subject.dtype, subject.config.model.impl
-    branching = [leaf for leaf in nodes.leaves if (nodes.parents == nodes.parents[leaf]).sum() > 1]
-    by_length = sorted((leaf for leaf in branching if nodes.parents[leaf] >= 0), key=np.diff(nodes.edges).__getitem__)
-    most, where = 0.0, ""
+    error, alone_at, change, changed_at = 0.0, "", 0.0, ""
     with repeatable():
         before = split_among_ranks(subject, case, dtype, impl)
-        for leaf in dict.fromkeys([*by_length[:1], *by_length[-1:]]):
-            own, path = slice(*nodes.edges[leaf : leaf + 2]), _tokens(nodes, leaf)
-            changed = {name: x.clone() for name, x in (case.tokens | {"dy": case.dy}).items()}
-            for x in changed.values():
+        for leaf in dict.fromkeys([*leaves[:1], *leaves[len(leaves) // 2 :][:1], *leaves[-1:]]):
+            own = slice(*nodes.edges[leaf : leaf + 2])
+            path = np.concatenate([np.arange(*nodes.edges[n : n + 2]) for n in nodes.paths[leaf]])
+            dy = torch.zeros_like(case.dy)
+            dy[:, path] = case.dy[:, path]
+            shares = split_among_ranks(subject, replace(case, dy=dy), torch.float64, "torch").tokens
+            tokens = {name: x[:, path] for name, x in case.tokens.items()}
+            plan = plan_of(subject, torch.tensor([0, len(path)], dtype=torch.int32))
+            alone = computed(replace(case, tokens=tokens, dy=dy[:, path]), torch.float64, plan).tokens
+            other = {name: x.clone() for name, x in (case.tokens | {"dy": case.dy}).items()}
+            for x in other.values():
                 x[:, own] = 1.5 * x[:, own].flip(-1) + 0.25
-            after = split_among_ranks(subject, replace(case, dy=changed.pop("dy"), tokens=changed), dtype, impl)
-            for name, x in after.tokens.items():
-                change = (x.double() - before.tokens[name].double()).abs()
-                change[:, own if name == "y" else path] = 0
-                if not change.max() <= most:
-                    most = change.max().item()
-                    token = int(change[0].flatten(1).amax(1).argmax())
-                    where = f"{name}, {subject.document(token)}, by {subject.document(own.start)}"
-    what = f"{case}, cp {subject.degrees.cp}: what changing a leaf changes of other leaves, {short(dtype)}"
-    return Finding("trees", what, most, 0.0, where)
-
-
-def _tokens(nodes: Nodes, leaf: int) -> np.ndarray:
-    return np.concatenate([np.arange(*nodes.edges[n : n + 2]) for n in nodes.paths[leaf]])
-
-
-def _along(tokens: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """[T] as [1, T, 1, …]"""
-    return tokens.view(1, -1, *[1] * (like.dim() - 2))
+            after = split_among_ranks(subject, replace(case, dy=other.pop("dy"), tokens=other), dtype, impl).tokens
+            for name, x in after.items():
+                difference = (x.double() - before.tokens[name].double()).abs()
+                difference[:, own if name == "y" else path] = 0
+                if not difference.max() <= change:
+                    change, changed_at = difference.max().item(), f"{name}, by {subject.document(own.start)}"
+                apart = off(shares[name][:, path], alone[name], SMALL * shares[name].norm().item())
+                if not apart <= error:
+                    error, alone_at = apart, f"{name}, {subject.document(own.start)}"
+    what = f"{case}, cp {subject.degrees.cp}"
+    yield Finding("trees", f"{what}, in a prefix tree and alone, float64", error, case.bound, alone_at)
+    yield Finding("trees", f"{what}: what changing a leaf changes of others, {short(dtype)}", change, 0.0, changed_at)
