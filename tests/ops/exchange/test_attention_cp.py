@@ -112,22 +112,25 @@ def test_every_rank_equals_one_process(worlds, world_size, layout, method, causa
 
 
 @pytest.mark.parametrize(
-    "method, causal", [("allgather", True), ("allgather", False), ("ring", True), ("ulysses", True)]
+    "method, causal, heads, node_size",
+    [
+        ("allgather", True, HEADS, None),
+        ("allgather", False, HEADS, None),
+        ("ring", True, HEADS, None),
+        ("ulysses", True, (8, 2, 6, 10), None),
+        ("ulysses+ring", True, HEADS, 2),
+        ("ulysses+ring", True, (8, 2, 6, 10), 4),
+        ("ulysses+ring", False, HEADS, 4),
+        ("ulysses+ring", True, HEADS, 1),
+    ],
 )
-def test_eight_ranks_equal_one(layout, method, causal):
-    check_in_one_process(8, STREAMS, layout, method, causal, (8, *HEADS[1:]) if method == "ulysses" else HEADS)
+def test_eight_ranks_equal_one(layout, method, causal, heads, node_size):
+    """All-to-all in nodes of four ranks, two and one, of which some share a key head; a ring of two, four and eight."""
+    check_in_one_process(8, STREAMS, layout, method, causal, heads, node_size=node_size)
 
 
 def test_sixty_four_ranks_share_heads(layout):
     check_in_one_process(64, ["FLA, three"], layout, "ulysses", True, (64, 2, 6, 10))
-
-
-@pytest.mark.parametrize(
-    "node_size, causal, heads", [(2, True, HEADS), (4, True, (8, 2, 6, 10)), (4, False, HEADS), (1, True, HEADS)]
-)
-def test_nodes_on_a_ring(layout, node_size, causal, heads):
-    """All-to-all in nodes of four ranks, two and one, of which some share a key head; a ring of two, four and eight."""
-    check_in_one_process(8, STREAMS, layout, "ulysses+ring", causal, heads, node_size=node_size)
 
 
 def test_many_nodes_on_a_ring(layout, monkeypatch):
