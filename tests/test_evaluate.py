@@ -170,6 +170,8 @@ EVALUATED = {
 def test_who_knows_has_all_and_who_does_not_has_chance(keys, worlds):
     argv = argv_of(keys | EVALUATED)
     (all_known,), (blind,) = (worlds(1).run(examined_by, argv, know) for know in (1, 0))
+    positions = [record["position"] for record in blind if record["task"] == LOSS]
+    assert positions == [2**n for n in range(11)] * 2
     for best, none in zip(all_known, blind, strict=True):
         loss = "loss" if "chance" in none else "score"
         assert none[loss] == pytest.approx(np.log(257), rel=1e-12) and best[loss] < 1e-9
