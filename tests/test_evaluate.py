@@ -28,7 +28,7 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN
 from titan_linear.ops.cross_entropy import ChunkedLogits
 from titan_linear.run.build import model_config, unallocated
-from titan_linear.run.evaluate import examine, open_prompts
+from titan_linear.run.evaluate import examine, open_prompts, recall
 from titan_linear.run.generate import Sampling, generate_tokens
 from titan_linear.run.preflight import check_evaluation
 from titan_linear.run.reading import open_reader
@@ -374,3 +374,10 @@ def test_models_that_are_compared_have_one_size_and_positions():
         assert any(not isinstance(mixer, Attention) or mixer.rotary for mixer in model.mixers)
         sizes.append(sum(p.numel() for p in unallocated(model, torch.float32).parameters()))
     assert len(sizes) == 6 and max(sizes) < 1.02 * min(sizes)
+
+
+def test_an_answer_is_compared_with_what_there_is():
+    """One other or three, of which one is as likely."""
+    rows = np.array([[0, 1, 0, 1, -1, -2, np.nan, np.nan], [0, 2, 1, 0, -1, -3, -1, -2]])
+    found = recall(Sample("mqar", 3, 0.5, 0), rows)
+    assert (found["score"], found["chance"], found["exact"], found["loss"]) == (0.75, 0.375, 0.5, 1)
