@@ -7,11 +7,16 @@
 # ./run_train.sh --help documents every key. The Python environment is made if needed (tools/env.sh).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/tools/env.sh"
-not_the_demos=' --(model\.|training\.(dataset|mixture)|checkpoint\.initial_load)[^ =]*'
-if [[ -z "${CONFIG_FILE:-}" && " $*" != *" --job.config_file"* && " $*" =~ $not_the_demos ]]; then
-  echo "error:${BASH_REMATCH[0]} needs a CONFIG_FILE: without one the demo runs, whose learning rate and length are for" \
-    "its own model and texts; begin from one of train_configs/" >&2
-  exit 2
+if [[ -z "${CONFIG_FILE:-}" && " $*" != *" --job.config_file"* ]]; then
+  not_the_demos=' --(model\.|training\.(dataset|mixture)|checkpoint\.initial_load)[^ =]*'
+  if [[ " $*" =~ $not_the_demos ]]; then
+    echo "error:${BASH_REMATCH[0]} needs a CONFIG_FILE: without one the demo runs, whose learning rate and length are for" \
+      "its own model and texts; begin from one of train_configs/" >&2
+    exit 2
+  fi
+  # Two of the demo's processes share each stream; one GPU has nobody to share with.
+  gpus=$({ nvidia-smi --query-gpu=index --format=csv,noheader ${CUDA_VISIBLE_DEVICES:+-i "$CUDA_VISIBLE_DEVICES"} 2>/dev/null || true; } | wc -l)
+  if ((${NGPU:-$gpus} % 2)); then set -- --parallelism.context_parallel_degree 1 "$@"; fi
 fi
 find_python
 exec "$PYTHON" -m titan_linear.launch --job.config_file "${CONFIG_FILE:-$ROOT/train_configs/debug.toml}" "$@"

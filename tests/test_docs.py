@@ -243,6 +243,9 @@ def test_without_a_configuration_only_the_demo_runs(checkout):
     assert [argv[5:] for argv in ran(checkout, "\n".join(f"./run_train.sh {script}" for script in scripts))] == [
         [f"{checkout}/train_configs/debug.toml", *script.split()] for script in scripts
     ]
+    # one process has nobody to share streams with
+    *_, alone = ran(checkout, "NGPU=1 ./run_train.sh")
+    assert alone[-2:] == ["--parallelism.context_parallel_degree", "1"]
     for key in ("model.flavor=hf", "training.dataset jsonl", "training.mixture []", "checkpoint.initial_load_path x"):
         done = subprocess.run(["bash", "./run_train.sh", *f"--{key}".split()], capture_output=True, text=True)
         assert done.returncode == 2 and done.stderr.startswith(

@@ -103,11 +103,12 @@ def check(op, name, world_size=1, layout="contiguous", method=None):
     whole = inputs_of(op, sum(lengths))
 
     def on_rank(group=None):
-        where = {"group": group} if group else {"rank": 0, "world_size": 1}
-        context = build_cp_context(boundaries(lengths), parents=torch.tensor(parents), layout=layout, **where)
-        mine = tokens_of(context)
+        trees = {"cu_seqlens": boundaries(lengths), "parents": torch.tensor(parents)}
+        context = build_cp_context(**trees, layout=layout, group=group) if group else None
+        mine = tokens_of(context) if group else torch.arange(sum(lengths))
+        given = {"cp_context": context, "method": method} if group else trees
         x = leaves({n: t if n in PARAMETERS else t[:, mine] for n, t in whole.items()})
-        y = run_op(op, x, cp_context=context, method=method)
+        y = run_op(op, x, **given)
         return mine, [y.detach(), *torch.autograd.grad(y, list(x.values()), gradient_of(want[0])[:, mine])]
 
     ranks = run_ranks(on_rank, world_size) if world_size > 1 else [on_rank()]
@@ -223,6 +224,9 @@ def test_parents_that_are_no_tree(parents, words):
 
 
 def test_other_refusals():
+    x = inputs_of("kda", 16)
+    with pytest.raises(ValueError, match="parents comes with cu_seqlens alone"):
+        run_op("kda", x, parents=torch.tensor([-1, 0]))
     where = {"rank": 0, "world_size": 1, "parents": torch.tensor([-1, 0])}
     with refused("a segment before 1 in its stream"):
         build_cp_context(boundaries([8, 8]), num_streams=2, **where)

@@ -13,6 +13,7 @@ from titan_linear.ops.exchange.allgather import GATHER_LIMIT, allgather_attentio
 from titan_linear.ops.exchange.ring import ring_attention
 from titan_linear.ops.exchange.ulysses import key_head_copies, ulysses_attention, ulysses_ring_attention
 from titan_linear.ops.layout.boundaries import Boundaries
+from titan_linear.ops.layout.build_context import of_trees
 from titan_linear.ops.layout.context import SOFTMAX_METHODS, CPContext
 from titan_linear.ops.layout.documents import checked, distinct
 from titan_linear.ops.layout.spans import entries, pairs_by_rank
@@ -33,6 +34,7 @@ def attention(
     causal: bool = True,
     cu_seqlens: Tensor | None = None,
     first_key: Tensor | None = None,
+    parents: Tensor | None = None,
     cp_context: CPContext | None = None,
     method: str = "auto",
     impl: str = "auto",
@@ -46,6 +48,7 @@ def attention(
         scale: of the scores, above 0; D^-½ by default.
         cu_seqlens: [N+1] int boundaries of packed documents (B = 1, Tq = Tk). Attention stays inside a document.
             It is read on the host: give it on the CPU to spare CUDA a synchronisation.
+        parents: [N] int, prefix trees: the document of `cu_seqlens` that each one continues, or −1.
         first_key: [B] int, decoding (Tq = 1) a batch of texts of different lengths, aligned to the end: the keys of row
             b before first_key[b] are padding.
         cp_context: the tensors are this rank's tokens (B = 1, Tq = Tk), the documents are the context's, and the
@@ -65,6 +68,7 @@ def attention(
         raise ValueError(f"impl = {impl!r} is unknown to attention; use {' or '.join(map(repr, IMPLS))}")
     if method != "auto" and method not in METHODS:
         raise ValueError(f"method = {method!r} is unknown; use 'auto', {', '.join(map(repr, METHODS))}")
+    cu_seqlens, cp_context = of_trees(parents, cu_seqlens, cp_context, q.device)
     scale = scale_of(scale, q)
     if not 0 < scale < math.inf:
         raise ValueError(f"scale = {scale} must be above 0 and finite: some kernels give NaN for another")
@@ -75,16 +79,18 @@ def attention(
     if cp_context is None:
         documents = None if cu_seqlens is None else _documents(cu_seqlens, q, k)
         return local_attention(q, k, v, scale, causal, documents)
-    _check_context(cp_context, cu_seqlens, q, k)
-    if not causal and cp_context.cut.nodes is not None:
-        raise ValueError("causal = False: in prefix trees a token sees what comes before it; give causal = True")
+    _check_context(cp_context, cu_seqlens, q, k, causal)
     if cp_context.ranks.world_size == 1:
         return local_attention(q, k, v, scale, causal, cp_context.stream)
     if method == "auto":
-        ranks = (cp_context.ranks.world_size, cp_context.ranks.node_size)
-        width = k.shape[-1] + v.shape[-1]
-        method = choose_method(*ranks, cp_context.cut.stream_tokens, q.shape[2], k.shape[2], width, k.dtype)
+        method = _chosen(cp_context, q, k, v)
     return METHODS[method](q, k, v, scale, causal, cp_context)
+
+
+def _chosen(cp: CPContext, q: Tensor, k: Tensor, v: Tensor) -> str:
+    width = k.shape[-1] + v.shape[-1]
+    ranks = cp.ranks.world_size, cp.ranks.node_size
+    return choose_method(*ranks, cp.cut.stream_tokens, q.shape[2], k.shape[2], width, k.dtype)
 
 
 def _decode(q: Tensor, k: Tensor, v: Tensor, scale: float, first_key: Tensor) -> Tensor:
@@ -162,7 +168,9 @@ def _documents(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> Boundaries:
     return Boundaries(on_host.to(q.device, non_blocking=True), on_host, on_host.diff().max().long().view(1))
 
 
-def _check_context(cp: CPContext, cu_seqlens: Tensor | None, q: Tensor, k: Tensor) -> None:
+def _check_context(cp: CPContext, cu_seqlens: Tensor | None, q: Tensor, k: Tensor, causal: bool) -> None:
+    if not causal and cp.cut.nodes is not None:
+        raise ValueError("causal = False: in prefix trees a token sees what comes before it; give causal = True")
     if cu_seqlens is not None:
         raise ValueError("cu_seqlens must not be given with cp_context, which holds the documents")
     _check_one_stream("cp_context", q, k)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from titan_linear.ops.exchange.halo import with_halo
 from titan_linear.ops.layout.boundaries import Boundaries
+from titan_linear.ops.layout.build_context import of_trees
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.runtime.options import (
     ConvolutionOptions,
@@ -52,6 +53,7 @@ def causal_conv1d(
     *,
     widths: Sequence[int] | None = None,
     norm_dim: int | None = None,
+    parents: Tensor | None = None,
     impl: str | Choice = "auto",
 ) -> tuple[Tensor | tuple[Tensor, ...], Tensor | None]:
     """y_t = act(Σ_j weight[:, j] · x_{t−W+1+j} + bias), channel by channel, within each sequence or packed document.
@@ -64,8 +66,7 @@ def causal_conv1d(
         initial_state: [N, D, W−1], the last inputs before each sequence or document; zeros by default.
         activation: None, "silu" or "swish" (the same).
         residual, backend, chunk_indices: must be None.
-        widths: of up to three parts of D, such as q, k and v: y is returned as these parts. With Triton neither
-            they nor their gradients are ever concatenated.
+        widths: of up to three parts of D, such as q, k and v: y is returned as these parts, apart in Triton too.
         norm_dim: K, for `widths` of q, k and v: q and k ← y / sqrt(Σ y² + 1e-6), where the sum is over a head of K
             channels, as `use_qk_l2norm_in_kernel` of the delta rules.
     """
@@ -74,6 +75,7 @@ def causal_conv1d(
     refuse("leave it out, chunks are found from cu_seqlens on the device", chunk_indices=chunk_indices)
     B, T, D, W = _check_tensors(x, weight, bias)
     check_floats(x=x, weight=weight, bias=bias, initial_state=initial_state)
+    cu_seqlens, cp_context = of_trees(parents, cu_seqlens, cp_context, x.device)
     if activation not in (None, "silu", "swish"):
         raise ValueError(f"activation = {activation!r} is unknown; use None, 'silu' or 'swish'")
     parts = [D] if widths is None else list(widths)
@@ -88,18 +90,22 @@ def causal_conv1d(
     initial = None if initial_state is None else States(initial_state)
     boundaries = boundaries_of(x, cu_seqlens, cp_context, cu_seqlens_cpu)
     if cp_context is not None and W > 1 and (cp_context.ranks.world_size > 1 or boundaries.tree is not None):
-        routes = cp_context.halo_of(W - 1)
-        slots, rows = cp_context.cut.slots, cp_context.tables.forward_chains.entry_slots
-        if boundaries.tree is not None:  # each entry has a halo
-            slots, rows = len(boundaries), None
-        flat, halo = with_halo(flat, routes, slots, W - 1, cp_context.ranks.group_name)
-        initial = States(halo.transpose(1, 2), rows)
+        flat, initial = _with_halo(flat, W - 1, boundaries, cp_context)
     convolve = CONVOLUTION.load(CONVOLUTION.implementation(impl, x.device, x.dtype, W=W))
     bias = None if bias is None else bias.contiguous()
     options = ConvolutionOptions(activation is not None, output_final_state, parts, norm_dim)
     ys, final = convolve(flat, weight, bias, initial, boundaries, options)
     ys = tuple(y.unflatten(0, (B, T)) for y in ys)
     return ys if widths is not None else ys[0], final
+
+
+def _with_halo(flat: Tensor, width: int, boundaries: Boundaries, cp_context: CPContext) -> tuple[Tensor, States]:
+    """flat [T, D], and for each entry its last `width` inputs before it, on other ranks or at the node's parent."""
+    slots, rows = cp_context.cut.slots, cp_context.tables.forward_chains.entry_slots
+    if boundaries.tree is not None:  # each entry has a halo
+        slots, rows = len(boundaries), None
+    flat, halo = with_halo(flat, cp_context.halo_of(width), slots, width, cp_context.ranks.group_name)
+    return flat, States(halo.transpose(1, 2), rows)
 
 
 def _check_tensors(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[int, int, int, int]:

@@ -123,6 +123,7 @@ def chunk_kda(
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     chunk_size: int = 64,
+    parents: Tensor | None = None,
     cp_method: str = "kcp",
     impl: str | Choice = "auto",
 ) -> Result:
@@ -152,7 +153,7 @@ def chunk_kda(
         disable_recompute=disable_recompute,
     )
     sequences = Sequences(
-        initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, cp_context, cp_method
+        initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, cp_context, cp_method, parents
     )
     inputs = Inputs(q, k, v, g, beta, A_log, dt_bias)
     return _run(KDA, inputs, use_qk_l2norm_in_kernel, options, sequences, impl)
@@ -187,6 +188,7 @@ def chunk_gated_delta_rule(
     dt_bias: Tensor | None = None,
     chunk_size: int = 64,
     disable_recompute: bool = False,
+    parents: Tensor | None = None,
     cp_method: str = "kcp",
     impl: str | Choice = "auto",
 ) -> Result:
@@ -211,7 +213,7 @@ def chunk_gated_delta_rule(
         disable_recompute=disable_recompute,
     )
     sequences = Sequences(
-        initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, cp_context, cp_method
+        initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, cp_context, cp_method, parents
     )
     inputs = Inputs(q, k, v, g, beta, A_log, dt_bias)
     return _run(GDN, inputs, use_qk_l2norm_in_kernel, options, sequences, impl)

@@ -46,6 +46,7 @@ def chunk_dplr_delta_rule(
     cp_context: CPContext | None = None,
     lower_bound: float | None = None,
     *,
+    parents: Tensor | None = None,
     cp_method: str = "kcp",
     impl: str | Choice = "auto",
 ) -> Result:
@@ -67,7 +68,9 @@ def chunk_dplr_delta_rule(
     check_chunk_size(chunk_size)
     least = _promised(safe_gate, lower_bound)
     options = DPLROptions(scale_of(scale, q), None, least >= SAFE, disable_recompute)
-    sequences = Sequences(initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu, cp_context, cp_method)
+    sequences = Sequences(
+        initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu, cp_context, cp_method, parents
+    )
     inputs = DPLRInputs(q, k, v, a, b, gk)
     _check(DPLR, inputs, least)
     return run(DPLR, inputs, options, sequences, impl)
@@ -92,6 +95,7 @@ def chunk_rwkv7(
     lower_bound: float | None = None,
     *,
     use_gate_in_kernel: bool = False,
+    parents: Tensor | None = None,
     cp_method: str = "kcp",
     impl: str | Choice = "auto",
 ) -> Result:
@@ -102,7 +106,9 @@ def chunk_rwkv7(
     least = max(RWKV7_BOUND, _promised(safe_gate, lower_bound))
     rate = RWKV7_DECAY if use_gate_in_kernel else None
     options = DPLROptions(float(scale), rate, least >= SAFE, disable_recompute)
-    sequences = Sequences(initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu, cp_context, cp_method)
+    sequences = Sequences(
+        initial_state, output_final_state, False, cu_seqlens, cu_seqlens_cpu, cp_context, cp_method, parents
+    )
     inputs = DPLRInputs(r, k, v, a, b, w)
     _check(RWKV7, inputs, least if rate is None else None)
     return run(RWKV7, inputs, options, sequences, impl)

@@ -20,6 +20,7 @@ from titan_linear.ops.exchange.kcp import incoming_states
 from titan_linear.ops.exchange.trees import fold_tree
 from titan_linear.ops.exchange.ulysses import heads_to_tokens, tokens_to_heads
 from titan_linear.ops.layout.boundaries import Boundaries
+from titan_linear.ops.layout.build_context import of_trees
 from titan_linear.ops.layout.chains import Chains
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.runtime.operators import check_first_derivative, kept
@@ -221,9 +222,12 @@ def run(
 
     given: the caller's inputs, [B, T, ...].
     """
-    initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, cp_context, cp_method = sequences
+    initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, cp_context, cp_method, parents = (
+        sequences
+    )
     check_floats(**{recurrence.named(name): x for name, x in given._asdict().items()})
     q, v = given.q, given.v
+    cu_seqlens, cp_context = of_trees(parents, cu_seqlens, cp_context, q.device)
     if cp_method not in ("kcp", "ulysses"):
         raise ValueError(f"cp_method = {cp_method!r} is unknown; use 'kcp' or 'ulysses'")
     if cp_context is not None:

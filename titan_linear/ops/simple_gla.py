@@ -36,6 +36,7 @@ def chunk_simple_gla(
     *,
     cp_context: CPContext | None = None,
     disable_recompute: bool = False,
+    parents: Tensor | None = None,
     cp_method: str = "kcp",
     impl: str | Choice = "auto",
 ) -> Result:
@@ -64,6 +65,6 @@ def chunk_simple_gla(
         raise ValueError(f"g {tuple(g.shape)} must be [B, T, HV] = {[B, T, HV]}")
     options = DecayOptions(scale_of(scale, q), disable_recompute=disable_recompute)
     sequences = Sequences(
-        initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, cp_context, cp_method
+        initial_state, output_final_state, state_v_first, cu_seqlens, cu_seqlens_cpu, cp_context, cp_method, parents
     )
     return run(SIMPLE_GLA, DecayInputs(q, k, v, g), options, sequences, impl)

@@ -32,6 +32,7 @@ def chunk_ssd(
     cu_seqlens_cpu: Tensor | None = None,
     cp_context: CPContext | None = None,
     disable_recompute: bool = False,
+    parents: Tensor | None = None,
     cp_method: str = "kcp",
     impl: str | Choice = "auto",
 ) -> Result:
@@ -57,7 +58,9 @@ def chunk_ssd(
     """
     _check(x, dt, A, B, C, D, dt_bias, dt_limit)
     options = DecayOptions(1.0, dt_softplus, tuple(dt_limit), disable_recompute)
-    sequences = Sequences(initial_states, return_final_states, True, cu_seqlens, cu_seqlens_cpu, cp_context, cp_method)
+    sequences = Sequences(
+        initial_states, return_final_states, True, cu_seqlens, cu_seqlens_cpu, cp_context, cp_method, parents
+    )
     return run(SSD, DecayInputs(C, B, x, dt, A, D, dt_bias), options, sequences, impl)
 
 

@@ -88,6 +88,17 @@ def build_cp_context(
     return to_device(context, cu_seqlens.device if device is None else torch.device(device))
 
 
+def of_trees(
+    parents: Tensor | None, cu_seqlens: Tensor | None, cp_context: CPContext | None, device: torch.device
+) -> tuple[Tensor | None, CPContext | None]:
+    """The `cu_seqlens` and `cp_context` of a call on one device: with `parents`, the context of its prefix trees."""
+    if parents is None:
+        return cu_seqlens, cp_context
+    if cu_seqlens is None or cp_context is not None:
+        raise ValueError("parents comes with cu_seqlens alone; a cp_context has its own, from build_cp_context")
+    return None, build_cp_context(cu_seqlens, parents=parents, rank=0, world_size=1, device=device)
+
+
 def _rank_group(
     group: dist.ProcessGroup | None, rank: int | None, world_size: int | None, node_size: int | None
 ) -> RankGroup:

@@ -82,6 +82,8 @@ class Sequences(NamedTuple):
     cp_context: CPContext | None  # tensors are this rank's tokens; neither cu_seqlens nor states may be given
     # "kcp" (states cross the ranks), or "ulysses" (an all-to-all over heads, which the number of ranks must divide)
     cp_method: str
+    # [N] int, prefix trees (layout/nodes.py): the document that each one continues, or −1; states as with cp_context
+    parents: Tensor | None = None
 
 
 def state_dtype(inputs: AnyInputs) -> torch.dtype:
