@@ -67,7 +67,7 @@ def test_the_model_of_ones_own(tmp_path):
     (toml,) = re.findall(r"```toml\n(.*?)```", readme, re.DOTALL)
     (file := tmp_path / "mine.toml").write_text(toml)
     model = model_without_tokenizer(load_config(["--job.config_file", str(file)]))
-    assert toml.count("\n") == 13 and f"here {parameters(model) / 1e6:.0f}M parameters" in readme
+    assert toml.count("\n") == 18 and f"here {parameters(model) / 1e6:.0f}M parameters" in readme
     assert [mixer.name for mixer in model.layers] == 3 * ["kda", "kda", "kda", "attention"]
 
 
