@@ -32,9 +32,9 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     # prefix trees
-    Mutant("above, apart = nodes.depth, ", "above, apart = 0, ", "test_trees.py"),
-    Mutant("np.repeat(share[leaves], lengths) / share[on]", "np.ones(len(on))", "test_trees.py"),
-    Mutant("most = min(len(a), len(b)) - 1", "most = min(len(a), len(b))", "test_trees.py"),
+    Mutant("above, apart = nodes.depth, ", "above, apart = 0, ", "tests/test_trees.py"),
+    Mutant("np.repeat(share[leaves], lengths) / share[on]", "np.ones(len(on))", "tests/test_trees.py"),
+    Mutant("most = min(len(a), len(b)) - 1", "most = min(len(a), len(b))", "tests/test_trees.py"),
     # --- ops: the recurrences, the convolution, attention, the loss
     Mutant("solved(L, k * gamma * beta, v * beta)", "solved(L, k * gamma, v * beta)", "ops/test_recurrences.py"),
     Mutant("k * sums_after(g).exp(), q * gamma", "k * gamma, q * gamma", "ops/test_recurrences.py"),

@@ -407,7 +407,8 @@ def write_documents(path: Path) -> None:
             file.write(json.dumps({"text": whole[start : start + ONE_DOCUMENT]}) + "\n")
             for part in range(100):
                 here = start + part * SHORT
-                file.write(json.dumps({"text": whole[here : here + SHORT]}) + "\n")
+                text = f"{n} {part} " + whole[here : here + SHORT]  # no two alike: some are held out
+                file.write(json.dumps({"text": text[:SHORT]}) + "\n")
 
 
 def write_pairs(path: Path) -> None:
