@@ -2,10 +2,10 @@
 
 Only products count, a multiplication and its addition as two operations: projections, convolutions, attention on the
 pairs that the mask leaves, the delta rule by chunks, SwiGLU or the experts that a token is sent to, the head. Backward
-is twice forward, a product for each of the two gradients, or once where adapters leave a weight frozen. A base that is
-the loss's reference has a forward of its own. Not counted: elementwise work, the embedding's lookup, and recomputation,
-by activation checkpointing or inside a kernel's backward pass. Products with weights follow from these; mixers state
-the others.
+is twice forward, a product for each of the two gradients, or once where adapters leave a weight frozen (4 operations a
+parameter and token, not 6). A base that is the loss's reference has a forward of its own. Not counted: elementwise
+work, the embedding's lookup, and recomputation, by activation checkpointing or inside a kernel's backward pass.
+Products with weights follow from these; mixers state the others.
 """
 
 from __future__ import annotations
