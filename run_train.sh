@@ -15,8 +15,11 @@ if [[ -z "${CONFIG_FILE:-}" && " $*" != *" --job.config_file"* ]]; then
     exit 2
   fi
   # Two of the demo's processes share each stream; one GPU has nobody to share with.
-  gpus=$({ nvidia-smi --query-gpu=index --format=csv,noheader ${CUDA_VISIBLE_DEVICES:+-i "$CUDA_VISIBLE_DEVICES"} 2>/dev/null || true; } | wc -l)
-  if ((${NGPU:-$gpus} % 2)); then set -- --parallelism.context_parallel_degree 1 "$@"; fi
+  gpus() {
+    nvidia-smi --query-gpu=index --format=csv,noheader ${CUDA_VISIBLE_DEVICES:+-i "$CUDA_VISIBLE_DEVICES"} 2>/dev/null |
+      grep -c '^[0-9]'
+  }
+  if ((${NGPU:-$(gpus)} % 2)); then set -- --parallelism.context_parallel_degree 1 "$@"; fi
 fi
 find_python
 exec "$PYTHON" -m titan_linear.launch --job.config_file "${CONFIG_FILE:-$ROOT/train_configs/debug.toml}" "$@"
