@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.refusals import refused
+from tests.test_metrics import CPU, Moment
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, write_corpus
 from titan_linear.data.corpus.cache import remove_cache
@@ -47,13 +48,13 @@ def export(folder):
 
 
 def log(folder):
-    logger = MetricsLogger(config(folder))
-    logger.log(1, loss=1.0, grad_norm=1.0, lr=1.0, tokens=1, memory_gib=1.0)
+    logger = MetricsLogger(config(folder), CPU)
+    logger.log(1, moment=Moment(CPU), loss=1.0, grad_norm=1.0, lr=1.0, tokens=1, memory_gib=1.0)
     logger.close()
 
 
 def telemetry(folder):
-    MetricsLogger(config(folder)).log_telemetry(1, {"rms": {"0": 1.0}})
+    MetricsLogger(config(folder), CPU).log_telemetry(1, {"rms": {"0": 1.0}})
 
 
 def resume_tokenising(folder):

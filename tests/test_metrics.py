@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -19,9 +20,11 @@ from titan_linear.hooks import metrics
 from titan_linear.hooks.compilation import Graphs
 from titan_linear.hooks.metrics import MetricsLogger, Work
 from titan_linear.hooks.report import is_logged, peak_memory_gib
+from titan_linear.step.optimizer import Moment
 from tools import wandb_page
 
 ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
 VALUES = {"loss": 2.5, "grad_norm": 0.75, "lr": 1e-3, "memory_gib": 1.5}
 
 
@@ -40,12 +43,16 @@ def configured(folder, *overrides):
 def clock(monkeypatch):
     """The time in seconds, which only a test moves."""
     now = [100.0]
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     return now
 
 
 def logger_of(config, **options):
-    return MetricsLogger(config, **{"out": io.StringIO()} | options)
+    return MetricsLogger(config, CPU, **{"out": io.StringIO()} | options)
+
+
+def log(logger, step, **numbers):
+    logger.log(step, moment=Moment(CPU), **numbers)
 
 
 def lines(config):
@@ -59,9 +66,9 @@ def test_the_first_every_tenth_and_the_last_step_are_logged(config):
 def test_a_step_is_a_flat_line(config, clock):
     logger = logger_of(config)
     clock[0] += 2
-    logger.log(1, tokens=1000, skipped=0, **VALUES)
+    log(logger, 1, tokens=1000, skipped=0, **VALUES)
     clock[0] += 3
-    logger.log(10, tokens=10000, **VALUES)
+    log(logger, 10, tokens=10000, **VALUES)
     logger.close()
     assert lines(config) == [
         {"step": 1, "tokens": 1000, "tokens_per_second": 500.0, "skipped": 0, **VALUES},
@@ -73,9 +80,9 @@ def test_rates_of_what_was_done(config, clock):
     """Of the whole run: valid tokens; of one of its GPUs: TFLOP/s and, where the peak is known, their share of it."""
     out, written = io.StringIO(), []
     for peak in (None, 400.0):
-        logger = MetricsLogger(config, gpus=2, peak_tflops=peak, out=out)
+        logger = MetricsLogger(config, CPU, gpus=2, peak_tflops=peak, out=out)
         clock[0] += 2
-        logger.log(1, tokens=1000, work=Work(flops=800 * 10**12, valid=900, waited=0.5), **VALUES)
+        log(logger, 1, tokens=1000, work=Work(flops=800 * 10**12, valid=900, waited=0.5), **VALUES)
         logger.close()
         written += lines(config)
     without, known = written
@@ -88,9 +95,9 @@ def test_rates_of_what_was_done(config, clock):
 
 
 def test_nearly_all_tokens_valid_is_not_on_the_console(config, clock):
-    logger = MetricsLogger(config, out=(out := io.StringIO()))
+    logger = MetricsLogger(config, CPU, out=(out := io.StringIO()))
     clock[0] += 2
-    logger.log(1, tokens=1000, work=Work(flops=0, valid=999, waited=0.0), **VALUES)
+    log(logger, 1, tokens=1000, work=Work(flops=0, valid=999, waited=0.0), **VALUES)
     assert "valid" not in out.getvalue() and lines(config)[0]["valid_tokens_per_second"] > 0
 
 
@@ -132,15 +139,53 @@ def test_time_outside_training_counts_for_no_step(config, clock):
     with logger.untimed():
         clock[0] += 50
     clock[0] += 2
-    logger.log(1, tokens=1000, **VALUES)
+    log(logger, 1, tokens=1000, **VALUES)
     assert lines(config)[0]["tokens_per_second"] == 500.0
+
+
+class Device:
+    """A stand-in for a GPU and its host, with a clock each."""
+
+    def __init__(self):
+        self.host = self.done = 0.0  # done: all that is queued
+
+    def work(self, seconds):
+        self.done = max(self.host, self.done) + seconds
+
+    def Event(self, enable_timing):
+        assert enable_timing
+        event = SimpleNamespace(time=0.0)
+        event.record = lambda: vars(event).update(time=max(self.host, self.done))
+        event.elapsed_time = lambda later: 1e3 * (later.time - event.time)
+        return event
+
+
+def test_a_step_takes_its_device_the_same_time_whatever_follows(config, monkeypatch):
+    """2 s for passes and 1 s for the update, every step; the host hears of one 0.5 s late where it queues the next
+    forward, but not where a save of 7 s, a stop or nothing follows."""
+    device, gpu = Device(), torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "Event", device.Event)
+    logger = MetricsLogger(config, gpu, out=io.StringIO())
+    for step in range(1, 7):
+        device.work(2)
+        moment = Moment(gpu)
+        device.work(1)
+        pauses = step in (3, 6)
+        device.host = moment.event.time + 0.5 * (not pauses)
+        if step != 4:
+            logger.log(step, moment=moment, tokens=30 * step, work=Work(3 * 10**12, 30, 0.0), **VALUES)
+        if pauses:
+            with logger.untimed():
+                device.host = device.done + 7
+    shown = [(line["step"], line["tokens_per_second"], line["tflops"]) for line in lines(config)]
+    assert shown == [(1, 15.0, 1.5), (2, 10.0, 1.0), (3, 10.0, 1.0), (5, 10.0, 0.5), (6, 10.0, 1.0)]
 
 
 def test_the_console_line(config, clock):
     out = io.StringIO()
-    logger = MetricsLogger(config, out=out)
+    logger = MetricsLogger(config, CPU, out=out)
     clock[0] += 10
-    logger.log(1, tokens=123456, **VALUES)
+    log(logger, 1, tokens=123456, **VALUES)
     logger.log_validation(1, 2.25)
     first, second = out.getvalue().splitlines()
     assert re.sub(" +", " ", first) == (
@@ -152,11 +197,11 @@ def test_the_console_line(config, clock):
 def test_numbers_keep_their_places(config, clock):
     """Whatever their size: 0.75 and 123.4, 12,346 and 9."""
     out = io.StringIO()
-    logger = MetricsLogger(config, out=out)
+    logger = MetricsLogger(config, CPU, out=out)
     for step, tokens, grad in ((1, 123456, 0.75), (2, 123546, 123.4)):
         clock[0] += 10
         work = Work(flops=10**13 * tokens, valid=0, waited=step)
-        logger.log(step, tokens=tokens, work=work, **VALUES | {"grad_norm": grad})
+        log(logger, step, tokens=tokens, work=work, **VALUES | {"grad_norm": grad})
     first, second = (
         [word.start() for word in re.finditer("[a-zA-Z/]+ ", line)] for line in out.getvalue().splitlines()
     )
@@ -168,7 +213,7 @@ def test_colours_are_for_terminals(config, monkeypatch, tty, no_colour, coloured
     out = io.StringIO()
     out.isatty = lambda: tty
     monkeypatch.setenv("NO_COLOR", "1") if no_colour else monkeypatch.delenv("NO_COLOR", raising=False)
-    MetricsLogger(config, out=out).log(1, tokens=1, **VALUES)
+    log(MetricsLogger(config, CPU, out=out), 1, tokens=1, **VALUES)
     assert ("\033[" in out.getvalue()) is coloured
 
 
@@ -180,7 +225,7 @@ def test_validation_lines_carry_the_loss(config):
 @pytest.mark.parametrize("value, text", [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
 def test_lines_stay_json_when_numbers_are_not_finite(config, value, text):
     out = io.StringIO()
-    MetricsLogger(config, out=out).log(1, tokens=1, **(VALUES | {"loss": value}))
+    log(MetricsLogger(config, CPU, out=out), 1, tokens=1, **(VALUES | {"loss": value}))
     (line,) = (Path(config.job.dump_folder) / "metrics.jsonl").read_text().splitlines()
     parsed = json.loads(line, parse_constant=pytest.fail)
     assert parsed["loss"] is None and parsed["nonfinite"] == f"loss = {text}"
@@ -189,8 +234,8 @@ def test_lines_stay_json_when_numbers_are_not_finite(config, value, text):
 
 def test_a_step_without_a_label_has_no_loss(tmp_path):
     config, out = configured(tmp_path, "--metrics.enable_tensorboard=true"), io.StringIO()
-    logger = MetricsLogger(config, out=out)
-    logger.log(1, tokens=1, **(VALUES | {"loss": None}))
+    logger = MetricsLogger(config, CPU, out=out)
+    log(logger, 1, tokens=1, **(VALUES | {"loss": None}))
     logger.close()
     (line,) = lines(config)
     assert line["loss"] is None and "nonfinite" not in line and "loss    none  grad" in out.getvalue()
@@ -202,11 +247,11 @@ def test_a_resumed_run_cuts_and_appends(config, clock):
     logger = logger_of(config)
     for step in (1, 10, 20):
         clock[0] += 1
-        logger.log(step, tokens=step * 100, **VALUES)
+        log(logger, step, tokens=step * 100, **VALUES)
     clock[0] += 7
     logger = logger_of(config, start_step=10, start_tokens=1000)
     clock[0] += 2
-    logger.log(20, tokens=2000, **VALUES)
+    log(logger, 20, tokens=2000, **VALUES)
     assert [line["step"] for line in lines(config)] == [1, 10, 20]
     assert lines(config)[-1]["tokens_per_second"] == 500.0
 
@@ -217,7 +262,7 @@ def test_tensorboard_shows_each_step_once(tmp_path):
         logger = logger_of(config, start_step=start)
         for step in (1, 10, 20):
             if step > start:
-                logger.log(step, tokens=step, **(VALUES | {"loss": loss}))
+                log(logger, step, tokens=step, **(VALUES | {"loss": loss}))
         logger.log_validation(20, loss)
         logger.close()
     events = events_of(tmp_path)
@@ -244,7 +289,7 @@ def test_tensorboard_is_laid_out_in_groups(tmp_path, clock):
         "sm_clock_mhz": 1980,
         "power_watts": 650.0,
     }
-    logger.log(3, tokens=3, work=Work(flops=1, valid=1, waited=0.0), **more, **VALUES)
+    log(logger, 3, tokens=3, work=Work(flops=1, valid=1, waited=0.0), **more, **VALUES)
     logger.log_validation(3, 2.25)
     logger.close()
     assert "step_seconds" not in lines(config)[0] and lines(config)[0]["data_seconds"] == 0.5
@@ -280,7 +325,7 @@ def test_weights_and_biases(tmp_path, monkeypatch, clock):
     for _ in range(2):
         logger = logger_of(config)
         clock[0] += 2
-        logger.log(1, tokens=1000, **VALUES)
+        log(logger, 1, tokens=1000, **VALUES)
         broken = {"layers.0": [1.0, math.inf], "layers.1": [math.nan, math.nan]}  # a histogram of one, and of none
         logger.log_telemetry(1, {"half_life": broken, "loss_by_position": {"1": 2.0}})
         logger.log_sample(1, "a < b")
@@ -311,10 +356,10 @@ def test_a_killed_run_keeps_every_line(config):
     code = """if True:
         import os, signal, sys
         from titan_linear.config import load_config
-        from titan_linear.hooks.metrics import MetricsLogger
-        logger = MetricsLogger(load_config(sys.argv[1:]))
+        from tests.test_metrics import CPU, MetricsLogger, log
+        logger = MetricsLogger(load_config(sys.argv[1:]), CPU)
         for step in range(1, 4):
-            logger.log(step, loss=1.0, grad_norm=1.0, lr=1.0, tokens=step, memory_gib=1.0)
+            log(logger, step, loss=1.0, grad_norm=1.0, lr=1.0, tokens=step, memory_gib=1.0)
         os.kill(os.getpid(), signal.SIGKILL)
     """
     argv = [f"--job.dump_folder={config.job.dump_folder}", "--metrics.enable_tensorboard=false"]
@@ -336,7 +381,7 @@ def test_a_full_disk_is_one_line(monkeypatch, capsys, tmp_path):
     """Also where it is the metrics that find it full."""
 
     def run(config):
-        logger = MetricsLogger(config)
+        logger = MetricsLogger(config, CPU)
         logger.file = open("/dev/full", "w")  # noqa: SIM115
         logger.log_validation(1, 2.0)
 

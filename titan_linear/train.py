@@ -167,6 +167,7 @@ class Trainer:
             reports=dict(zip(self.passes.loss.reports, numbers.reports)),
             streams=streams,
             seen=numbers.seen,
+            moment=coming.arrived,
         )
         for hook in self.hooks:
             hook.after_step(done)

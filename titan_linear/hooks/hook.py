@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from titan_linear.step.feed import FeedStats
+from titan_linear.step.optimizer import Moment
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class StepResult:
     streams: list[tuple[int, ...]]  # of each micro-step
     seen: list[float]  # what telemetry asked for
     reports: dict[str, float]  # of the loss
+    moment: Moment  # when the device had these numbers
 
     @property
     def has_labels(self) -> bool:

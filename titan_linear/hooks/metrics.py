@@ -11,7 +11,6 @@ import math
 import os
 import sys
 import textwrap
-import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ import torch
 from titan_linear.config import Config, config_to_toml
 from titan_linear.distributed.process import unescaped
 from titan_linear.run.evaluate import Record, means, write_down
+from titan_linear.step.optimizer import Moment
 from titan_linear.storage.files import open_own, write_whole
 from titan_linear.storage.rundir import BOARD, METRICS, TELEMETRY, WANDB, cut_metrics, json_line
 
@@ -46,7 +46,11 @@ class Work(NamedTuple):
 class MetricsLogger:
     """Writes metrics to the console, metrics.jsonl and tb/ in `job.dump_folder`.
 
+    Time between lines is the device's: the host waits for room in the launch queue while it queues the next step, and
+    hears of one late, but not where none follows.
+
     Args:
+        device: where steps are computed.
         start_step: the step this start resumes from (0: from the beginning); what was reported after it is cut.
         start_tokens: tokens seen up to that step.
         gpus: number of GPUs that share the work.
@@ -56,6 +60,7 @@ class MetricsLogger:
     def __init__(
         self,
         config: Config,
+        device: torch.device,
         *,
         start_step: int = 0,
         start_tokens: int = 0,
@@ -75,12 +80,15 @@ class MetricsLogger:
             self.boards.append(_tensorboard(config, start_step, with_mfu=peak_tflops is not None))
         if config.metrics.enable_wandb:
             self.boards.append(WandbBoard(config))
-        self.last = (time.perf_counter(), start_step, start_tokens)
+        self.device = device
+        self.last = (Moment(device), start_step, start_tokens)
+        self.pauses: list[tuple[Moment, Moment]] = []  # since then
 
     def log(
         self,
         step: int,
         *,
+        moment: Moment,
         loss: float | None,
         grad_norm: float,
         lr: float,
@@ -92,18 +100,19 @@ class MetricsLogger:
         """Report a training step.
 
         Args:
+            moment: of its numbers.
             loss: nats per token; None: no token has a label. tokens: seen by the whole run up to this step.
             work: done since the previous report.
             more: further numbers by name.
         """
         then, last_step, last_tokens = self.last
-        now = time.perf_counter()
-        per_second = (tokens - last_tokens) / (now - then)
-        rates = {} if work is None else self._rates(work, now - then)
-        eta = (self.steps - step) * (now - then) / (step - last_step)
+        seconds = moment.since(then) - sum(end.since(begin) for begin, end in self.pauses)
+        per_second = (tokens - last_tokens) / seconds
+        rates = {} if work is None else self._rates(work, seconds)
+        step_seconds = seconds / (step - last_step)
         for board in self.boards:
-            board.add_scalar(TAGS["step_seconds"], (now - then) / (step - last_step), step)
-        self.last = (now, step, tokens)
+            board.add_scalar(TAGS["step_seconds"], step_seconds, step)
+        self.last, self.pauses = (moment, step, tokens), []
         values = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": tokens, "tokens_per_second": per_second}
         self._write(step, values | rates | {"memory_gib": memory_gib} | more)
         labelled = rates.get("valid_tokens_per_second", per_second)
@@ -118,7 +127,7 @@ class MetricsLogger:
                 *valid,
                 *_shown(rates),
                 ("mem", f"{memory_gib:.2f} GiB", 0),
-                ("eta", _duration(eta), 0),
+                ("eta", _duration((self.steps - step) * step_seconds), 0),
             ],
         )
 
@@ -181,10 +190,9 @@ class MetricsLogger:
     @contextmanager
     def untimed(self) -> Iterator[None]:
         """Time spent inside (validation, a save) counts for no step."""
-        start = time.perf_counter()
+        begin = Moment(self.device)
         yield
-        then, step, tokens = self.last
-        self.last = (then + time.perf_counter() - start, step, tokens)
+        self.pauses.append((begin, Moment(self.device)))
 
     def close(self) -> None:
         self.file.close()

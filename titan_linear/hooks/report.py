@@ -44,6 +44,7 @@ class Report(Hook):
         self.first, self.fed = step + 1, FeedStats()
         self.logger = MetricsLogger(
             config,
+            device,
             start_step=step,
             start_tokens=tokens_at(config.training, step),
             gpus=dims.mesh.size(),
@@ -69,6 +70,7 @@ class Report(Hook):
             more["seq_len"] = seq_len_at(self.config.training, done.step)
         self.logger.log(
             done.step,
+            moment=done.moment,
             tokens=tokens_at(self.config.training, done.step),
             memory_gib=peak_memory_gib(),
             work=Work(training_flops(self.model, fed.documents), fed.valid, fed.waited),

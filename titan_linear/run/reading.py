@@ -30,6 +30,7 @@ from titan_linear.run.build import (
 )
 from titan_linear.run.start import build_checkpointer, set_first_weights
 from titan_linear.step.feed import BatchSharding
+from titan_linear.step.optimizer import Moment
 from titan_linear.storage.hf_io import CONFIG
 from titan_linear.storage.rundir import config_of, config_path
 from titan_linear.storage.step_folders import weights_path
@@ -71,7 +72,7 @@ class Reader:
         )
 
     @torch.no_grad()
-    def _queue(self, batch: Batch, columns: Columns) -> tuple[torch.cuda.Event | None, list[Tensor]]:
+    def _queue(self, batch: Batch, columns: Columns) -> tuple[Moment, list[Tensor]]:
         micro = self.sharding(batch)
         labelled = micro.labels[0] != IGNORE
         labelled[0] = True  # no kernel runs on no rows
@@ -86,11 +87,10 @@ class Reader:
                 loss_chunk=self.config.training.loss_chunk_size,
             )
         numbers = [x.to("cpu", non_blocking=True) for x in numbers]
-        return torch.cuda.current_stream().record_event() if rows.is_cuda else None, numbers
+        return Moment(rows.device), numbers
 
-    def _arrived(self, event: torch.cuda.Event | None, numbers: list[Tensor]) -> list[list[np.ndarray]]:
-        if event is not None:
-            event.synchronize()
+    def _arrived(self, copied: Moment, numbers: list[Tensor]) -> list[list[np.ndarray]]:
+        copied.wait()
         labels, *columns = (x.numpy() for x in numbers)
         own = [x[labels != IGNORE] for x in columns]
         return list(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -248,20 +249,37 @@ class Reading(NamedTuple):
     seen: list[float]  # what telemetry asked for
 
 
+class Moment:
+    """When the device has done what is queued by now; on a CPU: now."""
+
+    def __init__(self, device: torch.device):
+        self.time = time.perf_counter()
+        self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        if self.event is not None:
+            self.event.record()
+
+    def wait(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+
+    def since(self, earlier: Moment) -> float:
+        """Seconds between two moments that have come."""
+        if self.event is None:
+            return self.time - earlier.time
+        return earlier.event.elapsed_time(self.event) / 1e3
+
+
 class HostCopy:
     """A step's numbers on their way from the device to the host, which may go on working until it calls `wait`."""
 
     def __init__(self, step: StepNumbers, *seen: Tensor):
         numbers = torch.cat([torch.stack([*step[:3], *step.reports]), *seen])
         self.reports = len(step.reports)
-        self.arrived = torch.cuda.Event() if numbers.is_cuda else None
         self.numbers = torch.empty_like(numbers, device="cpu", pin_memory=numbers.is_cuda)
         self.numbers.copy_(numbers, non_blocking=True)
-        if self.arrived is not None:
-            self.arrived.record()
+        self.arrived = Moment(numbers.device)
 
     def wait(self) -> Reading:
-        if self.arrived is not None:
-            self.arrived.synchronize()
+        self.arrived.wait()
         loss, grad_norm, signal, *more = self.numbers.tolist()
         return Reading(loss, grad_norm, signal, more[: self.reports], more[self.reports :])
