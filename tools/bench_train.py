@@ -122,14 +122,14 @@ def write_random(corpus: Path, args: argparse.Namespace, streams: int, loss: str
         if "teacher_ids" in columns:
             columns["teacher_ids"] = draw.integers(256, size=(n, TOP))
             columns["teacher_logprobs"] = np.full((n, TOP), math.log(0.9 / TOP))
-        return DocumentTokens(draw.integers(256, size=n), draw.random(n, dtype=np.float32), columns)
+        columns["weights"] = draw.random(n, dtype=np.float32)
+        return DocumentTokens(draw.integers(256, size=n), columns)
 
     write_corpus(
         corpus,
         map(document, lengths),
         build_tokenizer(None),
-        answers=loss == "weights",
-        columns={name: COLUMNS_READ[name] for name in read.columns},
+        columns={name: COLUMNS_READ[name] for name in (*["weights"] * (loss == "weights"), *read.columns)},
         pairs=read.group == 2,
     )
 

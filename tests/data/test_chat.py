@@ -1,4 +1,4 @@
-"""Conversations: transformers' tokens, their loss masks, in the cache and in streams."""
+"""Conversations: transformers' tokens, their weights, in the cache and in streams."""
 
 import io
 import json
@@ -30,6 +30,7 @@ from titan_linear.data import (
     write_corpus,
 )
 from titan_linear.data.corpus.chat import Completions, Conversations
+from titan_linear.data.corpus.columns import DocumentTokens
 from titan_linear.data.corpus.sources import read_documents
 
 PLAIN = """\
@@ -143,13 +144,13 @@ def equals_transformers(path, records, reader=None):
 
 def documents(corpus):
     for begin, end in zip(corpus.offsets[:-1], corpus.offsets[1:]):
-        yield corpus.tokens[begin:end], corpus.weights(np.arange(begin, end)) > 0
+        yield DocumentTokens(corpus.tokens[begin:end], {"weights": corpus.weights(np.arange(begin, end))})
 
 
-def runs(ids, loss_mask):
+def runs(document):
     """The tokens of each answer."""
-    edges = np.flatnonzero(np.diff(loss_mask, prepend=False, append=False)).reshape(-1, 2)
-    return [ids[begin:end].tolist() for begin, end in edges]
+    edges = np.flatnonzero(np.diff(document.weights > 0, prepend=False, append=False)).reshape(-1, 2)
+    return [document.tokens[begin:end].tolist() for begin, end in edges]
 
 
 # --- tokens ------------------------------------------------------------------------------------------------------
@@ -161,15 +162,16 @@ def test_transformers_tokens(folder, template, beside):
     path = folder(template, beside=beside)
     ours, theirs = conversations(path), AutoTokenizer.from_pretrained(path)
     said = []
-    for chat, (ids, loss_mask) in zip(CHATS, ours.encode_batch(CHATS), strict=True):
+    for chat, document in zip(CHATS, ours.encode_batch(CHATS), strict=True):
+        ids, trained = document.tokens, document.weights == 1
         expected = theirs.apply_chat_template(
             chat["messages"], tools=chat.get("tools"), return_dict=True, return_assistant_tokens_mask=template is MARKED
         )
-        assert ids.tolist() == expected["input_ids"] and ids.dtype == np.int64 and loss_mask.dtype == bool
+        assert ids.tolist() == expected["input_ids"] and ids.dtype == np.int64
         if template is MARKED:
             # transformers leaves out all but the first token of an answer's last character
-            assert (loss_mask >= np.array(expected["assistant_masks"], dtype=bool)).all()
-        said += [theirs.decode(run) for run in runs(ids, loss_mask)]
+            assert (trained >= np.array(expected["assistant_masks"], dtype=bool)).all()
+        said += [theirs.decode(run) for run in runs(document)]
     assert said == SAID  # with the end of the turn, and nothing after it
 
 
@@ -192,7 +194,7 @@ def learnt(path, record):
     (found,) = encoder.encode_batch([record])
     if isinstance(found, str):
         return found
-    return [encoder._tokenizer._tokenizer.decode(run, skip_special_tokens=False) for run in runs(*found)]
+    return [encoder._tokenizer._tokenizer.decode(run, skip_special_tokens=False) for run in runs(found)]
 
 
 CITY = {"city": "Åbo", "n": [1, None]}
@@ -300,15 +302,15 @@ def test_answers_of_weight_zero(folder, template, name):
         said = [{"role": "assistant", "content": word, name: weight} for word, weight in zip(words, weights)]
         return {"messages": [message for each in said for message in (USER | {name: 0}, each)]}
 
-    ((every, _),) = encoder.encode_batch([record(None, None, None)])
+    (every,) = encoder.encode_batch([record(None, None, None)])
     for weights in ((0, 1, None), (False, True, 1.0), (1, 0.0, 0), (None, 1, 0)):
-        ((ids, _),) = encoder.encode_batch([record(*weights)])
+        (some,) = encoder.encode_batch([record(*weights)])
         expected = [f"{word}<|im_end|>" for word, weight in zip(words, weights) if weight in (None, 1)]
-        assert learnt(path, record(*weights)) == expected and ids.tolist() == every.tolist()
+        assert learnt(path, record(*weights)) == expected and some.tokens.tolist() == every.tokens.tolist()
     assert learnt(path, record(0, False, 0.0)).startswith("no answer to learn")
-    ((ids, weights),) = encoder.encode_batch([record(0.5, 0, 0.25)])
-    said = [encoder._tokenizer.decode(ids[weights == weight]) for weight in (0.5, 0.25)]
-    assert weights.dtype == np.float32 and said == ["Me.", "13"]  # the special token is not written
+    (some,) = encoder.encode_batch([record(0.5, 0, 0.25)])
+    said = [encoder._tokenizer.decode(some.tokens[some.weights == weight]) for weight in (0.5, 0.25)]
+    assert said == ["Me.", "13"]  # the special token is not written
     for wrong in ("0", "1", "", -1, 2, [0], {}, float("nan")):
         problem = f"message 4: {name!r} is {wrong!r}; give 0 (not trained on) to 1"
         assert learnt(path, record(1, wrong, 1)) == problem
@@ -363,9 +365,9 @@ def test_a_token_that_straddles_the_begin_of_an_answer(folder):
     )
     tokenizer = build_tokenizer(str(path))
     record = {"messages": [USER, {"role": "assistant", "content": '"z'}]}
-    ((ids, loss_mask),) = Conversations(tokenizer).encode_batch([record])
+    (document,) = Conversations(tokenizer).encode_batch([record])
     equals_transformers(path, [record])
-    assert [tokenizer.decode([token]) for token in ids[loss_mask]] == [' "', "z"]
+    assert [tokenizer.decode([token]) for token in document.tokens[document.weights == 1]] == [' "', "z"]
 
 
 @pytest.mark.parametrize("beside", [False, True])
@@ -428,7 +430,7 @@ def test_names_that_are_no_text(folder):
 def test_a_word_in_a_comment_marks_nothing(folder):
     path = folder("{# no {% generation %} here #}" + UNMARKED)
     ours = conversations(path).encode_batch(CHATS)
-    assert all(loss_mask.any() for _, loss_mask in ours)
+    assert all(document.weights.any() for document in ours)
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
@@ -452,13 +454,13 @@ def test_an_end_token_that_is_not_special(folder):
     write_json(path / "tokenizer.json", content)
     end = build_tokenizer(str(path)).eos_id
     for document in conversations(path).encode_batch(CHATS):
-        assert all(run[-1] == end for run in runs(*document))
+        assert all(run[-1] == end for run in runs(document))
 
 
 def test_a_template_that_writes_answers_otherwise_later(folder):
     encoder = conversations(folder(THINKING))
-    (ids, loss_mask), problem, _ = encoder.encode_batch(CHATS)
-    assert encoder._tokenizer.decode(runs(ids, loss_mask)[0]) == "<think>Me."
+    first, problem, _ = encoder.encode_batch(CHATS)
+    assert encoder._tokenizer.decode(runs(first)[0]) == "<think>Me."
     assert problem.startswith("message 3: the chat template writes this answer otherwise as a prompt, or once the")
     assert "put {% generation %} and {% endgeneration %} around answers" in problem
 
@@ -600,8 +602,8 @@ def test_completions_of_bytes(tmp_path):
         opened(file)
     corpus = opened(file, on_bad_document="skip")
     first, second = documents(corpus)
-    assert bytes(first[0][:-1].astype(np.uint8)) == b"2+2=4" and first[1].tolist() == [False] * 4 + [True] * 2
-    assert second[0].tolist() == [0xC3, 0xA9, 256] and second[1].all()
+    assert bytes(first[0][:-1].astype(np.uint8)) == b"2+2=4" and first.weights.tolist() == [0] * 4 + [1] * 2
+    assert second[0].tolist() == [0xC3, 0xA9, 256] and second.weights.all()
     line, warning = corpus.summary.splitlines()
     assert "2 documents, 9 tokens, 5 of them in answers, in " in line
     assert "2 bad documents skipped" in warning and "line 4: 'prompt' is int, not text" in warning
@@ -640,11 +642,12 @@ def test_completions_go_on_from_their_prompts(tmp_path, spacing, prompt, complet
         setattr(whole, part, value)
     whole.save(str(tmp_path / "tokenizer.json"))
     tokenizer = build_tokenizer(str(tmp_path))
-    ((ids, loss_mask),) = Completions(tokenizer).encode_batch([{"prompt": prompt, "completion": completion}])
+    (document,) = Completions(tokenizer).encode_batch([{"prompt": prompt, "completion": completion}])
+    ids, trained = document.tokens, document.weights == 1
     assert whole.decode(ids.tolist()).lstrip(" ") == prompt + completion
-    assert ids[~loss_mask].tolist() == whole.encode(prompt).ids
+    assert ids[~trained].tolist() == whole.encode(prompt).ids
     if prompt:
-        assert whole.decode(ids[loss_mask].tolist()) == completion
+        assert whole.decode(ids[trained].tolist()) == completion
     else:
         assert ids.tolist() == whole.encode(completion).ids
 
@@ -678,7 +681,7 @@ def test_records_of_each_kind(folder, tokenizer, tmp_path):
     tables = [write_table(tmp_path / name, pa.Table.from_pylist(arguments)) for name in ("a.parquet", "a.arrow")]
     corpus = opened(lines, tokenizer)
     decode = partial(tokenizer._tokenizer.decode, skip_special_tokens=False)
-    assert [decode(answer) for document in documents(corpus) for answer in runs(*document)] == SAID
+    assert [decode(answer) for document in documents(corpus) for answer in runs(document)] == SAID
     assert {opened(table, tokenizer).fingerprint for table in tables} == {
         opened(write_lines(tmp_path / "b.jsonl", CHATS[:2]), tokenizer).fingerprint
     }
@@ -827,8 +830,8 @@ def test_stopped_and_by_several_processes(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         opened(file, Interrupted(), "stopped", dataset_format="completion")
     (temporary,) = cache.glob("*.tmp")
-    assert json.loads((temporary / "journal.json").read_text())["num_answers"] == 10
-    with (temporary / "answers.bin").open("ab") as torn:
+    assert json.loads((temporary / "journal.json").read_text())["num_documents"] == 10
+    with (temporary / "column-weights.bin").open("ab") as torn:
         torn.write(b"torn")
     assert opened(file, cache="stopped").info == whole.info
     monkeypatch.setattr("titan_linear.data.corpus.cache.worker_count", lambda _: 2)
@@ -842,23 +845,27 @@ def test_the_tool_and_a_corpus_of_tokens(tmp_path, capsys):
     assert tool.main([*argv, "jsonl"]) == 0 and "2 of them in answers" in capsys.readouterr().out
     corpus = open_corpus(Texts("tokens", str(tmp_path / "tokens"), ByteTokenizer()))
     assert corpus.fingerprint == opened(file).fingerprint
-    answers = tmp_path / "tokens" / "answers.bin"
-    for damaged in (answers.read_bytes()[:-8], b"\xff" * 16):
-        answers.write_bytes(damaged)
-        with refused(r"answers\.bin .*restore it from a copy"):
-            load_corpus(tmp_path / "tokens")
+    weights = tmp_path / "tokens" / "column-weights.bin"
+    weights.write_bytes(weights.read_bytes()[:-4])
+    with refused(r"column-weights\.bin .*restore it from a copy"):
+        load_corpus(tmp_path / "tokens")
 
 
-def test_own_tokens_with_answers(tmp_path):
-    ids, loss_mask = np.arange(5), np.array([0, 1, 1, 0, 1], dtype=bool)
-    write_corpus(tmp_path / "c", [(ids, loss_mask), (ids, ~loss_mask)], ByteTokenizer(), answers=True)
+def test_own_tokens_with_weights(tmp_path):
+    ids, weights = np.arange(5), np.array([0, 0.5, 1, 0, 1])
+    kinds = {"columns": {"weights": "<f4"}}
+    write_corpus(tmp_path / "c", [(ids, {"weights": w}) for w in (weights, weights == 0)], ByteTokenizer(), **kinds)
     corpus = load_corpus(tmp_path / "c")
-    assert corpus.answers.tolist() == [1, 3, 4, 5, 5, 6, 8, 9]
-    assert [d[1].tolist() for d in documents(corpus)] == [loss_mask.tolist(), (~loss_mask).tolist()]
-    labels = np.array([-100, 1, 2, -100, 4])
-    for wrong in (np.zeros(5, dtype=bool), np.ones(4, dtype=bool), np.ones((1, 5), dtype=bool), labels):
-        with refused(r"document 0: its loss mask must be \[n\] bool"):
-            write_corpus(tmp_path / "d", [(ids, wrong)], ByteTokenizer(), answers=True)
+    assert corpus.columns["weights"].tolist() == [0, 0.5, 1, 0, 1, 1, 0, 0, 1, 0]
+    assert corpus.info["num_answer_tokens"] == 5 and corpus.info["num_ended"] == 0
+    for wrong, said in (
+        (np.ones(4), r"its column 'weights' is \[4\]; give \[5\]"),
+        (np.ones((5, 1)), r"its column 'weights' is \[5, 1\]"),
+        (np.array([-100, 1, 2, -100, 4]), "has a weight below 0"),
+    ):
+        with refused(f"document 1:? {said}"):
+            documents = [(ids, {"weights": w}) for w in (weights, wrong)]
+            write_corpus(tmp_path / "d", documents, ByteTokenizer(), **kinds)
 
 
 # --- in streams ------------------------------------------------------------------------------------------------------
@@ -872,7 +879,8 @@ def test_streams(tmp_path):
     for mask in masks:
         mask[-1] = True
     write_corpus(tmp_path / "all", ids, ByteTokenizer())
-    write_corpus(tmp_path / "answers", zip(ids, masks, strict=True), ByteTokenizer(), answers=True)
+    weighted = [(d, {"weights": mask}) for d, mask in zip(ids, masks, strict=True)]
+    write_corpus(tmp_path / "answers", weighted, ByteTokenizer(), columns={"weights": "<f4"})
     # the same once more, each token's place in the vocabulary saying whether it is trained on
     write_corpus(tmp_path / "marks", [m.astype(int) for m in masks], ByteTokenizer())
     every, some, marks = (

@@ -77,6 +77,12 @@ def test_a_column_that_records_lack(tmp_path):
         opened(file)
 
 
+def test_a_records_weights_multiply_those_of_its_answers(tmp_path):
+    file = write_lines(tmp_path / "records.jsonl", [{"prompt": "ab", "completion": "c", "weights": [2, 3, 0.5, 0.25]}])
+    corpus = opened(file, form="completion", columns=("weights",))
+    assert corpus.columns["weights"].tolist() == [0, 0, 0.5, 0.25]
+
+
 PAIR = {"prompt": "a", "chosen": "bc", "rejected": "d"}
 
 

@@ -75,7 +75,7 @@ def targets(subject: Subject) -> Findings:
 
 
 def _all_trained_on(subject: Subject) -> bool:
-    return all(streams.corpus.answers is None for streams in subject.streams.sources.values())
+    return all("weights" not in streams.corpus.columns for streams in subject.streams.sources.values())
 
 
 def _first_of_next(subject: Subject, i: int) -> int:

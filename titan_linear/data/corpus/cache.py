@@ -26,16 +26,15 @@ from typing import Any
 
 import numpy as np
 
-from titan_linear.data.corpus.chat import Completions, Conversations, Ids, MaskedTokens, Preferences
-from titan_linear.data.corpus.columns import DocumentTokens, with_columns
+from titan_linear.data.corpus.chat import Completions, Conversations, Ids, Preferences
+from titan_linear.data.corpus.columns import WEIGHTS, DocumentTokens, with_columns
 from titan_linear.data.corpus.corpus import (
-    ANSWERS_FORMAT,
     CACHE_NAME,
-    FORMAT,
     INFO,
     PATHS,
     Corpus,
     add_file,
+    format_of,
     how_to_mend,
     load_corpus,
     unfitting,
@@ -112,9 +111,11 @@ class Texts:
         return self.tokenizer if self.dataset_format == "text" else makers[self.dataset_format](self.tokenizer)
 
     @property
-    def format(self) -> str:
-        plain = self.dataset_format == "text" and "weights" not in self.columns
-        return FORMAT if plain else ANSWERS_FORMAT
+    def all_columns(self) -> dict[str, str]:
+        """And those that make a tree, and say of a conversation what its answers are."""
+        trees = self.dataset_format == "tree" or self.share_prefixes
+        weighted = self.dataset_format not in ("text", "tokens")
+        return {**self.columns, **({BACK: "<i4"} if trees else {}), **({WEIGHTS: "<f4"} if weighted else {})}
 
     @property
     def group(self) -> int:
@@ -144,7 +145,8 @@ class Texts:
         if self.dataset_format != "text":
             field_or_format = self.encoder.fingerprint
         sharing = [f"shared by {self.group_field}"] if self.share_prefixes else []
-        return [self.format, self.dataset, field_or_format, self.tokenizer.fingerprint, *sorted(self.columns), *sharing]
+        kind = format_of(self.all_columns)
+        return [kind, self.dataset, field_or_format, self.tokenizer.fingerprint, *sorted(self.columns), *sharing]
 
     @property
     def key(self) -> str:
@@ -285,12 +287,8 @@ def _same_texts(caches: Path, texts: Texts) -> Path | None:
 
 
 def _tokenise_into(folder: Path, texts: Texts) -> None:
-    columns = {name: dtype for name, dtype in texts.columns.items() if name != "weights"}
-    if texts.dataset_format == "tree" or texts.share_prefixes:
-        columns[BACK] = "<i4"
     group, leaves = (1, texts.group) if texts.share_prefixes else (texts.group, 1)
-    answers = texts.format == ANSWERS_FORMAT
-    new = Journal(texts.key, texts.content, answers=answers, columns=columns, group=group, leaves=leaves)
+    new = Journal(texts.key, texts.content, columns=texts.all_columns, group=group, leaves=leaves)
     journal = _resumable(folder, texts) or new
     if journal.read:
         print(f"continuing where tokenising was stopped, after {journal.num_documents:,} documents")
@@ -339,7 +337,7 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], No
                 _meet_bad_document(f"{document.origin}: {parts}", texts, journal)
             elif texts.share_prefixes:
                 group = document.columns.get(texts.group_field)
-                held += [Held(document.origin, group, DocumentTokens(*part)) for part in parts]
+                held += [Held(document.origin, group, part) for part in parts]
             else:
                 yield parts
         if held:
@@ -354,7 +352,7 @@ def _tokenised(texts: Texts, journal: Journal) -> Generator[Sequence[Tokens], No
 
 def _parts(
     document: Document, tokens: Any, texts: Texts, journal: Journal, eos: list[int]
-) -> Sequence[MaskedTokens | DocumentTokens] | str:
+) -> Sequence[DocumentTokens] | str:
     """A record's documents, or what is wrong with it; "": it is empty."""
     if isinstance(tokens, np.ndarray):
         tokens = _ended(document, tokens, eos)
@@ -366,9 +364,7 @@ def _parts(
     return parts
 
 
-def _joins(
-    held: Sequence[Held], document: Document, parts: Sequence[MaskedTokens | DocumentTokens], texts: Texts
-) -> bool:
+def _joins(held: Sequence[Held], document: Document, parts: Sequence[DocumentTokens], texts: Texts) -> bool:
     """Whether a record's document may share a tree with those that wait; a pair has one of its own."""
     if texts.group_field or len(parts) > 1:
         return len(parts) == 1 and document.columns[texts.group_field] == held[0].group
@@ -383,12 +379,12 @@ def _trees(held: Sequence[Held], texts: Texts, journal: Journal) -> Sequence[Doc
     return trees
 
 
-def _ended(document: Document, tokens: np.ndarray, eos: list[int]) -> MaskedTokens | str:
+def _ended(document: Document, tokens: np.ndarray, eos: list[int]) -> DocumentTokens | str:
     """A text with its end, or what is wrong with it; "": it is empty."""
     if not len(tokens):
         return "the tokenizer has no token for any of it" if any(map(str.isalnum, document.content)) else ""
     ids = np.concatenate([tokens, np.array(eos, dtype=tokens.dtype)])
-    return MaskedTokens(ids, np.ones(len(ids), dtype=bool))
+    return DocumentTokens(ids)
 
 
 def _read(texts: Texts, ends: deque[int]) -> Iterator[Document]:

@@ -1,4 +1,4 @@
-"""Conversations: a record's tokens, and their loss mask: which are trained on. `training.dataset_format` is one of
+"""Conversations: a record's tokens, and how much each counts. `training.dataset_format` is one of
 
     messages     `messages`, a list of {"role", "content"}, or ShareGPT's `conversations`, and `tools` if there are any,
                  as the chat template of the tokenizer's folder writes them; trained on are the answers: the messages of
@@ -45,6 +45,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from numpy import ndarray
 
+from titan_linear.data.corpus.columns import WEIGHTS, DocumentTokens
 from titan_linear.data.corpus.tokenizer import NAMED_TOKENS, HuggingFaceTokenizer, Tokenizer
 from titan_linear.storage.files import parse_json
 
@@ -62,13 +63,6 @@ _QUOTED = re.compile(r'"(\s|\\[nrt])*\{(\s|\\[nrt])*(\\"|\})')  # JSON text of a
 _REMEDY = "put {% generation %} and {% endgeneration %} around answers in the chat template (docs/data.md)"
 
 
-class MaskedTokens(NamedTuple):
-    """A document of which some tokens are trained on."""
-
-    tokens: ndarray  # [n] int64
-    loss_mask: ndarray  # [n] bool, or float32: their weights
-
-
 class RecordEncoder(Protocol):
     """Gives the tokens of records, or says what is wrong with them.
 
@@ -77,7 +71,7 @@ class RecordEncoder(Protocol):
 
     fingerprint: str
 
-    def encode_batch(self, records: Sequence[Record]) -> list[MaskedTokens | str]: ...
+    def encode_batch(self, records: Sequence[Record]) -> list[DocumentTokens | str]: ...
 
 
 class Completions:
@@ -89,10 +83,10 @@ class Completions:
         self._tokenizer = tokenizer
         self._continuing = tokenizer.continuing()
 
-    def encode_batch(self, records: Sequence[Record]) -> list[MaskedTokens | str]:
+    def encode_batch(self, records: Sequence[Record]) -> list[DocumentTokens | str]:
         return [self._encode(record["prompt"], record["completion"]) for record in records]
 
-    def _encode(self, prompt: object, completion: object) -> MaskedTokens | str:
+    def _encode(self, prompt: object, completion: object) -> DocumentTokens | str:
         for name, text in (("prompt", prompt), ("completion", completion)):
             if not isinstance(text, str):
                 return f"{name!r} is {type(text).__name__}, not text"
@@ -113,14 +107,14 @@ class Ids:
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
 
-    def encode_batch(self, records: Sequence[Record]) -> list[MaskedTokens | str]:
+    def encode_batch(self, records: Sequence[Record]) -> list[DocumentTokens | str]:
         return [self._encode(record["tokens"]) for record in records]
 
-    def _encode(self, tokens: object) -> MaskedTokens | str:
+    def _encode(self, tokens: object) -> DocumentTokens | str:
         size = self._tokenizer.vocab_size
         if not (isinstance(tokens, list) and tokens and all(type(x) is int and 0 <= x < size for x in tokens)):
             return f"'tokens' is no list of numbers from 0 to {size - 1}, those of the tokenizer's tokens"
-        return MaskedTokens(np.array(tokens), np.ones(len(tokens), dtype=bool))
+        return DocumentTokens(np.array(tokens))
 
 
 class Preferences:
@@ -183,10 +177,10 @@ class Conversations:
             raise ValueError(str(problem)) from problem
         return self._tokenizer.encode(text).tolist()
 
-    def encode_batch(self, records: Sequence[Record]) -> list[MaskedTokens | str]:
+    def encode_batch(self, records: Sequence[Record]) -> list[DocumentTokens | str]:
         return [self._encode(record) for record in records]
 
-    def _encode(self, record: Record) -> MaskedTokens | str:
+    def _encode(self, record: Record) -> DocumentTokens | str:
         try:
             messages = _messages(record)
             weights = [_weight(i, message) for i, message in enumerate(messages, 1)]
@@ -194,12 +188,10 @@ class Conversations:
         except _Problem as problem:
             return str(problem)
         ids, places = self._tokenizer.encode_with_places(text)  # places [n, 2]: characters of each token
-        loss_mask = np.zeros(len(ids), dtype=np.float32)
+        of_tokens = np.zeros(len(ids))
         for begin, end, weight in answers:
-            loss_mask[(places[:, 0] < end) & (begin < places[:, 1])] = weight
-        if set(loss_mask) <= {0.0, 1.0}:
-            loss_mask = loss_mask.astype(bool)
-        return _with_answer(ids, loss_mask, f"no message of the role {ANSWERER!r} is trained on")
+            of_tokens[(places[:, 0] < end) & (begin < places[:, 1])] = weight
+        return _with_answer(ids, of_tokens, f"no message of the role {ANSWERER!r} is trained on")
 
     def _writer(self, record: Record) -> _Writer:
         tools = [] if record.get("tools") == "" else _parsed(record.get("tools"))
@@ -403,9 +395,11 @@ def _weight(i: int, message: Record) -> float | None:
     return float(math.prod(message.get(name, 1) for name in _WEIGHTS)) if message["role"] == ANSWERER else None
 
 
-def _with_answer(tokens: ndarray, loss_mask: ndarray, lacking: str) -> MaskedTokens | str:
+def _with_answer(tokens: ndarray, weights: ndarray, lacking: str) -> DocumentTokens | str:
     """A document, or what is wrong if it has nothing to learn: the first token is never predicted."""
-    return MaskedTokens(tokens, loss_mask) if loss_mask[1:].any() else f"no answer to learn: {lacking}"
+    if not weights[1:].any():
+        return f"no answer to learn: {lacking}"
+    return DocumentTokens(tokens, {WEIGHTS: weights.astype(np.float32)})
 
 
 def _cut_marks(text: str) -> tuple[str, Ranges]:

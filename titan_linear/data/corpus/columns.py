@@ -2,7 +2,8 @@
 
 A record's field is one number, for all of its tokens, or a list with one for each token; or with a list of n numbers
 for each. A record of two documents has a list of two such. The number beside a token is about predicting this token.
-The column "weights" says how much each token counts: it multiplies what the conversation itself says of its answers.
+The column "weights" says how much each token counts; without it all count 1. A record's multiplies what its
+conversation itself says of its answers.
 """
 
 from __future__ import annotations
@@ -14,20 +15,23 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy import ndarray
 
-from titan_linear.data.corpus.chat import MaskedTokens
 from titan_linear.data.corpus.tokenizer import Tokenizer
+
+WEIGHTS = "weights"
 
 
 class DocumentTokens(NamedTuple):
-    """A `MaskedTokens` with columns."""
-
-    tokens: ndarray
-    loss_mask: ndarray
+    tokens: ndarray  # [n] int64
     columns: Mapping[str, ndarray] = MappingProxyType({})  # [n] or [n, width] each
+
+    @property
+    def weights(self) -> ndarray:
+        """[n] float32: 0 for tokens that are not trained on."""
+        return self.columns.get(WEIGHTS, np.ones(len(self.tokens), dtype=np.float32))
 
 
 def with_columns(
-    documents: Sequence[MaskedTokens],
+    documents: Sequence[DocumentTokens],
     values: Mapping[str, Any],
     dtypes: Mapping[str, str],
     tokenizer: Tokenizer,
@@ -48,12 +52,8 @@ def with_columns(
                 return f"{name!r} {column}"
             if dtype == "<i4" and not ((column >= 0) & (column < tokenizer.vocab_size)).all():
                 return f"{name!r} has ids outside the vocabulary, 0 to {tokenizer.vocab_size - 1}; correct it"
-            into[name] = column.astype(dtype)
-    weights = [of_document.pop("weights", None) for of_document in columns]
-    return [
-        DocumentTokens(ids, loss_mask if weight is None else loss_mask * weight, of_document)
-        for (ids, loss_mask), weight, of_document in zip(documents, weights, columns)
-    ]
+            into[name] = column.astype(dtype) * document.columns.get(name, 1)
+    return [DocumentTokens(ids, {**own, **more}) for (ids, own), more in zip(documents, columns)]
 
 
 def column_of(name: str, value: Any, tokens: int, widths: MutableMapping[str, int]) -> ndarray | str:
@@ -69,6 +69,6 @@ def column_of(name: str, value: Any, tokens: int, widths: MutableMapping[str, in
     width = column.shape[1] if column.ndim == 2 else 0
     if widths.setdefault(name, width) != width:
         return f"has {width} numbers for a token, and {widths[name]} in documents before; let all have those"
-    if not np.isfinite(column).all() or (name == "weights" and (width or column.min() < 0)):
+    if not np.isfinite(column).all() or (name == WEIGHTS and (width or column.min() < 0)):
         return "has a number that is not finite, or a weight below 0, or several; correct it"
     return column

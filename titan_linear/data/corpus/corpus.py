@@ -5,10 +5,8 @@ A corpus is a folder (little-endian, no headers):
     tokens.bin    uint16 if the vocabulary has at most 2¹⁶ ids, else uint32   [num_tokens], documents end to end
     offsets.bin   int64    [num_documents + 1]; document d is tokens[offsets[d] : offsets[d+1]], never empty
     hashes.bin    uint64   [num_documents]; blake2b of the document's tokens, which decides the held-out split
-    answers.bin   int64    [2 · num_answers], conversations only: tokens[answers[2a] : answers[2a + 1]] is answer a,
-                           which is trained on; other tokens are not. Without this file all are
-    weights.bin   float32  [num_answers]: of the answers' tokens. Without this file all are 1
-    column-*.bin  [num_tokens] or [num_tokens, n]: numbers beside the tokens, as "columns" in corpus.json says
+    column-*.bin  [num_tokens] or [num_tokens, n]: numbers beside the tokens, as "columns" in corpus.json says;
+                  column-weights.bin: how much each counts, of conversations 0 but for answers. Without it all count 1
     files.bin     int64    [num_files + 1], texts only: documents files[f] to files[f + 1] are of text file f
     files.json    the paths of these text files when they were tokenised
     corpus.json   counts, dtype, the tokenizer's fingerprint, the content's fingerprint, the source, and each file's
@@ -30,7 +28,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -40,18 +38,17 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
+from titan_linear.data.corpus.columns import WEIGHTS
 from titan_linear.data.corpus.sources import FIELD_SOURCES, TEXT_SOURCES
 from titan_linear.storage.files import Json, Unreadable, default_cache_dir, progress, read_json, write_whole
 
 FORMAT = "titan_linear corpus 1"
-ANSWERS_FORMAT = "titan_linear corpus 2"  # code that knows only the first format would train on every token
-WEIGHTS_FORMAT = "titan_linear corpus 3"  # and code that knows only the first two, on answers alike
+WEIGHTS_FORMAT = "titan_linear corpus 4"  # code that knows only the first would train on every token alike
 DTYPES = ("<u2", "<u4")  # of tokens
 CRC_BLOCK = 1 << 24  # bytes
 SMALL = 1 << 22  # documents: every process may look at this many
 CACHE_NAME = re.compile(rf"({'|'.join(TEXT_SOURCES)})-[0-9a-f]{{24}}")  # of the folders that are ours to remove
 TOKENS, OFFSETS, HASHES = FILES = ("tokens.bin", "offsets.bin", "hashes.bin")
-ANSWERS, WEIGHTS = "answers.bin", "weights.bin"
 FILE_ENDS, PATHS = "files.bin", "files.json"  # of the text files
 INFO = "corpus.json"
 PLACE = "place"  # the column of places in the corpus
@@ -66,10 +63,8 @@ class Corpus:
     offsets: ndarray  # [num_documents + 1] int64
     hashes: ndarray  # [num_documents] uint64
     info: Json  # corpus.json
-    answers: ndarray | None = None  # [2 · num_answers] int64, rising; None: all tokens are trained on
     files: ndarray | None = None  # [num_files + 1] int64: documents before each text file; None: unknown
     paths: tuple[str, ...] | None = None  # of these files, where they were asked for
-    answer_weights: ndarray | None = None  # [num_answers] float32; None: 1
     columns: Mapping[str, ndarray] = field(default_factory=dict)  # [num_tokens] or [num_tokens, n] each
 
     @property
@@ -103,12 +98,8 @@ class Corpus:
 
     def weights(self, positions: ndarray) -> ndarray:
         """What the tokens at these positions in `tokens`, [n] int64, count, [n] float32; 0: they are not trained on."""
-        if self.answers is None:
-            return np.ones(len(positions), dtype=np.float32)
-        answer, inside = np.divmod(np.searchsorted(self.answers, positions, side="right"), 2)
-        if self.answer_weights is None:
-            return inside.astype(np.float32)
-        return inside * self.answer_weights[np.minimum(answer, len(self.answer_weights) - 1)]
+        weighted = WEIGHTS in self.columns
+        return self.column(WEIGHTS, positions) if weighted else np.ones(len(positions), dtype=np.float32)
 
     def column(self, name: str, positions: ndarray) -> ndarray:
         """The numbers beside the tokens at these positions, or the last token, [n] or [n, width]; of PLACE these."""
@@ -120,7 +111,7 @@ class Corpus:
         source = self.info["source"] or {"dataset": "tokens", "skipped_empty": 0}
         what = "texts" if source["dataset"] in FIELD_SOURCES else "files"
         skipped = f" ({source['skipped_empty']:,} empty {what} skipped)" if source["skipped_empty"] else ""
-        answers = "" if self.answers is None else f", {self.info['num_answer_tokens']:,} of them in answers"
+        answers = f", {self.info['num_answer_tokens']:,} of them in answers" if WEIGHTS in self.columns else ""
         lines = [
             f"corpus {source['dataset']}: {self.num_documents:,} documents{skipped}, {self.num_tokens:,} tokens"
             f"{answers}, in {self.folder}"
@@ -133,7 +124,7 @@ class Corpus:
                 "not learn to end a text, and generation goes on to its last token; name one as eos_token in a "
                 "tokenizer_config.json beside tokenizer.json"
             )
-        elif self.answers is not None and not self.info["num_ended"]:
+        elif WEIGHTS in self.columns and not self.info["num_ended"]:
             lines.append(
                 f"warning: no answer ends in the tokenizer's end token, {self.info['tokenizer']['eos']}, where "
                 "generation stops; name the end of a turn as eos_token in a tokenizer_config.json beside tokenizer.json"
@@ -148,7 +139,7 @@ def load_corpus(folder: Path) -> Corpus:
     ValueError: a file is missing, truncated or not what corpus.json says.
     """
     info = _read_info(folder)
-    dtypes = {TOKENS: info["dtype"], OFFSETS: "<i8", HASHES: "<u8", ANSWERS: "<i8", WEIGHTS: "<f4", FILE_ENDS: "<i8"}
+    dtypes = {TOKENS: info["dtype"], OFFSETS: "<i8", HASHES: "<u8", FILE_ENDS: "<i8"}
     files: dict[str, ndarray] = {}
     for name in names_in(info):
         _check_size(folder / name, info["files"][name]["size"])
@@ -160,9 +151,7 @@ def load_corpus(folder: Path) -> Corpus:
         offsets=files[OFFSETS],
         hashes=files[HASHES],
         info=info,
-        answers=files.get(ANSWERS),
         files=files.get(FILE_ENDS),
-        answer_weights=files.get(WEIGHTS),
         columns={name: open_column(folder, name, *kind) for name, kind in info.get("columns", {}).items()},
     )
     if len(corpus.offsets) != corpus.num_documents + 1 or not _spans(corpus.offsets, corpus.num_tokens):
@@ -171,11 +160,6 @@ def load_corpus(folder: Path) -> Corpus:
         check_lengths(corpus, 0, corpus.num_documents)
     if corpus.files is not None and (not _spans(corpus.files, corpus.num_documents) or _falls(corpus.files)):
         raise unfitting(folder / FILE_ENDS)
-    answers = corpus.answers
-    if answers is not None:
-        outside = answers[0] < 0 or answers[-1] > corpus.num_tokens
-        if len(answers) % 2 or outside or _falls(answers):
-            raise unfitting(folder / ANSWERS)
     return corpus
 
 
@@ -183,6 +167,10 @@ def open_column(folder: Path, name: str, dtype: str, width: int, mode: Any = "r"
     """[num_tokens], or with a width [num_tokens, width]; mapped."""
     numbers = np.asarray(np.memmap(folder / column_file(name), dtype, mode=mode))
     return numbers.reshape(-1, width) if width else numbers
+
+
+def format_of(columns: Iterable[str]) -> str:
+    return WEIGHTS_FORMAT if WEIGHTS in columns else FORMAT
 
 
 def column_file(name: str) -> str:
@@ -270,9 +258,8 @@ def verify_changed(corpus: Corpus) -> None:
 
 def names_in(info: Json) -> list[str]:
     """The files of a corpus besides corpus.json."""
-    answers = {FORMAT: [], ANSWERS_FORMAT: [ANSWERS], WEIGHTS_FORMAT: [ANSWERS, WEIGHTS]}[info["format"]]
     columns = map(column_file, info.get("columns", {}))
-    return [*FILES, *answers, *columns, *(name for name in (FILE_ENDS, PATHS) if name in info["files"])]
+    return [*FILES, *columns, *(name for name in (FILE_ENDS, PATHS) if name in info["files"])]
 
 
 def described(path: Path) -> Json:
@@ -315,7 +302,7 @@ def _read_info(folder: Path) -> Json:
         )
     info = read_json(path, Json, remedy)
     # Of other types, numpy would take what is in the file for addresses of Python's objects.
-    for key, known in (("format", (FORMAT, ANSWERS_FORMAT, WEIGHTS_FORMAT)), ("dtype", DTYPES)):
+    for key, known in (("format", (FORMAT, WEIGHTS_FORMAT)), ("dtype", DTYPES)):
         if info.get(key) not in known:
             raise ValueError(f"{path}: {key} = {info.get(key)!r} must be {' or '.join(map(repr, known))}; {remedy}")
     if info.get("checksum") != info_checksum(info):

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from titan_linear.data.corpus.chat import SECONDS, MaskedTokens, RecordEncoder
+from titan_linear.data.corpus.chat import SECONDS, RecordEncoder
+from titan_linear.data.corpus.columns import DocumentTokens
 from titan_linear.data.corpus.sources import Document
 from titan_linear.data.corpus.tokenizer import Tokenizer
 
@@ -33,7 +34,7 @@ TOO_LATE = (
 AHEAD = 4  # finished blocks per worker that may wait for an earlier one
 Block = list[Document]
 Encoder = Tokenizer | RecordEncoder
-Tokens = np.ndarray | MaskedTokens  # of a text [n] int64, or of a conversation
+Tokens = np.ndarray | DocumentTokens  # of a text [n] int64, or of a conversation
 Encoded = list[Tokens | str]  # for each document: its tokens, or why it has none
 
 

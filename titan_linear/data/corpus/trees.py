@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from titan_linear.data.corpus.chat import Ids, MaskedTokens, Record
-from titan_linear.data.corpus.columns import DocumentTokens, with_columns
+from titan_linear.data.corpus.chat import Ids, Record
+from titan_linear.data.corpus.columns import WEIGHTS, DocumentTokens, with_columns
 from titan_linear.data.corpus.tokenizer import Tokenizer
 
 BACK, SHARE = "back", "share"
@@ -56,7 +56,7 @@ class Trees:
             self._lay(record, "root", 0, nodes, {})
         except ValueError as problem:
             return str(problem)
-        return _joined(nodes, [BACK, *(name for name in self.columns if name != "weights")])
+        return _joined(nodes, (BACK, WEIGHTS, *self.columns))
 
     def _lay(self, node: Any, place: str, back: int, nodes: list[DocumentTokens], widths: dict[str, int]) -> int:
         """Add a node, whose first token lies so far behind that which it continues, and those below it, depth first.
@@ -75,14 +75,14 @@ class Trees:
 
     def _node(self, node: dict[str, Any], place: str, ids: np.ndarray, widths: dict[str, int]) -> DocumentTokens:
         """Its tokens with its columns, less those that it leaves out."""
-        numbers = {name: node[name] for name in ("weights", *self.columns) if node.get(name) is not None}
+        numbers = {name: node[name] for name in (WEIGHTS, *self.columns) if node.get(name) is not None}
         dtypes = {name: self.columns.get(name, "<f4") for name in numbers}
-        whole = MaskedTokens(ids, np.ones(len(ids), dtype=np.float32))
+        whole = DocumentTokens(ids, {WEIGHTS: np.ones(len(ids), dtype=np.float32)})
         made = with_columns([whole], numbers, dtypes, self._tokenizer, widths)
         if isinstance(made, str):
             raise ValueError(f"{place}: {made}")
-        missing = [name for name in self.columns if name not in ("weights", *numbers)]
-        if missing and made[0].loss_mask.any():
+        missing = [name for name in self.columns if name not in (WEIGHTS, *numbers)]
+        if missing and made[0].weights.any():
             raise ValueError(f"{place} has no {missing[0]!r} for tokens that count; give it, or 'weights': 0")
         return made[0]
 
@@ -105,8 +105,7 @@ def _joined(nodes: Sequence[DocumentTokens], names: Iterable[str]) -> DocumentTo
         of_nodes = [node.columns.get(name, np.zeros(len(node.tokens))) for node in nodes]
         width = max(of_nodes, key=np.ndim).shape[1:]
         columns[name] = np.concatenate([x if x.shape[1:] == width else np.zeros((len(x), *width)) for x in of_nodes])
-    ids, weights = (np.concatenate(of_nodes) for of_nodes in zip(*(node[:2] for node in nodes)))
-    return DocumentTokens(ids, weights, columns)
+    return DocumentTokens(np.concatenate([node.tokens for node in nodes]), columns)
 
 
 def shared(a: np.ndarray, b: np.ndarray) -> int:
@@ -122,7 +121,7 @@ def trees_of(held: Sequence[Held], pair: bool) -> list[DocumentTokens] | str:
     order = held if pair else sorted(held, key=lambda h: h.document.tokens.astype(">u4").tobytes())
     before, path = None, np.zeros(0, dtype=np.int64)
     for now in order:
-        ids, weights, columns = now.document
+        ids, columns = now.document
         common = shared(before.document.tokens, ids) if before else 0
         if common and (problem := _difference(before, now, common)):
             return problem
@@ -134,18 +133,16 @@ def trees_of(held: Sequence[Held], pair: bool) -> list[DocumentTokens] | str:
         back[0] = count - path[common - 1] if common else 0
         path, count = np.append(path[:common], own), count + len(own)
         columns = {name: column[common:] for name, column in columns.items()}
-        trees[-1].append(DocumentTokens(ids[common:], weights[common:], columns | {BACK: back}))
+        trees[-1].append(DocumentTokens(ids[common:], columns | {BACK: back}))
         before = now
     return [_joined(nodes, nodes[0].columns) for nodes in trees]
 
 
 def _difference(a: Held, b: Held, common: int) -> str:
     """What to say of documents that share tokens, if these do not count the same in both; else ""."""
-    weights = [x.document.loss_mask[:common] for x in (a, b)]
-    counted = (weights[0] > 0) | (weights[1] > 0)
-    counted[0] = False
-    columns = {"weights": weights} | {n: [x.document.columns[n][:common] for x in (a, b)] for n in a.document.columns}
-    for name, (x, y) in columns.items():
+    counted = ((a.document.weights > 0)[:common] | (b.document.weights > 0)[:common]) & (np.arange(common) > 0)
+    for name, column in a.document.columns.items():
+        x, y = column[:common], b.document.columns[name][:common]
         if (differ := (x != y).reshape(common, -1).any(1) & counted).any():
             at = int(differ.argmax())
             return (

@@ -22,25 +22,20 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy import ndarray
 
-from titan_linear.data.corpus.chat import MaskedTokens
-from titan_linear.data.corpus.columns import DocumentTokens
+from titan_linear.data.corpus.columns import WEIGHTS, DocumentTokens
 from titan_linear.data.corpus.corpus import (
-    ANSWERS,
-    ANSWERS_FORMAT,
     FILE_ENDS,
     FILES,
-    FORMAT,
     HASHES,
     INFO,
     OFFSETS,
     PATHS,
     TOKENS,
-    WEIGHTS,
-    WEIGHTS_FORMAT,
     add_file,
     as_json,
     column_file,
     described,
+    format_of,
     info_checksum,
 )
 from titan_linear.data.corpus.tokenise import Tokens
@@ -49,22 +44,21 @@ from titan_linear.storage.files import Json, lock, open_own, read_json, shown, s
 
 JOURNAL_SECONDS = 5.0  # of tokenising that a kill costs
 JOURNAL = "journal.json"
-_OURS = {*FILES, ANSWERS, WEIGHTS, FILE_ENDS, *(name + end for name in (PATHS, INFO, JOURNAL) for end in ("", ".new"))}
+_OURS = {*FILES, FILE_ENDS, *(name + end for name in (PATHS, INFO, JOURNAL) for end in ("", ".new"))}
 
 
 def write_corpus(
     folder: str | Path,
-    documents: Iterable[ndarray] | Iterable[MaskedTokens],
+    documents: Iterable[Tokens],
     tokenizer: Tokenizer,
     *,
-    answers: bool = False,
     columns: Mapping[str, str] = MappingProxyType({}),
     pairs: bool = False,
 ) -> None:
     """Writes a corpus from documents that are tokens already, each [n] integers with its eos if it is to have one.
 
-    answers: each document is its tokens and their loss mask, [n] bool, or float32: their weights; otherwise all tokens
-    are trained on. columns: names and dtypes of columns that each document has, as a `DocumentTokens`.
+    columns: names and dtypes of columns that each document has, as a `DocumentTokens`; without "weights" all tokens
+    are trained on alike.
     pairs: each two documents are one, the chosen one first.
     ValueError: the folder exists, there is no document, a document is empty, of another shape or type, or has an id
     outside the vocabulary.
@@ -74,7 +68,7 @@ def write_corpus(
         if folder.exists():
             raise ValueError(f"{folder} exists already; choose another folder")
         each = ([document] for document in documents)
-        write_into(folder, each, tokenizer, Journal(answers=answers, columns=dict(columns), group=1 + pairs))
+        write_into(folder, each, tokenizer, Journal(columns=dict(columns), group=1 + pairs))
 
 
 class BadDocument(ValueError):
@@ -94,15 +88,12 @@ class Journal:
     bad: list[str] = field(default_factory=list)  # the first few
     num_documents: int = 0  # written
     num_tokens: int = 0
-    answers: bool = False  # documents have a loss mask
-    num_answers: int = 0
-    num_answer_tokens: int = 0
-    weighted: bool = False  # some of these have another weight than 1
+    num_answer_tokens: int = 0  # with a weight above 0
     columns: dict[str, str] = field(default_factory=dict)  # name → dtype
     widths: dict[str, int] = field(default_factory=dict)  # name → numbers for each token; 0: one, without a list
     group: int = 1  # documents that belong together
     leaves: int = 1  # likewise, in one tree
-    num_ended: int = 0  # documents whose last answer ends in the end token
+    num_ended: int = 0  # documents whose last such token is the end token
     files_read: int = 0  # text files that have been read to their ends
     num_files: int = 0  # those of them whose ends are in files.bin
 
@@ -145,7 +136,7 @@ def write_into(
         temporary.mkdir(parents=True)
     try:
         content = _write_arrays(temporary, documents, tokenizer, journal)
-        names = [name for name in _names(journal) if name != WEIGHTS or journal.weighted]
+        names = _names(journal)
         if dataset:
             write_whole(temporary / PATHS, as_json(list(map(shown, texts))))
             names.append(PATHS)
@@ -178,7 +169,7 @@ def _info(
         "eos": tokenizer.eos_id,
     }
     info = {
-        "format": WEIGHTS_FORMAT if journal.weighted else ANSWERS_FORMAT if journal.answers else FORMAT,
+        "format": format_of(journal.columns),
         **content,
         "tokenizer": of_tokenizer,
         "source": source,
@@ -234,13 +225,9 @@ def _write_arrays(folder: Path, documents: Iterator[Sequence[Tokens]], tokenizer
         "num_tokens": journal.num_tokens,
         "dtype": _dtype(tokenizer.vocab_size),
     }
-    if journal.answers:
-        if not journal.num_answers:
+    if WEIGHTS in journal.columns:
+        if not journal.num_answer_tokens:
             raise ValueError(f"no token of {folder} has a weight above 0; give some")
-        if not journal.weighted:
-            (folder / WEIGHTS).unlink()
-        for name in (ANSWERS, *[WEIGHTS] * journal.weighted):
-            add_file(folder / name, content)
         found |= {"num_answer_tokens": journal.num_answer_tokens, "num_ended": journal.num_ended}
     for name in sorted(journal.columns):
         add_file(folder / column_file(name), content)
@@ -249,15 +236,14 @@ def _write_arrays(folder: Path, documents: Iterator[Sequence[Tokens]], tokenizer
 
 def _write_document(document: Tokens, files: dict[str, BinaryIO], tokenizer: Tokenizer, journal: Journal) -> bytes:
     """Adds a document to all files but corpus.json, and returns its hash."""
-    masked = isinstance(document, tuple)
-    ids, loss_mask, columns = DocumentTokens(*document) if masked else DocumentTokens(document, np.array([]))
+    ids, columns = document if isinstance(document, tuple) else DocumentTokens(document)
     ids = _checked(np.asarray(ids), journal.num_documents, tokenizer.vocab_size)
-    if journal.answers:
-        answers, weights = _answers(ids, np.asarray(loss_mask), tokenizer, journal)
-        files[ANSWERS].write(answers)
-        files[WEIGHTS].write(weights)
     for name, dtype in journal.columns.items():
         files[column_file(name)].write(_column(name, np.asarray(columns[name], dtype), len(ids), journal))
+    if WEIGHTS in journal.columns:
+        counted = np.flatnonzero(columns[WEIGHTS])
+        journal.num_answer_tokens += len(counted)
+        journal.num_ended += int(len(counted) > 0 and ids[counted[-1]] == tokenizer.eos_id)
     if FILE_ENDS in files:
         files[FILE_ENDS].write(_file_ends(journal))
     data = np.ascontiguousarray(ids, dtype=_dtype(tokenizer.vocab_size)).data  # no copy of what has the type already
@@ -281,28 +267,13 @@ def _checked(ids: ndarray, n: int, vocab_size: int) -> ndarray:
     return ids
 
 
-def _answers(ids: ndarray, loss_mask: ndarray, tokenizer: Tokenizer, journal: Journal) -> tuple[bytes, bytes]:
-    """What to add to answers.bin and weights.bin for the document that follows; ids [n], loss_mask [n] bool or float32.
-    An answer is a run of tokens of one weight."""
-    bad = loss_mask.shape != ids.shape or (loss_mask.dtype == bool and not loss_mask.any())
-    if bad or loss_mask.dtype not in (bool, np.float32) or loss_mask.min() < 0:
-        n = journal.num_documents
-        raise ValueError(f"document {n}: its loss mask must be [n] bool, true somewhere, or [n] float32, 0 or more")
-    edges = np.flatnonzero(np.diff(loss_mask.astype(np.float32), prepend=-1, append=-1))
-    weights = loss_mask[edges[:-1]].astype("<f4")
-    runs = np.stack([edges[:-1], edges[1:]], 1)[weights > 0]  # begin, end
-    journal.num_answers += len(runs)
-    journal.num_answer_tokens += int((loss_mask > 0).sum())
-    journal.num_ended += int(len(runs) > 0 and ids[runs[-1, 1] - 1] == tokenizer.eos_id)
-    journal.weighted |= bool((weights[weights > 0] != 1).any())
-    return (journal.num_tokens + runs).astype("<i8").tobytes(), weights[weights > 0].tobytes()
-
-
 def _column(name: str, column: ndarray, tokens: int, journal: Journal) -> bytes:
     width = column.shape[1] if column.ndim == 2 else 0
     if len(column) != tokens or journal.widths.setdefault(name, width) != width:
         shape = f"[{tokens}, {journal.widths[name]}]" if journal.widths[name] else f"[{tokens}]"
         raise ValueError(f"document {journal.num_documents}: its column {name!r} is {list(column.shape)}; give {shape}")
+    if name == WEIGHTS and column.min() < 0:
+        raise ValueError(f"document {journal.num_documents} has a weight below 0; give 0 or more")
     return column.tobytes()
 
 
@@ -325,8 +296,7 @@ def _dtype(vocab_size: int) -> str:
 
 def _names(journal: Journal) -> list[str]:
     """The files of a corpus that are written document by document."""
-    answers = [ANSWERS, WEIGHTS] if journal.answers else []
-    return [*FILES, *answers, *map(column_file, journal.columns), *[FILE_ENDS] * bool(journal.texts)]
+    return [*FILES, *map(column_file, journal.columns), *[FILE_ENDS] * bool(journal.texts)]
 
 
 def _sizes(journal: Journal, dtype: str) -> dict[str, int]:
@@ -335,8 +305,6 @@ def _sizes(journal: Journal, dtype: str) -> dict[str, int]:
         TOKENS: journal.num_tokens * np.dtype(dtype).itemsize,
         OFFSETS: 8 * (journal.num_documents + 1),
         HASHES: 8 * journal.num_documents,
-        ANSWERS: 16 * journal.num_answers,
-        WEIGHTS: 4 * journal.num_answers,
         FILE_ENDS: 8 * (journal.num_files + 1),
     }
     for name, kind in journal.columns.items():
