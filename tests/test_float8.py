@@ -181,6 +181,7 @@ IN_FLOAT8 = {
     "qwen3.5/397B-A17B": BRANCH | {"mixer.q_proj", "mlp.shared.gate_proj + mlp.shared.up_proj"},
     "olmo-hybrid/7B": BRANCH | SWIGLU | {f"mixer.{x}_proj" for x in "qkv"},
     "kimi-linear/48B-A3B": BRANCH | SWIGLU | {"mixer.q_proj", "mlp.shared.gate_proj + mlp.shared.up_proj"},
+    "ling-3/tiny": set(),
     "ling-3/flash": BRANCH | SWIGLU | {"mixer.q_proj"},
     "nemotron-h/8B": {"mixer.o_proj", "mixer.q_proj", "mlp.up_proj", "mlp.down_proj"},
     "granite-h/micro": SWIGLU | {"mixer.o_proj", "mixer.q_proj"},

@@ -26,6 +26,7 @@ MIXERS = {
     "attention": (Attention(heads=4, kv_heads=2, head_dim=8, qk_norm="head", output_gate=True), ("heads", "kv_heads")),
     "norms over the width": (Attention(heads=4, kv_heads=2, head_dim=8, qk_norm="width"), ("heads", "kv_heads")),
     "mla": (MLA(heads=4, kv_rank=16, nope_dim=8, shared_k_dim=4, v_dim=10), ("heads",)),
+    "queries of a latent": (MLA(heads=4, kv_rank=16, nope_dim=8, shared_k_dim=4, v_dim=10, q_rank=6), ("heads",)),
 }
 MOE = MoEConfig(num_experts=4, top_k=2, hidden_dim=6, shared_hidden_dim=10, shared_gate=True, selection_bias=True)
 

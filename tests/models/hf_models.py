@@ -190,7 +190,9 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "Ling 3": lambda: BailingHybridForCausalLM(BailingHybridConfig(**LING, layer_group_size=2)),
     "Ling 3, unbounded": lambda: BailingHybridForCausalLM(
-        BailingHybridConfig(**LING, layer_types=["full_attention", "linear_attention"], kda_safe_gate=False)
+        BailingHybridConfig(
+            **LING, layer_types=["full_attention", "linear_attention"], kda_safe_gate=False, q_lora_rank=24
+        )
     ),
     "Nemotron-H": lambda: nemotron("M*-M"),
     "Nemotron 3": lambda: nemotron("ME*EM", moe_latent_size=12, norm_topk_prob=False, time_step_limit=(2e-2, 5e-2)),

@@ -50,7 +50,7 @@ DIGESTS = {
     "kimi-linear": "6c1d1d0f3fda404e",
     "lfm2": "12a1a663e83fae4c",
     "lfm2-moe": "e3a65286f55b636f",
-    "ling-3": "13ab24a8015c98aa",
+    "ling-3": "ae4e85c44916641c",
     "minimax": "8b619ef885989074",
     "nemotron-h": "41cb7fbe228b8cfe",
     "olmo-hybrid": "90567bd248356aba",
@@ -159,8 +159,14 @@ def test_keys_change_sizes_pattern_and_options():
 
 def test_ling_3_as_published():
     """The defaults of its configuration are those of Ling-3.0-Flash."""
-    published = BailingHybridConfig().to_dict() | {"architectures": ["BailingHybridForCausalLM"]}
-    assert config_from_hf(published) == ("BailingHybridForCausalLM", preset("ling-3", "flash"))
+    defaults = BailingHybridConfig().to_dict() | {"architectures": ["BailingHybridForCausalLM"]}
+    assert config_from_hf(defaults) == ("BailingHybridForCausalLM", preset("ling-3", "flash"))
+    tiny = preset("ling-3", "tiny")  # 7.9B-A1.3B on its card
+    folder = {"architectures": ["BailingMoeV3ForCausalLM"], "partial_rotary_factor": 0.5, "rotary_dim": 64}
+    assert config_from_hf(published("ling-3", "tiny") | folder) == ("BailingHybridForCausalLM", tiny)
+    sparse = sum(tiny.has_experts(i) for i in range(tiny.num_layers))
+    idle = sparse * (128 - 8) * 3 * tiny.dim * tiny.moe.hidden_dim
+    assert (count_parameters(tiny), count_parameters(tiny) - idle) == (7_893_389_856, 1_381_732_896)
 
 
 def test_head_dim_auto_is_what_the_width_leaves():

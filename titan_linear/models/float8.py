@@ -22,6 +22,8 @@ def use_float8(model: Decoder, filter_fqns: Sequence[str], emulate: bool = False
         for owner, module in layer.named_modules(prefix=f"layers.{i}"):
             for joined in getattr(module, "float8", ()):
                 projections = [getattr(module, name) for name in joined]
+                if not isinstance(projections[0], Projection):  # through a latent, which is narrow
+                    continue
                 names = [f"{owner}.{name}" for name in joined]
                 if _pays(projections) and not any(part in name for part in filter_fqns for name in names):
                     found.append(names)

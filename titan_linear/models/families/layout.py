@@ -70,7 +70,7 @@ class Family:
     experts: tuple[Spellings, ...]
     prefixes: tuple[str, ...] = ("model.",)  # possible ones of every name but lm_head's
     ignored: tuple[str, ...] = ()  # tensors that are no part of the language model, as regular expressions
-    wrappers: tuple[str, ...] = ()  # architectures that contain this one as their language model
+    wrappers: tuple[str, ...] = ()  # architectures that contain this one as their language model, or are it
     ties: bool = True  # whether transformers ties the head where config.json says so; if not, folders have the head too
     mtp: MTP | None = None
     peft_refuses: tuple[str, ...] = ()  # modules of which `peft` takes no adapter in this architecture

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from titan_linear.models.families.keys import COMMON, Json, Keys, Part, Row, always, layer_types, only, overruled, table
+from titan_linear.models.families.keys import COMMON, Json, Keys, Part, Row, layer_types, only, overruled, plain, table
 from titan_linear.models.families.kimi import LATENT, mlps
 from titan_linear.models.mixers import KDA, MLA
 
 
 def _read_positions(key: Keys) -> Json:
     positions = key.rope(6e6, 1.0)
-    if positions.get("rope_scaling") or positions["rotary_fraction"] != 1:
+    of_head = key("qk_rope_head_dim") / key("head_dim", 128)  # a published fraction is of heads of linear layers
+    if positions.get("rope_scaling") or positions["rotary_fraction"] not in (1, of_head):
         raise ValueError("config.json: rope_parameters scale or leave out channels; only rope_type 'default' is known")
     return dict(rope_theta=positions["rope_theta"])
 
@@ -40,13 +41,15 @@ LINEAR = Part(
     gate_bias=False,
     low_rank_gates=False,
 )
-ATTENTION = Part(MLA, Row(_read_positions, _write_positions), *LATENT, head_gate=True)
+ATTENTION = Part(
+    MLA, Row(_read_positions, _write_positions), *LATENT, plain(q_rank=("q_lora_rank", None)), head_gate=True
+)
 KEYS = table(
     "bailing_hybrid",
     *COMMON,
     layer_types(ATTENTION, LINEAR, lambda key, i: (i + 1) % key("layer_group_size", 6) == 0),
     *mlps(first_sparse=2),
-    always("q_lora_rank", None),
     only("no_kda_lora rope_interleave", True),
     only("score_function", "sigmoid"),
+    only("expert_swiglu_limit_list share_expert_swiglu_limit_list", None),
 )

@@ -25,17 +25,18 @@ from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.models.rope import Rotary
 from titan_linear.ops import attention
 
-LATENT_EPS = 1e-6  # eps of the latent's norm, whatever the model's norm_eps
+LATENT_EPS = 1e-6  # eps of latents' norms, whatever the model's norm_eps
 
 
 class MLAMixer(nn.Module):
-    """Keys and values come from one latent of `kv_rank` per token; a part of each key is shared by all heads.
+    """Keys and values come from one latent of `kv_rank` per token, queries from one of `q_rank` if given; a part
+    of each key is shared by all heads.
 
     The cache holds `latent` [B, tokens, kv_rank], normed, and `shared` [B, tokens, shared_k_dim], rotated.
     """
 
     split = {  # not the latent
-        **dict.fromkeys(("q_proj.weight", "kv_b_proj.weight", "g_proj.weight"), 0),
+        **dict.fromkeys(("q_proj.weight", "q_proj.2.weight", "kv_b_proj.weight", "g_proj.weight"), 0),
         "o_proj.weight": 1,
     }
     float8 = (("q_proj",), ("kv_a_proj",), ("kv_b_proj",), ("o_proj",))
@@ -47,7 +48,10 @@ class MLAMixer(nn.Module):
         self.kv_dims = (options.nope_dim, options.v_dim)
         self.q_dim = options.head_dim
         self.rotary = options.rotary
-        self.q_proj = projection(config.dim, options.heads * self.q_dim)
+        q_proj: nn.Module = projection(options.q_rank or config.dim, options.heads * self.q_dim)
+        if options.q_rank:
+            q_proj = nn.Sequential(projection(config.dim, options.q_rank), RMSNorm(options.q_rank, LATENT_EPS), q_proj)
+        self.q_proj = q_proj
         self.kv_a_proj = projection(config.dim, sum(self.latent_dims))
         self.kv_norm = RMSNorm(options.kv_rank, LATENT_EPS)
         self.kv_b_proj = projection(options.kv_rank, options.heads * sum(self.kv_dims))
@@ -97,6 +101,7 @@ class MLA(MixerOptions):
     shared_k_dim: Size  # channels of q and k for which all heads share a key (DeepSeek-V2's rotary part)
     v_dim: Size
     rope_theta: Above0 | None = None  # of those channels, rotated in pairs of neighbours; None: no positions
+    q_rank: Size | None = None  # of a latent that queries come from
     head_gate: bool = False  # a gate on each head's output
 
     name = "mla"
