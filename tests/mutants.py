@@ -118,7 +118,7 @@ MUTANTS = [
     Mutant("logits[:, max(vocab_size", "logits[:, max(9 * vocab_size", "test_score.py: one and process"),
     # --- the step
     Mutant("(experts >= 0) & (experts < len(self.counts))", "experts >= 0", "test_experts.py"),
-    Mutant("copy * weights[:, j, None]", "copy * weights[:, 0, None]", "test_copies.py"),
+    Mutant("positive = F.relu(wide)", "positive = wide", "test_experts.py"),
     Mutant("balance / moe.ranks.size", "balance", "test_train.py: mixtures and qwen"),
     Mutant("(name in splits or of_tp == 0)", "of_tp == 0", "test_train.py: float64 and tp"),
     Mutant("if name not in splits]", "if name in splits]", "test_train.py: float64 and tp"),

@@ -177,8 +177,11 @@ def test_grouped_mm_is_chosen_for_sizes_that_it_takes(hidden, dim):
 def grouped_mm_takes(I, O):
     x, weight = (torch.empty(*s, I, dtype=torch.bfloat16, device="meta").requires_grad_() for s in ([16], [4, O]))
     try:
-        y = experts.GROUPED_LINEAR.load("grouped_mm")(x, weight, torch.empty(4, dtype=torch.int64, device="meta"))
-        y.backward(torch.empty_like(y))
+        counts = torch.empty(4, dtype=torch.int64, device="meta")
+        products = experts.GROUPED_LINEAR.load("grouped_mm")
+        y = products.linear(x, weight, counts)
+        products.linear(y, weight.mT, counts)
+        products.outer(y, x, counts)
     except RuntimeError as error:
         assert "multiple of 16 bytes" in str(error)
         return False

@@ -13,7 +13,7 @@ from titan_linear.distributed.parts import shard_parameter
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.mlps.moe import LocalDispatch, MoE
 from titan_linear.ops.exchange.collectives import Ranks, all_to_all, group_named
-from titan_linear.ops.experts import by_slot, collect, spread
+from titan_linear.ops.experts import Copies, by_slot, collect, spread
 from titan_linear.ops.runtime.operators import MODES, check_first_derivative, kept
 from titan_linear.ops.runtime.support import Choice
 
@@ -64,24 +64,23 @@ class AllToAllDispatch:
         )
 
     @torch.compiler.disable
-    def rows(self) -> Tensor:
-        """Copies of the tokens that have come, in the order of this rank's experts."""
+    def arrived(self) -> tuple[Tensor, Copies, Tensor, Tensor]:
+        """The tokens that have come, as `Experts` takes them."""
         while self.pending:
             self.pending.pop(0).wait()
         weights, experts = self.choices.chunk(2, 1)
         experts = experts.detach().long() - self.first
         experts = experts.where((experts >= 0) & (experts < len(self.counts)), -1)
-        self.here = LocalDispatch(self.arriving, experts, weights, self.counts, self.total, self.impl)
-        return self.here.rows()
+        return LocalDispatch(self.arriving, experts, weights, self.counts, self.total).arrived()
 
     @torch.compiler.disable
     def back(self, y: Tensor) -> Tensor:
-        """Outputs for `rows()` → Σ weight · output of each token that this rank gave."""
+        """Sums of outputs for `arrived()` → those of each token that this rank gave."""
         to, of = self.sizes
         pending: list[dist.Work] = []
-        sums = _Exchange.apply(self.here.back(y), of, to, self.group, pending)
+        sums = _Exchange.apply(y, of, to, self.group, pending)
         pending.pop().wait()
-        return collect(sums, self.sent, None, self.impl)
+        return collect(sums, self.sent, self.impl)
 
 
 @partial(kept, modes=MODES)

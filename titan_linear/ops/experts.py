@@ -1,5 +1,5 @@
-"""Ops of a mixture of experts: copies of tokens for experts and sums of what these give, products with one matrix per
-group of rows, and means over whole streams."""
+"""Ops of a mixture of experts: copies of tokens for experts, their products and activations, sums of what they give,
+and means over whole streams."""
 
 from __future__ import annotations
 
@@ -10,11 +10,64 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan_linear.ops import swiglu
 from titan_linear.ops.exchange.collectives import sum_ranks
 from titan_linear.ops.layout.context import CPContext
-from titan_linear.ops.runtime.operators import check_first_derivative, kept
+from titan_linear.ops.runtime import costs
+from titan_linear.ops.runtime.operators import check_first_derivative, kept, operator
 from titan_linear.ops.runtime.support import Choice, Implementation, Op, Target, dtype_in, instead_of, on_gpu
 from titan_linear.ops.triton.configs import with_kernels
+
+# --- Routing ---------------------------------------------------------------------------------------------------------
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """x [N, D], weight [E, D] -> x weightᵀ [N, E] in float32 or wider.
+
+    In bfloat16, products are exact on tensor cores, and summed in float32; the logits' gradient is two numbers in
+    bfloat16, which leave 2⁻¹⁶ of it out.
+    """
+    return _Logits.apply(x, weight)
+
+
+class _Logits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return wide_product(x, weight.T)
+
+    @staticmethod
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor, Tensor]:
+        check_first_derivative()
+        x, weight = ctx.saved_tensors
+        if x.dtype != torch.bfloat16:
+            return wide_product(d, weight).to(x.dtype), wide_product(d.T, x).to(weight.dtype)
+        high = d.to(x.dtype)
+        parts = torch.cat([high, (d - high).to(x.dtype)], 1)  # [N, 2 E]
+        dweight = wide_product(parts.T, x).unflatten(0, (2, -1)).sum(0)
+        return parts @ torch.cat([weight, weight]), dweight.to(weight.dtype)
+
+
+def _wide_fake(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[1], dtype=torch.promote_types(a.dtype, torch.float32))
+
+
+@operator(fake=_wide_fake, cost=lambda outputs, a, b: costs.Grouped(len(a), b.shape[1], len(b)))
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in float32 or wider."""
+    if a.is_cuda and a.dtype == torch.bfloat16:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return torch.mm(a.to(wide), b.to(wide))
+
+
+@operator(
+    fake=lambda scores, k, passes: scores.new_empty(scores.shape[0], k, dtype=torch.int64), kept_by=("selective",)
+)
+def top_k(scores: Tensor, k: int, passes: str) -> Tensor:
+    """The indices [N, k] of the k largest of scores [N, E], largest first; of equal ones the lowest comes first."""
+    return COPIES.load(passes).top_k(scores.contiguous(), k)
+
 
 # --- Copies ----------------------------------------------------------------------------------------------------------
 
@@ -35,7 +88,8 @@ class Copies(NamedTuple):
 def by_expert(experts: Tensor, num_experts: int, rows: int) -> Copies:
     """Rows sorted by expert and, for each expert, by token. experts [N, k] int64, -1: no copy; rows: all others."""
     here = experts >= 0
-    order = experts.where(here, num_experts).flatten().sort(stable=True).indices
+    keys = experts.where(here, num_experts).flatten().to(torch.int16)  # which a GPU sorts in two passes
+    order = keys.sort(stable=True).indices
     places = torch.arange(len(order), device=order.device)
     slots = torch.empty_like(order).scatter_(0, order, places).view_as(experts)
     return Copies(slots.where(here, -1), order[:rows])
@@ -54,12 +108,15 @@ def spread(x: Tensor, copies: Copies, impl: str | Choice = "auto") -> Tensor:
     return _Spread.apply(x, *copies, COPIES.implementation(impl, x.device, x.dtype))
 
 
-def collect(y: Tensor, copies: Copies, weights: Tensor | None = None, impl: str | Choice = "auto") -> Tensor:
-    """x[n] = Σ_j weights[n, j] · y[slots[n, j]] in float32 or wider, in the order of j; no weights: the sum.
+def collect(y: Tensor, copies: Copies, impl: str | Choice = "auto") -> Tensor:
+    """x[n] = Σ_j y[slots[n, j]] in float32 or wider, in the order of j. y [rows, D] -> [N, D] in y's dtype."""
+    return _Collect.apply(y, *copies, COPIES.implementation(impl, y.device, y.dtype))
 
-    y [rows, D], weights [N, k] -> x [N, D] in y's dtype. Differentiable in y and weights.
-    """
-    return _Collect.apply(y, *copies, weights, COPIES.implementation(impl, y.device, y.dtype))
+
+def activate(y: Tensor, weights: Tensor, copies: Copies, gated: bool, impl: str | Choice = "auto") -> Tensor:
+    """weights · silu(gate) · up of rows y [rows, 2 H] if gated, gates first, or weights · relu(y)² of y [rows, H], in
+    float32 or wider. weights [N, k] of each token's copies -> [rows, H]. Differentiable in y and weights."""
+    return _Activate.apply(y, weights, *copies, gated, COPIES.implementation(impl, y.device, y.dtype))
 
 
 class _Spread(torch.autograd.Function):
@@ -67,85 +124,219 @@ class _Spread(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, slots: Tensor, order: Tensor, name: str) -> Tensor:
         ctx.save_for_backward(slots)
         ctx.name = name
-        return x[Copies(slots, order).tokens]  # which compiled code does not keep, but reads again
+        return COPIES.load(name).spread(x.contiguous(), slots, len(order))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         check_first_derivative()
         (slots,) = ctx.saved_tensors
-        return COPIES.load(ctx.name)[0](dy.contiguous(), slots, None), None, None, None
+        return COPIES.load(ctx.name).collect(dy.contiguous(), slots), None, None, None
 
 
 class _Collect(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, slots: Tensor, order: Tensor, weights: Tensor | None, name: str) -> Tensor:
-        y = y.contiguous()
-        weights = None if weights is None else weights.contiguous()
-        ctx.save_for_backward(slots, *((order,) if weights is None else (weights, y)))
-        ctx.name, ctx.weighed = name, weights is not None
-        return COPIES.load(name)[0](y, slots, weights)
+    def forward(ctx: Any, y: Tensor, slots: Tensor, order: Tensor, name: str) -> Tensor:
+        ctx.save_for_backward(slots)
+        ctx.name, ctx.rows = name, len(order)
+        return COPIES.load(name).collect(y.contiguous(), slots)
 
     @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None, Tensor | None, None]:
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None, None]:
         check_first_derivative()
-        if not ctx.weighed:
-            return dx[Copies(*ctx.saved_tensors).tokens], None, None, None, None
-        dy, dweights = COPIES.load(ctx.name)[1](dx.contiguous(), *ctx.saved_tensors)
-        return dy, None, None, dweights, None
+        (slots,) = ctx.saved_tensors
+        return COPIES.load(ctx.name).spread(dx.contiguous(), slots, ctx.rows), None, None, None
 
 
-def _collect(y: Tensor, slots: Tensor, weights: Tensor | None) -> Tensor:
+class _Activate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weights: Tensor, slots: Tensor, order: Tensor, gated: bool, name: str) -> Tensor:
+        y, of_rows = y.contiguous(), weights.flatten()[order]
+        ctx.save_for_backward(y, of_rows, slots)
+        ctx.name, ctx.gated = name, gated
+        return COPIES.load(name).activate(y, of_rows, gated)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_derivative()
+        y, of_rows, slots = ctx.saved_tensors
+        dy, dweights = COPIES.load(ctx.name).activate_backward(y, of_rows, dx.contiguous(), ctx.gated)
+        return dy, _at(dweights, slots), *[None] * 4
+
+
+def _at(rows: Tensor, slots: Tensor) -> Tensor:
+    """rows[slots], and zeros where a slot is -1. rows [M, ..], which may be 0, slots [..]."""
+    rows = rows if len(rows) else rows.new_zeros(1, *rows.shape[1:])
+    here = (slots >= 0).view(*slots.shape, *[1] * (rows.dim() - 1))
+    return rows[slots.clamp(min=0)].where(here, 0)
+
+
+def _spread(x: Tensor, slots: Tensor, rows: int) -> Tensor:
+    return x[by_slot(slots, rows).tokens]
+
+
+def _collect(y: Tensor, slots: Tensor) -> Tensor:
     x = y.new_zeros(len(slots), y.shape[1], dtype=torch.promote_types(y.dtype, torch.float32))
-    for j, (copy, here) in enumerate(_each_copy(y, slots)):
-        x = x + (copy if weights is None else copy * weights[:, j, None]).where(here, 0.0)
+    for at in slots.unbind(1):
+        x = x + _at(y, at)
     return x.to(y.dtype, copy=True)  # compiled, torch 2.11 drops the gradient of what is returned as it is
 
 
-def _collect_backward(dx: Tensor, slots: Tensor, weights: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    wide = dx.to(torch.promote_types(dx.dtype, torch.float32))
-    copies = by_slot(slots, len(y))
-    dy = wide[copies.tokens] * weights.flatten()[copies.order, None]
-    dweights = [(wide * copy).where(here, 0.0).sum(1) for copy, here in _each_copy(y, slots)]
-    return dy.to(y.dtype), torch.stack(dweights, 1).to(weights.dtype)
+def _activate(y: Tensor, weights: Tensor, gated: bool) -> Tensor:
+    wide = y.to(torch.promote_types(y.dtype, torch.float32))
+    x = swiglu.forward(wide, 1.0) if gated else F.relu(wide).square()
+    return (x * weights[:, None]).to(y.dtype, copy=True)  # as above
 
 
-def _each_copy(y: Tensor, slots: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The j-th copy of each token, [N, D] in float32 or wider, and whether there is one, [N, 1]."""
-    y = y.to(torch.promote_types(y.dtype, torch.float32)) if len(y) else y.new_zeros(1, y.shape[1])
-    return [(y[at.clamp(min=0)], at.unsqueeze(1) >= 0) for at in slots.unbind(1)]
+def _activate_backward(y: Tensor, weights: Tensor, dx: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
+    wide, dx = (t.to(torch.promote_types(y.dtype, torch.float32)) for t in (y, dx))
+    if gated:
+        dy, x = swiglu.backward(wide, dx, 1.0)
+    else:
+        positive = F.relu(wide)
+        dy, x = 2 * dx * positive, positive.square()
+    return (weights[:, None] * dy).to(y.dtype), (dx * x).sum(-1).to(weights.dtype)
 
 
-def _triton() -> tuple[Callable[..., Any], ...]:
-    from titan_linear.ops.triton import copies  # Triton is available on Linux only
-
-    return copies.collect_copies, copies.collect_copies_backward
+def _top_k(scores: Tensor, k: int) -> Tensor:
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :k].contiguous()
 
 
-COPIES = Op("expert_copies", with_kernels(_triton, lambda: (_collect, _collect_backward), slower="slower"))
+class Passes(NamedTuple):
+    """Over all tokens or rows, once."""
+
+    top_k: Callable[..., Tensor] = _top_k
+    spread: Callable[..., Tensor] = _spread
+    collect: Callable[..., Tensor] = _collect
+    activate: Callable[..., Tensor] = _activate
+    activate_backward: Callable[..., tuple[Tensor, Tensor]] = _activate_backward
+
+
+def _triton() -> Passes:
+    from titan_linear.ops.triton import experts  # Triton is available on Linux only
+
+    return Passes(
+        experts.top_k,
+        experts.spread_copies,
+        experts.collect_copies,
+        experts.activate_rows,
+        experts.activate_rows_backward,
+    )
+
+
+COPIES = Op("expert_copies", with_kernels(_triton, Passes, slower="slower"))
 
 
 # --- Products --------------------------------------------------------------------------------------------------------
 
 
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, impl: str | Choice = "auto") -> Tensor:
+class Products(NamedTuple):
+    """With one matrix per group of rows; a group's rows are adjacent, and groups in order."""
+
+    linear: Callable[[Tensor, Tensor, Tensor], Tensor]  # x [M, I], weight [E, O, I], counts [E] -> [M, O]
+    outer: Callable[[Tensor, Tensor, Tensor], Tensor]  # dy [M, O], x [M, I], counts [E] -> [E, O, I], sums over rows
+
+
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    counts: Tensor,
+    impls: tuple[str | Choice, str | Choice] = ("auto", "auto"),
+    copies: Copies | None = None,
+    keep: bool = True,
+) -> Tensor:
     """y_i = W_e x_i for rows x_i of group e; rows of a group are adjacent, and groups are in order.
 
-    x [M, I], weight [E, O, I], counts [E] int64 that sum to M -> y [M, O]. Differentiable in x and weight.
+    x [M, I], weight [E, O, I], counts [E] int64 that sum to M -> y [M, O]; with `copies` sums over each token's rows,
+    [N, O]. Differentiable in x and weight. impls: of products and of passes over rows (GROUPED_LINEAR, COPIES). keep:
+    what selective checkpointing does with y.
     In bfloat16 on CUDA it is one kernel of PyTorch if I and O are multiples of 8; else a loop over groups, for which,
     on CUDA, the host waits for the counts.
     """
+    products, passes = impls
     _, O, I = weight.shape
-    return GROUPED_LINEAR.load(GROUPED_LINEAR.implementation(impl, x.device, x.dtype, I=I, O=O))(x, weight, counts)
+    products = GROUPED_LINEAR.implementation(products, x.device, x.dtype, I=I, O=O)
+    passes = COPIES.implementation(passes, x.device, x.dtype)
+    return _Linear.apply(x, weight, counts, None if copies is None else copies.slots, products, passes, keep)
 
 
-def _grouped_mm(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    return torch._grouped_mm(x, weight.mT, offs=counts.cumsum(0).to(torch.int32))
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        counts: Tensor,
+        slots: Tensor | None,
+        products: str,
+        passes: str,
+        keep: bool,
+    ) -> Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x, weight, counts, slots)
+        ctx.products, ctx.passes = products, passes
+        return (kept_product if keep else grouped_product)(x, weight, counts, slots, products, passes)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_derivative()
+        x, weight, counts, slots = ctx.saved_tensors
+        dy = dy.contiguous() if slots is None else COPIES.load(ctx.passes).spread(dy.contiguous(), slots, len(x))
+        of_x, of_weight, *_ = ctx.needs_input_grad
+        dx = grouped_product(dy, weight.mT, counts, None, ctx.products, ctx.passes) if of_x else None
+        return dx, outer_product(dy, x, counts, ctx.products) if of_weight else None, *[None] * 5
 
 
-@torch.compiler.disable
-def _loop(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    groups = zip(x.split(counts.tolist()), weight.unbind(0), strict=True)
-    return torch.cat([F.linear(rows, matrix) for rows, matrix in groups])
+# In `fake`, len() would fix a size that varies.
+
+
+def _product_fake(x: Tensor, weight: Tensor, counts: Tensor, slots: Tensor | None, *_: str) -> Tensor:
+    return x.new_empty((x if slots is None else slots).shape[0], weight.shape[1])
+
+
+def _product(x: Tensor, weight: Tensor, counts: Tensor, slots: Tensor | None, products: str, passes: str) -> Tensor:
+    """As `grouped_linear`; rows as wide as tokens lie only inside."""
+    y = GROUPED_LINEAR.load(products).linear(x, weight, counts)
+    return y if slots is None else COPIES.load(passes).collect(y, slots)
+
+
+_spec: dict[str, Any] = {
+    "fake": _product_fake,
+    "cost": lambda outputs, x, weight, **_: costs.Grouped(len(x), *weight.shape[1:]),
+    "temporary": lambda x, weight, slots, **_: 0 if slots is None else len(x) * weight.shape[1] * x.element_size(),
+}
+kept_product = operator(_product, name="kept_product", kept_by=("selective",), **_spec)
+grouped_product = operator(_product, name="grouped_product", **_spec)
+
+
+@operator(
+    fake=lambda dy, x, counts, _: x.new_empty(counts.shape[0], dy.shape[1], x.shape[1]),
+    cost=lambda outputs, dy, x, **_: costs.Grouped(len(x), dy.shape[1], x.shape[1]),
+)
+def outer_product(dy: Tensor, x: Tensor, counts: Tensor, products: str) -> Tensor:
+    """Σ dy_i x_iᵀ over rows of each group: dy [M, O], x [M, I] -> [E, O, I]."""
+    return GROUPED_LINEAR.load(products).outer(dy, x, counts)
+
+
+def _grouped_mm() -> Products:
+    def ends(counts: Tensor) -> Tensor:
+        return counts.cumsum(0).to(torch.int32)
+
+    return Products(
+        lambda x, weight, counts: torch._grouped_mm(x, weight.mT, offs=ends(counts)),
+        lambda dy, x, counts: torch._grouped_mm(dy.mT, x, offs=ends(counts)),
+    )
+
+
+def _loop() -> Products:
+    def linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        groups = zip(x.split(counts.tolist()), weight.unbind(0), strict=True)
+        return torch.cat([torch.mm(rows, matrix.T) for rows, matrix in groups])
+
+    def outer(dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
+        groups = zip(*(t.split(counts.tolist()) for t in (dy, x)), strict=True)
+        return torch.stack([torch.mm(of_dy.T, of_x) for of_dy, of_x in groups])
+
+    return Products(linear, outer)
 
 
 def rows_of_16_bytes(t: Target) -> str | None:
@@ -158,10 +349,8 @@ def rows_of_16_bytes(t: Target) -> str | None:
 GROUPED_LINEAR = Op(
     "grouped_linear",
     {
-        "grouped_mm": Implementation(lambda: _grouped_mm, (on_gpu, dtype_in(torch.bfloat16), rows_of_16_bytes)),
-        "loop": Implementation(
-            lambda: _loop, remark=instead_of("grouped_mm", "every layer with experts waits for the GPU")
-        ),
+        "grouped_mm": Implementation(_grouped_mm, (on_gpu, dtype_in(torch.bfloat16), rows_of_16_bytes)),
+        "loop": Implementation(_loop, remark=instead_of("grouped_mm", "every layer with experts waits for the GPU")),
     },
 )
 

@@ -45,12 +45,12 @@ def swiglu(
     return _SwiGLU.apply(gate_up, weight, lora_A, name, product, float(gate_factor))
 
 
-def _forward(gate_up: Tensor, factor: float) -> Tensor:
+def forward(gate_up: Tensor, factor: float) -> Tensor:
     gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, -1)
     return (F.silu(gate * factor) * up).to(gate_up.dtype)
 
 
-def _backward(gate_up: Tensor, dy: Tensor, factor: float) -> Pair:
+def backward(gate_up: Tensor, dy: Tensor, factor: float) -> Pair:
     wide = torch.promote_types(gate_up.dtype, torch.float32)
     gate, up = gate_up.to(wide).chunk(2, -1)
     gate = gate * factor
@@ -66,7 +66,7 @@ def _triton() -> tuple[Callable[..., Tensor], Callable[..., Pair]]:
     return kernels.swiglu_forward, kernels.swiglu_backward
 
 
-SWIGLU = Op("swiglu", with_kernels(_triton, lambda: (_forward, _backward), slower="slower"))
+SWIGLU = Op("swiglu", with_kernels(_triton, lambda: (forward, backward), slower="slower"))
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -323,17 +323,10 @@ def _layer(model: ModelConfig, n: int, batch: Batch, shift: int) -> Layer:
     x = torch.empty(1, batch.tokens, width, dtype=batch.dtype, device=META, requires_grad=True)
     if batch.float8 is not None:
         use_float8(decoder, batch.float8, first=shift)
-    if isinstance(block.mlp, MoE):
-        block.mlp.experts.linear = _one_expert
     cp = context(batch)
     width = sum(options.takes for options in block.options.mixers) // batch.tp
     values = x.new_empty(1, len(cp.position_ids), width, requires_grad=True) if width else None
     return count(block, x, BatchPlan(cp.position_ids, cp_context=cp, num_streams=batch.streams), values)
-
-
-def _one_expert(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """`Experts.linear` with all rows for one expert: on the meta device, `counts` has no values."""
-    return nn.functional.linear(x, weight[0])
 
 
 # --- Memory ----------------------------------------------------------------------------------------------------------
@@ -402,7 +395,8 @@ def saved(config: Config, counted: list[Layer]) -> list[tuple[int, ...]]:
         of = layer.compiled if config.compile.enable else layer.plain
         mode = layer_checkpointing(config.activation_checkpoint, i)
         kept = {"selective": of.selective, "attention": of.attention, "full": 0}
-        found.append((of.kept, 0, of.working) if mode == "none" else (layer.input + kept[mode], of.kept, of.working))
+        again = of.kept - kept.get(mode, 0)  # what was kept is taken, and freed where nothing else holds it
+        found.append((of.kept, 0, of.working) if mode == "none" else (layer.input + kept[mode], again, of.working))
     return [*zip(*found, strict=True)]
 
 

@@ -42,6 +42,7 @@ from titan_linear.ops.runtime.costs import (
     Convolution,
     Exchange,
     Gathered,
+    Grouped,
     Incoming,
     Product,
     Recurrence,
@@ -133,6 +134,8 @@ class Clock:
                 yield "recurrence", self._recurrence(call.name, cost, segments)
             case Product():
                 yield "products", self.rates.float8_product(cost)
+            case Grouped():
+                yield "products", self.rates.product(cost)
             case Exchange():
                 yield "communication", self._exchange(cost)
             case Incoming():

@@ -31,7 +31,7 @@ from titan_linear.distributed.one_process import run_ranks
 from titan_linear.ops import attention, build_cp_context, causal_conv1d
 from titan_linear.ops.convolution import MAX_WIDTH
 from titan_linear.ops.cross_entropy import IGNORE, chunked_cross_entropy
-from titan_linear.ops.experts import by_expert, collect, spread
+from titan_linear.ops.experts import COPIES, activate, by_expert, collect, spread
 from titan_linear.ops.reference.attention import attention as exact_attention
 from titan_linear.ops.registry import OPS
 from titan_linear.ops.runtime.support import short
@@ -307,7 +307,12 @@ def copies_pass(shape: Shape, x: dict[str, Tensor], impl: str, exact: bool) -> R
     there = type(there)(*(t.to(x["x"].device) for t in there))
     rows = spread(x["x"], there, impl)
     y = rows * torch.linspace(1, 2, len(rows), device=rows.device, dtype=rows.dtype)[:, None]
-    return dict(zip(["y", "dx", "dweights"], gradients([collect(y, there, x["weights"], impl)], x)))
+    COPIES.load(COPIES.implementation(impl, rows.device, rows.dtype)).top_k(
+        x["weights"].detach().float(), 1
+    )  # compiles
+    hidden = [activate(rows, x["weights"], there, gated, impl) for gated in (False, True)]
+    names = ["y", "h", "h gated", "dx", "dweights"]
+    return dict(zip(names, gradients([collect(y, there, impl=impl), *hidden], x), strict=True))
 
 
 def attentions() -> Iterator[Shape]:

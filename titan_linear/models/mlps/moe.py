@@ -12,26 +12,24 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_linear.models.draws import zeros
-from titan_linear.models.layers import (
-    Above0,
-    AtLeast0,
-    Cache,
-    OpDims,
-    Output,
-    Size,
-    SizeOr0,
-    lora_name,
-    projection,
-    widen,
-)
+from titan_linear.models.layers import Above0, AtLeast0, Cache, OpDims, Output, Size, SizeOr0, lora_name, projection
 from titan_linear.models.mlps.dense import Activation, Dense
 from titan_linear.models.mlps.options import MLPOptions
 from titan_linear.models.plan import BatchPlan
-from titan_linear.ops.experts import by_expert, collect, grouped_linear, spread, stream_means
+from titan_linear.ops.experts import (
+    COPIES,
+    Copies,
+    activate,
+    by_expert,
+    grouped_linear,
+    router_logits,
+    spread,
+    stream_means,
+    top_k,
+)
 from titan_linear.ops.runtime.support import Choice
 
 
@@ -106,6 +104,7 @@ class Router(nn.Module):
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, dim))
         self.selection_bias = None
+        self.implementations: dict[str, Choice] = {}
         self.initial = {"selection_bias": zeros}
         if config.selection_bias:
             self.selection_bias = nn.Parameter(torch.empty(config.num_experts), requires_grad=False)
@@ -113,7 +112,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [N, dim] -> experts [N, k] int64, weights [N, k], scores [N, E]."""
         c = self.config
-        logits = widen(x) @ widen(self.weight).T
+        logits = router_logits(x, self.weight)
         scores = logits.softmax(-1) if c.score == "softmax" else logits.sigmoid()
         experts = self.choose(scores.detach())
         weights = scores.gather(1, experts)
@@ -131,7 +130,8 @@ class Router(nn.Module):
             best = grouped.topk(2, -1).values.sum(-1).topk(c.top_groups, -1).indices
             out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
             scores = grouped.masked_fill(out.unsqueeze(-1), float("-inf")).flatten(1)
-        return scores.topk(c.top_k, -1).indices
+        passes = COPIES.implementation(self.implementations.get("expert_copies", "auto"), scores.device, scores.dtype)
+        return top_k(scores, c.top_k, passes)
 
 
 class Experts(nn.Module):
@@ -149,28 +149,27 @@ class Experts(nn.Module):
         self.lora: dict[str, float] = {}  # adapted weight → factor; A and B of each expert (models/lora.py)
         self.implementations: dict[str, Choice] = {}
 
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """x [M, dim], rows sorted by expert; counts [E] int64, the number of rows of each -> [M, dim]."""
+    def forward(self, x: Tensor, copies: Copies, weights: Tensor, counts: Tensor) -> Tensor:
+        """x [N, dim] tokens; copies: rows, sorted by expert; weights [N, k]; counts [E] int64, each expert's rows
+        -> Σ weight · output of each token's copies, [N, dim]."""
         up, down = self.hidden_matrices
-        y = self.linear(x, getattr(self, up).flatten(1, -2), counts)
-        hidden = self._adapted(y, x, up, counts) if up in self.lora else y
-        if self.gated:
-            gate, hidden = hidden.chunk(2, -1)
-            hidden = F.silu(gate) * hidden
-        else:
-            hidden = F.relu(hidden).square()
-        y = self.linear(hidden, getattr(self, down), counts)
-        return self._adapted(y, hidden, down, counts) if down in self.lora else y
+        rows = spread(x, copies, self._impls[1])
+        hidden = activate(self._linear(rows, up, counts), weights, copies, self.gated, self._impls[1])
+        return self._linear(hidden, down, counts, copies)
 
-    def linear(self, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-        """weight [E, outputs, inputs]"""
-        return grouped_linear(x, weight, counts, self.implementations.get("grouped_linear", "auto"))
-
-    def _adapted(self, y: Tensor, x: Tensor, name: str, counts: Tensor) -> Tensor:
-        """The product y of x with a weight, and what its adapters add."""
+    def _linear(self, x: Tensor, name: str, counts: Tensor, copies: Copies | None = None) -> Tensor:
+        """The product with a weight, and what its adapters add; with `copies` summed for each token."""
+        y = grouped_linear(x, getattr(self, name).flatten(1, -2), counts, self._impls, copies)
+        if name not in self.lora:
+            return y
         A, B = (getattr(self, lora_name(name, part)) for part in "AB")
-        low = self.linear(x, A, counts)
-        return torch.add(y, self.linear(low, B.flatten(1, -2), counts), alpha=self.lora[name])
+        low = grouped_linear(x, A, counts, self._impls)
+        added = grouped_linear(low, B.flatten(1, -2), counts, self._impls, copies, keep=False)
+        return torch.add(y, added, alpha=self.lora[name])
+
+    @property
+    def _impls(self) -> tuple[str | Choice, str | Choice]:
+        return tuple(self.implementations.get(name, "auto") for name in ("grouped_linear", "expert_copies"))
 
 
 class LocalDispatch:
@@ -187,16 +186,16 @@ class LocalDispatch:
     ):
         """x [N, dim]; experts and weights [N, k] of each token, expert -1: none; counts [E] int64, the number of copies
         for each expert; copies: their sum, unless every token has k."""
-        self.x, self.weights, self.counts, self.impl = x, weights, counts, impl
+        self.x, self.weights, self.counts = x, weights, counts
         self.copies = by_expert(experts, len(counts), experts.numel() if copies is None else copies)
 
-    def rows(self) -> Tensor:
-        """The copies for this rank's experts, sorted by expert, `counts` of each."""
-        return spread(self.x, self.copies, self.impl)
+    def arrived(self) -> tuple[Tensor, Copies, Tensor, Tensor]:
+        """What `Experts` takes."""
+        return self.x, self.copies, self.weights, self.counts
 
     def back(self, y: Tensor) -> Tensor:
-        """The experts' outputs for `rows()` -> Σ weight · output of each token given to `__init__`, [N, dim]."""
-        return collect(y, self.copies, self.weights, self.impl)
+        """What the experts returned → Σ weight · output of each token given to `__init__`, [N, dim]."""
+        return y
 
 
 class MoE(nn.Module):
@@ -223,11 +222,11 @@ class MoE(nn.Module):
         experts, weights, scores = self.router(flat)
         counts = torch.zeros_like(self.loads).scatter_add_(0, experts.flatten(), torch.ones_like(experts).flatten())
         self._count(counts)
-        given = self.latent_in_proj(flat) if self.config.latent_dim else flat
+        latent = self.latent_in_proj(flat) if self.config.latent_dim else flat
         impl = self.implementations.get("expert_copies", "auto")
-        sent = self.dispatch(given, experts, weights, counts, impl=impl)
+        sent = self.dispatch(latent, experts, weights, counts, impl=impl)
         shared = self._shared(flat)  # while rows travel
-        y = sent.back(self.experts(sent.rows(), sent.counts))
+        y = sent.back(self.experts(*sent.arrived()))
         y = self.latent_out_proj(y) if self.config.latent_dim else y
         y = y if shared is None else y + shared
         return Output(y.view_as(x), self._balance_loss(experts, scores, plan))

@@ -64,6 +64,14 @@ class Product(NamedTuple):
     k: int
 
 
+class Grouped(NamedTuple):
+    """[m, k] @ [k, n] in bfloat16, each group of rows with a matrix of its own."""
+
+    m: int
+    n: int
+    k: int
+
+
 class Exchange(NamedTuple):
     kind: Literal["gather", "scatter", "sum", "heads", "halo"]
     nbytes: int = 0  # of a rank's input; a halo is small
@@ -78,7 +86,7 @@ class Incoming(NamedTuple):
     M: Tensor
 
 
-Cost = Attention | Recurrence | Segments | Convolution | Product | Exchange | Incoming
+Cost = Attention | Recurrence | Segments | Convolution | Product | Grouped | Exchange | Incoming
 
 
 def attention(outputs: Outputs, q: Tensor, v: Tensor, do: Tensor | None = None, **_: Any) -> Attention:

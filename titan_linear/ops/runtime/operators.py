@@ -10,7 +10,8 @@ recomputed. What `activation_checkpoint.mode` = "selective" keeps (operators say
     softmax attention       o and the log-sum-exp
     all-to-all over heads   what was received
     tensor parallelism      this rank's tokens of sums over ranks; gathered tokens are gathered again
-    experts                 means over streams, which ranks sum, and how many rows are sent; the rows are sent again
+    experts                 which are chosen, their hidden rows before the activation, and the sums of what they give;
+                            means over streams, which ranks sum, and how many rows are sent; the rows are sent again
 
 So none of these kernels and exchanges runs a second time. Compiled code calls operators only: of recurrences
 it then keeps what its operators return, except chunks that are prepared again (`Spec.prepares`). What it keeps are
