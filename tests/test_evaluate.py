@@ -20,7 +20,7 @@ from tests.refusals import is_refused, refused
 from tests.test_train import BASE, FLOAT64, OWN_FLAVORS, SMALL_HYBRID, SPLITS
 from titan_linear import evaluate, lm_eval
 from titan_linear.config import load_config
-from titan_linear.data import ByteTokenizer, build_tokenizer
+from titan_linear.data import ByteTokenizer, build_tokenizer, load_corpus
 from titan_linear.data.streams.prompts import NONE, Prompts, Sample
 from titan_linear.data.tasks import LOSS, TASKS
 from titan_linear.models.mixers.attention import Attention
@@ -338,14 +338,19 @@ def test_options_and_keys_are_told_apart():
     assert lm_eval.parted(argv) == (options, [*argv[3:5], "--training.seq_len=64", "-x"])
 
 
-def test_prompts_are_written_to_train_on(keys, tmp_path, capsys):
-    file = tmp_path / "mqar.jsonl"
-    options = ["--write", str(file), "--tasks", "mqar", "--lengths", "300", "400"]
+def test_prompts_are_written_to_train_on_their_answers(keys, tmp_path, capsys):
+    """Each is asked in an order that the context does not tell."""
+    folder = tmp_path / "mqar"
+    options = ["--write", str(folder), "--tasks", "mqar", "--lengths", "300", "400"]
     assert evaluate.main([*options, *argv_of(keys | EVALUATED | {"model.flavor": "debug"})]) == 0
     assert "4 prompts in" in capsys.readouterr().out
-    records = read_lines(file)
-    assert [len(record["prompt"] + record["completion"]) for record in records] == [300, 300, 400, 400]
-    assert all(record["completion"].split()[0] == paired("".join(record.values()))[-8] for record in records)
+    corpus, decode = load_corpus(folder), ByteTokenizer().decode
+    assert np.diff(corpus.offsets).tolist() == [300, 300, 400, 400]
+    for places in np.split(np.arange(corpus.num_tokens), corpus.offsets[1:-1]):
+        text = decode(corpus.tokens[places])
+        asked = decode(corpus.tokens[places[corpus.weights(places) == 1]]).split()
+        told = re.findall(r"\n\w+ (\w+)", text)[:-8]
+        assert asked == paired(text)[-8:] and asked != [value for value in told if value in asked]
 
 
 def test_a_user_asks_by_the_chat_template(keys, tokenizers, tmp_path):

@@ -1,13 +1,13 @@
 """Evaluate what trained weights remember of long texts, by length and depth.
 
 titan-linear evaluate outputs/debug --tasks niah_single_2 mqar --lengths 1k 2k
-titan-linear evaluate --write mqar.jsonl --tasks mqar --lengths 256 1k --evaluation.samples 1000 --debug.seed 1
+titan-linear evaluate --write corpora/mqar --tasks mqar --lengths 256 1k --evaluation.samples 1000 --debug.seed 1
 titan-linear evaluate Qwen3.5-2B --tasks niah_multikey_1 vt --lengths 4k 64k 1m --training.dataset_path 'books/*'
 
 PATH is a run's folder or its checkpoint/, a step-N in it, or a Hugging Face folder. Keys, the run's own and those that
 are given here, say what the texts are and under which split it runs, of NGPU processes as in training. Tasks and
 scores: docs/telemetry.md. FOLDER/evaluation.jsonl gets a line for each prompt. --write makes prompts to train on
-instead (training.dataset_format = "completion"); give another seed than the evaluation's.
+instead, a folder (training.dataset = "tokens") whose labels are the answers; give another seed than the evaluation's.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ import re
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch.distributed as dist
 
 from titan_linear.commands import command_parser, table
-from titan_linear.config import Config, load_config
+from titan_linear.config import COLUMNS, Config, load_config
+from titan_linear.data import write_corpus
+from titan_linear.data.corpus.columns import WEIGHTS, DocumentTokens
 from titan_linear.data.streams.prompts import NONE
 from titan_linear.distributed.process import refusing, run_command, under_launcher
 from titan_linear.launch import run_workers
@@ -29,7 +32,6 @@ from titan_linear.run.evaluate import NUMBERS, Record, examine, means, open_prom
 from titan_linear.run.preflight import check_evaluation
 from titan_linear.run.reading import open_reader
 from titan_linear.score import checked, joined, path_and_keys
-from titan_linear.storage.rundir import json_line
 
 SIZES = {"k": 1 << 10, "m": 1 << 20}
 
@@ -40,25 +42,22 @@ def main(argv: list[str]) -> int:
     if under_launcher():
         return joined(load_config(keys), partial(evaluate, args.output))
     if args.write:
-        write_prompts(Path(args.write), load_config(keys))
+        write_prompts(args.write, load_config(keys))
         return 0
     config, node, tokenizer, model = checked(args.path, keys)
     check_evaluation(config, model, tokenizer)
     return run_workers(config, node, "titan_linear.evaluate", ["--output", args.output])
 
 
-def write_prompts(file: Path, config: Config) -> None:
-    """Lines of {"prompt", "completion"}, the latter from the first answer on."""
+def write_prompts(folder: str, config: Config) -> None:
+    """A corpus, of which the answers are trained on."""
     tokenizer = open_tokenizer(config)
     check_evaluation(config, model_config(config, tokenizer), tokenizer)
     prompts = open_prompts(config, tokenizer)
-    with file.open("w", encoding="utf-8") as lines:
-        for sample in prompts.samples:
-            tokens, answers = prompts.prompt(sample)
-            begin = int((answers[:, 0] != NONE).argmax())
-            prompt, completion = tokenizer.decode(tokens[:begin]), tokenizer.decode(tokens[begin:])
-            lines.write(json_line({"prompt": prompt, "completion": completion}))
-    print(f"{len(prompts.samples):,} prompts in '{file}'")
+    made = map(prompts.prompt, prompts.samples)
+    documents = (DocumentTokens(tokens, {WEIGHTS: np.float32(answers[:, 0] != NONE)}) for tokens, answers in made)
+    write_corpus(folder, documents, tokenizer, columns={WEIGHTS: COLUMNS[WEIGHTS]})
+    print(f"{len(prompts.samples):,} prompts in '{folder}'")
 
 
 def evaluate(output: str, config: Config) -> None:
@@ -94,7 +93,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--tasks", nargs="+", default=[], help="evaluation.tasks")
     parser.add_argument("--lengths", nargs="+", type=size, default=[], help="evaluation.lengths: 512, 4k or 1m tokens")
-    parser.add_argument("--write", default="", metavar="FILE", help="only make prompts, to train on")
+    parser.add_argument("--write", default="", metavar="FOLDER", help="only make prompts, to train on")
     parser.add_argument("-o", "--output", default="", help="folder for evaluation.jsonl (default: none)")
     args, keys = path_and_keys(parser, argv)
     if not (args.path or args.write or under_launcher()):

@@ -175,16 +175,17 @@ def documents(draw: Draw, text: Iterator[str], depth: float, *, hops: int) -> Qu
 def pairs(
     draw: Draw, text: Iterator[str], depth: float, *, kind: str = "word", asked: int, count: int, among: str
 ) -> Question:
-    """The words that followed some words."""
+    """The words that followed some words, asked for in another order."""
     keys, values = draw(kind, count), draw(kind, count)
     end = "\n" if among == "text" else ""
     pieces = (f"\n{draw.other(kind)} {draw.other(kind)}" for _ in repeat(None))
+    questions = draw.shuffled([*zip(keys, values)][:asked])
     return Question(
         "",
         {"text": text, "pairs": pieces}[among],
         [(at, f"\n{key} {value}{end}") for at, key, value in zip(spread(depth, count), keys, values)],
         "",
-        [Answer(f"\n{key}", f" {x}", _others(draw, kind, x, values)) for key, x in list(zip(keys, values))[:asked]],
+        [Answer(f"\n{key}", f" {x}", _others(draw, kind, x, values)) for key, x in questions],
         [],
     )
 
