@@ -34,6 +34,8 @@ MUTANTS = [
     # prefix trees
     Mutant("above, apart = nodes.depth, ", "above, apart = 0, ", "tests/test_trees.py"),
     Mutant("np.repeat(share[leaves], lengths) / share[on]", "np.ones(len(on))", "tests/test_trees.py"),
+    Mutant("self.positions > tokens", "self.positions >= tokens", "tests/test_trees.py"),
+    Mutant("inside = positions >= torch", "inside = positions > torch", "tests/test_trees.py"),
     Mutant("most = min(len(a), len(b)) - 1", "most = min(len(a), len(b))", "tests/test_trees.py"),
     # --- ops: the recurrences, the convolution, attention, the loss
     Mutant("solved(L, k * gamma * beta, v * beta)", "solved(L, k * gamma, v * beta)", "ops/test_recurrences.py"),

@@ -29,9 +29,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_linear.distributed.parts import shard_parameter
-from titan_linear.models.decoder import Decoder, Further, Head, Loss
+from titan_linear.models.decoder import Before, Decoder, Further, Head, Loss
 from titan_linear.models.layers import Output, RMSNorm, lora_name, widen
 from titan_linear.models.mlps.moe import MoE
+from titan_linear.ops import CPContext
 from titan_linear.ops.exchange.collectives import Ranks, gather_along, gather_tokens, scatter_tokens, sum_over_ranks
 
 
@@ -67,6 +68,7 @@ def apply_tp(model: Decoder, ranks: Ranks) -> dict[str, int]:
         for part in filter(None, (*layer.mixers, layer.mlp)):
             _share(part, ranks, _moe if isinstance(part, MoE) else _on_all_tokens)
     _share(model.embedding, ranks, _embed)
+    _share(model.before, ranks, _before)
     _share(model.head, ranks, _head)
     return splits
 
@@ -111,6 +113,11 @@ def _embed(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
     elsewhere = (own < 0) | (own >= rows)
     x = F.embedding(own.masked_fill(elsewhere, 0), embedding.weight).masked_fill(elsewhere.unsqueeze(-1), 0)
     return torch.cat([_summed(row, ranks) for row in x.split(1)])
+
+
+def _before(before: Before, x: Tensor, context: CPContext) -> Tensor:
+    ranks = before.ranks
+    return Before.forward(before, gather_tokens(x, ranks), context).chunk(ranks.size, 1)[ranks.rank]
 
 
 def _head(

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_linear.models.config import Factors, ModelConfig
 from titan_linear.models.layers import LayerNorm, Output, RMSNorm, as_output, projection, scaled
 from titan_linear.models.lora import add_adapters
 from titan_linear.models.plan import BatchPlan
+from titan_linear.ops import CPContext, causal_conv1d
 from titan_linear.ops.cross_entropy import ChunkedLogits, Sum, cross_entropy, weighted
 from titan_linear.ops.exchange.collectives import Ranks, gather_tokens
 from titan_linear.ops.registry import choose_implementations
@@ -178,16 +180,15 @@ class Head(nn.Module):
 
         def all_tokens(x: Tensor) -> Tensor:
             x = self.divided(x)
-            return (gather_tokens(x, ranks) if ranks and torch.is_grad_enabled() else x).flatten(0, 1)
+            rows = (gather_tokens(x, ranks) if ranks and torch.is_grad_enabled() else x).flatten(0, 1)
+            return rows if branches is None else torch.cat([rows, rows[branches]])
 
         own, *losses = [None] * (1 + self.depth) if self.token_losses is None else self.token_losses
         more = tuple(
             Sum(all_tokens(h), labels.unsqueeze(1), partial(weighted, self.mtp_factor, weights), token_losses=of)
             for (h, labels, weights), of in zip(further(x) if further else (), losses)
         )
-        rows = all_tokens(x)
-        rows = rows if branches is None else torch.cat([rows, rows[branches]])
-        return loss(ChunkedLogits(rows, self.weight, loss_chunk, ranks, own, self.impl, more))
+        return loss(ChunkedLogits(all_tokens(x), self.weight, loss_chunk, ranks, own, self.impl, more))
 
     def divided(self, x: Tensor) -> Tensor:
         return x if self.divisor == 1 else x / self.divisor
@@ -195,6 +196,14 @@ class Head(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """Of what is normed."""
         return self.divided(x) @ self.weight.T
+
+
+class Before(nn.Module):
+    """x [1, T, dim] of the token before each on its path; 0 at a document's first."""
+
+    def forward(self, x: Tensor, context: CPContext) -> Tensor:
+        taps = F.pad(x.new_ones(x.shape[-1], 1), ((context.tables.conv1d_kernel_size or 2) - 2, 1))
+        return causal_conv1d(x, taps, cp_context=context)[0]
 
 
 class Decoder(nn.Module):
@@ -206,6 +215,7 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.embedding_norm = norm_of(config) if config.layer_norm else nn.Identity()
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(len(config.layers)))
+        self.before = Before()
         self.head = Head(config)
         self.implementations: dict[str, Choice] = {}
         if config.tie_embeddings:
@@ -266,8 +276,12 @@ class Decoder(nn.Module):
 
         def further(h: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
             """Each depth goes on from the hidden states of the one before."""
-            for depth, (token, *targets) in enumerate(zip(embedded, later.labels, later.weights, strict=True)):
-                h = self.through(self.predictor(depth), torch.cat([token, h], -1), plan, caches, between)
+            plans = later.of_trees or [plan] * len(embedded)
+            for depth, (token, own, *targets) in enumerate(
+                zip(embedded, plans, later.labels, later.weights, strict=True)
+            ):
+                h = self.before(h, plan.cp_context) if later.of_trees else h
+                h = self.through(self.predictor(depth), torch.cat([token, h], -1), own, caches, between)
                 yield h, *targets
 
         out = self.head(

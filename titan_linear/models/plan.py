@@ -68,11 +68,15 @@ class BatchPlan:
 
 
 class Later(NamedTuple):
-    """What is k tokens later in the same document, k = 1, 2, …: beyond its end token 0, without a label."""
+    """What is k tokens later in the same document, k = 1, 2, …: beyond its end token 0, without a label.
+
+    In prefix trees, where several may follow a token, all stays with the token that is k later: its hidden states are
+    those of the token before it, which become documents without their first k tokens, whose plans are `of_trees`."""
 
     tokens: Tensor  # [further tokens, T] int64
-    labels: Tensor  # likewise
-    weights: Tensor  # likewise, float32: of labels
+    labels: Tensor  # likewise; of trees [further tokens, T + branches]
+    weights: Tensor  # as labels, float32
+    of_trees: tuple[BatchPlan, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -174,20 +174,6 @@ def _check_trees(config: Config, targets: Targets, corpus: Corpus) -> None:
             raise ValueError(f"{key} = {keys[key]!r} is not for prefix trees, which {corpus.folder} holds; change one")
 
 
-def check_model_of_trees(model: ModelConfig, streams: Streams) -> None:
-    """Raise ValueError if a model cannot be trained on prefix trees as on their documents packed apart."""
-    kinds = {isinstance(source, TreeStreams) for source in streams.sources.values()}
-    if len(kinds) > 1:
-        raise ValueError("training.mixture has prefix trees beside other documents; give these as trees of one node")
-    if kinds == {False}:
-        return
-    if model.mtp_layers:
-        raise ValueError(
-            f"model.mtp_layers = {model.mtp_layers} is not for prefix trees: its layer reads the next token, and a "
-            "branching point has several; set 0, or train on documents packed apart"
-        )
-
-
 def _side(source: Training | Source, corpus: Corpus, holdout: float, split: str) -> Side:
     if isinstance(source, Source):
         return under_key(f"training.mixture, source {source.name!r}", split_corpus, corpus, holdout, split)
@@ -196,6 +182,8 @@ def _side(source: Training | Source, corpus: Corpus, holdout: float, split: str)
 
 def _mixed(config: Config, packed: list[PackedStreams], progress: Progress | None) -> MixedStreams:
     """The mixture of these sources, in the order of training.mixture."""
+    if len({isinstance(streams, TreeStreams) for streams in packed}) > 1:
+        raise ValueError("training.mixture has prefix trees beside other documents; give these as trees of one node")
     named = {source.name: streams for source, streams in zip(config.training.mixture, packed, strict=True)}
     known = progress.content.corpora if progress else None
     phases = mixture_phases(config, progress)

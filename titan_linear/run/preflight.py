@@ -38,7 +38,6 @@ from titan_linear.run.data import (
     base_of,
     build_streams,
     check_content,
-    check_model_of_trees,
     check_size,
     content_of,
     file_groups,
@@ -144,7 +143,6 @@ def _check_data(config: Config, tokenizer: Tokenizer, model: ModelConfig, progre
     streams, held_out = build_streams(config, tokenizer, progress)
     if isinstance(streams, MixedStreams):
         print(streams.summary(config.training.steps * config.training.global_batch_size))
-    check_model_of_trees(model, streams)
     for source in streams.sources.values():
         if isinstance(source, TreeStreams) and source.summary:
             print(source.summary)

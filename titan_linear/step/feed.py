@@ -4,11 +4,11 @@ before they are wanted."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,9 +22,10 @@ from titan_linear.losses.loss import Paths
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.layers import widened
 from titan_linear.models.plan import BatchPlan, Later, Rotary
-from titan_linear.ops import build_cp_context
+from titan_linear.ops import CPContext, build_cp_context
 from titan_linear.ops.attention import choose_method, pairs_computed
 from titan_linear.ops.layout.build_context import ranks_per_node
+from titan_linear.ops.layout.nodes import Nodes
 from titan_linear.ops.layout.tables import to_device
 
 
@@ -82,9 +83,42 @@ class BatchSharding:
     def __call__(self, batch: Batch) -> MicroBatch:
         """This rank's part of a batch. Labels, columns, and what comes later in a document, were shifted before the
         cut."""
+        trees = BACK in batch.columns
         methods = self.methods(batch.tokens.shape[1])
-        context = build_cp_context(
-            batch.cu_seqlens,
+        context = self._context(batch, batch.nodes, methods)
+        names = [name for name in batch.columns if name not in (BACK, SHARE)]
+        local = [batch.tokens, batch.labels, *(batch.columns[name] for name in names)]
+        local += later_of(batch, self.mtp_layers)[:3] if self.mtp_layers and not trees else ()
+        if self.dims.cp > 1:
+            local = [torch.cat([x[:, start:end] for start, end in context.fragments], 1) for x in local]
+        branches = paths = None
+        contexts = []
+        if trees:
+            branches, targets = branches_of(batch, context.fragments)
+            further = [batch.tokens[:, targets], *(batch.columns[name][:, targets - 1] for name in names)]
+            local[1:] = [torch.cat(of_each, 1) for of_each in zip(local[1:], further)]
+            local[2:] = [_of_labels(x, local[1]) for x in local[2:]]
+            paths = paths_of(batch) if "document" in names else None
+        if trees and self.mtp_layers:
+            contexts = [self._context(batch, batch.nodes.after(k), methods) for k in range(1, self.mtp_layers + 1)]
+            weights = local[2 + names.index("weights")]
+            local += later_of_trees(*local[:2], weights, context.position_ids, branches, self.mtp_layers)
+        moved = to_device([contexts, context, branches, paths, *local], self.device)
+        contexts, context, branches, paths, tokens, labels, *local = moved
+        columns, later = dict(zip(names, local)), local[len(names) :]
+        plan = self._plan(
+            context,
+            batch,
+            pairs=pairs_computed(context, next(iter(methods), "ring")) if self.softmax else 0.0,
+            later=Later(*later, tuple(self._plan(each, batch) for each in contexts)) if later else None,
+            branches=branches,
+        )
+        return MicroBatch(tokens, labels, plan, batch.streams, columns, batch.num_documents, paths)
+
+    def _context(self, batch: Batch, nodes: Nodes | None, methods: Sequence[str]) -> CPContext:
+        """On the host; nodes: of prefix trees."""
+        return build_cp_context(
+            batch.cu_seqlens if nodes is None else torch.from_numpy(nodes.edges),
             self.dims.cp_group,
             num_streams=batch.num_streams,
             layout=self.layout if self.dims.cp > 1 else "contiguous",
@@ -92,36 +126,15 @@ class BatchSharding:
             programs=self.programs,
             stream_programs=self.stream_programs,
             attention=methods,
-            parents=batch.nodes and torch.from_numpy(batch.nodes.parents),
+            parents=nodes and torch.from_numpy(nodes.parents),
         )
-        names = [name for name in batch.columns if name not in (BACK, SHARE)]
-        local = [batch.tokens, batch.labels, *(batch.columns[name] for name in names)]
-        local += later_of(batch, self.mtp_layers) if self.mtp_layers else ()
-        if self.dims.cp > 1:
-            local = [torch.cat([x[:, start:end] for start, end in context.fragments], 1) for x in local]
-        branches = paths = None
-        if BACK in batch.columns:
-            branches, targets = branches_of(batch, context.fragments)
-            further = [batch.tokens[:, targets], *(batch.columns[name][:, targets - 1] for name in names)]
-            local[1:] = [torch.cat(of_each, 1) for of_each in zip(local[1:], further)]
-            local[2:] = [_of_labels(x, local[1]) for x in local[2:]]
-            paths = paths_of(batch) if "document" in names else None
-        moved = to_device([context, branches, paths, *local], self.device)
-        context, branches, paths, tokens, labels, *local = moved
-        later = local[len(names) :]
+
+    def _plan(self, context: CPContext, batch: Batch, **more: Any) -> BatchPlan:
         if self.compiled:
             context.mark_dynamic()
-        plan = BatchPlan(
-            context.position_ids,
-            cp_context=context,
-            num_streams=batch.num_streams,
-            pairs=pairs_computed(context, next(iter(methods), "ring")) if self.softmax else 0.0,
-            later=Later(*later) if later else None,
-            branches=branches,
-        )
+        plan = BatchPlan(context.position_ids, cp_context=context, num_streams=batch.num_streams, **more)
         plan.prepare(self.rotaries, widened(self.compute_dtype))
-        columns = dict(zip(names, local))
-        return MicroBatch(tokens, labels, plan, batch.streams, columns, batch.num_documents, paths)
+        return plan
 
     def methods(self, tokens: int) -> tuple[str, ...]:
         """How softmax layers communicate in batches of this many tokens over all ranks: one method, or several if
@@ -194,6 +207,15 @@ def later_of(batch: Batch, depth: int) -> Later:
     weights = batch.columns.get("weights", torch.ones_like(batch.labels, dtype=torch.float32))
     tokens, labels, weights = (x[0, at.where(inside, 0)] for x in (batch.tokens, batch.labels, weights))
     return Later(tokens.where(inside, 0), labels.where(inside, IGNORE), weights.where(inside, 0))
+
+
+def later_of_trees(
+    tokens: Tensor, labels: Tensor, weights: Tensor, positions: Tensor, branches: Tensor, depth: int
+) -> list[Tensor]:
+    """The fields of `Later` of this rank's tokens [1, T], labels and weights [1, T + branches]."""
+    positions = torch.cat([positions, positions[branches]])
+    inside = positions >= torch.arange(1, depth + 1).unsqueeze(1)
+    return [tokens.expand(depth, -1), labels.where(inside, IGNORE), weights.where(inside, 0)]
 
 
 def _programs(model: ModelConfig, ranks: int, device: torch.device) -> tuple[int, ...]:

@@ -52,8 +52,8 @@ class TreeStreams(WholeStreams):
         for n, (start, back) in enumerate(zip(starts.tolist(), self.corpus.columns[BACK][starts].tolist())):
             parents[n] = ends[start - back + 1] if back else -1
             ends[start + lengths[n]] = n
-        nodes, back = Nodes.of(edges, parents), np.ones_like(stream.tokens)
-        back[edges[:-1]] = np.where(parents >= 0, edges[:-1] - edges[parents + 1] + 1, 0)
+        nodes = Nodes.of(edges, parents)
+        positions, back = nodes.positions, nodes.back
         places = np.arange(edges[count]) + np.repeat(starts - edges[:count], lengths)
         columns = {name: self.corpus.column(name, places) for name in self.targets.columns}
         columns["weights"] = self.corpus.weights(places) * (back[: len(places)] > 0)
@@ -66,7 +66,6 @@ class TreeStreams(WholeStreams):
         columns = {name: np.roll(x, -1, 0) for name, x in columns.items()}
         labelled = (columns["weights"] > 0) & (np.roll(back, -1) == 1)
         labels = np.where(labelled, np.roll(stream.tokens, -1), IGNORE)
-        positions = np.arange(seq_len) - np.repeat(nodes.begins, np.diff(edges))
         return replace(stream, labels=labels, position_ids=positions, columns=columns | {BACK: back, SHARE: share})
 
     def _shares(self, nodes: Nodes, targets: ndarray) -> ndarray:

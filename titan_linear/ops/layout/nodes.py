@@ -45,6 +45,22 @@ class Nodes:
         edges = np.unique([*begins, *(above + 1), len(back)])
         return cls.of(edges, parents_behind(edges, back))
 
+    def after(self, tokens: int) -> Nodes:
+        """Of documents without their first `tokens`, each of which is a document of its own."""
+        return Nodes.behind(np.where(self.positions > tokens, self.back, 0))
+
+    @property
+    def positions(self) -> ndarray:
+        """[T] in documents."""
+        return np.arange(self.edges[-1]) - np.repeat(self.begins, np.diff(self.edges))
+
+    @property
+    def back(self) -> ndarray:
+        """[T] of which these are `behind`."""
+        back, begins = np.ones_like(self.positions), self.edges[:-1]
+        back[begins] = np.where(self.parents >= 0, begins - self.edges[self.parents + 1] + 1, 0)
+        return back
+
     @property
     def leaves(self) -> ndarray:
         """Nodes that none continues."""
