@@ -106,16 +106,22 @@ def test_as_many_workers_as_cores():
     assert worker_count(1 << 30) == len(os.sched_getaffinity(0))
 
 
-def test_a_corpus_is_the_same_by_one_process_and_by_several(tmp_path, monkeypatch):
-    lines = [{"text": f"{i} " * (i % 300)} for i in range(4000)]
+@pytest.mark.parametrize("dataset_format", ["text", "tokens"])
+def test_a_corpus_is_the_same_by_one_process_and_by_several(tmp_path, monkeypatch, dataset_format):
+    texts = [f"{i} " * (i % 300) for i in range(4000)]
+    if dataset_format == "tokens":
+        texts = [list(text.encode()) for text in texts if text]
+    lines = [{dataset_format: text} for text in texts]
     file = tmp_path / "lines.jsonl"
     file.write_text("\n".join(json.dumps(line) for line in lines))
     assert file.stat().st_size > 1 << 20
     found = []
     for num_workers in (0, 1, 3):
         monkeypatch.setattr("titan_linear.data.corpus.cache.worker_count", lambda _, n=num_workers: n)
-        corpus = open_corpus(Texts("jsonl", str(file), Uneven()), cache_dir=tmp_path / str(num_workers))
-        assert "14 empty texts skipped" in corpus.summary
+        corpus = open_corpus(
+            Texts("jsonl", str(file), Uneven(), dataset_format=dataset_format), cache_dir=tmp_path / str(num_workers)
+        )
+        assert dataset_format == "tokens" or "14 empty texts skipped" in corpus.summary
         found.append([corpus.info, *((corpus.folder / name).read_bytes() for name in ("tokens.bin", "offsets.bin"))])
     assert found[0] == found[1] == found[2]
 

@@ -9,7 +9,6 @@ conversation itself says of its answers.
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +21,7 @@ WEIGHTS = "weights"
 
 class DocumentTokens(NamedTuple):
     tokens: ndarray  # [n] int64
-    columns: Mapping[str, ndarray] = MappingProxyType({})  # [n] or [n, width] each
+    columns: Mapping[str, ndarray] = {}  # [n] or [n, width] each
 
     @property
     def weights(self) -> ndarray:
