@@ -441,6 +441,19 @@ def test_what_trees_are_not_for(keys, words, files):
         preflight(config, world_size=config.parallelism.context_parallel_degree)
 
 
+def test_the_start_tells_what_travels(tmp_path, capsys):
+    """The root goes on from the first rank to the second, where all branch: one fold. A state has K × V
+    numbers and an M K × K."""
+    OWN["hybrid"] |= OWN_FLAVORS
+    files = written(tmp_path, [node(random.Random(0), 40, *(node(random.Random(0), 2) for _ in range(12)))])
+    split = SPLITS["cp 2"][1] | {"training.global_batch_size": 1, "training.local_batch_size": 1}
+    preflight(load_config(arguments(files, "together", split)), world_size=2)
+    heads = max(mixer.heads for mixer in OWN_FLAVORS["small"].pattern if mixer.linear)
+    size = heads * (16 * 16 + 16 * 16) * 4 / 2**20
+    said = f"prefix trees of stream 0: in a linear layer a rank sends 1 states ({size:.2g} MiB), folds: 1\n"
+    assert said in capsys.readouterr().out
+
+
 def test_batch_shows_nodes(tmp_path):
     tree = {"text": "ab", "children": [{"text": "c", "weights": 0}, {"text": "d"}, {"text": "e", "weights": [0, 1]}]}
     side = split_corpus(corpus_of(tmp_path / "one.jsonl", [tree]), 0.0, "train")

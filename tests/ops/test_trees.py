@@ -11,6 +11,7 @@ from tests.ops.inputs import DEVICE, MAKERS, SMALL, boundaries, call, leaves, re
 from tests.refusals import refused
 from titan_linear.distributed.one_process import run_ranks
 from titan_linear.ops import attention, build_cp_context, causal_conv1d
+from titan_linear.ops.layout.trees import exchanged
 
 TOLERANCE = 1e-12
 PARAMETERS = {"A_log", "A", "D", "dt_bias", "weight", "bias"}
@@ -158,6 +159,32 @@ def test_kernels(op):
 
     for got, right in zip(results("triton"), results("torch"), strict=True):
         assert relative_error(got.cpu(), right.cpu()) < 2e-6
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("name", TREES)
+def test_only_points_with_children_on_other_ranks_travel(name, layout):
+    """And there are at most as many folds as these, and one."""
+    lengths, parents = TREES[name]
+    cu = boundaries(lengths)
+    for W in (2, 4):
+        trees = {"cu_seqlens": cu, "parents": torch.tensor(parents), "world_size": W, "layout": layout}
+        contexts = [build_cp_context(**trees, rank=rank) for rank in range(W)]
+        owner = torch.cat([torch.full_like(tokens_of(cp), rank) for rank, cp in enumerate(contexts)])
+        owner = owner[torch.cat([tokens_of(cp) for cp in contexts]).argsort()].tolist()
+        before = {a: cu[parent + 1].item() - 1 for a, parent in zip(cu.tolist(), parents) if parent >= 0}
+        roots = [a for a, parent in zip(cu.tolist(), parents) if parent < 0]
+        points, size = set(), sum(lengths) // len(contexts[0].cut.fragments)
+        for t in range(cu[-1]):
+            path = [t]
+            while path[-1] not in roots:
+                path.append(before.get(path[-1], path[-1] - 1))
+            ends = [u for u, v in zip(path[1:], path) if v in before or v % size == 0]
+            points |= {u for u in ends if owner[u] != owner[t]}
+        sent = max(sum(owner[u] == rank for u in points) for rank in range(W))
+        for cp in contexts:
+            states, folds = exchanged(cp.tables.boundaries.tree)
+            assert states == sent and folds <= len(points) + 1
 
 
 @pytest.mark.parametrize("name", TREES)

@@ -115,8 +115,8 @@ def _embed(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
     return torch.cat([_summed(row, ranks) for row in x.split(1)])
 
 
-def _before(before: Before, x: Tensor, context: CPContext) -> Tensor:
-    ranks = before.ranks
+def _before(before: nn.Module, x: Tensor, context: CPContext) -> Tensor:
+    ranks: Any = before.ranks
     return Before.forward(before, gather_tokens(x, ranks), context).chunk(ranks.size, 1)[ranks.rank]
 
 

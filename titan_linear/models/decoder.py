@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_linear.models.config import Factors, ModelConfig
-from titan_linear.models.layers import LayerNorm, Output, RMSNorm, as_output, projection, scaled
+from titan_linear.models.layers import LayerNorm, Output, RMSNorm, as_output, convolve, projection, scaled
 from titan_linear.models.lora import add_adapters
 from titan_linear.models.plan import BatchPlan
-from titan_linear.ops import CPContext, causal_conv1d
+from titan_linear.ops import CPContext
 from titan_linear.ops.cross_entropy import ChunkedLogits, Sum, cross_entropy, weighted
 from titan_linear.ops.exchange.collectives import Ranks, gather_tokens
 from titan_linear.ops.registry import choose_implementations
@@ -203,7 +203,7 @@ class Before(nn.Module):
 
     def forward(self, x: Tensor, context: CPContext) -> Tensor:
         taps = F.pad(x.new_ones(x.shape[-1], 1), ((context.tables.conv1d_kernel_size or 2) - 2, 1))
-        return causal_conv1d(x, taps, cp_context=context)[0]
+        return convolve(x, taps, None, "", {}, cp_context=context)
 
 
 class Decoder(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -76,7 +76,7 @@ class Later(NamedTuple):
     tokens: Tensor  # [further tokens, T] int64
     labels: Tensor  # likewise; of trees [further tokens, T + branches]
     weights: Tensor  # as labels, float32
-    of_trees: tuple[BatchPlan, ...] = ()
+    of_trees: Sequence[BatchPlan] = ()
 
 
 @dataclass(frozen=True, eq=False)

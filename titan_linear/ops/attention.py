@@ -90,7 +90,7 @@ def attention(
 def _chosen(cp: CPContext, q: Tensor, k: Tensor, v: Tensor) -> str:
     width = k.shape[-1] + v.shape[-1]
     ranks = cp.ranks.world_size, cp.ranks.node_size
-    return choose_method(*ranks, cp.cut.stream_tokens, q.shape[2], k.shape[2], width, k.dtype)
+    return choose_method(*ranks, cp.cut.stream_tokens, q.shape[2], k.shape[2], width, k.dtype, cp.cut.nodes is not None)
 
 
 def _decode(q: Tensor, k: Tensor, v: Tensor, scale: float, first_key: Tensor) -> Tensor:
@@ -106,21 +106,23 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, scale: float, first_key: Tensor) ->
     return o.transpose(1, 2)
 
 
-def choose_method(W: int, node_size: int, tokens: int, Hq: int, Hkv: int, width: int, dtype: torch.dtype) -> str:
+def choose_method(
+    W: int, node_size: int, tokens: int, Hq: int, Hkv: int, width: int, dtype: torch.dtype, trees: bool = False
+) -> str:
     """The method that "auto" stands for. tokens: those of all W ranks, `node_size` to a node; width = D + Dv.
 
     "ulysses" where W divides the key heads, or where several ranks share each key head and send no more than the
     all-gather would: all ranks have equal work, whatever the documents and the layout, and memory does not grow with W.
     Else "allgather" while slices of one key head keep within `GATHER_LIMIT`: all ranks have equal work again, blocks
     are larger than the ring's, and one call computes all documents. Else "ulysses+ring" where the ranks of a node can
-    share the heads: each sends only its share to other nodes. Else "ring". The choice depends on shapes alone, so every
-    rank makes the same.
+    share the heads: each sends only its share to other nodes. Else "ring". Prefix trees, which no ring knows, are
+    gathered. The choice depends on shapes alone, so every rank makes the same.
     """
     copies = key_head_copies(Hq, Hkv, W)
     sends_less = Hq + W <= W * Hkv  # q, o and W heads' K|V of 1/W of the stream, against all its K|V
     if copies == 1 or (copies and sends_less):
         return "ulysses"
-    if slice_bytes(tokens, 1, Hkv, width, dtype) <= GATHER_LIMIT:
+    if trees or slice_bytes(tokens, 1, Hkv, width, dtype) <= GATHER_LIMIT:
         return "allgather"
     return "ulysses+ring" if 1 < node_size < W and key_head_copies(Hq, Hkv, node_size) else "ring"
 

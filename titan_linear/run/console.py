@@ -12,12 +12,16 @@ import torch
 import torch.distributed as dist
 
 from titan_linear.config import Config, Model, hf_assets, hf_weights, toml_value
-from titan_linear.data import Tokenizer
+from titan_linear.data import Streams, Tokenizer
+from titan_linear.data.streams.loader import micro_batch
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.float8 import float8_line
 from titan_linear.models.lora import described
+from titan_linear.models.mixers.recurrent import RecurrentOptions
+from titan_linear.ops import build_cp_context
+from titan_linear.ops.layout.trees import exchanged
 from titan_linear.ops.registry import start_lines
 from titan_linear.run.build import VOCAB_MULTIPLE, follows_tokenizer, model_without_tokenizer, unallocated
 from titan_linear.run.export import is_exported
@@ -94,6 +98,29 @@ def vocabulary(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> str:
     if rows > 2 * max(used, VOCAB_MULTIPLE) and rows - used > 1024:
         return f"model.vocab_size = {rows} is the preset's; the tokenizer uses {used}: a new run can set fewer"
     return ""
+
+
+def exchanged_of_trees(config: Config, model: ModelConfig, streams: Streams) -> str:
+    """A console line: what linear layers exchange of the first stream's prefix trees, if ranks share it; else ""."""
+    p, batch = config.parallelism, micro_batch(streams, 0, 1, 0, 1)
+    recurrent = [mixer for mixer in model.mixers if isinstance(mixer, RecurrentOptions)]
+    shared = p.context_parallel_degree > 1 and p.context_parallel_linear_method == "kcp"
+    if not (shared and recurrent and batch.nodes):
+        return ""
+    context = build_cp_context(
+        batch.cu_seqlens,
+        parents=torch.from_numpy(batch.nodes.parents),
+        rank=0,
+        world_size=p.context_parallel_degree,
+        layout=p.context_parallel_layout,
+        attention=(),
+    )
+    if not (tree := context.tables.boundaries.tree):
+        return ""
+    points, folds = exchanged(tree)
+    entries = max(m.heads * m.ops[m.op]["K"] * sum(m.ops[m.op].values()) for m in recurrent)  # of a state and an M
+    size = points * entries * 4 / p.tensor_parallel_degree / 2**20
+    return f"prefix trees of stream 0: in a linear layer a rank sends {points} states ({size:.2g} MiB), folds: {folds}"
 
 
 def unbalanced(model: ModelConfig) -> str:

@@ -33,7 +33,7 @@ from titan_linear.ops.float8 import CAPABILITY
 from titan_linear.ops.layout.build_context import shared_by_nodes
 from titan_linear.ops.runtime.support import capability, dotted
 from titan_linear.run.build import family_of, implementations, model_config, open_tokenizer, unallocated, under_key
-from titan_linear.run.console import finished, vocabulary
+from titan_linear.run.console import exchanged_of_trees, finished, vocabulary
 from titan_linear.run.data import (
     base_of,
     build_streams,
@@ -146,6 +146,8 @@ def _check_data(config: Config, tokenizer: Tokenizer, model: ModelConfig, progre
     for source in streams.sources.values():
         if isinstance(source, TreeStreams) and source.summary:
             print(source.summary)
+    if line := exchanged_of_trees(config, model, streams):
+        print(line)
     try:
         check_size(tokens_of(streams), config)
     except ValueError as error:

@@ -84,7 +84,7 @@ class BatchSharding:
         """This rank's part of a batch. Labels, columns, and what comes later in a document, were shifted before the
         cut."""
         trees = BACK in batch.columns
-        methods = self.methods(batch.tokens.shape[1])
+        methods = self.methods(batch.tokens.shape[1], trees and batch.nodes.depth.any())
         context = self._context(batch, batch.nodes, methods)
         names = [name for name in batch.columns if name not in (BACK, SHARE)]
         local = [batch.tokens, batch.labels, *(batch.columns[name] for name in names)]
@@ -101,8 +101,9 @@ class BatchSharding:
             paths = paths_of(batch) if "document" in names else None
         if trees and self.mtp_layers:
             contexts = [self._context(batch, batch.nodes.after(k), methods) for k in range(1, self.mtp_layers + 1)]
-            weights = local[2 + names.index("weights")]
-            local += later_of_trees(*local[:2], weights, context.position_ids, branches, self.mtp_layers)
+            tokens, labels, *columns = local
+            weights = columns[names.index("weights")]
+            local += later_of_trees(tokens, labels, weights, context.position_ids, branches, self.mtp_layers)
         moved = to_device([contexts, context, branches, paths, *local], self.device)
         contexts, context, branches, paths, tokens, labels, *local = moved
         columns, later = dict(zip(names, local)), local[len(names) :]
@@ -110,7 +111,7 @@ class BatchSharding:
             context,
             batch,
             pairs=pairs_computed(context, next(iter(methods), "ring")) if self.softmax else 0.0,
-            later=Later(*later, tuple(self._plan(each, batch) for each in contexts)) if later else None,
+            later=Later._make([*later, [self._plan(each, batch) for each in contexts]]) if later else None,
             branches=branches,
         )
         return MicroBatch(tokens, labels, plan, batch.streams, columns, batch.num_documents, paths)
@@ -136,15 +137,15 @@ class BatchSharding:
         plan.prepare(self.rotaries, widened(self.compute_dtype))
         return plan
 
-    def methods(self, tokens: int) -> tuple[str, ...]:
+    def methods(self, tokens: int, branches: bool = False) -> tuple[str, ...]:
         """How softmax layers communicate in batches of this many tokens over all ranks: one method, or several if
-        layers are of several kinds; none without such layers, or if cp is 1."""
+        layers are of several kinds; none without such layers, or if cp is 1. branches: of prefix trees."""
         if self.dims.cp == 1:
             return ()
         if self.softmax_method != "auto":
             return (self.softmax_method,) if self.softmax else ()
         ranks = self.dims.cp, self.node_size
-        chosen = (choose_method(*ranks, tokens, *sizes, self.compute_dtype) for sizes in self.softmax)
+        chosen = (choose_method(*ranks, tokens, *sizes, self.compute_dtype, branches) for sizes in self.softmax)
         return tuple(dict.fromkeys(chosen))
 
     @property

@@ -463,6 +463,7 @@ def test_auto_depends_on_shapes_alone():
     assert choose(131072, 30, 30) == "allgather"
     assert choose(262144, 30, 30) == choose(1048576, 30, 30) == "allgather"  # in slices that fit: the ring is uneven
     assert choose(2097152, 30, 30) == choose(2097152, 30, 30, W=16, node=8) == "ring"
+    assert choose_method(4, 2, 2097152, 30, 30, 256, torch.bfloat16, trees=True) == "allgather"  # no ring knows trees
     assert choose(2097152, 30, 30, W=16, node=2) == choose(2097152, 16, 2, W=64, node=8) == "ulysses+ring"
     assert choose(131072, 32, 8, W=16) == choose(131072, 32, 8, W=32) == "ulysses"  # of a key head 2 and 4 ranks
     assert choose(131072, 16, 2, W=4) == "allgather"  # it sends less: K|V of 2 heads, not 16 + 4 of a fourth

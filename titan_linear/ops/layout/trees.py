@@ -76,6 +76,12 @@ class Tree(NamedTuple):
     ends: Tensor  # [N+1] int32: the point that each entry is, −1: none
 
 
+def exchanged(tree: Tree) -> tuple[int, int]:
+    """How many points' S_ext and M a rank gives to all, and in how many folds states follow from them: one for each
+    level of shared points, of which there are no more than these, and one of the rank's own."""
+    return len(tree.fold.sent), int(tree.fold.shared) + 1
+
+
 def tree_of(nodes: Nodes, owners: np.ndarray, size: int, rank: int) -> Tree:
     """owners: the rank of each fragment of `size` tokens; one rank has nodes whole."""
     start = nodes.starts(size if owners.any() else None)
