@@ -40,7 +40,7 @@ from titan_linear.data import (
     split_corpus,
 )
 from titan_linear.data.corpus.corpus import PLACE
-from titan_linear.data.corpus.scores import Rows, Scores, begin, differences, put, read_scores
+from titan_linear.data.corpus.scores import Scores, begin, differences, keep, put, read_scores
 from titan_linear.data.corpus.trees import BACK
 from titan_linear.distributed.ending import report
 from titan_linear.distributed.groups import on_rank_0, process_group
@@ -146,13 +146,14 @@ def score(folder: Path, reader: Reader, streams: Streams) -> None:
     each, end = reader.dims.dp * size, len(streams)
     start, count = scores.next_stream // each, -(-end // each)
     columns = partial(_columns, scores=scores, vocab_size=reader.tokenizer.vocab_size)
-    rows: list[Rows] = []
     saved = begun
     for n, of_all in enumerate(reader.read(streams, columns, start, size), start + 1):
-        rows += of_all
-        if dist.get_rank() == 0 and (n == count or time.perf_counter() - saved > SAVED):
-            put(folder, scores, rows, min(n * each, end))
-            rows, saved = [], time.perf_counter()
+        if dist.get_rank():
+            continue
+        put(folder, scores, of_all)
+        if n == count or time.perf_counter() - saved > SAVED:
+            keep(folder, scores, min(n * each, end))
+            saved = time.perf_counter()
             rate = (n - start) * each * streams.seq_len / (saved - begun)
             print(f"scored {min(n * each, end):,} of {end:,} streams, {rate:,.0f} tokens/s", flush=True)
 

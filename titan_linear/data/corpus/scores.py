@@ -81,12 +81,17 @@ def begin(folder: Path, scores: Scores, num_tokens: int) -> None:
     write_whole(folder / SCORES, as_json(scores.model_dump()))
 
 
-def put(folder: Path, scores: Scores, rows: Iterable[Rows], end: int) -> None:
-    """Write the rows of the streams before `end`."""
-    for i, (name, kind) in enumerate(scores.columns.items(), 1):
-        column = open_column(folder, name, *kind, mode="r+")
-        for row in rows:
-            column[row[0]] = row[i]
+def put(folder: Path, scores: Scores, rows: Iterable[Rows]) -> None:
+    """Write these rows, which count once `keep` says so."""
+    columns = [open_column(folder, name, *kind, mode="r+") for name, kind in scores.columns.items()]
+    for places, *numbers in rows:
+        for column, of_places in zip(columns, numbers):
+            column[places] = of_places
+
+
+def keep(folder: Path, scores: Scores, end: int) -> None:
+    """The rows of the streams before `end` are there."""
+    for name in scores.columns:
         sync(folder / column_file(name))
     write_whole(folder / SCORES, as_json(scores.model_copy(update={"next_stream": end}).model_dump()))
     sync(folder)
