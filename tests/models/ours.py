@@ -53,7 +53,8 @@ def run(
     model = Decoder(config)
     use_methods((mixer for layer in model.layers for mixer in layer.mixers), softmax_method)
     model.load_state_dict(state, strict=not config.tie_embeddings)
-    loss = model(tokens.unsqueeze(0), plan, labels.unsqueeze(0), loss_chunk=48)
+    model.head.chunk = 48
+    loss = model(tokens.unsqueeze(0), plan, labels.unsqueeze(0))
     loss.backward()
     with torch.no_grad():
         logits = model(tokens.unsqueeze(0), plan)[0]

@@ -229,7 +229,7 @@ def test_the_load_balance_loss_is_a_mean_over_all_tokens(labelled):
         model.zero_grad()
         for x, y in zip(tokens, labels, strict=True):
             batch = MicroBatch(x, y, plan, (0,))
-            Forward(model, batch, StepTokens(80, labelled), nullcontext(), CrossEntropy(), 64).backward()
+            Forward(model, batch, StepTokens(80, labelled), nullcontext(), CrossEntropy()).backward()
         return [layer.mlp.router.weight.grad for layer in model.layers]
 
     model = initialised(config, dtype=torch.float64)

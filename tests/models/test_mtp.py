@@ -91,7 +91,8 @@ def test_loss_and_gradients_are_those_of_the_definition(name):
     batch = Batch(tokens[None], labels[None], bounds, positions(BOUNDS)[None], 1, (0,), columns)
     plan = BatchPlan(positions(BOUNDS), cu_seqlens=bounds, later=later_of(batch, DEPTH))
     micro = MicroBatch(batch.tokens, batch.labels, plan, batch.streams, columns)
-    got = model(batch.tokens, plan, loss=partial(CrossEntropy(), batch=micro), loss_chunk=24)
+    model.head.chunk = 24
+    got = model(batch.tokens, plan, loss=partial(CrossEntropy(), batch=micro))
     got.backward()
     found = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
     model.zero_grad()

@@ -128,7 +128,8 @@ def wanted(theirs, tokens):
 def computed(theirs, tokens, labels, plan):
     model = Decoder(CONFIG).double()
     model.load_state_dict(state_from_hf(theirs, CONFIG, FAMILY))
-    model(tokens.unsqueeze(0), plan, labels.unsqueeze(0), loss_chunk=48).backward()
+    model.head.chunk = 48
+    model(tokens.unsqueeze(0), plan, labels.unsqueeze(0)).backward()
     with torch.no_grad():
         return model(tokens.unsqueeze(0), plan)[0], {name: p.grad for name, p in model.named_parameters()}
 

@@ -183,8 +183,8 @@ class Training(Section):
     enable_cpu_offload: Annotated[bool, Rule.MAY_CHANGE] = False
     """Keep parameters, gradients and the optimizer's states in the host's memory, and run AdamW there: a GPU holds
     those of the layers that it is computing. Works on one GPU too. Steps take longer."""
-    loss_chunk_size: Annotated[Number, Rule.MAY_CHANGE] = 2048
-    """Number of tokens whose logits exist at once, in the head and the loss."""
+    loss_chunk_size: Annotated[Count, Rule.MAY_CHANGE] = 0
+    """Number of tokens whose logits exist at once, in the head and the loss; 0: 2,048, or more up to a GiB."""
     expert_balance_coefficient: Coefficient = -1.0
     """Coefficient of the experts' load-balance loss; 0: none; -1: the model's."""
     expert_bias_update_rate: Coefficient = -1.0

@@ -124,7 +124,6 @@ def _head(
     head: Head,
     x: Tensor,
     loss: Loss | None = None,
-    loss_chunk: int = 2048,
     further: Further | None = None,
     branches: Tensor | None = None,
 ) -> Tensor:
@@ -132,7 +131,7 @@ def _head(
     ranks = head.ranks
     x = head.norm(x)
     if loss is not None:
-        return head.loss(x, loss, loss_chunk, further, branches, ranks)
+        return head.loss(x, loss, further, branches, ranks)
     assert not torch.is_grad_enabled(), "logits of a split vocabulary have no gradient"
     logits = head.logits(x).movedim(-1, 0)  # [vocab / size, B, T]
     return gather_along(logits, 0, ranks.group, ranks.size).movedim(0, -1)

@@ -142,6 +142,7 @@ class Head(nn.Module):
         self.depth = config.mtp_layers
         self.mtp_factor = config.mtp_weight / max(config.mtp_layers, 1)
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim))
+        self.chunk = 0  # tokens whose logits exist at once; 0: `tokens_at_once`
         # [1 + further tokens, B·T], into which −log p of labels is written, if set
         self.token_losses: Tensor | None = None
         self.implementations: dict[str, Choice] = {}
@@ -154,7 +155,6 @@ class Head(nn.Module):
         self,
         x: Tensor,
         loss: Loss | None = None,
-        loss_chunk: int = 2048,
         further: Further | None = None,
         branches: Tensor | None = None,
     ) -> Tensor:
@@ -165,13 +165,12 @@ class Head(nn.Module):
         FSDP has gathered norm and weight, and keeps them until all losses are done with them in backward.
         """
         x = self.norm(x)
-        return self.logits(x) if loss is None else self.loss(x, loss, loss_chunk, further, branches)
+        return self.logits(x) if loss is None else self.loss(x, loss, further, branches)
 
     def loss(
         self,
         x: Tensor,
         loss: Loss,
-        loss_chunk: int,
         further: Further | None,
         branches: Tensor | None,
         ranks: Ranks | None = None,
@@ -188,7 +187,7 @@ class Head(nn.Module):
             Sum(all_tokens(h), labels.unsqueeze(1), partial(weighted, self.mtp_factor, weights), token_losses=of)
             for (h, labels, weights), of in zip(further(x) if further else (), losses)
         )
-        return loss(ChunkedLogits(all_tokens(x), self.weight, loss_chunk, ranks, own, self.impl, more))
+        return loss(ChunkedLogits(all_tokens(x), self.weight, self.chunk, ranks, own, self.impl, more))
 
     def divided(self, x: Tensor) -> Tensor:
         return x if self.divisor == 1 else x / self.divisor
@@ -251,7 +250,6 @@ class Decoder(nn.Module):
         labels: Tensor | None = None,
         *,
         loss: Loss | None = None,
-        loss_chunk: int = 2048,
         balance_weight: float = 1.0,
         caches: list[LayerCache] | None = None,
         logits_to_keep: int | None = None,
@@ -287,7 +285,6 @@ class Decoder(nn.Module):
         out = self.head(
             x if logits_to_keep is None else x[:, -logits_to_keep:],
             loss,
-            loss_chunk,
             further if later else None,
             plan.branches,
         )

@@ -18,6 +18,12 @@ IGNORE = -100  # the label that losses leave out
 ELSEWHERE = -1  # an id in another rank's part of the vocabulary
 
 
+def tokens_at_once(chunk: int, rows: int) -> int:
+    """`chunk`; if 0, of this many rows of the vocabulary, 2,048, or more up to 2²⁸ logits: small chunks take the host
+    longer than the device."""
+    return chunk or max(2048, 1 << (2**28 // rows).bit_length() - 1)
+
+
 class Rows(NamedTuple):
     """What a loss may know of the logits z of some tokens, [n, vocab]."""
 
@@ -49,7 +55,7 @@ class Sum(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ChunkedLogits:
-    """x Wᵀ, of which at most [chunk, vocab] exist at a time. x [T, D], weight [vocab, D].
+    """x Wᵀ, of which at most [chunk, vocab] exist at a time (0: `tokens_at_once`). x [T, D], weight [vocab, D].
 
     ranks: those that share the vocabulary. Each has vocab / size rows of W, in rank order, and all have the same x and
     ids. Logits are not exchanged. The first rank's sums are those of all; a rank's dx is what its rows contribute: both
@@ -200,14 +206,15 @@ def _own_ids(ids: Tensor, rows: int, ranks: Ranks | None) -> Tensor:
 def _differentiated(terms: Terms, rows: Rows, tokens: slice, none: Tensor, wanted: bool) -> tuple[Tensor, Rows | None]:
     """The terms of a chunk, zero where `none` [n], and the derivatives of their sum."""
     leaves = [x if x is None else x.detach().requires_grad_(wanted) for x in rows[:3]]
-    with torch.set_grad_enabled(wanted):
+    # On a thread of its own, autograd would keep the host busy twice as long.
+    with torch.set_grad_enabled(wanted), torch.autograd.set_multithreading_enabled(False):
         values = terms(Rows(*[*leaves, *rows[3:]]), tokens)
         values = values.masked_fill(none.view(-1, *[1] * (values.dim() - 1)), 0)
         loss = values.view(len(none), -1)[:, 0].sum()
-    if not wanted:
-        return values, None
-    of = [x for x in leaves if x is not None]
-    picked, lse, mean, *_ = *torch.autograd.grad(loss, of, materialize_grads=True), None
+        if not wanted:
+            return values, None
+        of = [x for x in leaves if x is not None]
+        picked, lse, mean, *_ = *torch.autograd.grad(loss, of, materialize_grads=True), None
     return values.detach(), rows._replace(picked=picked, lse=lse, mean=mean)
 
 
@@ -220,8 +227,9 @@ def _summed(
     row_statistics, logits_gradient = CROSS_ENTROPY.load(name)
     total = x.new_zeros((), dtype=wide)
     counts = head.ranks is None or head.ranks.rank == 0
-    for start in range(0, len(x), head.chunk):
-        tokens = slice(start, start + head.chunk)
+    chunk = tokens_at_once(head.chunk, len(weight))
+    for start in range(0, len(x), chunk):
+        tokens = slice(start, start + chunk)
         logits = _logits(x[tokens], weight, wide)
         target = _own_ids(ids[tokens].long(), len(weight), head.ranks)
         picked = logits.gather(1, target.clamp(min=0)).masked_fill_(target < 0, 0)

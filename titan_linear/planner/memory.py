@@ -54,6 +54,7 @@ from titan_linear.models.layers import widened
 from titan_linear.models.mlps.moe import Experts, LocalDispatch, MoE
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import CPContext, build_cp_context
+from titan_linear.ops.cross_entropy import tokens_at_once
 from titan_linear.ops.layout.nodes import Nodes
 from titan_linear.ops.registry import OPS
 from titan_linear.ops.runtime.support import Target, short
@@ -431,7 +432,8 @@ def _head(config: Config, model: ModelConfig, u: Units, batch: Batch) -> dict[st
     tokens = batch.tokens * batch.tp
     stream = model.dim * (4 * batch.tokens + 2 * compute * tokens)
     stream *= 1 + model.mtp_layers
-    logits = min(config.training.loss_chunk_size, tokens) * u.vocabulary // model.dim * (4 + compute)
+    rows = u.vocabulary // model.dim
+    logits = min(tokens_at_once(config.training.loss_chunk_size, rows), tokens) * rows * (4 + compute)
     weight = u.trained_head * 4 + (u.vocabulary * compute if u.sharded else 0)
     return {"head": stream + weight, "logits": logits}
 

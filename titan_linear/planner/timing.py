@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 from titan_linear.config import Config, fsdp_degrees, layer_checkpointing, micro_steps, replicas_wait
 from titan_linear.losses import build_loss
 from titan_linear.models.config import Documents, ModelConfig
+from titan_linear.ops.cross_entropy import tokens_at_once
 from titan_linear.ops.exchange.kcp import sizes_of
 from titan_linear.ops.layout.boundaries import CHUNK
 from titan_linear.ops.layout.chains import Chains
@@ -266,7 +267,8 @@ def step(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: 
     parts["communication"] += sums * _replicas(config, u, gpus, machine, passes)
     if u.offloaded:
         parts["communication"] += (times - 1) * u.local * u.types.stored / machine.offload.to_host
-    chunks = -(-batch.tokens * batch.tp // t.loss_chunk_size) * (1 + model.mtp_layers + _readings(config, model))
+    chunk = tokens_at_once(t.loss_chunk_size, u.vocabulary // model.dim)
+    chunks = -(-batch.tokens * batch.tp // chunk) * (1 + model.mtp_layers + _readings(config, model))
     launches = times * (sum(p.launches for p in everything) + 7 * chunks)  # 7 for each chunk of logits
     spent = sum(parts.values())
     parts["launches"] = max(machine.rates.gap * launches, machine.rates.host * launches - spent)
@@ -303,7 +305,7 @@ def _head(config: Config, model: ModelConfig, u: Units, batch: Batch, machine: M
     before: a product, and its logits, written and read."""
     rates, D = machine.rates, model.dim
     rows, tokens = u.vocabulary // D, batch.tokens * batch.tp
-    chunk = min(config.training.loss_chunk_size, tokens)
+    chunk = min(tokens_at_once(config.training.loss_chunk_size, rows), tokens)
     learned = tokens * (1 + model.mtp_layers)
     read = learned + tokens * _readings(config, model)
     products = read * rates.product((chunk, rows, D)) + learned * rates.product((chunk, D, rows))

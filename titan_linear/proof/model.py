@@ -85,13 +85,12 @@ def in_one_process(subject: Subject, whole: Decoder) -> Step:
     micro = MicroBatch(
         batch.tokens.to(device), batch.labels.to(device), plan, batch.streams, columns, batch.num_documents
     )
-    chunk = subject.config.training.loss_chunk_size
     whole.use(subject.config.model.impl, device, subject.dtype).zero_grad(set_to_none=True)
-    micro = with_reference(whole, micro, ComputeCopies(whole, subject.dtype), chunk)
+    micro = with_reference(whole, micro, ComputeCopies(whole, subject.dtype))
     of = partial(build_loss(subject.config), batch=micro)
     with torch.autograd.set_multithreading_enabled(False), Trace(whole) as trace, ComputeCopies(whole, subject.dtype):
         balance = weight / batch.tokens.numel()
-        loss = whole(micro.tokens, plan, loss=of, loss_chunk=chunk, balance_weight=balance).flatten()[0] / weight
+        loss = whole(micro.tokens, plan, loss=of, balance_weight=balance).flatten()[0] / weight
         loss.backward()
     gradients = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
     whole.zero_grad(set_to_none=True)

@@ -176,7 +176,7 @@ def subject_of(config: Config) -> Subject:
             "float8.enable": False,
             "training.seq_len": seq_len,
             "training.seq_len_schedule": [],
-            "training.loss_chunk_size": min(t.loss_chunk_size, seq_len // 2 + 1),
+            "training.loss_chunk_size": min(t.loss_chunk_size or seq_len, seq_len // 2 + 1),
         },
     )
     streams, _ = build_streams(cut, tokenizer, None)

@@ -216,6 +216,7 @@ def build_model(config: Config, model: ModelConfig, dims: ParallelDims, device: 
     """The decoder as the ranks train it: unallocated → parallelize → allocate. Its weights are still to be set."""
     t = config.training
     decoder = unallocated(model, DTYPES[t.dtype], DTYPES[t.mixed_precision_param])
+    decoder.head.chunk = t.loss_chunk_size
     parallelize(decoder, dims, config, device)
     materialise(decoder, device, dims.cpu_offload)
     return decoder
@@ -250,7 +251,7 @@ def build_passes(
     )
     precision = mixed_precision(config, model, dims)
     replicas_once = dims.replicas > 1 and replicas_wait(config.training)
-    return Passes(model, feed, precision, build_loss(config), config.training.loss_chunk_size, watching, replicas_once)
+    return Passes(model, feed, precision, build_loss(config), watching, replicas_once)
 
 
 def mixed_precision(config: Config, model: Decoder, dims: ParallelDims) -> AbstractContextManager[object]:

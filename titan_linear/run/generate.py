@@ -286,14 +286,13 @@ class Evaluation:
         """The loss, in nats per token, and its reports, over the held-out documents (or the first validation.steps
         streams of them)."""
         reader, v = self.reader, self.reader.config.validation
-        chunk = reader.config.training.loss_chunk_size
         total = torch.zeros(2 + len(self.loss.reports), dtype=torch.float64, device=self.device)
         for batch in reader.batches(self.held_out, v.local_batch_size, limit=v.steps):
             self.ask()
-            micro = with_reference(reader.model, reader.sharding(batch), reader.precision, chunk)
+            micro = with_reference(reader.model, reader.sharding(batch), reader.precision)
             loss = partial(self.loss, batch=micro)
             with reader.precision:
-                total[1:] += reader.model(micro.tokens, micro.plan, loss=loss, loss_chunk=chunk)
+                total[1:] += reader.model(micro.tokens, micro.plan, loss=loss)
             total[0] += batch.weight / reader.dims.copies
         dist.all_reduce(total)
         return (total[1:] / total[0]).tolist()

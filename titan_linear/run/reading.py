@@ -84,7 +84,6 @@ class Reader:
                 micro.tokens,
                 micro.plan,
                 loss=lambda logits: (labels, *columns(replace(logits, x=logits.x[rows]), labels, own)),
-                loss_chunk=self.config.training.loss_chunk_size,
             )
         numbers = [x.to("cpu", non_blocking=True) for x in numbers]
         return Moment(rows.device), numbers

@@ -39,7 +39,6 @@ class Forward:
         step: StepTokens,
         precision: AbstractContextManager[object],
         loss: Loss,
-        loss_chunk: int,
     ):
         weight = step.weight or 1.0
         with ExitStack() as inside:
@@ -48,7 +47,6 @@ class Forward:
                 batch.tokens,
                 batch.plan,
                 loss=partial(loss, batch=batch),
-                loss_chunk=loss_chunk,
                 balance_weight=weight / step.total,
             )
             self.loss = parts / weight
@@ -66,15 +64,13 @@ class Forward:
             del self.loss
 
 
-def with_reference(
-    model: Decoder, batch: MicroBatch, precision: AbstractContextManager[object], loss_chunk: int
-) -> MicroBatch:
+def with_reference(model: Decoder, batch: MicroBatch, precision: AbstractContextManager[object]) -> MicroBatch:
     """The batch, with the column that the loss reads of the base: the log-probability of each label."""
     if not (model.config.adapter and model.config.adapter.base_is_reference):
         return batch
     of_labels = partial(logprobs, ids=batch.labels.flatten())
     with precision, torch.no_grad(), without_adapters(model):
-        reference = model(batch.tokens, batch.plan, loss=of_labels, loss_chunk=loss_chunk)
+        reference = model(batch.tokens, batch.plan, loss=of_labels)
     return replace(batch, columns=batch.columns | {"reference": reference.unsqueeze(0)})
 
 
@@ -97,17 +93,16 @@ class Passes:
     feed: Feed
     precision: AbstractContextManager[object]
     loss: Loss
-    loss_chunk: int
     watching: Callable[[MicroBatch], AbstractContextManager[object]] = lambda batch: nullcontext()
     replicas_once: bool = False
     begun: Begun | None = None
 
     def next_step(self) -> tuple[StepTokens, Iterator[MicroBatch]]:
         tokens, batches = self.feed.next_step()
-        return tokens, (with_reference(self.model, batch, self.precision, self.loss_chunk) for batch in batches)
+        return tokens, (with_reference(self.model, batch, self.precision) for batch in batches)
 
     def forward(self, batch: MicroBatch, step: StepTokens) -> Forward:
-        return Forward(self.model, batch, step, self.precision, self.loss, self.loss_chunk)
+        return Forward(self.model, batch, step, self.precision, self.loss)
 
     def begin(self) -> None:
         """Queue the next step's first forward, so that the device has work while the host waits for numbers of the step

@@ -149,7 +149,8 @@ def micro_batch(
 
 def _collate(streams: list[Stream], indices: tuple[int, ...]) -> Batch:
     def joined(parts: Iterable[np.ndarray]) -> Tensor:
-        return torch.from_numpy(np.concatenate([*parts]))[None]
+        first, *others = parts
+        return torch.from_numpy(np.concatenate([first, *others]) if others else first)[None]
 
     seq_len = len(streams[0].tokens)
     edges = [stream.cu_seqlens[1:] + j * seq_len for j, stream in enumerate(streams)]
