@@ -4,7 +4,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from titan_linear.ops.cross_entropy import IGNORE, ChunkedLogits, chunked_cross_entropy, cross_entropy, largest
+from titan_linear.ops.cross_entropy import (
+    IGNORE,
+    ChunkedLogits,
+    chunked_cross_entropy,
+    cross_entropy,
+    largest,
+    tokens_at_once,
+)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 20, 64])
@@ -30,6 +37,14 @@ def test_compiled_it_has_the_same_gradients():
     compiled = torch.compile(chunked_cross_entropy, backend="aot_eager")
     losses = [loss(x, weight, labels, 4) for loss in (chunked_cross_entropy, compiled)]
     torch.testing.assert_close(*(torch.autograd.grad(loss, [x, weight]) for loss in losses))
+
+
+@pytest.mark.parametrize("rows", [257, 32_000, 65_536, 131_072, 248_320])
+def test_chunks_of_a_small_vocabulary_are_larger(rows):
+    """The largest power of two whose float32 logits are at most a GiB, unless 2,048 have more."""
+    tokens = tokens_at_once(0, rows)
+    assert tokens == 2048 or 4 * tokens * rows <= 2**30 < 4 * 2 * tokens * rows
+    assert tokens >= 2048 and tokens_at_once(48, rows) == 48
 
 
 def test_nothing_to_predict_is_zero():
