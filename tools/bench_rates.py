@@ -40,6 +40,7 @@ from titan_linear.commands import command_parser
 from titan_linear.distributed.groups import process_group
 from titan_linear.distributed.process import ignore_warnings_of_torch, own_device, refusing, run_command
 from titan_linear.ops import CPContext, attention, build_cp_context, causal_conv1d
+from titan_linear.ops.experts import GROUPED_LINEAR
 from titan_linear.ops.float8 import CAPABILITY, scaled_product, scaled_rows
 from titan_linear.ops.layout.segments import PROGRAMS
 from titan_linear.ops.torch.attention_kernels import attention_kernel
@@ -49,6 +50,7 @@ from tools.bench_ops import OPS, Case
 
 GIB = 2**30
 ROUNDS = 5
+EXPERTS = 64
 GATES = {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True}
 RULES = (  # with the options of mixers
     ("kda", {**GATES, "lower_bound": -5.0}),
@@ -131,13 +133,31 @@ def bandwidths(bench: Bench) -> dict[str, float]:
 
 def products(bench: Bench) -> list[tuple[int, float]]:
     """(width, TFLOP/s) of the product of tokens with a square weight, together with that of the weight's gradient."""
-    rates = []
-    for width in (256, 512, 1024, 2048, 4096) if bench.gpu else (64, 128):
-        x = bench.randn(bench.tokens, width)
-        weight = bench.randn(width, width)
-        seconds = bench.seconds(lambda x=x, weight=weight: (x @ weight, x.T @ x))
-        rates.append((width, 4 * bench.tokens * width**2 / seconds / 1e12))
-    return rates
+
+    def work(x: Tensor, weight: Tensor) -> object:
+        return x @ weight[0], x.T @ x
+
+    widths = (256, 512, 1024, 2048, 4096) if bench.gpu else (64, 128)
+    return [(width, _rate(bench, width, bench.tokens, work)) for width in widths]
+
+
+def grouped_products(bench: Bench) -> list[tuple[int, float]]:
+    """The same of rows for experts, 8 for each token."""
+    grouped = GROUPED_LINEAR.load("grouped_mm" if bench.gpu else "loop")
+    rows = 8 * bench.tokens
+    counts = torch.full((EXPERTS,), rows // EXPERTS, device=bench.device)
+
+    def work(x: Tensor, weight: Tensor) -> object:
+        return grouped.linear(x, weight, counts), grouped.outer(x, x, counts)
+
+    widths = (512, 1024, 2048) if bench.gpu else (64, 128)
+    return [(width, _rate(bench, width, rows, work, EXPERTS)) for width in widths]
+
+
+def _rate(bench: Bench, width: int, rows: int, work: Callable[[Tensor, Tensor], object], weights: int = 1) -> float:
+    """TFLOP/s of two products of rows with square weights."""
+    x, weight = bench.randn(rows, width), bench.randn(weights, width, width)
+    return 4 * rows * width**2 / bench.seconds(lambda: work(x, weight)) / 1e12
 
 
 def float8_products(bench: Bench) -> list[tuple[int, float]] | None:
@@ -376,6 +396,7 @@ def measured(device: torch.device, rank: int) -> dict[str, Any]:
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "bandwidths": lambda: bandwidths(bench),
         "products": lambda: {"products": products(bench), "float8": float8_products(bench)},
+        "experts' products": lambda: {"grouped": grouped_products(bench)},
         "launches": lambda: launches(bench),
         "links": lambda: {"node": links(bench)},
         "the host": lambda: {"offload": offload(bench)},

@@ -299,9 +299,14 @@ def _product(x: Tensor, weight: Tensor, counts: Tensor, slots: Tensor | None, pr
     return y if slots is None else COPIES.load(passes).collect(y, slots)
 
 
+def _product_cost(outputs: tuple[Tensor], x: Tensor, weight: Tensor, slots: Tensor | None, **_: Any) -> costs.Grouped:
+    inside = 0 if slots is None else len(x) * weight.shape[1] * x.element_size() + outputs[0].nbytes
+    return costs.Grouped(len(x), *weight.shape[1:], inside)
+
+
 _spec: dict[str, Any] = {
     "fake": _product_fake,
-    "cost": lambda outputs, x, weight, **_: costs.Grouped(len(x), *weight.shape[1:]),
+    "cost": _product_cost,
     "temporary": lambda x, weight, slots, **_: 0 if slots is None else len(x) * weight.shape[1] * x.element_size(),
 }
 kept_product = operator(_product, name="kept_product", kept_by=("selective",), **_spec)

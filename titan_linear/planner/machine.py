@@ -67,6 +67,7 @@ class Rates:
     sources: dict[str, str]
     offload: Offload | None = None  # None: not measured
     float8: list[tuple[Above0, Above0]] | None = None  # as `products`; None: not measured
+    grouped: list[tuple[Above0, Above0]] | None = None  # of rows by expert; None: not measured, as `products`
 
     @pydantic.field_validator("operators")
     @classmethod
@@ -75,11 +76,12 @@ class Rates:
             raise ValueError("conv1d and conv1d_backward are missing")
         return operators
 
-    def product(self, size: Size) -> float:
-        """Seconds of [m, k] @ [k, n] in bfloat16."""
+    def product(self, size: Size, grouped: bool = False) -> float:
+        """Seconds of [m, k] @ [k, n] in bfloat16. grouped: rows have one of several such matrices."""
         m, n, k = size
         moved = 2 * (m * k + k * n + m * n)
-        return max(2 * m * n * k / _tflops(self.products, size) / 1e12, moved / self.copy)
+        rates = (self.grouped if grouped else None) or self.products
+        return max(2 * m * n * k / _tflops(rates, size) / 1e12, moved / self.copy)
 
     def float8_product(self, size: Size) -> float:
         """Seconds of [m, k] @ [k, n] from float8, without what rounds to it."""

@@ -135,8 +135,9 @@ class Clock:
                 yield "recurrence", self._recurrence(call.name, cost, segments)
             case Product():
                 yield "products", self.rates.float8_product(cost)
-            case Grouped():
-                yield "products", self.rates.product(cost)
+            case Grouped(m, n, k, inside):
+                yield "products", self.rates.product((m, n, k), grouped=True)
+                yield "elementwise", inside / self.rates.fused
             case Exchange():
                 yield "communication", self._exchange(cost)
             case Incoming():
@@ -383,14 +384,17 @@ def _replicas(config: Config, u: Units, gpus: int, machine: Machine, passes: lis
 
 
 def _experts(config: Config, model: ModelConfig, batch: Batch, machine: Machine) -> float:
-    """Seconds in which a micro-step's tokens travel to other ranks with their experts and sums come back: in forward,
-    in backward, and again where the layer is recomputed. In forward ranks first tell each other how many come."""
+    """Seconds in which a micro-step's tokens travel to ranks with their experts and sums come back: in forward, in
+    backward, and again where the layer is recomputed. In forward ranks first tell each other how many come.
+
+    A token goes to `ranks` ranks, as expected of experts that are chosen evenly. Its copies are written on the way out
+    and added up on the way back, and so many tokens more are read and written beside the experts."""
     if model.moe is None or batch.ep == 1:
         return 0.0
     link = machine.group(batch.ep, batch.tp)
-    others = (batch.ep - 1) * (1 - (1 - 1 / batch.ep) ** model.moe.top_k)  # ranks that a token goes to, expected
-    rows = batch.tokens * batch.tp * others * model.moe.width(model.dim) * batch.dtype.itemsize
-    exchange = link.message + rows / link.all_to_all
+    ranks = batch.ep * (1 - (1 - 1 / batch.ep) ** model.moe.top_k)
+    rows = batch.tokens * batch.tp * ranks * model.moe.width(model.dim) * batch.dtype.itemsize
+    exchange = link.message + rows * (batch.ep - 1) / batch.ep / link.all_to_all
     modes = [layer_checkpointing(config.activation_checkpoint, i) for i in range(len(model.layers))]
-    times = [4 if mode == "none" else 6 for i, mode in enumerate(modes) if model.has_experts(i)]
-    return len(times) * link.message + sum(times) * exchange
+    times = [2 if mode == "none" else 3 for i, mode in enumerate(modes) if model.has_experts(i)]
+    return len(times) * link.message + sum(times) * (2 * exchange + 4 * rows / machine.rates.fused)

@@ -70,6 +70,7 @@ class Grouped(NamedTuple):
     m: int
     n: int
     k: int
+    inside: int = 0  # bytes of a pass over rows that lie only inside the call
 
 
 class Exchange(NamedTuple):
