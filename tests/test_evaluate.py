@@ -1,11 +1,12 @@
 """Evaluations: prompts that a reference answers, exact in length; scores of all, none and any split alike."""
 
+import random
 import re
 import shlex
 import string
 from collections import Counter
 from dataclasses import fields, replace
-from itertools import groupby, product
+from itertools import groupby, product, repeat
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from titan_linear import evaluate, lm_eval
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, build_tokenizer, load_corpus
 from titan_linear.data.streams.prompts import NONE, Prompts, Sample
-from titan_linear.data.tasks import LOSS, TASKS
+from titan_linear.data.tasks import LOSS, TASKS, Draw
 from titan_linear.models.mixers.attention import Attention
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN
@@ -128,6 +129,14 @@ def test_a_reader_finds_the_answers(task, keys, tokenizers):
         for (at,) in first:  # at one token others are compared, which are different ones
             candidates = answers[at, 1:][answers[at, 1:] != NONE]
             assert len({*candidates, tokens[at]}) == len(candidates) + 1 > 1
+
+
+def test_a_depth_is_told_where_one_needle_has_all_answers():
+    rows = np.array([[0, 1, 0, 1, -1, -2]])
+    for task, make in TASKS.items():
+        question = make(Draw(random.Random(0)), repeat("This line is longer than twenty characters.\n"), 0.5)
+        depth = recall(Sample(task, 3, 0.5, 0), rows)["depth"]
+        assert (depth == 0.5) == (len(question.answers) == 1 or len(question.needles) == 1), task
 
 
 def test_needles_lie_at_even_depths(keys):
@@ -369,7 +378,7 @@ def test_a_user_asks_by_the_chat_template(keys, tokenizers, tmp_path):
 
 def test_models_that_are_compared_have_one_size_and_positions():
     """Softmax attention alone has none without rotary positions."""
-    recipe = Path("train_configs/recall_100m.toml")
+    recipe = Path("train_configs/recall_4m.toml")
     comments = re.sub(r"\n# {14}", " ", recipe.read_text().partition("\n[job]")[0])
     keys = dict(re.findall(r"\n#   (\w+) +(--model.*)", comments))
     sizes = []

@@ -128,7 +128,7 @@ RECIPES: dict[str, tuple[Variant, ...]] = {
     "hybrid": (
         shipped("dpo", keys=PAIRS | BASE_AS_REFERENCE),
         shipped("dpo", keys=PAIRS | {"dpo.reference_free": "true"}),
-        shipped("recall_100m", keys={"training.mixture": "[]"}),
+        shipped("recall_4m", keys={"training.mixture": "[]"}),
     ),
 }
 EXPERTS = [name for name, variants in MODELS.items() if any(variant.experts for variant in variants)]

@@ -221,4 +221,5 @@ TASKS: dict[str, Callable[[Draw, Iterator[str], float], Question]] = {
     "copy": passage,
     "induction": partial(pairs, asked=1, count=4, among="text"),
 }
+SPREAD = ("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", "mqar")  # their answers are at all depths
 LOSS = "loss"  # of documents as they are, by position

@@ -22,7 +22,7 @@ from torch import Tensor
 from titan_linear.config import Config, Evaluation
 from titan_linear.data import Prompts, Sample, Side, Tokenizer, split_corpus
 from titan_linear.data.corpus.chat import Conversations
-from titan_linear.data.tasks import LOSS
+from titan_linear.data.tasks import LOSS, SPREAD
 from titan_linear.ops.cross_entropy import ChunkedLogits
 from titan_linear.run.data import open_corpora
 from titan_linear.run.reading import Reader
@@ -114,7 +114,7 @@ def recall(sample: Sample, rows: np.ndarray) -> Record:
     return {
         "task": sample.task,
         "length": sample.length,
-        "depth": sample.depth,
+        "depth": None if sample.task in SPREAD else sample.depth,
         "exact": float(np.mean([answer[:, 3].all() for answer in answers])),
         "score": float(np.mean(chosen.all(1) / (1 + ties))),
         "chance": float(np.mean(1 / candidates)),
