@@ -154,7 +154,7 @@ class Device:
 
     def Event(self, enable_timing):
         assert enable_timing
-        event = SimpleNamespace(time=0.0)
+        event = SimpleNamespace(time=0.0, synchronize=lambda: None)
         event.record = lambda: vars(event).update(time=max(self.host, self.done))
         event.elapsed_time = lambda later: 1e3 * (later.time - event.time)
         return event

@@ -16,7 +16,6 @@ head, where heads fill the GPU, and the time per token of an entry, where heads 
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import platform
@@ -46,6 +45,7 @@ from titan_linear.ops.layout.segments import PROGRAMS
 from titan_linear.ops.torch.attention_kernels import attention_kernel
 from titan_linear.planner.timing import DIM, share_of
 from titan_linear.step.flops import known_peak
+from titan_linear.step.optimizer import Moment
 from tools.bench_ops import OPS, Case
 
 GIB = 2**30
@@ -79,28 +79,17 @@ class Bench:
         return median(self._once(work) for _ in range(ROUNDS))
 
     def _once(self, work: Callable[[], object]) -> float:
-        self.mark(ahead=True)
-        begin = self.mark()
+        self.head_start()
+        begin = Moment(self.device)
         work()
-        return self.between(begin, self.mark())
+        return Moment(self.device).since(begin)
 
-    def mark(self, ahead: bool = False) -> Any:
-        """A moment on the device. ahead: give the host a head start before it."""
-        if not self.gpu:
-            return time.perf_counter()
-        if ahead:
+    def head_start(self) -> None:
+        """Keep the device busy for 8 ms, more than the host takes to queue a pass."""
+        if self.gpu:
             torch.cuda.synchronize()
-            for _ in range(4):  # 8 ms, more than the host takes to queue a pass
+            for _ in range(4):
                 self.flush.zero_()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def between(self, begin: Any, end: Any) -> float:
-        if not self.gpu:
-            return end - begin
-        torch.cuda.synchronize()
-        return begin.elapsed_time(end) / 1e3
 
 
 # --- Bandwidths, products, launches ----------------------------------------------------------------------------------
@@ -228,23 +217,23 @@ def _both(bench: Bench, q: Tensor, k: Tensor, v: Tensor, context: Any) -> tuple[
 class Operators(TorchDispatchMode):
     """Records the moments before and after each of our operators."""
 
-    def __init__(self, bench: Bench):
+    def __init__(self, device: torch.device):
         super().__init__()
-        self.bench = bench
-        self.marks = []
+        self.device = device
+        self.marks: list[tuple[str, Moment, Moment]] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if function.namespace != "titan_linear":
             return function(*args, **(kwargs or {}))
-        begin = self.bench.mark()
+        begin = Moment(self.device)
         out = function(*args, **(kwargs or {}))
-        self.marks.append((function._opname, begin, self.bench.mark()))
+        self.marks.append((function._opname, begin, Moment(self.device)))
         return out
 
     def seconds(self) -> dict[str, float]:
         sums: dict[str, float] = defaultdict(float)
         for name, begin, end in self.marks:
-            sums[name] += self.bench.between(begin, end)
+            sums[name] += end.since(begin)
         return sums
 
 
@@ -255,16 +244,16 @@ def by_operator(
     rounds = []
     dy = torch.randn_like(forward())
     for _ in range(ROUNDS + 1):
-        seen = Operators(bench)
-        marks = [bench.mark(ahead=True)]
+        seen = Operators(bench.device)
+        bench.head_start()
         with torch.autograd.set_multithreading_enabled(False), seen:
-            marks[0] = bench.mark()
+            begin = Moment(bench.device)
             y = forward()
-            marks.append(bench.mark())
+            turn = Moment(bench.device)
             torch.autograd.grad(y, inputs, dy)
-            marks.append(bench.mark())
-        passes = zip(whole, itertools.starmap(bench.between, itertools.pairwise(marks)), strict=True)
-        rounds.append(seen.seconds() or dict(passes))
+            end = Moment(bench.device)
+        passes = turn.since(begin), end.since(turn)
+        rounds.append(seen.seconds() or dict(zip(whole, passes, strict=True)))
     return {name: median(seconds[name] for seconds in rounds[1:]) for name in rounds[0]}
 
 

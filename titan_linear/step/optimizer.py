@@ -263,7 +263,8 @@ class Moment:
             self.event.synchronize()
 
     def since(self, earlier: Moment) -> float:
-        """Seconds between two moments that have come."""
+        """Seconds; waits for this moment."""
+        self.wait()
         if self.event is None:
             return self.time - earlier.time
         return earlier.event.elapsed_time(self.event) / 1e3
