@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -236,13 +237,7 @@ def documents(subject: Subject, case: Case) -> Findings:
     worst_of = (0.0, "")
     for n in [*order[: ALONE // 2], *order[::-1][: ALONE // 2]]:
         document = slice(int(bounds[n]), int(bounds[n + 1]))
-        tokens = {name: x[:, document] for name, x in case.tokens.items()}
-        alone = computed(
-            replace(case, tokens=tokens, dy=case.dy[:, document]),
-            torch.float64,
-            plan_of(subject, torch.tensor([0, int(lengths[n])], dtype=torch.int32)),
-        )
-        for name, x in alone.tokens.items():
+        for name, x in alone(subject, case, document, int(lengths[n])).items():
             whole = packed.tokens[name]
             error = off(whole[:, document], x, SMALL * whole.norm().item())
             if not error <= worst_of[0]:
@@ -265,19 +260,28 @@ def documents(subject: Subject, case: Case) -> Findings:
         yield Finding("documents", f"{what}, by the kernels of the run", *compared)
 
 
+def alone(subject: Subject, case: Case, rows: slice | np.ndarray, length: int) -> Tensors:
+    """What the tokens of a document give alone, in float64."""
+    plan = plan_of(subject, torch.tensor([0, length], dtype=torch.int32))
+    return computed(case, torch.float64, plan, mine=rows).tokens
+
+
+def after_change(subject: Subject, case: Case, rows: slice) -> Tensors:
+    """What all tokens give on the run's ranks after some are changed."""
+    other = {name: x.clone() for name, x in (case.tokens | {"dy": case.dy}).items()}
+    for x in other.values():
+        x[:, rows] = 1.5 * x[:, rows].flip(-1) + 0.25
+    changed = replace(case, dy=other.pop("dy"), tokens=other)
+    return split_among_ranks(subject, changed, subject.dtype, subject.config.model.impl).tokens
+
+
 def _changed(subject: Subject, case: Case, documents: list[int]) -> Iterator[tuple[int, Results, Results]]:
     """For each of these documents: it, what all tokens give, and what those of others give after it is changed."""
-    dtype = subject.dtype
-    impl = subject.config.model.impl
     bounds = _bounds(subject)
-    before = split_among_ranks(subject, case, dtype, impl)
+    before = split_among_ranks(subject, case, subject.dtype, subject.config.model.impl)
     for n in dict.fromkeys(documents):
         document = slice(int(bounds[n]), int(bounds[n + 1]))
-        other = {name: x.clone() for name, x in (case.tokens | {"dy": case.dy}).items()}
-        for x in other.values():
-            x[:, document] = 1.5 * x[:, document].flip(-1) + 0.25
-        dy = other.pop("dy")
-        after = split_among_ranks(subject, replace(case, tokens=other, dy=dy), dtype, impl).tokens
+        after = after_change(subject, case, document)
         for name, x in after.items():
             x[:, document] = before.tokens[name][:, document]
         yield n, before, Results(after, {})
