@@ -95,7 +95,7 @@ MUTANTS = [
     Mutant("(n * dp_degree + dp_rank) * local_batch_size", "(n * dp_degree) * local_batch_size", "test_loader.py"),
     Mutant("self.next_stream += self.global_batch_size", "self.next_stream += self.local_batch_size", "test_loader.py"),
     Mutant("(places[:, 0] < end) & (begin", "(places[:, 0] <= end) & (begin", "test_chat.py"),
-    Mutant("self.corpus.weights(following)", "self.corpus.weights(positions)", "data/test_chat.py: streams"),
+    Mutant('column("weights", following)', 'column("weights", positions)', "data/test_chat.py: streams"),
     Mutant("np.minimum(document_ends, last) - begin", "document_ends - begin", "test_packing.py"),
     Mutant("math.ceil(holdout * 2**53)", "math.floor(holdout * 2**53)", "test_packing.py"),
     Mutant("least = -(-self.sums[-1] // min(counts))", "least = self.sums[-1] // min(counts)", "test_mixture.py"),

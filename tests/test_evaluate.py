@@ -357,7 +357,7 @@ def test_prompts_are_written_to_train_on_their_answers(keys, tmp_path, capsys):
     assert np.diff(corpus.offsets).tolist() == [300, 300, 400, 400]
     for places in np.split(np.arange(corpus.num_tokens), corpus.offsets[1:-1]):
         text = decode(corpus.tokens[places])
-        asked = decode(corpus.tokens[places[corpus.weights(places) == 1]]).split()
+        asked = decode(corpus.tokens[places[corpus.column("weights", places) == 1]]).split()
         told = re.findall(r"\n\w+ (\w+)", text)[:-8]
         assert asked == paired(text)[-8:] and asked != [value for value in told if value in asked]
 

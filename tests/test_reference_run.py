@@ -83,7 +83,7 @@ def test_documents_as_fla_takes_them(edges, monkeypatch):
             return [given["input_ids"]]
 
     tokens = torch.arange(16)[None]
-    batch = Batch(tokens, tokens + 1, torch.tensor(edges, dtype=torch.int32), tokens, 2, (0, 1))
+    batch = Batch(tokens, tokens + 1, torch.tensor(edges, dtype=torch.int32), tokens, 2, (0, 1), {})
     reduction, labels = fla_loss(Model(), batch)
     packed = len(edges) > 3
     assert reduction == "sum" and (labels == seen["input_ids"] + 1).all()

@@ -268,7 +268,9 @@ def arguments(corpus, *overrides):
 def trainer_of(argv):
     """In any process: the flavors of these tests are known."""
     OWN["hybrid"] |= OWN_FLAVORS
-    return Trainer(load_config(argv))
+    trainer = Trainer(load_config(argv))
+    assert trainer.model.head.chunk == trainer.config.training.loss_chunk_size
+    return trainer
 
 
 def train_on_rank(rank, world_size, argv):

@@ -144,7 +144,7 @@ def equals_transformers(path, records, reader=None):
 
 def documents(corpus):
     for begin, end in zip(corpus.offsets[:-1], corpus.offsets[1:]):
-        yield DocumentTokens(corpus.tokens[begin:end], {"weights": corpus.weights(np.arange(begin, end))})
+        yield DocumentTokens(corpus.tokens[begin:end], {"weights": corpus.column("weights", np.arange(begin, end))})
 
 
 def runs(document):

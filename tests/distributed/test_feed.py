@@ -19,7 +19,8 @@ def batches(data_rank, log):
         log.append(f"fetch {n}")
         labels = torch.full((1, T), IGNORE)
         labels[0, : (n + data_rank) % T] = 1
-        yield Batch(labels, labels, torch.tensor([0, T], dtype=torch.int32), labels, 1, (10 * data_rank + n,))
+        columns = {"weights": (labels != IGNORE).float()}
+        yield Batch(labels, labels, torch.tensor([0, T], dtype=torch.int32), labels, 1, (10 * data_rank + n,), columns)
 
 
 def two_steps(rank, world_size, cp):
@@ -28,7 +29,7 @@ def two_steps(rank, world_size, cp):
 
     def cut(batch):
         log.append(f"cut {batch.streams[0] % 10}")
-        return MicroBatch(batch.tokens, batch.labels, SimpleNamespace(pairs=1.0 + 10 * rank), batch.streams)
+        return MicroBatch(batch.tokens, batch.labels, SimpleNamespace(pairs=1.0 + 10 * rank), batch.streams, {})
 
     feed = Feed(batches(rank // cp, log), cut, micro_steps=MICRO_STEPS, copies=cp, host=dist.group.WORLD, device=CPU)
     steps, fed = [], FeedStats()

@@ -228,7 +228,7 @@ def test_the_load_balance_loss_is_a_mean_over_all_tokens(labelled):
     def gradients(model):
         model.zero_grad()
         for x, y in zip(tokens, labels, strict=True):
-            batch = MicroBatch(x, y, plan, (0,))
+            batch = MicroBatch(x, y, plan, (0,), {"weights": torch.ones(y.shape)})
             Forward(model, batch, StepTokens(80, labelled), nullcontext(), CrossEntropy()).backward()
         return [layer.mlp.router.weight.grad for layer in model.layers]
 

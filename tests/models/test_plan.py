@@ -342,7 +342,7 @@ def test_a_batch_is_planned_for_what_its_layers_read(kinds, cp, method, planned)
     pattern = tuple((MIXERS | three)[kind] for kind in kinds)
     model = ModelConfig(vocab_size=64, dim=32, pattern=pattern, num_layers=len(pattern), hidden_dim=32)
     tokens, cu = torch.arange(64)[None], boundaries([40, 24])
-    batch = Batch(tokens, tokens, cu, torch.zeros_like(tokens), 1, (0,))
+    batch = Batch(tokens, tokens, cu, torch.zeros_like(tokens), 1, (0,), {})
 
     def on_rank(group):
         methods = {"layout": "zigzag", "softmax_method": method, "linear_method": "kcp"}

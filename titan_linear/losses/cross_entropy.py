@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from titan_linear.config import schema
-from titan_linear.losses.loss import Loss, Targets
+from titan_linear.losses.loss import Loss, Targets, column
 from titan_linear.ops.cross_entropy import ChunkedLogits, Rows, cross_entropy
 
 
@@ -21,7 +21,6 @@ class CrossEntropy(Loss):
 
     def __call__(self, logits: ChunkedLogits, batch: Targets) -> Tensor:
         smoothing, z_loss = self.keys.label_smoothing, self.keys.z_loss
-        weights = batch.columns["weights"][0] if "weights" in batch.columns else None
 
         def terms(rows: Rows, tokens: slice) -> Tensor:
             loss = cross_entropy(rows, tokens)
@@ -29,6 +28,6 @@ class CrossEntropy(Loss):
                 loss = (1 - smoothing) * loss + smoothing * (rows.lse - rows.mean)
             if z_loss:
                 loss = loss + z_loss * rows.lse.square()
-            return loss if weights is None else weights[tokens].to(loss.dtype) * loss
+            return column(batch, "weights", loss)[tokens] * loss
 
         return logits.sum(batch.labels.flatten(), terms, statistics=smoothing > 0)

@@ -131,10 +131,9 @@ def later(batch: Batch, depth: int) -> Later | None:
     tokens = torch.zeros(depth, batch.tokens.shape[1], dtype=torch.int64)
     labels = torch.full_like(tokens, IGNORE)
     weights = torch.zeros(tokens.shape)
-    weight_of = batch.columns.get("weights", torch.ones(batch.tokens.shape))
     for a, b in pairwise(batch.cu_seqlens.tolist()):
         for k in range(1, min(depth, b - a - 1) + 1):
-            for x, of in ((tokens, batch.tokens), (labels, batch.labels), (weights, weight_of)):
+            for x, of in ((tokens, batch.tokens), (labels, batch.labels), (weights, batch.columns["weights"])):
                 x[k - 1, a : b - k] = of[0, a + k : b]
     return Later(tokens, labels, weights) if depth else None
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -205,8 +205,8 @@ def later_of(batch: Batch, depth: int) -> Later:
     ends = bounds[1:].repeat_interleave(bounds.diff())  # [T], of each token's document
     at = torch.arange(len(ends)) + torch.arange(1, depth + 1).unsqueeze(1)
     inside = at < ends
-    weights = batch.columns.get("weights", torch.ones_like(batch.labels, dtype=torch.float32))
-    tokens, labels, weights = (x[0, at.where(inside, 0)] for x in (batch.tokens, batch.labels, weights))
+    of_tokens = batch.tokens, batch.labels, batch.columns["weights"]
+    tokens, labels, weights = (x[0, at.where(inside, 0)] for x in of_tokens)
     return Later(tokens.where(inside, 0), labels.where(inside, IGNORE), weights.where(inside, 0))
 
 
@@ -248,7 +248,7 @@ class MicroBatch:
     labels: Tensor  # [1, T_local] int64; of trees [1, T_local + branches], as columns
     plan: BatchPlan
     streams: tuple[int, ...]  # global indices, for error messages
-    columns: dict[str, Tensor] = field(default_factory=dict)  # [1, T_local] or [1, T_local, n] each
+    columns: dict[str, Tensor]  # [1, T_local] or [1, T_local, n] each
     num_documents: int = 0  # of the `Batch`
     paths: Paths | None = None  # of prefix trees, if the loss knows documents
 
@@ -391,7 +391,7 @@ class Feed:
 
 def _counts(batch: Batch) -> list[float]:
     """The weight and the number of labels, the number of tokens with trees packed apart, and those of `Documents`."""
-    labels = batch.columns.get("weights", batch.labels != IGNORE) > 0
+    labels = batch.columns["weights"] > 0
     edges, above, apart = batch.cu_seqlens.numpy(), 0, batch.tokens.numel()
     if nodes := batch.nodes:
         above, apart = nodes.depth, int((nodes.edges[1:] - nodes.begins)[nodes.leaves].sum())

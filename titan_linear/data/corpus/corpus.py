@@ -96,14 +96,13 @@ class Corpus:
         """Of its content and its tokenizer."""
         return self.fingerprint, self.info["tokenizer"]["fingerprint"]
 
-    def weights(self, positions: ndarray) -> ndarray:
-        """What the tokens at these positions in `tokens`, [n] int64, count, [n] float32; 0: they are not trained on."""
-        weighted = WEIGHTS in self.columns
-        return self.column(WEIGHTS, positions) if weighted else np.ones(len(positions), dtype=np.float32)
-
     def column(self, name: str, positions: ndarray) -> ndarray:
         """The numbers beside the tokens at these positions, or the last token, [n] or [n, width]; of PLACE these."""
-        return positions.copy() if name == PLACE else np.take(self.columns[name], positions, 0, mode="clip")
+        if name == PLACE:
+            return positions.copy()
+        if name == WEIGHTS and name not in self.columns:
+            return np.ones(len(positions), dtype=np.float32)
+        return np.take(self.columns[name], positions, 0, mode="clip")
 
     @property
     def summary(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
 import numpy as np
@@ -35,13 +35,13 @@ class Batch:
     position_ids: Tensor  # [1, L·T] int64, from 0 in each document
     num_streams: int  # L
     streams: tuple[int, ...]  # their global indices, for error messages
-    columns: dict[str, Tensor] = field(default_factory=dict)  # [1, L·T] or [1, L·T, n], of labels, as losses read them
+    columns: dict[str, Tensor]  # [1, L·T] or [1, L·T, n], of labels, as losses read them
     num_documents: int = 0  # more than any number in the column "document", if there is one
 
     @property
     def weight(self) -> float:
         """Of all labels."""
-        return float(self.columns.get("weights", self.labels != IGNORE).sum(dtype=torch.float64))
+        return float(self.columns["weights"].sum(dtype=torch.float64))
 
     @cached_property
     def nodes(self) -> Nodes | None:

@@ -22,7 +22,7 @@ import operator
 from bisect import bisect_right
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import Protocol
@@ -173,7 +173,7 @@ class Stream:
     labels: ndarray  # [T] int64: the next token of the same document, where it is trained on; else IGNORE
     cu_seqlens: ndarray  # [N+1] int32, from 0 to T
     position_ids: ndarray  # [T] int64, from 0 in each document
-    columns: dict[str, ndarray] = field(default_factory=dict)  # [T] or [T, n] each: numbers of the labels
+    columns: dict[str, ndarray]  # [T] or [T, n] each: numbers of the labels, "weights" always
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ class PackedStreams:
         labels[edges[1:-1] - 1] = IGNORE  # inside a stream, a run ends where its document ends
         labels[end:] = IGNORE
         following = positions + 1
-        weights = self.corpus.weights(following) * (labels != IGNORE)
+        weights = self.corpus.column("weights", following) * (labels != IGNORE)
         labels[weights == 0] = IGNORE
         columns = {"weights": self._divided(weights, edges)}
         for name in self.targets.columns:

@@ -91,7 +91,8 @@ class Prompts:
         labels = np.where(answers[1:, 2] == NONE, IGNORE, tokens[1:])
         edges = np.unique(np.cumsum([0, *padded])).astype(np.int32)
         positions = np.concatenate([np.arange(length) for length in padded])
-        return Stream(tokens[:-1], labels, edges, positions, {"answers": answers[1:]})
+        columns = {"weights": (labels != IGNORE).astype(np.float32), "answers": answers[1:]}
+        return Stream(tokens[:-1], labels, edges, positions, columns)
 
     def prompt(self, sample: Sample) -> Prompt:
         rng = random.Random(f"{self.seed} {sample.task} {sample.length} {sample.number}")

@@ -55,8 +55,8 @@ class TreeStreams(WholeStreams):
         nodes = Nodes.of(edges, parents)
         positions, back = nodes.positions, nodes.back
         places = np.arange(edges[count]) + np.repeat(starts - edges[:count], lengths)
-        columns = {name: self.corpus.column(name, places) for name in self.targets.columns}
-        columns["weights"] = self.corpus.weights(places) * (back[: len(places)] > 0)
+        columns = {name: self.corpus.column(name, places) for name in ("weights", *self.targets.columns)}
+        columns["weights"] = columns["weights"] * (back[: len(places)] > 0)
         if self.targets.group:
             columns["document"] = stream.columns["document"]
         for name, x in columns.items():
