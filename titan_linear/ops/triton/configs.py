@@ -150,7 +150,7 @@ def unmeasured(t: Target, _: Mapping[str, str | None]) -> str:
     if shipped_for(t.capability) in MEASURED:
         return ""
     where = f"compute capability {dotted(t.capability)}"
-    return f"not measured on this GPU ({where}): its kernels were compiled for it, and never run"
+    return f"not measured on this GPU ({where}): its kernels, less those for 9.0, were compiled for it, never run"
 
 
 KERNELS = (on_gpu, triton_installed, known_generation, dtype_in(*HALF, torch.float32))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import CHUNK
 from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs
+from titan_linear.ops.triton import kda_hopper
 from titan_linear.ops.triton import kda_kernels as kernels
 from titan_linear.ops.triton.chunks import listed_entries
 from titan_linear.ops.triton.configs import Config, config, widest_slice
@@ -161,11 +162,15 @@ def _gradients(
     BF = config("kda gradient safe", x.q, K, **limits)["BK"]
     fast = None if n.safe_gate else x.g.new_empty(NT, HV, K // BF, dtype=torch.int32)
     constants = _of_gates(x, n) | {"V": V, "BF": BF}
-    for kernel, safe in _passes(n.safe_gate, "kda gradient safe", "kda gradient"):
+    sums = None if x.A_log is None else dA_part, None if x.dt_bias is None else dbias_part
+    passes = _passes(n.safe_gate, "kda gradient safe", "kda gradient")
+    if kda_hopper.fits(x):
+        kda_hopper.launch_gradient(given, (r, y, h, dh, dA, dK), (dq, dk, dg), *sums, fast)
+        passes = passes[1:]
+    for kernel, safe in passes:
         chosen = config(kernel, x.q, K, **limits)
         BK, BV = chosen["BK"], chosen["BV"]
         assert BF % BK == 0, "a program reads one flag"
-        sums = None if x.A_log is None else dA_part, None if x.dt_bias is None else dbias_part
         read = ragged_tiles(do, BV), *(chunk_tiles(t, n, BV) for t, n in ((r, C), (y, C), (h, BK), (dh, BK)))
         kernels.gradient_kernel[K // BK, HV, NT](
             *map(rows, (x.q, x.k, x.g)), *read, x.A_log, x.dt_bias, tiles.b, dA, dK, dq, dk, dg, *sums, fast, chunks,

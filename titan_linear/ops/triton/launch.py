@@ -17,12 +17,12 @@ import triton
 
 
 class Kernel:
-    """Decorates a kernel, instead of `triton.jit`. Arguments may be tuples, but not of descriptors, which Triton
-    does not find in them; a named one costs a launch half a microsecond, a plain one nothing. A launch whose first
-    argument is on the meta device, or begins with a tensor that is, only compiles the kernel."""
+    """Decorates a kernel, instead of `jit`. Arguments may be tuples, but not of descriptors, which Triton does not
+    find in them; a named one costs a launch half a microsecond, a plain one nothing. A launch whose first argument is
+    on the meta device, or begins with a tensor that is, only compiles the kernel."""
 
-    def __init__(self, fn: Callable[..., None]):
-        self.jitted = triton.jit(fn)
+    def __init__(self, fn: Callable[..., None], jit: Callable[..., Any] = triton.jit):
+        self.jitted = jit(fn)
         self.__name__, self.__doc__ = fn.__name__, fn.__doc__
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:

@@ -1,0 +1,296 @@
+"""KDA's gradients for Hopper, in Gluon, for gates that `half_decays` takes. `kda_kernels` has their algebra, and them
+in Triton for other gates, shapes and GPUs.
+
+The copy engine has all of a program's tiles on their way before it computes, and a multiprocessor has two programs: one
+waits for its tiles while the other computes. Tiles have channels as rows, and tokens of one half of a chunk as columns:
+pairs of two halves then need no mask, and products read parts of the chunk's matrices where these lie.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language import constexpr
+
+from titan_linear.ops.runtime.options import Inputs
+from titan_linear.ops.triton.chunks import chunk_at
+from titan_linear.ops.triton.gates import LOG2E, log2_gate, sigmoid, softplus
+from titan_linear.ops.triton.hopper import END, VECTOR, barriers, is_hopper, shared, swizzled
+from titan_linear.ops.triton.kda_kernels import gate_gradient, gate_rate
+from titan_linear.ops.triton.launch import Kernel
+from titan_linear.ops.triton.solve import split
+from titan_linear.ops.triton.stages import Given
+
+C = constexpr(64)  # tokens of a chunk, and channels of a program
+D = constexpr(128)  # K and V
+CHUNK = constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # [C, C]
+HALF = constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))  # [C, 32]
+LEFT = constexpr(gl.DotOperandLayout(0, HALF.value, 2))
+CHANNELS = constexpr(gl.SliceLayout(1, HALF.value))
+TOKENS = constexpr(gl.SliceLayout(0, HALF.value))
+SUMS = constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))  # [32, 32]
+WORDS = constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+def fits(x: Inputs) -> bool:
+    """Whether this kernel takes heads and dtypes like those of x."""
+    return x.q.shape == x.v.shape and x.q.shape[2] == D.value and x.q.dtype == torch.bfloat16 and is_hopper(x.q.device)
+
+
+@gluon.jit
+def _product(a, b):
+    """a @ b [C, C], under way; a in shared memory."""
+    return warpgroup_mma(a, b, gl.zeros([C, C], gl.float32, CHUNK), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add(a, b, acc):
+    """acc + a @ b [C, 32], under way; a in registers."""
+    return warpgroup_mma(gl.convert_layout(a, LEFT, assert_trivial=True), b, acc, is_async=True)
+
+
+@gluon.jit
+def _sums(x, matrix):
+    """As `split_dot`, under way."""
+    hi, lo = split(x)
+    acc = gl.zeros([C, 32], gl.float32, HALF)
+    acc = warpgroup_mma(gl.convert_layout(lo, LEFT), matrix, acc, use_acc=False, is_async=True)
+    return _add(hi, matrix, acc)
+
+
+@gluon.jit
+def _halves(x):
+    """[C, C] → two of [C, 32]."""
+    first, second = gl.split(gl.permute(gl.reshape(x, [C, 2, 32]), (0, 2, 1)))
+    return gl.convert_layout(first, HALF, assert_trivial=True), gl.convert_layout(second, HALF, assert_trivial=True)
+
+
+@gluon.jit
+def _part(matrix, i: gl.constexpr, j: gl.constexpr):
+    """Tokens of half i by those of half j, of a chunk's matrix."""
+    return matrix.slice(32 * i, 32, 0).slice(32 * j, 32, 1)
+
+
+@gluon.jit
+def _turned(rows, i: gl.constexpr):
+    """The tokens of half i of rows [C, C], as [C, 32]."""
+    return rows.slice(32 * i, 32, 0).permute((1, 0))
+
+
+@gluon.jit
+def _read(rows, i: gl.constexpr):
+    return _turned(rows, i).load(HALF).to(gl.float32)
+
+
+@gluon.jit
+def _of_tokens(vector, i: gl.constexpr):
+    return vector.slice(32 * i, 32).load(TOKENS)[None, :]
+
+
+@gluon.jit
+def _fetch(desc, place, bar, tile):
+    tma.async_copy_global_to_shared(desc, place, bar, tile.reshape([1, 1, C, C]))
+
+
+@gluon.jit
+def _write(desc, place, rows, first, second):
+    """Write the rows of two halves, through `rows`."""
+    _turned(rows, 0).store(first.to(desc.dtype))
+    _turned(rows, 1).store(second.to(desc.dtype))
+    fence_async_shared()
+    tl.debug_barrier()
+    tma.async_copy_shared_to_global(desc, place, rows.reshape([1, 1, C, C]))
+
+
+@gluon.jit
+def _rounded(x):
+    """x in bfloat16, two numbers a register; the compiler rounds one by one, and then holds each in its own."""
+    return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.bfloat16, True, 2)
+
+
+@gluon.jit
+def _inverse(x):
+    """1 / x to a unit in the last place; computed again where it is used, not kept in registers."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], gl.float32, False, 1)
+
+
+@gluon.jit
+def _is_token(i: gl.constexpr, n):
+    return gl.arange(0, 32, TOKENS)[None, :] < n - 32 * i
+
+
+@gluon.jit
+def _log2_gates(g_s, i: gl.constexpr, rate, bias, lower_bound, n, GATE: gl.constexpr):
+    """As `log2_gates`, of half i."""
+    raw = _read(g_s, i)
+    if GATE > 0:
+        raw += bias
+        raw = -rate * softplus(raw) if GATE == 1 else lower_bound * sigmoid(rate * raw)
+        raw = gl.where(_is_token(i, n), raw, 0.0)
+    return raw * LOG2E if GATE == 2 else log2_gate(raw)
+
+
+@partial(Kernel, jit=gluon.jit)
+def gradient_kernel(
+    q_desc, k_desc, g_desc, do_desc, r_desc, y_desc, h_desc, dh_desc, dA_desc, dK_desc, dq_desc, dk_desc, dg_desc,
+    A_log, dt_bias, b, dA_part, dbias_part, fast, chunks, scale, lower_bound, HV, GATE: gl.constexpr,
+):  # fmt: skip
+    """One (chunk, head, half of K), as `gradient_kernel` of kda_kernels with SAFE, for K = V = 128."""
+    i_k, i_h, i_t = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    tile = i_t * HV + i_h
+    start, n = chunk_at(chunks, i_t)
+    channels = i_k * C + gl.arange(0, C, CHANNELS)
+    o_part = tile.to(gl.int64) * D + channels
+    if fast is not None:
+        fast += tile * (D // C) + i_k
+    if n <= 0:
+        if fast is not None:
+            gl.store(fast, 0)
+        if dA_part is not None:
+            gl.store(dA_part + o_part, gl.zeros([C], gl.float32, CHANNELS))
+        if dbias_part is not None:
+            gl.store(dbias_part + o_part, gl.zeros([C], gl.float32, CHANNELS))
+        return
+    tokens, states = shared(gl.bfloat16, 6, C, C), shared(gl.bfloat16, 2, D, C)
+    q_s, k_s, dA_s, dK_s = tokens.index(0), tokens.index(1), tokens.index(2), tokens.index(3)
+    do1_s, do2_s, h_s, y_s = tokens.index(4), tokens.index(5), states.index(0), states.index(1)
+    size: gl.constexpr = g_desc.dtype.primitive_bitwidth
+    g_s = gl.allocate_shared_memory(g_desc.dtype, [C, C], gl.NVMMASharedLayout(128, size, 2))
+    sums_s = gl.allocate_shared_memory(gl.bfloat16, [32, 32], gl.NVMMASharedLayout(64, 16, 2))
+    b_s = gl.allocate_shared_memory(gl.float32, [C], VECTOR)
+    bars = barriers(3)
+    keys_ready, ready, last_ready = bars.index(0), bars.index(1), bars.index(2)
+    end, row = start.to(gl.int32) + n, END - n
+    place = [END, end, row, i_h * D + i_k * C]
+    mbarrier.expect(keys_ready, C * C * (4 + size // 8))
+    _fetch(g_desc, place, keys_ready, g_s)
+    _fetch(k_desc, place, keys_ready, k_s)
+    _fetch(q_desc, place, keys_ready, q_s)
+    mbarrier.expect(ready, 2 * C * (3 * D + 2 * C))
+    tma.async_copy_global_to_shared(h_desc, [tile * D, i_k * C], ready, h_s)
+    _fetch(do_desc, [END, end, row, i_h * D], ready, do1_s)
+    _fetch(do_desc, [END, end, row, i_h * D + C], ready, do2_s)
+    tma.async_copy_global_to_shared(y_desc, [tile * D, 0], ready, y_s)
+    tma.async_copy_global_to_shared(dA_desc, [tile * C, 0], ready, dA_s)
+    tma.async_copy_global_to_shared(dK_desc, [tile * C, 0], ready, dK_s)
+
+    # Σ_i x_i sums_ij: sums up to j, less half of all
+    o_i, o_j = gl.arange(0, 32, gl.SliceLayout(1, SUMS))[:, None], gl.arange(0, 32, gl.SliceLayout(0, SUMS))[None, :]
+    sums_s.store(gl.where(o_i <= o_j, 0.5, -0.5).to(gl.bfloat16))
+    b_s.store(gl.load(b + tile.to(gl.int64) * C + gl.arange(0, C, WORDS)))
+    fence_async_shared()
+    rate, bias = gate_rate(A_log, i_h), 0.0
+    if dt_bias is not None:
+        bias = gl.load(dt_bias + (i_h * D + channels)).to(gl.float32)[:, None]
+    mbarrier.wait(keys_ready, 0)
+    x1 = _sums(_log2_gates(g_s, 0, rate, bias, lower_bound, n, GATE), sums_s)
+    x2 = _sums(_log2_gates(g_s, 1, rate, bias, lower_bound, n, GATE), sums_s)
+    x1, x2 = warpgroup_mma_wait(0, (x1, x2))
+    # as `half_decays`
+    first, second = gl.min(x1, 1), gl.min(x2, 1)
+    gamma, far = 2.0 * (first + second), 2.0 * first
+    reference1, reference2, middle = gl.floor(first + 0.5), gl.floor(second + far + 0.5), gl.floor(far + 0.5)
+    E1 = gl.exp2(x1 + (first - reference1)[:, None])
+    E2 = gl.exp2(x2 + (second + far - reference2)[:, None])
+    if fast is not None:
+        gl.store(fast, (gl.min(gl.minimum(reference1, reference2 - middle), 0) < -118.0).to(gl.int32))
+    down1 = gl.exp2(middle - reference1).to(gl.bfloat16)[:, None]
+    down2 = gl.exp2(reference2 - middle).to(gl.bfloat16)[:, None]
+    start1, start2 = gl.exp2(reference1)[:, None], gl.exp2(reference2)[:, None]
+    end1, end2 = gl.exp2(gamma - reference1)[:, None], gl.exp2(gamma - reference2)[:, None]
+    b_k1, b_k2 = _read(k_s, 0), _read(k_s, 1)
+    kW1, kW2 = _rounded(b_k1 * _inverse(E1)), _rounded(b_k2 * _inverse(E2))
+    kE1, kE2 = _rounded(b_k1 * E1), _rounded(b_k2 * E2)
+    qE1, qE2 = _rounded(_read(q_s, 0) * E1), _rounded(_read(q_s, 1) * E2)
+
+    mbarrier.wait(ready, 0)
+    b_dq = _product(h_s.slice(0, C).permute((1, 0)), do1_s.permute((1, 0)))
+    b_dq = warpgroup_mma(h_s.slice(C, C).permute((1, 0)), do2_s.permute((1, 0)), b_dq, is_async=True)
+    b_dk = _product(h_s.permute((1, 0)), y_s)
+    b_dq, b_dk = warpgroup_mma_wait(0, (b_dq, b_dk))
+    tl.debug_barrier()
+    dh_s, r1_s, r2_s = y_s, do1_s, do2_s
+    mbarrier.expect(last_ready, 4 * C * D)
+    tma.async_copy_global_to_shared(r_desc, [tile * D, 0], last_ready, r1_s)
+    tma.async_copy_global_to_shared(r_desc, [tile * D + C, 0], last_ready, r2_s)
+    tma.async_copy_global_to_shared(dh_desc, [tile * D, i_k * C], last_ready, dh_s)
+
+    dq1, dq2 = _halves(b_dq)
+    dk1, dk2 = _halves(b_dk)
+    far_kW = kW1 * down1 * down2
+    dq1 = _add(kW1, _part(dA_s, 0, 0).permute((1, 0)), dq1 * (scale * start1))
+    dq2 = _add(kW2, _part(dA_s, 1, 1).permute((1, 0)), dq2 * (scale * start2))
+    dq2 = _add(far_kW, _part(dA_s, 1, 0).permute((1, 0)), dq2)
+    dk1 = _add(kW1, _part(dK_s, 0, 0).permute((1, 0)), dk1 * (-_of_tokens(b_s, 0) * start1))
+    dk2 = _add(kW2, _part(dK_s, 1, 1).permute((1, 0)), dk2 * (-_of_tokens(b_s, 1) * start2))
+    dk2 = _add(far_kW, _part(dK_s, 1, 0).permute((1, 0)), dk2)
+    dq1, dq2, dk1, dk2 = warpgroup_mma_wait(0, (dq1, dq2, dk1, dk2))
+    # dΓ takes the rounded operands: a pair (i, j) then gives +x at i, −x at j, which cancel in dg.
+    sum1 = qE1.to(gl.float32) * dq1 + kE1.to(gl.float32) * dk1
+    sum2 = qE2.to(gl.float32) * dq2 + kE2.to(gl.float32) * dk2
+    mbarrier.wait(last_ready, 0)
+    b_dkm = _product(dh_s.slice(0, C).permute((1, 0)), r1_s)
+    b_dkm = warpgroup_mma(dh_s.slice(C, C).permute((1, 0)), r2_s, b_dkm, is_async=True)
+    _write(dq_desc, place, q_s, dq1 * E1, dq2 * E2)
+    dk1 *= E1
+    dk2 *= E2
+    b_dkm = warpgroup_mma_wait(0, (b_dkm,))
+    dkm1, dkm2 = _halves(b_dkm)
+    dkm1 *= _of_tokens(b_s, 0) * end1
+    dkm2 *= _of_tokens(b_s, 1) * end2
+    dgamma = gl.sum(dkm1 * kW1.to(gl.float32) + dkm2 * kW2.to(gl.float32), 1)
+    dkm1 = _add(qE1, _part(dA_s, 0, 0), dkm1)
+    dkm2 = _add(qE2, _part(dA_s, 1, 1), dkm2)
+    dkm1 = _add(kE1, _part(dK_s, 0, 0), dkm1)
+    dkm2 = _add(kE2, _part(dK_s, 1, 1), dkm2)
+    dkm1 = _add(qE2 * down1 * down2, _part(dA_s, 1, 0), dkm1)
+    dkm1 = _add(kE2 * down1 * down2, _part(dK_s, 1, 0), dkm1)
+    dkm1, dkm2 = warpgroup_mma_wait(0, (dkm1, dkm2))
+    sum1 -= kW1.to(gl.float32) * dkm1
+    sum2 -= kW2.to(gl.float32) * dkm2
+    _write(dk_desc, place, k_s, dk1 + dkm1 * _inverse(E1), dk2 + dkm2 * _inverse(E2))
+
+    dg1, dg2 = _sums(sum1, sums_s.permute((1, 0))), _sums(sum2, sums_s.permute((1, 0)))
+    b_ds = _product(h_s.permute((1, 0)), dh_s)  # its diagonal: Σ_v S ⊙ dS'
+    total2 = gl.sum(sum2, 1)
+    dg1, dg2, b_ds = warpgroup_mma_wait(0, (dg1, dg2, b_ds))
+    o_i, o_j = gl.arange(0, C, gl.SliceLayout(1, CHUNK))[:, None], gl.arange(0, C, gl.SliceLayout(0, CHUNK))[None, :]
+    ds = gl.convert_layout(gl.sum(gl.where(o_i == o_j, b_ds, 0.0), 1), CHANNELS)
+    later2 = dgamma + gl.exp2(gamma) * ds + 0.5 * total2
+    dg1 += (later2 + 0.5 * (total2 + gl.sum(sum1, 1)))[:, None]
+    dg2 += later2[:, None]
+    if GATE > 0:
+        dg1 = gl.where(_is_token(0, n), dg1, 0.0)
+        dg1, d_rate1 = gate_gradient(dg1, _read(g_s, 0) + bias, rate, lower_bound, GATE)
+        dg2 = gl.where(_is_token(1, n), dg2, 0.0)
+        dg2, d_rate2 = gate_gradient(dg2, _read(g_s, 1) + bias, rate, lower_bound, GATE)
+        if dA_part is not None:
+            gl.store(dA_part + o_part, gl.sum(d_rate1 + d_rate2, 1))
+        if dbias_part is not None:
+            gl.store(dbias_part + o_part, gl.sum(dg1 + dg2, 1))
+    _write(dg_desc, place, g_s, dg1, dg2)
+    tma.store_wait(0)
+
+
+def launch_gradient(given: Given, read: tuple[Tensor, ...], written: tuple[Tensor, ...], *sums: Tensor | None) -> None:
+    """read: r, y, h, dh, dA and dK; written: dq, dk and dg; sums: dA_part, dbias_part and fast."""
+    (x, tiles, chunks, n, *_, do, _), (r, *states, dA, dK) = given, read
+    NT, HV, K, _ = tiles.qg.shape
+    gradient_kernel[(K // C.value, HV, NT)](
+        *(swizzled(t, C.value) for t in (x.q, x.k, x.g, do)), swizzled(r, C.value, C.value),
+        *(swizzled(t, C.value, K) for t in states), *(swizzled(t, C.value, C.value) for t in (dA, dK)),
+        *(swizzled(t, C.value) for t in written), x.A_log, x.dt_bias, tiles.b, *sums, chunks, n.scale, n.lower_bound,
+        HV, GATE=int(n.gate), num_warps=4,
+    )  # fmt: skip
