@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_linear.ops import swiglu
 from titan_linear.ops.exchange.collectives import sum_ranks
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import check_first_derivative, kept, operator
 from titan_linear.ops.runtime.support import Choice, Implementation, Op, Target, dtype_in, instead_of, on_gpu
+from titan_linear.ops.torch import experts as in_torch
 from titan_linear.ops.triton.configs import with_kernels
 
 # --- Routing ---------------------------------------------------------------------------------------------------------
@@ -105,12 +105,12 @@ def by_slot(slots: Tensor, rows: int) -> Copies:
 def spread(x: Tensor, copies: Copies, impl: str | Choice = "auto") -> Tensor:
     """The copies of x [N, D] -> [rows, D]. Differentiable in x; a token's gradients are added up in float32 or wider,
     in the order of its copies."""
-    return _Spread.apply(x, *copies, COPIES.implementation(impl, x.device, x.dtype))
+    return _Pass.apply(x, copies.slots, len(copies.order), COPIES.implementation(impl, x.device, x.dtype), False)
 
 
 def collect(y: Tensor, copies: Copies, impl: str | Choice = "auto") -> Tensor:
     """x[n] = Σ_j y[slots[n, j]] in float32 or wider, in the order of j. y [rows, D] -> [N, D] in y's dtype."""
-    return _Collect.apply(y, *copies, COPIES.implementation(impl, y.device, y.dtype))
+    return _Pass.apply(y, copies.slots, len(copies.order), COPIES.implementation(impl, y.device, y.dtype), True)
 
 
 def activate(y: Tensor, weights: Tensor, copies: Copies, gated: bool, impl: str | Choice = "auto") -> Tensor:
@@ -119,32 +119,25 @@ def activate(y: Tensor, weights: Tensor, copies: Copies, gated: bool, impl: str 
     return _Activate.apply(y, weights, *copies, gated, COPIES.implementation(impl, y.device, y.dtype))
 
 
-class _Spread(torch.autograd.Function):
+class _Pass(torch.autograd.Function):
+    """`collect` if `sums`, else `spread`: each is the other's gradient."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, slots: Tensor, order: Tensor, name: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, slots: Tensor, rows: int, name: str, sums: bool) -> Tensor:
         ctx.save_for_backward(slots)
-        ctx.name = name
-        return COPIES.load(name).spread(x.contiguous(), slots, len(order))
+        ctx.how = rows, name, sums
+        return _pass(x, slots, rows, name, sums)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         check_first_derivative()
-        (slots,) = ctx.saved_tensors
-        return COPIES.load(ctx.name).collect(dy.contiguous(), slots), None, None, None
+        rows, name, sums = ctx.how
+        return _pass(dy, *ctx.saved_tensors, rows, name, not sums), *[None] * 4
 
 
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, slots: Tensor, order: Tensor, name: str) -> Tensor:
-        ctx.save_for_backward(slots)
-        ctx.name, ctx.rows = name, len(order)
-        return COPIES.load(name).collect(y.contiguous(), slots)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None, None]:
-        check_first_derivative()
-        (slots,) = ctx.saved_tensors
-        return COPIES.load(ctx.name).spread(dx.contiguous(), slots, ctx.rows), None, None, None
+def _pass(x: Tensor, slots: Tensor, rows: int, name: str, sums: bool) -> Tensor:
+    passes = COPIES.load(name)
+    return passes.collect(x.contiguous(), slots) if sums else passes.spread(x.contiguous(), slots, rows)
 
 
 class _Activate(torch.autograd.Function):
@@ -160,70 +153,16 @@ class _Activate(torch.autograd.Function):
         check_first_derivative()
         y, of_rows, slots = ctx.saved_tensors
         dy, dweights = COPIES.load(ctx.name).activate_backward(y, of_rows, dx.contiguous(), ctx.gated)
-        return dy, _at(dweights, slots), *[None] * 4
+        return dy, F.pad(dweights, (0, 1))[slots], *[None] * 4  # slots of -1 read the 0
 
 
-def _at(rows: Tensor, slots: Tensor) -> Tensor:
-    """rows[slots], and zeros where a slot is -1. rows [M, ..], which may be 0, slots [..]."""
-    rows = rows if len(rows) else rows.new_zeros(1, *rows.shape[1:])
-    here = (slots >= 0).view(*slots.shape, *[1] * (rows.dim() - 1))
-    return rows[slots.clamp(min=0)].where(here, 0)
-
-
-def _spread(x: Tensor, slots: Tensor, rows: int) -> Tensor:
-    return x[by_slot(slots, rows).tokens]
-
-
-def _collect(y: Tensor, slots: Tensor) -> Tensor:
-    x = y.new_zeros(len(slots), y.shape[1], dtype=torch.promote_types(y.dtype, torch.float32))
-    for at in slots.unbind(1):
-        x = x + _at(y, at)
-    return x.to(y.dtype, copy=True)  # compiled, torch 2.11 drops the gradient of what is returned as it is
-
-
-def _activate(y: Tensor, weights: Tensor, gated: bool) -> Tensor:
-    wide = y.to(torch.promote_types(y.dtype, torch.float32))
-    x = swiglu.forward(wide, 1.0) if gated else F.relu(wide).square()
-    return (x * weights[:, None]).to(y.dtype, copy=True)  # as above
-
-
-def _activate_backward(y: Tensor, weights: Tensor, dx: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
-    wide, dx = (t.to(torch.promote_types(y.dtype, torch.float32)) for t in (y, dx))
-    if gated:
-        dy, x = swiglu.backward(wide, dx, 1.0)
-    else:
-        positive = F.relu(wide)
-        dy, x = 2 * dx * positive, positive.square()
-    return (weights[:, None] * dy).to(y.dtype), (dx * x).sum(-1).to(weights.dtype)
-
-
-def _top_k(scores: Tensor, k: int) -> Tensor:
-    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :k].contiguous()
-
-
-class Passes(NamedTuple):
-    """Over all tokens or rows, once."""
-
-    top_k: Callable[..., Tensor] = _top_k
-    spread: Callable[..., Tensor] = _spread
-    collect: Callable[..., Tensor] = _collect
-    activate: Callable[..., Tensor] = _activate
-    activate_backward: Callable[..., tuple[Tensor, Tensor]] = _activate_backward
-
-
-def _triton() -> Passes:
+def _triton() -> Any:
     from titan_linear.ops.triton import experts  # Triton is available on Linux only
 
-    return Passes(
-        experts.top_k,
-        experts.spread_copies,
-        experts.collect_copies,
-        experts.activate_rows,
-        experts.activate_rows_backward,
-    )
+    return experts
 
 
-COPIES = Op("expert_copies", with_kernels(_triton, Passes, slower="slower"))
+COPIES = Op("expert_copies", with_kernels(_triton, lambda: in_torch, slower="slower"))
 
 
 # --- Products --------------------------------------------------------------------------------------------------------
@@ -280,7 +219,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         check_first_derivative()
         x, weight, counts, slots = ctx.saved_tensors
-        dy = dy.contiguous() if slots is None else COPIES.load(ctx.passes).spread(dy.contiguous(), slots, len(x))
+        dy = dy.contiguous() if slots is None else _pass(dy, slots, len(x), ctx.passes, False)
         of_x, of_weight, *_ = ctx.needs_input_grad
         dx = grouped_product(dy, weight.mT, counts, None, ctx.products, ctx.passes) if of_x else None
         return dx, outer_product(dy, x, counts, ctx.products) if of_weight else None, *[None] * 5

@@ -18,7 +18,7 @@ from titan_linear.ops.experts import (
     spread,
     top_k,
 )
-from titan_linear.ops.triton.experts import activate_rows, activate_rows_backward, collect_copies, spread_copies
+from titan_linear.ops.triton import experts as kernels
 
 E = 6
 CASES = [(7, 1, 5), (9, 3, 64), (5, 8, 200), (1, 22, 24), (0, 2, 8)]  # tokens, experts of each, width
@@ -179,8 +179,8 @@ def test_copies_are_sorted_by_expert():
 def test_operators_are_well_formed():
     copies = copies_of(torch.tensor(CHOICES["some elsewhere"]))
     y = drawn(len(copies.order), 8).float().to(DEVICE)
-    torch.library.opcheck(collect_copies.overload, (y, copies.slots))
-    torch.library.opcheck(spread_copies.overload, (y[:5], copies.slots, len(y)))
+    torch.library.opcheck(kernels.collect.overload, (y, copies.slots))
+    torch.library.opcheck(kernels.spread.overload, (y[:5], copies.slots, len(y)))
     weights = drawn(len(y)).float().to(DEVICE)
-    torch.library.opcheck(activate_rows.overload, (y, weights, True))
-    torch.library.opcheck(activate_rows_backward.overload, (y, weights, y, False))
+    torch.library.opcheck(kernels.activate.overload, (y, weights, True))
+    torch.library.opcheck(kernels.activate_backward.overload, (y, weights, y, False))

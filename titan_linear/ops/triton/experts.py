@@ -76,7 +76,7 @@ def _over_tokens(N: int, D: int) -> tuple[tuple[int, int], int]:
 
 
 @operator(fake=lambda x, slots, rows: x.new_empty(rows, x.shape[1]))
-def spread_copies(x: Tensor, slots: Tensor, rows: int) -> Tensor:
+def spread(x: Tensor, slots: Tensor, rows: int) -> Tensor:
     """x [N, D], slots [N, k], contiguous -> [rows, D]: row slots[n, j] is x[n]."""
     (N, k), D = slots.shape, x.shape[1]
     y = x.new_empty(rows, D)
@@ -87,7 +87,7 @@ def spread_copies(x: Tensor, slots: Tensor, rows: int) -> Tensor:
 
 
 @operator(fake=lambda y, slots: y.new_empty(slots.shape[0], y.shape[1]))
-def collect_copies(y: Tensor, slots: Tensor) -> Tensor:
+def collect(y: Tensor, slots: Tensor) -> Tensor:
     """y [rows, D], slots [N, k], contiguous -> [N, D]: Σ_j y[slots[n, j]]."""
     (N, k), D = slots.shape, y.shape[1]
     x = y.new_empty(N, D)
@@ -153,7 +153,7 @@ def _hidden(y: Tensor, weights: Tensor, gated: bool) -> Tensor:
 
 
 @operator(fake=_hidden)
-def activate_rows(y: Tensor, weights: Tensor, gated: bool) -> Tensor:
+def activate(y: Tensor, weights: Tensor, gated: bool) -> Tensor:
     """y [rows, 2 H] if gated, else [rows, H], weights [rows], contiguous -> [rows, H]."""
     x = _hidden(y, weights, gated)
     (rows, H), tile = x.shape, _tile(x.shape[1])
@@ -164,7 +164,7 @@ def activate_rows(y: Tensor, weights: Tensor, gated: bool) -> Tensor:
 
 
 @operator(fake=lambda y, weights, dx, gated: (torch.empty_like(y), torch.empty_like(weights)))
-def activate_rows_backward(y: Tensor, weights: Tensor, dx: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
+def activate_backward(y: Tensor, weights: Tensor, dx: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
     """dx [rows, H] -> the gradients of y and weights."""
     dy, dweights = torch.empty_like(y), torch.empty_like(weights)
     (rows, H), tile = dx.shape, _tile(dx.shape[1])
