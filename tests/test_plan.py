@@ -125,7 +125,7 @@ def test_each_gpu_that_comes_with_the_package(gpu, capsys):
     assert f"NVIDIA {gpu}" in out and "days for 1e+12 tokens" in out
 
 
-GPUS = {"debug": 2, "reference_340m": 1, "dpo": 4}  # that a shipped configuration is for, if not eight
+GPUS = {"debug": 2, "reference_340m": 1, "recall_4m": 1, "dpo": 4}  # that a shipped configuration is for, if not eight
 
 
 SIZED = [path for path in sorted(ROOT.glob("train_configs/*.toml")) if '"hf"' not in path.read_text(encoding="utf-8")]
