@@ -2,9 +2,11 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tests.models.ours import initialised
 from tests.ops.inputs import tokens_of
@@ -18,6 +20,7 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import MODELS
 from titan_linear.ops import build_cp_context, experts
 from titan_linear.ops.experts import grouped_linear
+from titan_linear.ops.runtime.operators import contexts
 from titan_linear.ops.runtime.support import Op
 from titan_linear.step.feed import MicroBatch, StepTokens
 from titan_linear.step.passes import Forward
@@ -243,3 +246,21 @@ def test_the_load_balance_loss_is_a_mean_over_all_tokens(labelled):
     without.load_state_dict(model.state_dict())
     for got, of_loss, of_balance in zip(together, gradients(without), balance, strict=True):
         assert of_balance.any() and (got - of_loss - of_balance).norm() < 1e-12 * of_balance.norm()
+
+
+@pytest.mark.parametrize("mode, times", [("selective", 4), ("full", 6)])
+def test_selective_checkpointing_computes_products_once(mode, times, monkeypatch):
+    """Two in forward, which "full" computes again, and two for the gradients of rows."""
+    given, products = [], experts.GROUPED_LINEAR.load("loop")
+    counting = products._replace(linear=lambda *x: given.append(x) or products.linear(*x))
+    loop = experts.GROUPED_LINEAR.implementations["loop"]._replace(load=lambda: counting)
+    monkeypatch.setattr(experts, "GROUPED_LINEAR", Op("grouped_linear", {"loop": loop}))
+    moe = MoEConfig(num_experts=4, top_k=2, hidden_dim=8).build(16)
+    with torch.no_grad():
+        for p in moe.parameters():
+            p.normal_(generator=torch.Generator().manual_seed(0))
+    x = torch.ones(1, 3, 16, requires_grad=True)
+    checkpoint(
+        lambda x: moe(x, None).y, x, use_reentrant=False, context_fn=partial(contexts, mode=mode)
+    ).sum().backward()
+    assert len(given) == times
