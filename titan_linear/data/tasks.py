@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice, repeat
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
 CONSONANTS = "bcdfghjklmnpqrstvwxz"
@@ -23,6 +23,8 @@ VALUES: dict[str, Callable[[random.Random], str]] = {  # those of a kind have on
     "uuid": lambda rng: str(uuid.UUID(int=rng.getrandbits(128), version=4)),
     "name": lambda rng: "".join(rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=5)),
 }
+
+Item = TypeVar("Item")
 
 
 class Draw:
@@ -44,7 +46,7 @@ class Draw:
             self.known.add(values[-1])
         return values
 
-    def shuffled(self, items: list[str]) -> list[str]:
+    def shuffled(self, items: list[Item]) -> list[Item]:
         return self.rng.sample(items, len(items))
 
 

@@ -131,8 +131,8 @@ class _Pass(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         check_first_derivative()
-        rows, name, sums = ctx.how
-        return _pass(dy, *ctx.saved_tensors, rows, name, not sums), *[None] * 4
+        (slots,), (rows, name, sums) = ctx.saved_tensors, ctx.how
+        return _pass(dy, slots, rows, name, not sums), *[None] * 4
 
 
 def _pass(x: Tensor, slots: Tensor, rows: int, name: str, sums: bool) -> Tensor:
@@ -240,7 +240,8 @@ def _product(x: Tensor, weight: Tensor, counts: Tensor, slots: Tensor | None, pr
 
 def _product_cost(outputs: tuple[Tensor], x: Tensor, weight: Tensor, slots: Tensor | None, **_: Any) -> costs.Grouped:
     inside = 0 if slots is None else len(x) * weight.shape[1] * x.element_size() + outputs[0].nbytes
-    return costs.Grouped(len(x), *weight.shape[1:], inside)
+    _, n, k = weight.shape
+    return costs.Grouped(len(x), n, k, inside)
 
 
 _spec: dict[str, Any] = {

@@ -169,7 +169,8 @@ class Experts(nn.Module):
 
     @property
     def _impls(self) -> tuple[str | Choice, str | Choice]:
-        return tuple(self.implementations.get(name, "auto") for name in ("grouped_linear", "expert_copies"))
+        products, passes = (self.implementations.get(name, "auto") for name in ("grouped_linear", "expert_copies"))
+        return products, passes
 
 
 class LocalDispatch:
