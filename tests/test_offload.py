@@ -50,7 +50,7 @@ RUNS = {
     ),
     "tp 2, tied embeddings": (
         2,
-        SMALL_HYBRID | {"model.flavor": "wide norms", "parallelism.tensor_parallel_degree": 2},
+        SMALL_HYBRID | {"model.flavor": "wide-norms", "parallelism.tensor_parallel_degree": 2},
     ),
     "ep 2, accumulation": (2, EXPERTS),
 }

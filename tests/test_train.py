@@ -113,7 +113,7 @@ def cut(model):
 
 OWN_FLAVORS = {
     "small": SMALL,
-    "wide norms": WIDE_NORMS,
+    "wide-norms": WIDE_NORMS,
     "softmax": SOFTMAX,
     "experts": EXPERTS,
     "nano-3": cut(MODELS["nemotron-h"]["nano-3-30B-A3B"]),
@@ -393,7 +393,7 @@ def test_tied_embeddings_and_other_presets(corpus, worlds, one_process):
         ("kda", "debug", ("cp 2 zig-zag", "HSDP x tp")),
         ("gdn", "debug", ("full activation checkpointing", "tp 2")),
         ("rwkv7", "debug", ("cp 2 all heads",)),
-        ("hybrid", "wide norms", ("tp 2",)),
+        ("hybrid", "wide-norms", ("tp 2",)),
     ):
         keys = FLOAT64 | {"training.steps": 3, "model.name": name, "model.flavor": flavor, "model.num_layers": 2}
         one = one_process(keys)
