@@ -98,13 +98,13 @@ def _on_all_tokens(module: nn.Module, x: Tensor, *arguments: object) -> Any:
     out = type(module).forward(module, _gathered(x, module.ranks), *arguments)
     if isinstance(out, Tensor):
         return _summed(out, module.ranks)
-    return out._replace(y=_summed(out.y, module.ranks))
+    return Output(_summed(out.y, module.ranks), *out[1:])  # torch 2.11 does not compile `_replace`
 
 
 def _moe(moe: MoE, x: Tensor, *arguments: object) -> Output:
     """The load-balance loss of experts is the same on all ranks: each gives an equal part of it."""
     out = _on_all_tokens(moe, x, *arguments)
-    return out if out.balance is None else out._replace(balance=out.balance / moe.ranks.size)
+    return out if out.balance is None else Output(out.y, out.balance / moe.ranks.size, out.values)
 
 
 def _embed(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
