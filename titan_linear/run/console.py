@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from titan_linear.config import Config, Model, hf_assets, hf_weights, toml_value
-from titan_linear.data import Streams, Tokenizer
+from titan_linear.data import Streams, Tokenizer, TreeStreams
 from titan_linear.data.streams.loader import micro_batch
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.models.config import ModelConfig
@@ -102,14 +102,15 @@ def vocabulary(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> str:
 
 def exchanged_of_trees(config: Config, model: ModelConfig, streams: Streams) -> str:
     """A console line: what linear layers exchange of the first stream's prefix trees, if ranks share it; else ""."""
-    p, batch = config.parallelism, micro_batch(streams, 0, 1, 0, 1)
+    p = config.parallelism
+    trees = any(isinstance(source, TreeStreams) for source in streams.sources.values())
     recurrent = [mixer for mixer in model.mixers if isinstance(mixer, RecurrentOptions)]
-    shared = p.context_parallel_degree > 1 and p.context_parallel_linear_method == "kcp"
-    if not (shared and recurrent and batch.nodes):
+    if not (trees and recurrent and p.context_parallel_degree > 1 and p.context_parallel_linear_method == "kcp"):
         return ""
+    batch = micro_batch(streams, 0, 1, 0, 1)
     context = build_cp_context(
         batch.cu_seqlens,
-        parents=torch.from_numpy(batch.nodes.parents),
+        parents=batch.nodes and torch.from_numpy(batch.nodes.parents),
         rank=0,
         world_size=p.context_parallel_degree,
         layout=p.context_parallel_layout,
