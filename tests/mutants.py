@@ -32,8 +32,8 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     # prefix trees
-    Mutant("above, apart = nodes.depth, ", "above, apart = 0, ", "tests/test_trees.py"),
-    Mutant("np.repeat(share[leaves], lengths) / share[on]", "np.ones(len(on))", "tests/test_trees.py"),
+    Mutant("Documents.of(nodes.edges, nodes.depth)", "Documents.of(nodes.edges)", "tests/test_trees.py"),
+    Mutant("share[leaves][number] / share[node]", "np.ones(len(node))", "tests/test_trees.py"),
     Mutant("self.positions > tokens", "self.positions >= tokens", "tests/test_trees.py"),
     Mutant("inside = positions >= torch", "inside = positions > torch", "tests/test_trees.py"),
     Mutant("most = min(len(a), len(b)) - 1", "most = min(len(a), len(b))", "tests/test_trees.py"),

@@ -22,7 +22,7 @@ from titan_linear.data import IGNORE, Targets, Texts, TreeStreams, build_tokeniz
 from titan_linear.data.corpus import writing
 from titan_linear.data.streams.loader import micro_batch
 from titan_linear.models.presets import OWN
-from titan_linear.ops.layout import build_context, nodes
+from titan_linear.ops.layout import fragments, nodes
 from titan_linear.ops.layout.nodes import Nodes
 from titan_linear.proof import data, doctor, ops
 from titan_linear.proof.subject import subject_of
@@ -240,7 +240,7 @@ def test_neighbours_share_whole_chunks(tmp_path):
     for begin, end in pairwise(corpus.offsets.tolist()):
         of = Nodes.behind(corpus.columns["back"][begin:end])
         for leaf in of.leaves:
-            of_path = [range(*of.edges[n : n + 2]) for n in of.paths[leaf]]
+            of_path = [range(*of.edges[n : n + 2]) for n in of.on_paths(leaf[None])[1]]
             found.append(corpus.tokens[begin:end][np.concatenate(of_path)].tolist())
     assert sorted(found) == sorted(records)
     assert corpus.num_documents == 6  # the first two share three chunks, and the fourth and fifth one
@@ -480,7 +480,7 @@ def test_the_doctor(split, files, monkeypatch):
         chained = torch.where(parents >= 0, torch.arange(len(parents)) - 1, -1)
         return nodes.checked_nodes(edges, chained, num_streams)
 
-    monkeypatch.setattr(build_context, "checked_nodes", checked_nodes)
+    monkeypatch.setattr(fragments, "checked_nodes", checked_nodes)
     for case in cases:
         apart, leaves = doctor.trees(subject, case)
         assert not apart.holds and leaves.figure > 1e-3

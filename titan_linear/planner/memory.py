@@ -247,7 +247,7 @@ def documents_of(seq_len: int, streams: int, mean: Mean) -> Nodes:
         lengths = 1 + draw.exponential(mean, size=2 + 8 * streams * seq_len // mean).astype(np.int64)
         edges.append(lengths.cumsum().clip(max=streams * seq_len))
     edges = np.unique(np.concatenate(edges))
-    return Nodes.of(edges, np.full(len(edges) - 1, -1))
+    return Nodes(edges, np.full(len(edges) - 1, -1))
 
 
 def _trees(seq_len: int, streams: int, levels: tuple[tuple[int, int], ...]) -> Nodes:
@@ -274,7 +274,7 @@ def _trees(seq_len: int, streams: int, levels: tuple[tuple[int, int], ...]) -> N
         if rest := seq_len % size:  # padding
             lengths.append(rest)
             parents.append(-1)
-    return Nodes.of(np.cumsum([0, *lengths]), np.array(parents))
+    return Nodes(np.cumsum([0, *lengths]), np.array(parents))
 
 
 @cache
@@ -293,7 +293,7 @@ def context(batch: Batch) -> CPContext:
     )
     if batch.cp > 1:
         planned = {"group": "planned", "group_name": "planned"}  # no exchange runs on it
-        for cp in (described, *([] if described.cut.nodes else [described.of_nodes])):  # no ring knows trees
+        for cp in (described, *([] if described.cut.nodes.joined else [described.of_nodes])):  # no ring knows trees
             cp.ranks = replace(cp.ranks, **planned)
     return described
 

@@ -25,7 +25,7 @@ def trees(subject: Subject, case: Case) -> Findings:
         before = split_among_ranks(subject, case, subject.dtype, subject.config.model.impl)
         for leaf in dict.fromkeys([*leaves[:1], *leaves[len(leaves) // 2 :][:1], *leaves[-1:]]):
             own = slice(*nodes.edges[leaf : leaf + 2])
-            path = np.concatenate([np.arange(*nodes.edges[n : n + 2]) for n in nodes.paths[leaf]])
+            path = np.concatenate([np.arange(*nodes.edges[n : n + 2]) for n in nodes.on_paths(leaf[None])[1]])
             dy = torch.zeros_like(case.dy)
             dy[:, path] = case.dy[:, path]
             shares = split_among_ranks(subject, replace(case, dy=dy), torch.float64, "torch").tokens

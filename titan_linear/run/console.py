@@ -110,7 +110,7 @@ def exchanged_of_trees(config: Config, model: ModelConfig, streams: Streams) -> 
     batch = micro_batch(streams, 0, 1, 0, 1)
     context = build_cp_context(
         batch.cu_seqlens,
-        parents=batch.nodes and torch.from_numpy(batch.nodes.parents),
+        parents=torch.from_numpy(batch.nodes.parents),
         rank=0,
         world_size=p.context_parallel_degree,
         layout=p.context_parallel_layout,

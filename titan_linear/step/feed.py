@@ -84,7 +84,7 @@ class BatchSharding:
         """This rank's part of a batch. Labels, columns, and what comes later in a document, were shifted before the
         cut."""
         trees = BACK in batch.columns
-        methods = self.methods(batch.tokens.shape[1], trees and batch.nodes.depth.any())
+        methods = self.methods(batch.tokens.shape[1], batch.nodes.joined)
         context = self._context(batch, batch.nodes, methods)
         names = [name for name in batch.columns if name not in (BACK, SHARE)]
         local = [batch.tokens, batch.labels, *(batch.columns[name] for name in names)]
@@ -116,10 +116,10 @@ class BatchSharding:
         )
         return MicroBatch(tokens, labels, plan, batch.streams, columns, batch.num_documents, paths)
 
-    def _context(self, batch: Batch, nodes: Nodes | None, methods: Sequence[str]) -> CPContext:
-        """On the host; nodes: of prefix trees."""
+    def _context(self, batch: Batch, nodes: Nodes, methods: Sequence[str]) -> CPContext:
+        """On the host."""
         return build_cp_context(
-            batch.cu_seqlens if nodes is None else torch.from_numpy(nodes.edges),
+            torch.from_numpy(nodes.edges),
             self.dims.cp_group,
             num_streams=batch.num_streams,
             layout=self.layout if self.dims.cp > 1 else "contiguous",
@@ -127,7 +127,7 @@ class BatchSharding:
             programs=self.programs,
             stream_programs=self.stream_programs,
             attention=methods,
-            parents=nodes and torch.from_numpy(nodes.parents),
+            parents=torch.from_numpy(nodes.parents),
         )
 
     def _plan(self, context: CPContext, batch: Batch, **more: Any) -> BatchPlan:
@@ -186,10 +186,9 @@ def paths_of(batch: Batch) -> Paths:
     leaves, begins = nodes.leaves, nodes.edges[:-1]
     names, _ = _numbered(begins // seq_len)
     documents, count = _numbered(begins[leaves] // seq_len)
-    lengths = [len(nodes.paths[leaf]) for leaf in leaves]
-    on = np.concatenate([nodes.paths[leaf] for leaf in leaves])
+    number, node = nodes.on_paths(leaves)
     share = batch.columns[SHARE][0].numpy()[begins]
-    arrays = names[on], np.repeat(documents, lengths), np.repeat(share[leaves], lengths) / share[on]
+    arrays = names[node], documents[number], share[leaves][number] / share[node]
     return Paths(*map(torch.from_numpy, arrays), num_documents=count)
 
 
@@ -392,7 +391,6 @@ class Feed:
 def _counts(batch: Batch) -> list[float]:
     """The weight and the number of labels, the number of tokens with trees packed apart, and those of `Documents`."""
     labels = batch.columns["weights"] > 0
-    edges, above, apart = batch.cu_seqlens.numpy(), 0, batch.tokens.numel()
-    if nodes := batch.nodes:
-        above, apart = nodes.depth, int((nodes.edges[1:] - nodes.begins)[nodes.leaves].sum())
-    return [batch.weight, int(labels.sum()), apart, *Documents.of(edges, above)]
+    nodes = batch.nodes
+    apart = int((nodes.edges[1:] - nodes.begins)[nodes.leaves].sum())
+    return [batch.weight, int(labels.sum()), apart, *Documents.of(nodes.edges, nodes.depth)]

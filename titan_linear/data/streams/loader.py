@@ -44,12 +44,11 @@ class Batch:
         return float(self.columns["weights"].sum(dtype=torch.float64))
 
     @cached_property
-    def nodes(self) -> Nodes | None:
-        """Of prefix trees, as which documents are given."""
-        if BACK not in self.columns:
-            return None
+    def nodes(self) -> Nodes:
+        """The documents, or nodes of prefix trees."""
         edges = self.cu_seqlens.numpy().astype(np.int64)
-        return Nodes.of(edges, parents_behind(edges, self.columns[BACK][0].numpy()))
+        back = self.columns[BACK][0].numpy() if BACK in self.columns else np.zeros(edges[-1])
+        return Nodes(edges, parents_behind(edges, back))
 
 
 @dataclass(eq=False)

@@ -39,7 +39,7 @@ class TreeStreams(WholeStreams):
         starts, lengths = [], []
         for document, first, last, _ in self._documents(i).tolist():
             nodes = self._nodes(document)
-            above = np.unique(np.concatenate([nodes.paths[n] for n in nodes.leaves[first:last]]))
+            above = np.unique(nodes.on_paths(nodes.leaves[first:last])[1])
             starts.append(self.corpus.offsets[document] + nodes.edges[above])
             lengths.append(np.diff(nodes.edges)[above])
         return np.concatenate(starts), np.concatenate(lengths), IGNORE
@@ -52,7 +52,7 @@ class TreeStreams(WholeStreams):
         for n, (start, back) in enumerate(zip(starts.tolist(), self.corpus.columns[BACK][starts].tolist())):
             parents[n] = ends[start - back + 1] if back else -1
             ends[start + lengths[n]] = n
-        nodes = Nodes.of(edges, parents)
+        nodes = Nodes(edges, parents)
         positions, back = nodes.positions, nodes.back
         places = np.arange(edges[count]) + np.repeat(starts - edges[:count], lengths)
         columns = {name: self.corpus.column(name, places) for name in ("weights", *self.targets.columns)}
@@ -70,11 +70,11 @@ class TreeStreams(WholeStreams):
 
     def _shares(self, nodes: Nodes, targets: ndarray) -> ndarray:
         """How many documents hold each token; each counts 1, or if they are normalised, 1 over its targets."""
-        count = np.zeros(len(nodes.parents))
+        number, node = nodes.on_paths(nodes.leaves)
         targets = np.add.reduceat(targets, nodes.edges[:-1], dtype=np.int64)
-        for path in (nodes.paths[leaf] for leaf in nodes.leaves):
-            count[path] += 1 / max(targets[path].sum(), 1) if self.targets.normalise == "document" else 1
-        return np.repeat(count, np.diff(nodes.edges))
+        targets = np.maximum(np.bincount(number, targets[node]), 1)
+        each = 1 / targets[number] if self.targets.normalise == "document" else None
+        return np.repeat(np.bincount(node, each), np.diff(nodes.edges))
 
     def _nodes(self, document: int) -> Nodes:
         return Nodes.behind(self.corpus.columns[BACK][slice(*self.corpus.offsets[document : document + 2])])

@@ -17,7 +17,6 @@ from titan_linear.ops.layout.chains import chains
 from titan_linear.ops.layout.context import SOFTMAX_METHODS, CPContext, SoftmaxTables, TokenTables
 from titan_linear.ops.layout.documents import check_copy, checked, distinct, short
 from titan_linear.ops.layout.fragments import LAYOUTS, Cut, Fragments, RankGroup, cut_streams, halo_routes, owned
-from titan_linear.ops.layout.nodes import checked_nodes
 from titan_linear.ops.layout.rectangles import rectangles
 from titan_linear.ops.layout.segments import CONV_RUN, with_tables
 from titan_linear.ops.layout.spans import PAIRS_PER_ROW, gathered_spans
@@ -81,8 +80,7 @@ def build_cp_context(
     documents = _documents(cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu)
     if parents is not None and len(documents) != len(cu_seqlens):
         raise ValueError("cu_seqlens has segments without tokens, which cannot have or be parents; leave them out")
-    nodes = None if parents is None else checked_nodes(documents, parents, num_streams)
-    cut = cut_streams(documents, num_streams, ranks.world_size, layout, nodes)
+    cut = cut_streams(documents, num_streams, ranks.world_size, layout, parents)
     tables = _token_tables(cut, ranks, conv1d_kernel_size, programs, stream_programs)
     context = CPContext(ranks, cut, tables, _softmax_tables(cut, ranks, attention, pairs_per_row))
     return to_device(context, cu_seqlens.device if device is None else torch.device(device))
@@ -158,10 +156,9 @@ def _token_tables(
 
 def _trees(cut: Cut, rank: int) -> tuple[dict[str, Tree], dict[str, Tree | Paths]]:
     """What `Boundaries` holds of prefix trees: of this rank's entries, and of a stream whole on one rank."""
-    nodes = cut.nodes
-    if nodes is None:
+    nodes, size = cut.nodes, cut.fragments[0].end
+    if not nodes.joined:
         return {}, {}
-    size = cut.fragments[0].end
     whole = tree_of(nodes, np.zeros_like(cut.owners), size, 0)
     return {"tree": tree_of(nodes, cut.owners, size, rank)}, {"tree": whole, "paths": paths_of(nodes)}
 
@@ -169,7 +166,7 @@ def _trees(cut: Cut, rank: int) -> tuple[dict[str, Tree], dict[str, Tree | Paths
 def _softmax_tables(cut: Cut, ranks: RankGroup, methods: Collection[str], pairs_per_row: int) -> SoftmaxTables:
     place = ranks.rank, ranks.world_size
     ring = spans = nodes = None
-    if cut.nodes is not None:
+    if cut.nodes.joined:
         methods = [method for method in methods if "ring" not in method]
     if "ring" in methods:
         ring = rectangles(cut.fragments, *place, causal=True)
@@ -222,7 +219,7 @@ def _local_layout(cut: Cut, fragments: Fragments) -> tuple[np.ndarray, np.ndarra
         low, high = np.searchsorted(documents, [f.start, f.end - 1], side="right") - 1
         edges = np.clip(documents[low : high + 2], f.start, f.end)
         lengths.append(np.diff(edges))
-        firsts.append(edges[:-1] - cut.begins[low : high + 1])  # the position of an entry's first token
+        firsts.append(edges[:-1] - cut.nodes.begins[low : high + 1])  # the position of an entry's first token
         entries.append((count, count + high - low))
         count += high - low + 1
     length = np.concatenate(lengths)

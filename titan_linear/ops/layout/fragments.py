@@ -11,7 +11,7 @@ import torch.distributed as dist
 from numpy import ndarray
 from torch import Tensor
 
-from titan_linear.ops.layout.nodes import Nodes
+from titan_linear.ops.layout.nodes import Nodes, checked_nodes
 from titan_linear.ops.layout.tables import OnHost, table
 
 LAYOUTS = ("contiguous", "zigzag")
@@ -64,18 +64,22 @@ class Cut:
 
     layout: str
     num_streams: int
-    documents: ndarray  # [.] int64 global boundaries, without empty documents
     fragments: Fragments
     order: tuple[int, ...]  # index of each fragment in rank order, rank · slots + slot
     slots: int  # number of fragments per rank
     tokens: int  # number of tokens per rank, T_local
     stream_tokens: int  # and of all ranks, T
-    nodes: Nodes | None = None  # if documents are nodes of prefix trees
+    nodes: Nodes  # the documents, without empty ones
 
     @property
-    def begins(self) -> ndarray:
-        """[N] where position 0 of each document is, or for a node would be."""
-        return self.documents[:-1] if self.nodes is None else self.nodes.begins
+    def documents(self) -> ndarray:
+        """[N+1] int64, global boundaries."""
+        return self.nodes.edges
+
+    def rows(self, tokens: ndarray) -> ndarray:
+        """The local rows that tokens of the stream have at their owners."""
+        size = self.fragments[0].end
+        return tokens + np.array([f.slot * size - f.start for f in self.fragments])[tokens // size]
 
     @property
     def owners(self) -> ndarray:
@@ -83,16 +87,21 @@ class Cut:
         return np.array([f.rank for f in self.fragments])
 
 
-def cut_streams(documents: ndarray, num_streams: int, world_size: int, layout: str, nodes: Nodes | None = None) -> Cut:
+def cut_streams(
+    documents: ndarray, num_streams: int, world_size: int, layout: str, parents: Tensor | None = None
+) -> Cut:
     """Cut streams into fragments.
 
     Args:
         documents: [N+1] int64, global boundaries without empty documents; the last is the total length of the streams.
         num_streams: number of streams, of equal length; each is cut by itself.
+        parents: as in `build_cp_context`.
 
     Raises:
-        ValueError: streams that cannot be cut into equal blocks, or that do not begin with a document.
+        ValueError: streams that cannot be cut into equal blocks, or that do not begin with a document; parents that are
+            no trees.
     """
+    nodes = checked_nodes(documents, parents, num_streams)
     total = int(documents[-1])
     length = total // num_streams
     blocks = world_size * (2 if layout == "zigzag" else 1)
@@ -116,7 +125,7 @@ def cut_streams(documents: ndarray, num_streams: int, world_size: int, layout: s
         fragments.append(Fragment(start, start + size, owner, stream * slots + mirrored, head, tail))
     slots *= num_streams
     order = tuple(f.rank * slots + f.slot for f in fragments)
-    return Cut(layout, num_streams, documents, tuple(fragments), order, slots, slots * size, total, nodes)
+    return Cut(layout, num_streams, tuple(fragments), order, slots, slots * size, total, nodes)
 
 
 def owned(fragments: Fragments, rank: int) -> Fragments:
@@ -141,57 +150,37 @@ class HaloRoutes(NamedTuple):
 
 def halo_routes(cut: Cut, rank: int, world_size: int, width: int) -> HaloRoutes:
     """Routes of the `width` tokens before each fragment; in prefix trees, before each entry."""
-    if cut.nodes is not None:
-        return _routes_on_paths(cut.nodes, cut, rank, world_size, width)
-    leaving, coming = [], []  # (receiver, row), (sender, place)
-    fragments = cut.fragments
-    size = fragments[0].end
-    mine = [i for i, f in enumerate(fragments) if f.rank == rank]
-    near = {i + n for i in mine for n in range(-(-width // size) + 1)}  # fragments that may need tokens of these
-    for i in sorted(near.intersection(range(len(fragments)))):
-        target = fragments[i]
-        first = max(target.start - width, target.head[0])
-        for source in fragments[first // size : i]:
-            tokens = range(max(first, source.start), source.end)
-            if source.rank == rank:
-                leaving += [(target.rank, source.slot * size + t - source.start) for t in tokens]
-            if target.rank == rank:
-                coming += [(source.rank, target.slot * width + width - target.start + t) for t in tokens]
-    rows, send_counts = _by_rank(leaving, world_size, len(mine) * width * max(width, 1))
-    places, receive_counts = _by_rank(coming, world_size, len(mine) * width)
+    nodes, size = cut.nodes, cut.fragments[0].end
+    tokens = np.arange(len(cut.fragments)) * size
+    if nodes.joined:
+        tokens = nodes.starts(size if world_size > 1 else None)
+    owners = cut.owners[tokens // size]
+    before = np.empty((width, len(tokens)), dtype=np.int64)
+    for n in range(width):
+        before[n] = tokens = nodes.before(tokens)
+    n, target = np.nonzero(before >= 0)
+    token = before[n, target]
+    source, to = cut.owners[token // size], owners[target]
+    place = np.cumsum(owners == rank)[target] * width - n - 1
+    leaving, coming = np.stack([to, cut.rows(token)], 1)[source == rank], np.stack([source, place], 1)[to == rank]
+    most = cut.slots * width
+    lengths = (len(leaving), len(coming)) if nodes.joined else (most * max(width, 1), most)
+    rows, send_counts = _by_rank(leaving, world_size, lengths[0])
+    places, receive_counts = _by_rank(coming, world_size, lengths[1])
     return table(
         HaloRoutes,
         rows=rows,
         places=places,
-        crosses=np.array([any(f.enters for f in fragments)]),
-        repeats=np.array([size < width]),
+        crosses=np.array([nodes.joined or any(f.enters for f in cut.fragments)]),
+        repeats=np.array([nodes.joined or size < width]),
         send_counts=send_counts,
         receive_counts=receive_counts,
     )
 
 
-def _routes_on_paths(nodes: Nodes, cut: Cut, rank: int, world_size: int, width: int) -> HaloRoutes:
-    size = cut.fragments[0].end
-    tokens = [nodes.starts(size if world_size > 1 else None)]
-    owners = cut.owners[tokens[0] // size]
-    for _ in range(width):
-        tokens.append(nodes.before(tokens[-1]))
-    n, entry = np.nonzero(np.stack(tokens[1:]) >= 0)
-    token = np.stack(tokens[1:])[n, entry]
-    source, to = cut.owners[token // size], owners[entry]
-    local = token + np.array([f.slot * size - f.start for f in cut.fragments])[token // size]
-    place = np.cumsum(owners == rank)[entry] * width - n - 1
-    leaving, coming = np.stack([to, local], 1)[source == rank], np.stack([source, place], 1)[to == rank]
-    rows, send_counts = _by_rank(leaving, world_size, len(leaving))
-    places, receive_counts = _by_rank(coming, world_size, len(coming))
-    always = np.array([True])
-    counts = {"send_counts": send_counts, "receive_counts": receive_counts}
-    return table(HaloRoutes, rows=rows, places=places, crosses=always, repeats=always, **counts)
-
-
-def _by_rank(pairs: list[tuple[int, int]] | ndarray, world_size: int, length: int) -> tuple[ndarray, ndarray]:
-    """(rank, number) pairs -> the numbers by rank, with zeros up to `length`, and how many each rank has [W]."""
-    rank, number = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+def _by_rank(pairs: ndarray, world_size: int, length: int) -> tuple[ndarray, ndarray]:
+    """[., 2] (rank, number) -> the numbers by rank, with zeros up to `length`, and how many each rank has [W]."""
+    rank, number = pairs.T
     by_rank = np.zeros(length, dtype=np.int64)
     by_rank[: len(rank)] = number[np.argsort(rank, kind="stable")]
     return by_rank, np.bincount(rank, minlength=world_size)

@@ -13,6 +13,7 @@ path: each of its tokens comes after those of the nodes above. What a mixer need
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy import ndarray
@@ -21,21 +22,10 @@ from torch import Tensor
 
 @dataclass(eq=False)
 class Nodes:
-    """The nodes of the trees of a stream, as arrays."""
+    """The nodes of the trees of a stream; documents that share nothing are trees of one node."""
 
     edges: ndarray  # [N+1] int64, where each begins
     parents: ndarray  # [N] int64, −1: none
-    depth: ndarray  # [N] number of tokens above each
-    paths: list[ndarray]  # of each, the nodes from its root to itself
-
-    @classmethod
-    def of(cls, edges: ndarray, parents: ndarray) -> Nodes:
-        lengths, depth = np.diff(edges), np.zeros_like(parents)
-        paths: list[list[int]] = []
-        for node, parent in enumerate(parents.tolist()):
-            paths.append([*(paths[parent] if parent >= 0 else ()), node])
-            depth[node] = depth[parent] + lengths[parent] if parent >= 0 else 0
-        return cls(edges, parents, depth, list(map(np.array, paths)))
 
     @classmethod
     def behind(cls, back: ndarray) -> Nodes:
@@ -43,7 +33,30 @@ class Nodes:
         begins = np.flatnonzero(back != 1)
         above = (begins - back[begins])[back[begins] > 0]
         edges = np.unique([*begins, *(above + 1), len(back)])
-        return cls.of(edges, parents_behind(edges, back))
+        return cls(edges, parents_behind(edges, back))
+
+    @property
+    def joined(self) -> bool:
+        """Whether any continues another."""
+        return bool((self.parents >= 0).any())
+
+    def on_paths(self, ends: ndarray) -> tuple[ndarray, ndarray]:
+        """The nodes from a root to each of these, path after path: the number of each one's path, and the node."""
+        levels = [np.stack([np.arange(len(ends)), ends])]
+        while levels[-1].size:
+            number, node = levels[-1]
+            above = np.stack([number, self.parents[node]])
+            levels.append(above[:, above[1] >= 0])
+        number, node = np.concatenate(levels, 1)
+        order = np.lexsort((node, number))
+        return number[order], node[order]
+
+    @cached_property
+    def depth(self) -> ndarray:
+        """[N] number of tokens above each."""
+        number, above = self.on_paths(np.arange(len(self.parents)))
+        lengths = np.diff(self.edges)
+        return np.bincount(number, lengths[above]).astype(np.int64) - lengths
 
     def after(self, tokens: int) -> Nodes:
         """Of documents without their first `tokens`, each of which is a document of its own."""
@@ -86,11 +99,9 @@ class Nodes:
         return np.searchsorted(self.edges, tokens, side="right") - 1
 
     def ranges(self, start: ndarray, end: ndarray) -> tuple[ndarray, ndarray, ndarray]:
-        """What the tokens start to end of one node see, for each of several: number, first token and token after the
-        last of each range of its path, up to `end`."""
-        paths = [self.paths[node] for node in self.at(start)]
-        number = np.repeat(np.arange(len(paths)), [len(path) for path in paths])
-        nodes = np.concatenate(paths)
+        """The paths of the tokens from `start` on, each up to its `end`, as ranges of tokens: the number of each one's
+        path, its first token and the token after its last."""
+        number, nodes = self.on_paths(self.at(start))
         last = np.append(number[1:] != number[:-1], True)
         return number, self.edges[nodes], np.where(last, end[number], self.edges[nodes + 1])
 
@@ -112,8 +123,10 @@ def parents_behind(edges: ndarray, back: ndarray) -> ndarray:
     return np.where(back > 0, np.searchsorted(edges, edges[:-1] - back, side="right") - 1, -1)
 
 
-def checked_nodes(edges: ndarray, parents: Tensor, num_streams: int) -> Nodes | None:
-    """None: no node has a parent. ValueError: parents that are no trees, each in one of the streams."""
+def checked_nodes(edges: ndarray, parents: Tensor | None, num_streams: int) -> Nodes:
+    """parents: None: no node has one. ValueError: parents that are no trees, each in one of the streams."""
+    if parents is None:
+        return Nodes(edges, np.full(len(edges) - 1, -1))
     numbers, order = parents.cpu().numpy().astype(np.int64), np.arange(len(edges) - 1)
     if numbers.shape != order.shape:
         raise ValueError(f"parents {list(numbers.shape)} must be [N] = {list(order.shape)}, one for each segment")
@@ -121,4 +134,4 @@ def checked_nodes(edges: ndarray, parents: Tensor, num_streams: int) -> Nodes | 
     bad = (numbers < -1) | (numbers >= order) | ((numbers >= 0) & (stream[np.minimum(numbers, order)] != stream))
     for node in np.flatnonzero(bad):
         raise ValueError(f"parents[{node}] = {numbers[node]} must be −1, or a segment before {node} in its stream")
-    return Nodes.of(edges, numbers) if (numbers >= 0).any() else None
+    return Nodes(edges, numbers)

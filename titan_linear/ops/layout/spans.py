@@ -71,7 +71,7 @@ def pairs_between(start, end, first, last, causal: bool):
 
 def entries(cut: Cut) -> Runs:
     """The part of each document in each fragment, computed by its owner; in global order."""
-    fragments, (documents, begins) = cut.fragments, cut.nodes.chains if cut.nodes else (cut.documents, cut.begins)
+    fragments, (documents, begins) = cut.fragments, cut.nodes.chains
     size = fragments[0].end
     cuts = np.arange(len(fragments)) * size
     at = np.searchsorted(documents, cuts)
@@ -172,7 +172,7 @@ def _tile(longest: int, room: float) -> int:
 # what a gather does: a byte takes no longer in a gather than in an exchange, and a gather's one message goes to many.
 GATHER_FROM = 0.5
 CUDNN_MULTIPLE = 128  # cuDNN's plans are for lengths that are multiples of this (ops/torch/attention_kernels.py)
-FEW = 4  # and for at most this many spans
+FEW = 4  # and for at most this many spans, or twice as many in prefix trees, where others go on from half of them
 
 
 class Spans(NamedTuple):
@@ -192,7 +192,7 @@ class Spans(NamedTuple):
 
     def recur(self) -> bool:
         """Whether these lengths recur in every batch, as those of fragments do and those of documents do not."""
-        if len(self.q_cpu) - 1 > FEW:
+        if len(self.q_cpu) - 1 > FEW * (1 + (int(self.longest_k) > int(self.longest_q))):
             return False
         return not any(x % CUDNN_MULTIPLE for x in (*self.q_cpu.tolist(), *self.k_cpu.tolist()))
 
@@ -263,7 +263,7 @@ def gathered_spans(
     here = np.flatnonzero(runs.rank == rank)
     here = here[np.lexsort((runs.start[here], runs.owner[here], runs.owner[here] != rank))]
     needed = _needed(runs, causal, nodes)
-    _, *keys = _key_ranges(runs.of(here), causal, nodes)
+    _, *keys = nodes.ranges(runs.start[here], after[here])
     q_lengths = (runs.end - runs.start)[here]
     k_lengths = (after - first)[here]
     q, k = (_bounds(lengths).astype(np.int32) for lengths in (q_lengths, k_lengths))
@@ -271,18 +271,17 @@ def gathered_spans(
     pairs = np.stack([pairs_by_rank(each, world_size, causal) for each in (own, runs)])
     return GatheredSpans(
         table(Spans, q=q, k=k, q_cpu=q, k_cpu=k, **longest),
-        _query_routes(fragments, runs, rank, world_size),
+        _query_routes(cut, runs, rank, world_size),
         _key_routes(cut, blocks, needed, rank, *keys),
         torch.from_numpy(pairs),
     )
 
 
-def _query_routes(fragments: Fragments, runs: Runs, rank: int, world_size: int) -> QueryRoutes:
+def _query_routes(cut: Cut, runs: Runs, rank: int, world_size: int) -> QueryRoutes:
     mine = runs.of(np.flatnonzero(runs.owner == rank))
     mine = mine.of(np.lexsort((mine.start, mine.rank, mine.rank != rank)))
-    lengths, size = mine.end - mine.start, fragments[0].end
-    local = mine.start + _offsets(fragments)[mine.start // size]
-    rows = np.repeat(local - _bounds(lengths)[:-1], lengths) + np.arange(lengths.sum())
+    lengths = mine.end - mine.start
+    rows = np.repeat(cut.rows(mine.start) - _bounds(lengths)[:-1], lengths) + np.arange(lengths.sum())
     moved = runs.rank != runs.owner
     leaving = mine.rank != rank
     coming = moved & (runs.rank == rank)
@@ -323,15 +322,8 @@ def _sums_below(edges: ndarray, x: ndarray) -> ndarray:
     return count * x - _bounds(edges)[count]
 
 
-def _key_ranges(runs: Runs, causal: bool, nodes: Nodes | None) -> tuple[ndarray, ndarray, ndarray]:
-    """The runs' keys as ranges of tokens: the number of each one's run, its first token, and the one after its last."""
-    if nodes is None:
-        return np.arange(len(runs.start)), runs.first, runs.after(causal)
-    return nodes.ranges(runs.start, runs.end)
-
-
-def _needed(runs: Runs, causal: bool, nodes: Nodes | None) -> _Needed:
-    number, start, end = _key_ranges(runs, causal, nodes)
+def _needed(runs: Runs, causal: bool, nodes: Nodes) -> _Needed:
+    number, start, end = nodes.ranges(runs.start, runs.after(causal))
     return _Needed(*_union(runs.rank[number], start, end))
 
 
@@ -342,7 +334,7 @@ def _blocks(fragments: Fragments, world_size: int) -> ndarray:
     return np.argsort(owners, kind="stable").reshape(world_size, -1, 1) * size + [0, size]
 
 
-def evened(own: Runs, blocks: ndarray, pairs_per_row: int, causal: bool, nodes: Nodes | None = None) -> Runs:
+def evened(own: Runs, blocks: ndarray, pairs_per_row: int, causal: bool, nodes: Nodes) -> Runs:
     """The runs, evened out to the degree with which the rank that takes longest is done first."""
     world_size = len(blocks)
     loads = pairs_by_rank(own, world_size, causal)
@@ -356,7 +348,7 @@ def evened(own: Runs, blocks: ndarray, pairs_per_row: int, causal: bool, nodes: 
     return min([own, *candidates], key=time)
 
 
-def _rows_of_busiest(runs: Runs, blocks: ndarray, causal: bool, nodes: Nodes | None) -> int:
+def _rows_of_busiest(runs: Runs, blocks: ndarray, causal: bool, nodes: Nodes) -> int:
     world_size = len(blocks)
     moved = runs.of(np.flatnonzero(runs.rank != runs.owner))
     queries = [np.bincount(of, moved.end - moved.start, world_size) for of in (moved.owner, moved.rank)]
@@ -374,7 +366,7 @@ def _key_routes(cut: Cut, blocks: ndarray, needed: _Needed, rank: int, start: nd
     # Where no document enters a fragment, the spans' keys are the rank's rows, each once and in order. A document that
     # goes on in the same rank's next fragment, as one across the middle of zig-zag does, needs no rows of other ranks,
     # but some of its rows are keys of two spans. In trees they always may be.
-    apart = cut.nodes is None and not any(f.enters for f in fragments)
+    apart = not cut.nodes.joined and not any(f.enters for f in fragments)
     travel = SOME if received.any() or not apart else NOTHING
     if travel and max(received.max(), sent.max()) > GATHER_FROM * (world_size - 1) * tokens:
         travel = ALL
@@ -382,7 +374,7 @@ def _key_routes(cut: Cut, blocks: ndarray, needed: _Needed, rank: int, start: nd
     receiver, leave, leave_end = _leaving(needed, blocks[rank], rank)
     sender, come, come_end = _arriving(needed, owners, rank, size)
     _, n, first, after = _by_fragment(start, end, size)
-    owner, row = owners[n], first + _offsets(fragments)[n]  # at its owner
+    owner, row = owners[n], cut.rows(first)  # at its owner
     if travel == ALL:
         row += tokens + owner * tokens
     elif len(come):
@@ -421,12 +413,6 @@ def _arriving(needed: _Needed, owners: ndarray, rank: int, size: int) -> tuple[n
     others = np.flatnonzero(owners[n] != rank)
     others = others[np.argsort(owners[n[others]], kind="stable")]
     return owners[n[others]], start[others], end[others]
-
-
-def _offsets(fragments: Fragments) -> ndarray:
-    """For each fragment, a token's local row at the owner − its global number."""
-    size = fragments[0].end
-    return np.array([f.slot * size - f.start for f in fragments])
 
 
 def _bounds(lengths: ndarray) -> ndarray:
