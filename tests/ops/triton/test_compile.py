@@ -40,10 +40,8 @@ ACCEPTED_SPILLS = {
     ("gdn", "gradients_kernel"): (120, MANY_TILES),
     ("gdn", "reverse_kernel"): (16, MANY_TILES),
     ("rwkv7", "gradient_kernel"): (336, MANY_TILES),
-    ("ssd", "carried_kernel"): (360, DECAYS),
     ("ssd", "pairs_kernel"): (64, DECAYS),
     ("ssd", "gates_kernel"): (8, DECAYS),
-    ("gla", "carried_kernel"): (360, DECAYS),
     ("conv1d", "conv1d_bwd_kernel"): (264, "norms and states at once, which context parallelism has not"),
 }
 

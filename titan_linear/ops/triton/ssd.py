@@ -9,14 +9,15 @@ themselves. (Segments, `split_documents.py`, would cut backward too, which has t
 their gradients.)
 
 For the gradients, states before and their gradients behind each chunk are written by two scans side by side (2 K V / 64
-numbers per token and head). Then programs of two kernels pass through the heads of a group at one chunk: `carried` adds
-dq and dk in fp32 registers, `pairs` adds the gradient of q kᵀ and writes dv; they leave five numbers per token and
-head, of which a last kernel makes the gradients of decays. A program has 4 warps, and two share a multiprocessor. Where
-chunks and groups are few, heads of a group are split among programs, whose sums are added in order.
+numbers per token and head). Then programs of two kernels pass through the heads of a group at one chunk: `pairs` adds
+the gradient of q kᵀ in registers and writes dv, `carried` adds 64 columns of dq and dk, from that and from the state;
+of the sums that they leave per token and head, a last kernel makes the gradients of decays. A program has 4 warps (8
+add up sums by shared memory), and two share a multiprocessor. Where chunks and groups are few, heads of a group are
+split among programs, whose sums are added in order.
 
 At T = 32768, 128 heads × 64, K = 128, G = 1, bf16, in GB and TFLOP, at 4.2 TB/s and 700 TFLOP/s in ms: forward 1.1
-(0.26) and 0.24 (0.34); states 3.3 (0.77) and 0.14 (0.20); carried 3.2 (0.77) and 0.27 (0.39); pairs 2.7 (0.64) and 0.14
-(0.20).
+(0.26) and 0.24 (0.34); states 3.3 (0.77) and 0.14 (0.20); pairs 2.7 (0.64) and 0.14 (0.20); carried 3.2 (0.77), with v
+and do twice from L2, and 0.20 (0.29).
 """
 
 from __future__ import annotations
@@ -56,11 +57,11 @@ def _sliced(kernel: str, k: Tensor, v: Tensor, gates: Tensor) -> Config:
     """Constants of a kernel that takes V slice by slice. Halves of slices serve where the last one would otherwise be
     half empty."""
     (_, H, K), (_, HV, V) = k.shape, v.shape
-    chosen = config(kernel, k, max(K, V), BV=max(1 << (V - 1).bit_length(), 16))
+    chosen = config(kernel, k, max(K, V), BK=K, BV=max(1 << (V - 1).bit_length(), 16))
     BV = chosen["BV"]
     if BV > 16 and 0 < V % BV <= BV // 2:
         chosen["BV"] = BV // 2
-    return {"R": HV // H, "K": K, "V": V, "PARTS": gates.shape[2] - 1} | chosen
+    return {"R": HV // H, "K": K, "V": V, "PARTS": gates.shape[2] - 1, "FETCH": _fetches(k)} | chosen
 
 
 def _of_decays(n: Numbers, parts: int) -> Config:
@@ -69,7 +70,7 @@ def _of_decays(n: Numbers, parts: int) -> Config:
 
 
 def _fetches(x: Tensor) -> bool:
-    """Whether scans read by the copy engine. In float32 two stages of its tiles do not fit."""
+    """Whether tiles are read by the copy engine. In float32 two stages of its tiles do not fit."""
     return x.element_size() == 2
 
 
@@ -78,6 +79,12 @@ def _fetched(x: Tensor, columns: int | None = None) -> tuple[Tensor, int] | Tens
     dim = x.shape[2]
     columns = columns or dim
     return ragged_tiles(x, columns) if _fetches(x) and dim % columns == 0 else rows(x)
+
+
+def _tiles(v: Tensor, do: Tensor, BV: int, BK: int, *states: Tensor) -> tuple[Any, ...]:
+    """v, do and states of chunks [NT, HV, K, V] as kernels of gradients read them."""
+    blocks = (chunk_tiles(h, BV, BK) if _fetches(v) else h for h in states)
+    return _fetched(v, BV), _fetched(do, BV), *blocks
 
 
 def _wide(D: Tensor | None, HV: int) -> bool:
@@ -104,11 +111,11 @@ def _pieces(T: int, N: int, programs: int) -> int:
 
 def _before_last_piece(given: Given, pieces: int) -> tuple[Tensor | None, Tensor | None, int]:
     """Of each part of an entry before its last piece: its last state from a zero state, and the factor of any other;
-    and into how many parts an entry is cut. With two pieces four, to fill the GPU with parts too."""
+    and into how many parts an entry is cut: twice the pieces, to fill the GPU with parts too."""
     if pieces == 1:
         return None, None, 1
-    x, parts = given.x, max(pieces, 4)
-    n = parts - parts // pieces
+    x, parts = given.x, 2 * pieces
+    n = parts - 2
     S_ext = empty_states(x.v, listed_entries(ALL, given.chunks) * n, x.k.shape[2])
     M = S_ext.new_empty(*S_ext.shape[:2], 1)
     _launch_boundary(given, x.k, x.v, S_ext, M, 1.0, n, parts)
@@ -120,7 +127,7 @@ def _launch_boundary(
 ) -> None:
     """The last states of listed entries from zero states, or of the first n of all entries' `parts`."""
     (F, HV, _, V), (gates,) = S_ext.shape, given.tiles
-    chosen = _sliced("ssd pass", x, y, gates) | {"FETCH": _fetches(x), "REVERSE": M is None}
+    chosen = _sliced("ssd boundary", x, y, gates) | {"REVERSE": M is None}
     tiles, grid = (_fetched(x), _fetched(y, chosen["BV"])), (F * HV * blocks_of(V, chosen["BV"]),)
     kernels.boundary_kernel[grid](*tiles, gates, S_ext, M, given.chunks, given.listed, scale, HV, n, parts, **chosen)
 
@@ -169,7 +176,7 @@ class SSDStages(Stages):
         *before, parts = _before_last_piece(given, pieces)
         scores, scale = chunk_tiles(scores) if _fetches(x.k) else scores, numbers.scale
         tiles = _fetched(x.q), _fetched(x.k), _fetched(x.v, chosen["BV"]), scores
-        chosen |= {"WIDE": _wide(x.D, HV), "FETCH": _fetches(x.k)}
+        chosen["WIDE"] = _wide(x.D, HV)
         kernels.scan_kernel[(N * HV * pieces * slices,)](
             *tiles, gates, x.D, initial, *before, o, final_state, chunks, ALL, scale, HV, pieces, parts, **chosen
         )
@@ -185,14 +192,15 @@ class SSDStages(Stages):
         d_skip = d_skip if chunk.dD is None else chunk.dD.sum(0)
         pairs = (x.A, dA), (x.D, d_skip), (x.dt_bias, d_bias)
         of_heads = (None if p is None else d.to(p.dtype, copy=True) for p, d in pairs)
-        return *_group_gradients(given, chunk), chunk.dv, dg, *of_heads
+        of_groups = (d[0] if len(d) == 1 else d.sum(0).to(x.k.dtype) for d in (chunk.dq, chunk.dk))
+        return *of_groups, chunk.dv, dg, *of_heads
 
     def room(self, x: DecayInputs) -> int:
-        """For each chunk: states and their gradients; in fp32, dq, dk and dE of a group, and a head's `sums` and
-        `taken` of each slice of 64 columns."""
+        """For each chunk: states, their gradients and dE of a group; in fp32, a head's `sums`, and `passed` and
+        `products`, of each slice of 64 columns."""
         (T, H, K), (_, HV, V) = x.k.shape, x.v.shape
-        states = 2 * HV * K * V // BT * x.v.element_size()
-        return T * (states + 4 * H * (2 * K + BT) + 4 * HV * 5 * blocks_of(V, 64))
+        chunk = 2 * HV * K * V // BT + H * BT
+        return T * (chunk * x.v.element_size() + 4 * HV * (3 + 3 * blocks_of(K, 64)) * blocks_of(V, 64))
 
 
 SSD = SSDStages()
@@ -203,8 +211,8 @@ def _states(given: Given, d_initial: Tensor | None) -> tuple[Tensor, Tensor]:
     x, (gates,), chunks, numbers, initial, d_final, _, do, _ = given
     (NT, HV, _, _), K, V = gates.shape, x.k.shape[2], x.v.shape[2]
     h, dh = (x.v.new_empty(NT, HV, K, V) for _ in range(2))
-    chosen = _sliced("ssd pass", x.k, x.v, gates)
-    BV, chosen["FETCH"] = chosen["BV"], _fetches(x.k)
+    chosen = _sliced("ssd states", x.k, x.v, gates)
+    BV = chosen["BV"]
     tiles = _fetched(x.q), _fetched(x.k), _fetched(x.v, BV), _fetched(do, BV)
     kernels.states_kernel[(2 * listed_entries(ALL, chunks) * HV * blocks_of(V, BV),)](
         *tiles, gates, initial, d_final, h, dh, d_initial, chunks, ALL, numbers.scale, HV, **chosen
@@ -213,55 +221,46 @@ def _states(given: Given, d_initial: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 class ChunkGradients(NamedTuple):
-    """Of chunks and heads, or of parts of a group's heads: what two kernels leave for two others."""
+    """Of chunks and heads, or of `splits` parts of a group's heads."""
 
-    dq: Tensor  # [splits, T, H, K] fp32, without E, as dk
-    dk: Tensor
     dv: Tensor  # [T, HV, V]
-    dD: Tensor | None  # [NT, HV·V] fp32, if each channel has a factor of its own
-    dE: Tensor  # [splits, NT, H, BT, BT] fp32, Eᵀ
+    dE: Tensor  # [NT, H, splits, BT, BT], Eᵀ
     own: Tensor  # [NT, H, BT] fp32, <q, k> of each token
-    taken: Tensor  # [NT, HV, slices, BT] fp32
+    sums: Tensor  # [NT, HV, slices, 3, BT] fp32
+    dD: Tensor | None  # [NT, HV·V] fp32, if each channel has a factor of its own
+    dq: Tensor  # [splits, T, H, K], in fp32 if there are several parts, as dk
+    dk: Tensor
+    passed: Tensor  # [NT, HV, slices, 2, BT] fp32
     products: Tensor  # [NT, HV, slices, BV] fp32: the columns of S times those of dS'
-    sums: Tensor  # [NT, HV, slices, 4, BT] fp32
 
 
 def _chunk_gradients(given: Given, h: Tensor, dh: Tensor) -> ChunkGradients:
     x, (gates,), chunks, numbers, *_, do, _ = given
     (T, H, K), (NT, HV, _, V) = x.k.shape, h.shape
-    of_carried, of_pairs = (_sliced(f"ssd {kernel}", x.k, x.v, gates) for kernel in ("carried", "pairs"))
-    R, BV = of_carried["R"], of_carried["BV"]
-    splits, slices, wide = _splits(NT, H, R), blocks_of(V, BV), _wide(x.D, HV)
+    of_pairs, of_carried = (_sliced(f"ssd {kernel}", x.k, x.v, gates) for kernel in ("pairs", "carried"))
+    R, BK, BV, wide = of_carried["R"], of_carried["BK"], of_carried["BV"], _wide(x.D, HV)
+    splits, slices, scale = _splits(NT, H, R), blocks_of(V, BV) * (K // BK), numbers.scale
+    sums = x.k if splits == 1 else gates
     grads = ChunkGradients(
-        dq=x.k.new_empty(splits, T, H, K, dtype=float32),
-        dk=x.k.new_empty(splits, T, H, K, dtype=float32),
         dv=x.v.new_empty(x.v.shape),
-        dD=gates.new_zeros(NT, HV * V) if wide else None,
-        dE=gates.new_empty(splits, NT, H, BT, BT),
+        dE=x.k.new_empty(NT, H, splits, BT, BT),
         own=gates.new_empty(NT, H, BT),
-        taken=gates.new_empty(NT, HV, slices, BT),
+        sums=gates.new_empty(NT, HV, blocks_of(V, of_pairs["BV"]), 3, BT),
+        dD=gates.new_zeros(NT, HV * V) if wide else None,
+        dq=sums.new_empty(splits, T, H, K),
+        dk=sums.new_empty(splits, T, H, K),
+        passed=gates.new_empty(NT, HV, slices, 2, BT),
         products=gates.new_empty(NT, HV, slices, BV),
-        sums=gates.new_empty(NT, HV, blocks_of(V, of_pairs["BV"]), 4, BT),
     )
-    q, k, v, do = map(rows, (x.q, x.k, x.v, do))
-    grid, heads, scale, of_pairs["WIDE"] = (NT * H * splits,), R // splits, numbers.scale, wide
-    out = grads.dq, grads.dk, grads.taken, grads.products
-    kernels.carried_kernel[grid](q, v, do, gates, h, dh, *out, chunks, scale, T, HV, heads, **of_carried)
-    out = grads.dv, grads.dE, grads.own, grads.sums, grads.dD
-    kernels.pairs_kernel[grid](q, k, v, do, gates, x.D, dh, *out, chunks, scale, HV, NT, heads, **of_pairs)
+    programs, heads, read, of_pairs["WIDE"] = NT * H * splits, R // splits, (rows(x.q), rows(x.k)), wide
+    *of_pair, dq, dk, passed, products = grads
+    tiles = _tiles(x.v, do, of_pairs["BV"], K, dh)
+    kernels.pairs_kernel[(programs,)](*read, *tiles, gates, x.D, *of_pair, chunks, scale, HV, heads, **of_pairs)
+    tiles = _tiles(x.v, do, BV, BK, h, dh)
+    kernels.carried_kernel[(programs * (K // BK),)](
+        *read, *tiles, gates, grads.dE, dq, dk, passed, products, chunks, scale, T, HV, heads, **of_carried
+    )
     return grads
-
-
-def _group_gradients(given: Given, chunk: ChunkGradients) -> tuple[Tensor, Tensor]:
-    """dq, dk."""
-    q, k = given.x.q, given.x.k
-    (T, H, K), (splits, NT, *_) = k.shape, chunk.dE.shape
-    dq, dk = q.new_empty(T, H, K), k.new_empty(T, H, K)
-    read = rows(q), rows(k)
-    kernels.groups_kernel[(NT * H,)](
-        *read, chunk.dE, chunk.dq, chunk.dk, dq, dk, given.chunks, T, H, NT, splits, K=K, **config("ssd groups", k, K)
-    )
-    return dq, dk
 
 
 def _gate_gradients(given: Given, chunk: ChunkGradients) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -269,10 +268,10 @@ def _gate_gradients(given: Given, chunk: ChunkGradients) -> tuple[Tensor, Tensor
     x, (gates,), chunks, n, initial, d_final, *_ = given
     (NT, HV, parts, _), (_, H, K), V = gates.shape, x.k.shape, x.v.shape[2]
     dg, d_heads = x.g.new_empty(x.g.shape), gates.new_empty(3, NT, HV)
-    slices = {"BV": chunk.products.shape[3], "TAKEN": chunk.taken.shape[2], "SLICES": chunk.sums.shape[2]}
+    slices = {"BV": chunk.products.shape[3], "PASSED": chunk.passed.shape[2], "SLICES": chunk.sums.shape[2]}
     constants = {"R": HV // H, "K": K, "V": V} | slices | _of_decays(n, parts)
     raw, limits = (rows(x.g), x.A, x.dt_bias), (n.low, n.high)
-    terms = chunk.taken, chunk.products, chunk.sums, chunk.own
+    terms = chunk.passed, chunk.products, chunk.sums, chunk.own
     kernels.gates_kernel[(NT * blocks_of(HV, BH),)](
         *raw, gates, *terms, initial, d_final, dg, d_heads, chunks, *limits, HV, NT, **constants
     )

@@ -85,6 +85,16 @@ def _state(i_v, K, V, BV):
 
 
 @triton.jit
+def _block(states, i_th, i_k, i_v, K, BK, V, BV, FETCH):
+    """Rows i_k BK to (i_k + 1) BK of slice i_v of a chunk's state, of `states` [NT, HV, K, V]."""
+    if FETCH:
+        return states.load([(i_th * K).to(tl.int32) + i_k * BK, i_v * BV])
+    else:
+        o_s, m_s = _state(i_v, BK, V, BV)
+        return tl.load(states + (i_th * K + i_k * BK) * V + o_s, mask=m_s, other=0.0)
+
+
+@triton.jit
 def _load_state(states, i_n, HV, i_hv, i_v, K, V, BV):
     """A slice of entry i_n's state [K, BV] in fp32; zeros if there are no states."""
     if states[0] is None:
@@ -351,54 +361,16 @@ def states_kernel(
 
 
 @Kernel
-def carried_kernel(
-    q, v, do,  # (x, stride)
-    gates, h, dh,
-    dq, dk, taken, products,  # as `ChunkGradients` has them
-    chunks, scale, T, HV, heads,
-    R: constexpr, K: constexpr, V: constexpr, BV: constexpr, PARTS: constexpr, STAGES: constexpr,
-):  # fmt: skip
-    """What a chunk's tokens take from the state and give to it, and <S, dS'>: `heads` heads of a group, one after
-    another, slice by slice of V, and what they add to dq and dk."""
-    slices: constexpr = (V + BV - 1) // BV
-    H, o_v = HV // R, tl.arange(0, BV)
-    i_split, i_t, i_h, start, length = _chunk_and_group(chunks, H, R // heads)
-    if length <= 0:
-        return
-    b_q = load_tokens(q, start, length, i_h * K, K)
-    b_dq, b_dk = tl.zeros([BT, K], tl.float32), tl.zeros([BT, K], tl.float32)
-    for n in tl.range(0, heads * slices, num_stages=STAGES):
-        i_hv, i_v = i_h * R + i_split.to(tl.int32) * heads + n // slices, n % slices
-        i_th = i_t * HV + i_hv
-        o_s, m_s = _state(i_v, K, V, BV)
-        b_v = _columns(v, start, length, 0, i_hv, i_v, V, BV, False)
-        b_do = _columns(do, start, length, 0, i_hv, i_v, V, BV, False)
-        b_s = tl.load(h + i_th * (K * V) + o_s, mask=m_s, other=0.0)
-        b_ds = tl.load(dh + i_th * (K * V) + o_s, mask=m_s, other=0.0)
-        _, _, b_dt, b_after, b_last = _load_gates(gates, i_th, PARTS)
-        b_out = scale * tl.exp2(b_last - b_after)
-        b_y = dot(b_q, b_s)
-        tl.store(taken + (i_th * slices + i_v) * BT + tl.arange(0, BT), tl.sum(b_y * b_do, 1) * b_out)
-        b_p = dot(tl.trans(b_s), b_ds)
-        tl.store(products + (i_th * slices + i_v) * BV + o_v, tl.sum(tl.where(o_v[:, None] == o_v, b_p, 0.0), 1))
-        b_w = (b_out[:, None] * b_do).to(b_q.dtype)
-        b_dq = dot(b_w, tl.trans(b_s), b_dq)
-        b_w = ((tl.exp2(b_after) * b_dt)[:, None] * b_v).to(b_q.dtype)
-        b_dk = dot(b_w, tl.trans(b_ds), b_dk)
-    store_tokens((dq, H * K), b_dq, i_split * T + start, length, i_h * K, K)
-    store_tokens((dk, H * K), b_dk, i_split * T + start, length, i_h * K, K)
-
-
-@Kernel
 def pairs_kernel(
-    q, k, v, do,  # (x, stride)
-    gates, D, dh,
+    q, k,  # (x, stride)
+    v, do, dh,  # descriptors with FETCH, else (x, stride), and states
+    gates, D,
     dv, dE, own, sums, dD,  # as `ChunkGradients` has them
-    chunks, scale, HV, NT, heads, R: constexpr, K: constexpr, V: constexpr, BV: constexpr, PARTS: constexpr,
-    STAGES: constexpr, WIDE: constexpr,
+    chunks, scale, HV, heads, R: constexpr, K: constexpr, V: constexpr, BV: constexpr, PARTS: constexpr,
+    STAGES: constexpr, WIDE: constexpr, FETCH: constexpr,
 ):  # fmt: skip
-    """dv of a chunk, what heads add to E, and what pairs of its tokens give and take, head by head as `carried_kernel`.
-    What a token gives to itself does not decay."""
+    """dv of a chunk, what heads add to E, and what pairs of its tokens give and take: `heads` heads of a group, one
+    after another, slice by slice of V. What a token gives to itself does not decay."""
     slices: constexpr = (V + BV - 1) // BV
     H, o_c = HV // R, tl.arange(0, BT)
     o_j, o_i = indices(BT, BT)
@@ -415,14 +387,13 @@ def pairs_kernel(
     for n in tl.range(0, heads * slices, num_stages=STAGES):
         i_hv, i_v = i_h * R + i_split.to(tl.int32) * heads + n // slices, n % slices
         i_th = i_t * HV + i_hv
-        o_s, m_s = _state(i_v, K, V, BV)
-        b_v = _columns(v, start, length, 0, i_hv, i_v, V, BV, False)
-        b_do = _columns(do, start, length, 0, i_hv, i_v, V, BV, False)
-        b_ds = tl.load(dh + i_th * (K * V) + o_s, mask=m_s, other=0.0)
+        b_v = _columns(v, start, length, 0, i_hv, i_v, V, BV, FETCH)
+        b_do = _columns(do, start, length, 0, i_hv, i_v, V, BV, FETCH)
+        b_ds = _block(dh, i_th, 0, i_v, K, K, V, BV, FETCH)
         b_G, b_low, b_dt, b_after, _ = _load_gates(gates, i_th, PARTS)
-        p_s = sums + (i_th * slices + i_v) * 4 * BT + o_c
+        p_s = sums + (i_th * slices + i_v) * 3 * BT + o_c
+        tl.store(p_s + 2 * BT, tl.sum(b_v.to(tl.float32) * b_do, 1))
         b_a = dot(b_v, tl.trans(b_do))  # [j, i]
-        tl.store(p_s + 3 * BT, tl.sum(tl.where(o_i == o_j, b_a, 0.0), 1))
         b_p = _decays(b_G, b_low, PARTS, False)
         b_e += b_a * b_p * b_dt[:, None]
         b_m = b_kq * b_p
@@ -430,42 +401,61 @@ def pairs_kernel(
         tl.store(p_s, tl.sum(b_a * b_dt[:, None], 0))
         tl.store(p_s + BT, tl.sum(b_a, 1))
         b_z = dot(b_k, b_ds) * tl.exp2(b_after)[:, None]  # [BT, BV]
-        tl.store(p_s + 2 * BT, tl.sum(b_z * b_v, 1))
         b_dv = dot(b_m.to(b_k.dtype), b_do, b_z) * b_dt[:, None]
-        b_dv += (b_own * b_dt)[:, None] * b_do
+        b_skip = (b_own * b_dt)[:, None]
         if D is not None:
-            b_dv += _skip(D, i_hv, i_v, V, BV, WIDE) * b_do
+            b_skip += _skip(D, i_hv, i_v, V, BV, WIDE)
             if WIDE:
                 o_v = i_v * BV + tl.arange(0, BV)
                 tl.store(dD + i_th * V + o_v, tl.sum(b_v.to(tl.float32) * b_do, 0), mask=o_v < V)
+        b_dv += b_skip * b_do
         _store_columns(dv, b_dv, start, length, HV, i_hv, i_v, V, BV)
-    tl.store(dE + ((i_split * NT + i_t) * H + i_h) * BT * BT + (o_j * BT + o_i), scale * b_e)
+    store_tokens((dE, BT), scale * b_e, tl.program_id(0).to(tl.int64) * BT, BT, 0, BT)
 
 
 @Kernel
-def groups_kernel(
+def carried_kernel(
     q, k,  # (x, stride)
-    dE, dq_parts, dk_parts,  # as `ChunkGradients` has them
-    dq, dk,  # [T, H, K]
-    chunks, T, H, NT, splits, K: constexpr,
+    v, do, h, dh,  # as `pairs_kernel` takes them
+    gates, dE,
+    dq, dk, passed, products,  # as `ChunkGradients` has them
+    chunks, scale, T, HV, heads, R: constexpr, K: constexpr, BK: constexpr, V: constexpr, BV: constexpr,
+    PARTS: constexpr, STAGES: constexpr, FETCH: constexpr,
 ):  # fmt: skip
-    """dq and dk of one chunk and group: the sums over parts, and E's products."""
-    _, i_t, i_h, start, length = _chunk_and_group(chunks, H, 1)
-    o_i, o_j = indices(BT, BT)
-    o_e = o_i * BT + o_j
-    b_e = tl.zeros([BT, BT], tl.float32)
-    b_dq, b_dk = tl.zeros([BT, K], tl.float32), tl.zeros([BT, K], tl.float32)
-    for i in range(0, splits):
-        b_e += tl.load(dE + ((i * NT + i_t) * H + i_h) * BT * BT + o_e)
-        b_dq += load_tokens((dq_parts, H * K), i * T + start, length, i_h * K, K)
-        b_dk += load_tokens((dk_parts, H * K), i * T + start, length, i_h * K, K)
-    b_e = b_e.to(q[0].dtype.element_ty)  # Eᵀ
-    b_k = load_tokens(k, start, length, i_h * K, K)
-    b_dq = dot(tl.trans(b_e), b_k, b_dq)
-    store_tokens((dq, H * K), b_dq, start, length, i_h * K, K)
-    b_q = load_tokens(q, start, length, i_h * K, K)
-    b_dk = dot(b_e, b_q, b_dk)
-    store_tokens((dk, H * K), b_dk, start, length, i_h * K, K)
+    """BK columns of dq and dk of a chunk, from E and from the state, head by head as `pairs_kernel`; and of these, what
+    tokens take from the state and give to it, and <S, dS'>."""
+    slices: constexpr = (V + BV - 1) // BV
+    blocks: constexpr = K // BK
+    H, o_c, o_v = HV // R, tl.arange(0, BT), tl.arange(0, BV)
+    i_split, i_t, i_h, start, length = _chunk_and_group(chunks, H, R // heads * blocks)
+    if length <= 0:
+        return
+    i_k, i_split = (i_split % blocks).to(tl.int32), i_split // blocks
+    column = i_h * K + i_k * BK
+    b_q = load_tokens(q, start, length, column, BK)
+    b_k = load_tokens(k, start, length, column, BK)
+    b_e = load_tokens((dE, BT), tl.program_id(0).to(tl.int64) // blocks * BT, BT, 0, BT)  # Eᵀ
+    b_dq = dot(tl.trans(b_e), b_k)
+    b_dk = dot(b_e, b_q)
+    for n in tl.range(0, heads * slices, num_stages=STAGES):
+        i_hv, i_v = i_h * R + i_split.to(tl.int32) * heads + n // slices, n % slices
+        i_th = i_t * HV + i_hv
+        b_do = _columns(do, start, length, 0, i_hv, i_v, V, BV, FETCH)
+        b_s = _block(h, i_th, i_k, i_v, K, BK, V, BV, FETCH)
+        b_ds = _block(dh, i_th, i_k, i_v, K, BK, V, BV, FETCH)
+        b_v = _columns(v, start, length, 0, i_hv, i_v, V, BV, FETCH)
+        _, _, b_dt, b_after, b_last = _load_gates(gates, i_th, PARTS)
+        i_s = (i_th * slices + i_v) * blocks + i_k
+        b_x = dot(b_do, tl.trans(b_s)) * (scale * tl.exp2(b_last - b_after))[:, None]
+        b_dq += b_x
+        tl.store(passed + i_s * 2 * BT + o_c, tl.sum(b_x * b_q, 1))
+        b_p = dot(tl.trans(b_s), b_ds)
+        tl.store(products + i_s * BV + o_v, tl.sum(tl.where(o_v[:, None] == o_v, b_p, 0.0), 1))
+        b_x = dot(b_v, tl.trans(b_ds)) * tl.exp2(b_after)[:, None]
+        b_dk += b_x * b_dt[:, None]
+        tl.store(passed + i_s * 2 * BT + BT + o_c, tl.sum(b_x * b_k, 1))
+    store_tokens((dq, H * K), b_dq, i_split * T + start, length, column, BK)
+    store_tokens((dk, H * K), b_dk, i_split * T + start, length, column, BK)
 
 
 @triton.jit
@@ -483,14 +473,14 @@ def _given_product(initial, d_final, i_n, i_hv, used, HV, KV, B):
 
 @Kernel
 def gates_kernel(
-    g, A, dt_bias, gates, taken, products, sums, own, initial, d_final,
+    g, A, dt_bias, gates, passed, products, sums, own, initial, d_final,
     dg,  # [T, HV]
     d_heads,  # [3, NT, HV] fp32, partials of dA, d dt_bias and dD
     chunks, low, high, HV, NT, R: constexpr, K: constexpr, V: constexpr, BV: constexpr, BH: constexpr, PARTS: constexpr,
-    TAKEN: constexpr, SLICES: constexpr, SOFTPLUS: constexpr,
+    PASSED: constexpr, SLICES: constexpr, SOFTPLUS: constexpr,
 ):  # fmt: skip
-    """dg of one chunk and BH heads, from what a token takes from the state, and sums [4, BT]: what it takes from
-    earlier tokens, what it gives to later ones and to the state, and <v, do>; the last three are without Δ."""
+    """dg of one chunk and BH heads, from what a token takes from the state and gives to it, and sums [3, BT]: what it
+    takes from earlier tokens, what it gives to later ones, and <v, do>. What it gives is without Δ."""
     blocks = (HV + BH - 1) // BH
     i_t, i_b = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     start, length = chunk_at(chunks, i_t)
@@ -504,15 +494,15 @@ def gates_kernel(
     b_earlier, b_skip, b_state = b_dg, b_dg, b_dg
     b_product = tl.zeros([BH], tl.float32)
     for i_v in tl.static_range(SLICES):
-        p_s = sums + i_t * HV * SLICES * 4 * BT + ((o_b * SLICES + i_v) * 4 * BT + o_c)
+        p_s = sums + i_t * HV * SLICES * 3 * BT + ((o_b * SLICES + i_v) * 3 * BT + o_c)
         b_dg += load_wide(p_s, m_t)
         b_earlier += load_wide(p_s + BT, m_t)
-        b_state += load_wide(p_s + 2 * BT, m_t)
-        b_skip += load_wide(p_s + 3 * BT, m_t)
-    for i_v in tl.static_range(TAKEN):
-        o_hv = i_t * HV * TAKEN + o_b * TAKEN + i_v
-        b_dg += load_wide(taken + o_hv * BT + o_c, m_t)
-        p_p = products + o_hv * BV + tl.arange(0, BV)[:, None]
+        b_skip += load_wide(p_s + 2 * BT, m_t)
+    for i_s in tl.static_range(PASSED):
+        o_s = i_t * HV * PASSED + o_b * PASSED + i_s
+        b_dg += load_wide(passed + o_s * 2 * BT + o_c, m_t)
+        b_state += load_wide(passed + o_s * 2 * BT + BT + o_c, m_t)
+        p_p = products + o_s * BV + tl.arange(0, BV)[:, None]
         b_product += tl.sum(load_wide(p_p, (o_b < HV) & (length > 0)), 0)
     b_dg -= b_dt * b_earlier
     # For an entry within one chunk the given fp32 states are read: <S, dS'> may be most of its dg.
