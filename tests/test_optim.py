@@ -25,6 +25,7 @@ from titan_linear.step.optimizer import (
     sum_of_squares,
     update,
 )
+from titan_linear.step.passes import ComputeCopies
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ def numbers(rank, world_size):
     loss, signal = torch.tensor(rank + 0.5), 15 if rank == 1 else 0
     counted = ([sharded, whole] if rank == 0 else [sharded]) if rank < world_size // 2 else []
     before = step_numbers(loss, counted, signal)
-    scale_gradients([sharded, whole], before.grad_norm, 1.0)
+    scale_gradients([sharded, whole], 1 / (before.grad_norm + 1e-6))
     return torch.stack(before[:3]).tolist(), step_numbers(loss, counted, signal).grad_norm.item()
 
 
@@ -163,3 +164,23 @@ def test_an_update_clips_and_leaves_out_what_is_not_finite(bad):
             assert optimizer.state[p]["step"] == 2
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want)
+
+
+def test_copies_are_made_anew_of_what_has_changed(monkeypatch):
+    """By an update, or by torch; and of nothing else."""
+    model, made, copy = nn.ModuleDict({n: nn.Linear(3, 3) for n in "ab"}), [], torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda to, of: made.append(len(to)) or copy(to, of))
+    copies, optimizer = ComputeCopies(model, torch.bfloat16), build_optimizer(model, Optimizer())
+
+    def are_alike():
+        with copies:
+            now = [p.clone() for p in model.parameters()]
+        return all(map(torch.equal, now, (p.bfloat16() for p in model.parameters())))
+
+    assert are_alike() and are_alike() and made == [4]
+    for p in model["a"].parameters():
+        p.grad = torch.ones_like(p)
+    update(optimizer, StepNumbers(*torch.ones(3, dtype=torch.float64)), lr=0.1, max_norm=1.0)
+    assert are_alike() and made == [4, 2]
+    model.load_state_dict({n: p + 1 for n, p in model.state_dict().items()})
+    assert are_alike() and made[2:] == [4]

@@ -54,11 +54,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def by_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """The tensors of each device, as lists: with offload some are in the host's memory, some on the device."""
-    lists: dict[torch.device, list[Tensor]] = {}
+def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Lists of the tensors of each device and dtype: with offload some are in the host's memory."""
+    lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
-        lists.setdefault(tensor.device, []).append(tensor)
+        lists.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return list(lists.values())
 
 

@@ -61,9 +61,12 @@ def backward(gate_up: Tensor, dy: Tensor, factor: float) -> Pair:
 
 
 def _triton() -> tuple[Callable[..., Tensor], Callable[..., Pair]]:
-    from titan_linear.ops.triton import swiglu as kernels  # Triton is available on Linux only
+    from titan_linear.ops.triton import activations  # Triton is available on Linux only
 
-    return kernels.swiglu_forward, kernels.swiglu_backward
+    return (
+        lambda gate_up, factor: activations.activate(gate_up, None, True, factor),
+        lambda gate_up, dy, factor: activations.activate_backward(gate_up, None, dy, True, factor),
+    )
 
 
 SWIGLU = Op("swiglu", with_kernels(_triton, lambda: (forward, backward), slower="slower"))

@@ -84,7 +84,7 @@ def sum_as_fsdp(model: Decoder, dims: LocalDims) -> None:
     whole = {id(p) for p in replicated_parameters(model)}
     for name, p in model.named_parameters():
         if p.requires_grad and id(p) not in whole:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad.to(p.dtype)
             dist.all_reduce(p.grad, group=dims.groups["experts" if name in model.parts.experts else "data"])
 
 

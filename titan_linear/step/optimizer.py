@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from titan_linear.config import LRScheduler, Optimizer
 from titan_linear.distributed.matrices import WholeMatrices
-from titan_linear.distributed.parts import by_device, local_tensor, whole
+from titan_linear.distributed.parts import by_kind, local_tensor, whole
 
 Group = dict[str, Any]  # of parameters, with its options
+LARGE = 1 << 20  # elements; smaller tensors share launches
 HOST_BLOCK = 1 << 16  # elements whose squares a core of the host adds up in their own dtype
 
 
@@ -25,12 +27,34 @@ class AdamW(torch.optim.AdamW):
     """AdamW on this rank's part of each parameter, since the update is elementwise. On DTensors the dispatcher would
     work out the sharding again in every step that changes the learning rate, which takes longer than the update."""
 
+    copies: Mapping[Tensor, Tensor] = {}  # of large parameters, for `ComputeCopies`, which are written with them
+    coefficient: Tensor  # of gradients of large tensors, which clips them
+    found_inf: Tensor  # 1: nothing is to change
+
     def _init_group(self, group: Group, *lists: list[Tensor]) -> bool:
-        """Fill the lists with parameters, gradients, moments and steps, which the kernels then read."""
+        """Fill the lists with parameters, gradients, moments and steps, which torch's kernels then read. Large tensors
+        are updated here, one after the other."""
         has_complex = super()._init_group(group, *lists)
+        large = list(map(is_large, lists[0]))
+        copies = map(self.copies.get, lists[0])
         for tensors in lists:
             tensors[:] = map(local_tensor, tensors)
+        params, grads, m, v, _, steps = lists
+        if any(large):
+            from titan_linear.ops.triton.adamw import adamw  # Triton is available on Linux only
+
+            torch._foreach_add_([*compress(steps, large)], 1 - self.found_inf)
+            for row in compress(zip(params, copies, grads, m, v, steps, strict=True), large):
+                adamw(*row, self.coefficient, self.found_inf, group)
+            for tensors in lists:
+                tensors[:] = compress(tensors, (not here for here in large))
+        torch.autograd.graph.increment_version(params)  # fused kernels do not: `ComputeCopies` looks
         return has_complex
+
+
+def is_large(p: Tensor) -> bool:
+    """Whether AdamW has a launch for it. Such a tensor's gradient may have another dtype, and is clipped when read."""
+    return p.is_cuda and p.dtype == torch.float32 and local_tensor(p).numel() >= LARGE
 
 
 class Muon(AdamW):
@@ -190,7 +214,7 @@ def sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
     """Sum of squares of this rank's parts of the tensors, a float64 scalar: for one number the width costs nothing."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = [norms_of(list(map(local_tensor, own))).to(device) for own in by_device(tensors)]
+    norms = [norms_of(list(map(local_tensor, own))).to(device) for own in by_kind(tensors)]
     return torch.cat(norms).double().square().sum()
 
 
@@ -222,21 +246,29 @@ def update(optimizer: Any, numbers: StepNumbers, lr: float, max_norm: float) -> 
     """
     if any(group["params"][0].device.type != numbers.loss.device.type for group in optimizer.param_groups):
         numbers = StepNumbers(*torch.stack(numbers[:3]).cpu())
+    coefficient = (max_norm / (numbers.grad_norm + 1e-6)).clamp(max=1.0)
+    optimizer.coefficient = coefficient.float()
     for group in optimizer.param_groups:
         group["lr"] = lr
-        scale_gradients(group["params"], numbers.grad_norm, max_norm)
+        scale_gradients((p for p in group["params"] if "momentum" in group or not is_large(p)), coefficient)
     optimizer.found_inf = (~numbers.finite()).float()  # as torch.amp.GradScaler sets it
     optimizer.step()
 
 
-def scale_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients so that their 2-norm is at most max_norm."""
-    coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for grad in (p.grad for p in parameters if p.grad is not None):
-        kinds.setdefault((grad.device, grad.dtype), []).append(local_tensor(grad))
-    for kind, grads in kinds.items():
-        torch._foreach_mul_(grads, coefficient.to(*kind))
+def scale_gradients(parameters: Iterable[nn.Parameter], coefficient: Tensor) -> None:
+    """Multiply gradients, in their parameters' dtype."""
+    for alike in by_kind(gradients(parameters)):
+        grads = list(map(local_tensor, alike))
+        torch._foreach_mul_(grads, coefficient.to(grads[0]))
+
+
+def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Those that there are, from now on in their parameters' dtype."""
+    there = [p for p in parameters if p.grad is not None]
+    for p in there:
+        if p.grad.dtype != p.dtype:
+            p.grad = p.grad.to(p.dtype)
+    return [p.grad for p in there]
 
 
 class Reading(NamedTuple):

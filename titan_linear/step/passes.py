@@ -20,6 +20,7 @@ from titan_linear.losses.loss import logprobs
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.lora import without_adapters
 from titan_linear.step.feed import Feed, MicroBatch, StepTokens
+from titan_linear.step.optimizer import is_large
 
 
 class Forward:
@@ -142,28 +143,34 @@ class Passes:
 class ComputeCopies:
     """Copies of a model's parameters in the dtype of compute, except those that are kept in float32 or wider.
 
-    Inside `with`, the modules hold the copies, made anew from the parameters. When it ends, the gradients that backward
-    left on the copies are added to the parameters' own, in the parameters' dtype. Both take a few launches, however
-    many parameters there are.
+    Inside `with`, the modules hold the copies, made anew of parameters that torch has changed; AdamW writes others
+    itself (`copy_of`). When it ends, the gradients that backward left on the copies are added to the parameters' own,
+    in the parameters' dtype; a large one (`is_large`) is that of the copy, until a second is added.
     """
 
     def __init__(self, model: Decoder, dtype: torch.dtype):
         kept = {id(p) for p in replicated_parameters(model)}
         originals = {id(p): p for p in model.parameters() if id(p) not in kept and p.dtype != dtype}
         self.parameters = list(originals.values())
+        for p in self.parameters:
+            p.grad_dtype = None  # any
         self.copies = [nn.Parameter(torch.empty_like(p, dtype=dtype), p.requires_grad) for p in self.parameters]
-        copy_of = dict(zip(originals, self.copies, strict=True))
+        self.copy_of = dict(zip(self.parameters, self.copies, strict=True))
+        self.versions = [-1] * len(self.copies)  # of parameters, when they were copied
         self.slots = [  # a tied parameter has two
-            (module._parameters, name, p, copy_of[id(p)])
+            (module._parameters, name, p, self.copy_of[p])
             for module in model.modules()
             for name, p in module._parameters.items()
-            if id(p) in copy_of
+            if p in self.copy_of
         ]
 
     def __enter__(self) -> None:
-        if self.copies:
+        versions = [p._version for p in self.parameters]
+        stale = [pair for *pair, a, b in zip(self.copies, self.parameters, self.versions, versions) if a != b]
+        self.versions = versions
+        if stale:
             with torch.no_grad():
-                torch._foreach_copy_(self.copies, self.parameters)
+                torch._foreach_copy_(*map(list, zip(*stale)))
         for owner, name, _, copy in self.slots:
             owner[name] = copy
 
@@ -171,8 +178,12 @@ class ComputeCopies:
         for owner, name, parameter, _ in self.slots:
             owner[name] = parameter
         pairs = [(p, copy) for p, copy in zip(self.parameters, self.copies, strict=True) if copy.grad is not None]
-        if pairs:
-            _add_gradients(*map(list, zip(*pairs)))
+        small = [(p, copy) for p, copy in pairs if not is_large(p)]
+        if small:
+            _add_gradients(*map(list, zip(*small)))
+        for p, copy in pairs:
+            if is_large(p):  # the first stays as it is
+                p.grad = copy.grad if p.grad is None else p.grad.to(p.dtype).add_(copy.grad)
         for copy in self.copies:
             copy.grad = None
 

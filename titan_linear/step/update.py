@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from titan_linear.config import Config
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.parallelize import replicated_parameters
-from titan_linear.distributed.parts import by_device, local_tensor
+from titan_linear.distributed.parts import by_kind, local_tensor
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.mlps.moe import MoE
 from titan_linear.step.optimizer import (
@@ -20,6 +20,7 @@ from titan_linear.step.optimizer import (
     HostCopy,
     StepNumbers,
     exchange_device,
+    gradients,
     learning_rate,
     step_numbers,
     update,
@@ -95,11 +96,11 @@ def sum_gradients(sums: list[tuple[list[nn.Parameter], dist.ProcessGroup]]) -> N
 
 def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Sum the gradients of these parameters; those in the host's memory are summed on the device of their mesh."""
-    for on_device in by_device(p.grad for p in parameters if p.grad is not None):
-        grads = list(map(local_tensor, on_device))
-        flat = torch.cat([g.flatten() for g in grads]).to(exchange_device(on_device[0]))
+    for alike in by_kind(gradients(parameters)):
+        grads = list(map(local_tensor, alike))
+        flat = torch.cat([g.flatten() for g in grads]).to(exchange_device(alike[0]))
         dist.all_reduce(flat, group=group)
-        flat = flat.to(on_device[0].device)
+        flat = flat.to(alike[0].device)
         torch._foreach_copy_(grads, [x.view_as(g) for x, g in zip(flat.split([g.numel() for g in grads]), grads)])
 
 

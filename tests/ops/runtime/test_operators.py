@@ -23,7 +23,7 @@ from titan_linear.ops.triton.launch import Kernel
 
 LENGTHS = [5, 70, 37]  # of 112 tokens: one document crosses the cut of two ranks
 FEW = [3, 66]  # for the interpreter, which is slow
-AGAIN = ("swiglu_fwd_kernel",)  # which selective checkpointing computes again, as all that is elementwise
+AGAIN = ("activation_kernel",)  # which selective checkpointing computes again, as all that is elementwise
 MIXERS = {
     "kda": KDA(heads=2, v_heads=2, head_dim=32, v_head_dim=32),
     "gdn": GDN(heads=2, v_heads=2, head_dim=32, v_head_dim=32),

@@ -21,7 +21,7 @@ KERNELS = {
     "kda": ("gradient_kernel",),
     "gdn": ("reverse_kernel",),
     "conv1d": ("conv1d_bwd_kernel",),
-    "swiglu": ("swiglu_bwd_kernel",),
+    "swiglu": ("activation_bwd_kernel",),
     "cross_entropy": ("statistics_kernel",),
 }
 COMPILED = [  # here; K = V = 128

@@ -10,11 +10,11 @@ from torch import Tensor
 from triton.language import constexpr
 
 from titan_linear.ops.runtime.operators import operator
+from titan_linear.ops.triton.activations import TILE, activate, activate_backward
 from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.tiles import blocks_of, indices, load_wide
 
-TILE = 2048  # hidden channels of rows that a program holds at once
-
+__all__ = ["activate", "activate_backward", "collect", "spread", "top_k"]
 
 NONE = constexpr(-(1 << 62))  # below all keys
 
@@ -95,80 +95,3 @@ def collect(y: Tensor, slots: Tensor) -> Tensor:
     if N:
         collect_kernel[grid](y, slots, x, D, K=k, BD=BD, num_warps=4)
     return x
-
-
-@triton.jit
-def _row(weights, rows, BR: constexpr):
-    """Rows of a program (64 bits) [BR, 1], which of them there are, and their weights."""
-    o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)[:, None]
-    return o_r, o_r < rows, load_wide(weights + o_r, o_r < rows)
-
-
-@Kernel
-def activate_kernel(y, weights, x, rows, H, GATED: constexpr, BR: constexpr, BH: constexpr):
-    o_r, m_r, b_w = _row(weights, rows, BR)
-    o_h = tl.program_id(1) * BH + tl.arange(0, BH)[None, :]
-    m = m_r & (o_h < H)
-    if GATED:
-        b_gate = load_wide(y + o_r * 2 * H + o_h, m)
-        b_x = b_gate * tl.sigmoid(b_gate) * load_wide(y + o_r * 2 * H + H + o_h, m)
-    else:
-        b_x = tl.maximum(load_wide(y + o_r * H + o_h, m), 0)
-        b_x *= b_x
-    tl.store(x + o_r * H + o_h, b_w * b_x, mask=m)
-
-
-@Kernel
-def activate_bwd_kernel(y, weights, dx, dy, dweights, rows, H, GATED: constexpr, BR: constexpr, BH: constexpr):
-    o_r, m_r, b_w = _row(weights, rows, BR)
-    b_dw = tl.zeros([BR, 1], tl.float32)
-    for h in range(0, H, BH):
-        o_h = h + tl.arange(0, BH)[None, :]
-        m = m_r & (o_h < H)
-        b_dx = load_wide(dx + o_r * H + o_h, m)
-        if GATED:
-            b_gate = load_wide(y + o_r * 2 * H + o_h, m)
-            b_up = load_wide(y + o_r * 2 * H + H + o_h, m)
-            b_sigmoid = tl.sigmoid(b_gate)
-            b_silu = b_gate * b_sigmoid
-            b_x = b_silu * b_up
-            b_dgate = b_w * b_dx * b_up * b_sigmoid * (1 + b_gate * (1 - b_sigmoid))
-            tl.store(dy + o_r * 2 * H + o_h, b_dgate, mask=m)
-            tl.store(dy + o_r * 2 * H + H + o_h, b_w * b_dx * b_silu, mask=m)
-        else:
-            b_y = tl.maximum(load_wide(y + o_r * H + o_h, m), 0)
-            b_x = b_y * b_y
-            tl.store(dy + o_r * H + o_h, 2 * b_w * b_dx * b_y, mask=m)
-        b_dw += tl.sum(b_dx * b_x, 1, keep_dims=True)
-    tl.store(dweights + o_r, b_dw, mask=m_r)
-
-
-def _tile(H: int) -> dict[str, int]:
-    BH = min(triton.next_power_of_2(H), 512)
-    return {"BR": max(TILE // BH, 1), "BH": BH, "num_warps": 4}
-
-
-def _hidden(y: Tensor, weights: Tensor, gated: bool) -> Tensor:
-    return y.new_empty(y.shape[0], y.shape[1] // (1 + gated))
-
-
-@operator(fake=_hidden)
-def activate(y: Tensor, weights: Tensor, gated: bool) -> Tensor:
-    """y [rows, 2 H] if gated, else [rows, H], weights [rows], contiguous -> [rows, H]."""
-    x = _hidden(y, weights, gated)
-    (rows, H), tile = x.shape, _tile(x.shape[1])
-    if rows:
-        grid = blocks_of(rows, tile["BR"]), blocks_of(H, tile["BH"])
-        activate_kernel[grid](y, weights, x, rows, H, GATED=gated, **tile)
-    return x
-
-
-@operator(fake=lambda y, weights, dx, gated: (torch.empty_like(y), torch.empty_like(weights)))
-def activate_backward(y: Tensor, weights: Tensor, dx: Tensor, gated: bool) -> tuple[Tensor, Tensor]:
-    """dx [rows, H] -> the gradients of y and weights."""
-    dy, dweights = torch.empty_like(y), torch.empty_like(weights)
-    (rows, H), tile = dx.shape, _tile(dx.shape[1])
-    if rows:
-        grid = (blocks_of(rows, tile["BR"]),)
-        activate_bwd_kernel[grid](y, weights, dx, dy, dweights, rows, H, GATED=gated, **tile)
-    return dy, dweights

@@ -1,0 +1,111 @@
+"""silu(factor · gate) · up with gate and up side by side, or relu(y)², as each row's weight makes them; one pass in
+backward gives all gradients, or those without weights, and the product again."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language import constexpr
+
+from titan_linear.ops.runtime.operators import operator
+from titan_linear.ops.triton.launch import Kernel
+from titan_linear.ops.triton.tiles import blocks_of, load_wide
+
+TILE = 2048  # hidden channels of rows that a program holds at once
+
+
+@Kernel
+def activation_kernel(
+    y, weights, x, rows, H, FACTOR: constexpr, GATED: constexpr, WEIGHTED: constexpr, BR: constexpr, BH: constexpr
+):
+    o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)[:, None]
+    o_h = tl.program_id(1) * BH + tl.arange(0, BH)[None, :]
+    m = (o_r < rows) & (o_h < H)
+    if GATED:
+        b_gate = FACTOR * load_wide(y + o_r * 2 * H + o_h, m)
+        b_x = b_gate * tl.sigmoid(b_gate) * load_wide(y + o_r * 2 * H + H + o_h, m)
+    else:
+        b_x = tl.maximum(load_wide(y + o_r * H + o_h, m), 0)
+        b_x *= b_x
+    if WEIGHTED:
+        b_x *= load_wide(weights + o_r, o_r < rows)
+    tl.store(x + o_r * H + o_h, b_x, mask=m)
+
+
+@Kernel
+def activation_bwd_kernel(
+    y, weights, dx, dy, out, rows, H, FACTOR: constexpr, GATED: constexpr, WEIGHTED: constexpr, BR: constexpr,
+    BH: constexpr,
+):  # fmt: skip
+    """out: the gradient of weights, or without them x."""
+    o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)[:, None]
+    b_w = load_wide(weights + o_r, o_r < rows) if WEIGHTED else 1.0
+    b_dw = tl.zeros([BR, 1], tl.float32)
+    for h in range(0, H, BH):
+        o_h = h + tl.arange(0, BH)[None, :]
+        m = (o_r < rows) & (o_h < H)
+        b_dx = load_wide(dx + o_r * H + o_h, m)
+        if GATED:
+            b_gate = FACTOR * load_wide(y + o_r * 2 * H + o_h, m)
+            b_up = load_wide(y + o_r * 2 * H + H + o_h, m)
+            b_sigmoid = tl.sigmoid(b_gate)
+            b_silu = b_gate * b_sigmoid
+            b_x = b_silu * b_up
+            b_dgate = FACTOR * b_w * b_dx * b_up * b_sigmoid * (1 + b_gate * (1 - b_sigmoid))
+            tl.store(dy + o_r * 2 * H + o_h, b_dgate, mask=m)
+            tl.store(dy + o_r * 2 * H + H + o_h, b_w * b_dx * b_silu, mask=m)
+        else:
+            b_y = tl.maximum(load_wide(y + o_r * H + o_h, m), 0)
+            b_x = b_y * b_y
+            tl.store(dy + o_r * H + o_h, 2 * b_w * b_dx * b_y, mask=m)
+        if WEIGHTED:
+            b_dw += tl.sum(b_dx * b_x, 1, keep_dims=True)
+        else:
+            tl.store(out + o_r * H + o_h, b_x, mask=m)
+    if WEIGHTED:
+        tl.store(out + o_r, b_dw, mask=o_r < rows)
+
+
+def _tile(H: int) -> dict[str, int]:
+    BH = min(triton.next_power_of_2(H), 512)
+    return {"BR": max(TILE // BH, 1), "BH": BH, "num_warps": 4}
+
+
+def _activated(y: Tensor, weights: Tensor | None, gated: bool, factor: float = 1.0) -> Tensor:
+    return y.new_empty(*y.shape[:-1], y.shape[-1] // (1 + gated))
+
+
+@operator(fake=_activated)
+def activate(y: Tensor, weights: Tensor | None, gated: bool, factor: float = 1.0) -> Tensor:
+    """y [.., 2 H] if gated, else [.., H], weights [..], contiguous -> [.., H]."""
+    x = _activated(y, weights, gated)
+    H = x.shape[-1]
+    rows, tile = x.numel() // H, _tile(H)
+    if rows:
+        grid = blocks_of(rows, tile["BR"]), blocks_of(H, tile["BH"])
+        w, weighted = (y, False) if weights is None else (weights, True)
+        activation_kernel[grid](y, w, x, rows, H, FACTOR=factor, GATED=gated, WEIGHTED=weighted, **tile)
+    return x
+
+
+def _gradients(
+    y: Tensor, weights: Tensor | None, dx: Tensor, gated: bool, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(y), torch.empty_like(dx if weights is None else weights)
+
+
+@operator(fake=_gradients)
+def activate_backward(
+    y: Tensor, weights: Tensor | None, dx: Tensor, gated: bool, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """dx [.., H] -> the gradients of y and weights; without weights that of y, and what forward returned."""
+    dy, out = _gradients(y, weights, dx, gated)
+    H = dx.shape[-1]
+    rows, tile = dx.numel() // H, _tile(H)
+    if rows:
+        grid = (blocks_of(rows, tile["BR"]),)
+        w, weighted = (y, False) if weights is None else (weights, True)
+        activation_bwd_kernel[grid](y, w, dx, dy, out, rows, H, FACTOR=factor, GATED=gated, WEIGHTED=weighted, **tile)
+    return dy, out

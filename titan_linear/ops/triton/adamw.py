@@ -1,0 +1,59 @@
+"""AdamW's update of a tensor in one pass over memory: the gradient is read as backward gave it, and clipped there."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import triton.language as tl
+from torch import Tensor
+from triton.language import constexpr
+
+from titan_linear.ops.triton.launch import Kernel
+from titan_linear.ops.triton.tiles import blocks_of, load_wide
+
+BLOCK = 2048
+
+
+@Kernel
+def adamw_kernel(
+    p, copy, g, m, v, step, clip, skipped, n, lr, DECAY: constexpr, B1: constexpr, B2: constexpr, EPS: constexpr,
+    LOG1: constexpr, LOG2: constexpr, COPIED: constexpr, BLOCK: constexpr,
+):  # fmt: skip
+    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = o < n * (1 - tl.load(skipped)).to(tl.int64)
+    t = tl.load(step).to(tl.float64)
+    rate = lr / (1 - tl.exp(LOG1 * t)).to(tl.float32)
+    root = tl.sqrt(1 - tl.exp(LOG2 * t)).to(tl.float32)
+    b_g = load_wide(g + o, mask) * tl.load(clip)
+    b_m = tl.load(m + o, mask=mask)
+    b_m += (1 - B1) * (b_g - b_m)
+    b_v = B2 * tl.load(v + o, mask=mask) + (1 - B2) * b_g * b_g
+    b_p = tl.load(p + o, mask=mask)
+    b_p -= lr * DECAY * b_p
+    b_p -= rate * b_m / (tl.sqrt(b_v) / root + EPS)
+    tl.store(p + o, b_p, mask=mask)
+    if COPIED:
+        tl.store(copy + o, b_p, mask=mask)
+    tl.store(m + o, b_m, mask=mask)
+    tl.store(v + o, b_v, mask=mask)
+
+
+def adamw(
+    p: Tensor,
+    copy: Tensor | None,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    step: Tensor,
+    clip: Tensor,
+    skipped: Tensor,
+    group: dict[str, Any],
+) -> None:
+    """Update p and its moments m and v, float32 and contiguous, from `clip` · g by a group's options, unless `skipped`;
+    and round p to its copy. step, from 1, clip and skipped are float32 scalars on the device."""
+    constants = group["weight_decay"], *group["betas"], group["eps"], *map(math.log, group["betas"])
+    to, n = p if copy is None else copy, p.numel()
+    adamw_kernel[(blocks_of(n, BLOCK),)](
+        p, to, g, m, v, step, clip, skipped, n, group["lr"], *constants, copy is not None, BLOCK, num_warps=8
+    )
