@@ -359,10 +359,10 @@ def moments(config: Config, model: ModelConfig, gpus: int, mean: Mean = None) ->
     ends = {"gradients": stored, "copies": copies, "activations": held[0] + again[0], "working": around + working[0]}
     update = {"gradients": stored, "copies": copies, "working": u.muon * MUON_WORKING}
     if copies and not u.sharded:
-        # All parameters have copies: gradients are first those of the copies, then widened to the parameters' dtype,
-        # then accumulated.
+        # All parameters have copies, and gradients are those of the copies. A second one, or Muon, widens the first.
         ends |= {"gradients": accumulated, "copies": 2 * copies}
-        update["copies"] = 2 * copies + (u.local * u.types.stored if accumulates else 0)
+        update["gradients"] = accumulated or u.muon * u.types.stored
+        update["copies"] = (3 if accumulates else 2) * copies
     by_moment = {
         "head": begins | _head(config, model, u, batch),
         "fullest layer": begins | {"activations": held[fullest] + again[fullest], "working": around + working[fullest]},

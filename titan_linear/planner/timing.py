@@ -322,18 +322,22 @@ def _readings(config: Config, model: ModelConfig) -> int:
 
 
 def _optimizer(config: Config, u: Units, times: int, machine: Machine) -> float:
-    """Seconds, by bytes: the gradient's norm and scaling, AdamW; in every micro-step copies and their gradients, where
-    FSDP2 takes what was gathered apart, and puts together what is reduced; on the host, gradient accumulation."""
+    """Seconds, by bytes: the gradient's norm, AdamW, copies; in every micro-step what FSDP2 takes apart once gathered,
+    and puts together to reduce; without it, and on the host, gradient accumulation."""
     stored, compute = u.types.stored, u.types.compute
     if u.offloaded:
         return u.local * stored * (10 + 3 * (times - 1)) / machine.offload.adamw
+    copies = not u.sharded and compute != stored
+    gradient = compute if copies and times == 1 else stored
+    update = u.local * (6 * stored + 2 * gradient + copies * compute)
     if u.shards > 1:
         gathers = 2 if config.parallelism.fsdp_reshard_after_forward == "always" else 1
         copied = (sum(u.layers) + 2 * u.vocabulary) * 2 * gathers * compute
         copied += (sum(u.trained) + 2 * u.trained_head) * (compute + u.types.reduce)
-    else:
-        copied = 0 if u.sharded or compute == stored else u.local * 2 * (stored + compute)
-    return (10 * u.local * stored + times * copied) / machine.rates.elementwise
+        update += times * copied
+    elif copies:
+        update += (times - 1) * u.local * (2 * stored + compute)
+    return update / machine.rates.elementwise
 
 
 def _muon(model: ModelConfig, gpus: int, machine: Machine) -> float:

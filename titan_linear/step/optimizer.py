@@ -265,9 +265,12 @@ def scale_gradients(parameters: Iterable[nn.Parameter], coefficient: Tensor) -> 
 def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """Those that there are, from now on in their parameters' dtype."""
     there = [p for p in parameters if p.grad is not None]
-    for p in there:
-        if p.grad.dtype != p.dtype:
-            p.grad = p.grad.to(p.dtype)
+    narrow = [p for p in there if p.grad.dtype != p.dtype]
+    wide = list(map(torch.empty_like, narrow))
+    if narrow:
+        torch._foreach_copy_(wide, [p.grad for p in narrow])
+    for p, grad in zip(narrow, wide, strict=True):
+        p.grad = grad
     return [p.grad for p in there]
 
 

@@ -20,7 +20,7 @@ from titan_linear.losses.loss import logprobs
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.lora import without_adapters
 from titan_linear.step.feed import Feed, MicroBatch, StepTokens
-from titan_linear.step.optimizer import is_large
+from titan_linear.step.optimizer import gradients
 
 
 class Forward:
@@ -144,8 +144,8 @@ class ComputeCopies:
     """Copies of a model's parameters in the dtype of compute, except those that are kept in float32 or wider.
 
     Inside `with`, the modules hold the copies, made anew of parameters that torch has changed; AdamW writes others
-    itself (`copy_of`). When it ends, the gradients that backward left on the copies are added to the parameters' own,
-    in the parameters' dtype; a large one (`is_large`) is that of the copy, until a second is added.
+    itself (`copy_of`). When it ends, the gradients that backward left on the copies are the parameters' own; a second
+    one is added in the parameters' dtype.
     """
 
     def __init__(self, model: Decoder, dtype: torch.dtype):
@@ -177,23 +177,12 @@ class ComputeCopies:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         for owner, name, parameter, _ in self.slots:
             owner[name] = parameter
-        pairs = [(p, copy) for p, copy in zip(self.parameters, self.copies, strict=True) if copy.grad is not None]
-        small = [(p, copy) for p, copy in pairs if not is_large(p)]
-        if small:
-            _add_gradients(*map(list, zip(*small)))
-        for p, copy in pairs:
-            if is_large(p):  # the first stays as it is
-                p.grad = copy.grad if p.grad is None else p.grad.to(p.dtype).add_(copy.grad)
+        pairs = [(p, copy.grad) for p, copy in self.copy_of.items() if copy.grad is not None]
+        again = [pair for pair in pairs if pair[0].grad is not None]
+        if again:
+            parameters, grads = zip(*again)
+            torch._foreach_add_(gradients(parameters), grads)
+        for p, grad in pairs:
+            p.grad = grad if p.grad is None else p.grad
         for copy in self.copies:
             copy.grad = None
-
-
-@torch.no_grad()
-def _add_gradients(parameters: list[nn.Parameter], copies: list[nn.Parameter]) -> None:
-    grads = [torch.empty_like(p) for p in parameters]
-    torch._foreach_copy_(grads, [copy.grad for copy in copies])
-    old = [(p.grad, grad) for p, grad in zip(parameters, grads, strict=True) if p.grad is not None]
-    if old:
-        torch._foreach_add_(*map(list, zip(*old)))
-    for p, grad in zip(parameters, grads, strict=True):
-        p.grad = grad if p.grad is None else p.grad

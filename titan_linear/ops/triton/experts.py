@@ -69,29 +69,22 @@ def _channels(BD: constexpr):
     return tl.program_id(0).to(tl.int64), tl.program_id(1) * BD + tl.arange(0, BD)
 
 
-def _over_tokens(N: int, D: int) -> tuple[tuple[int, int], int]:
-    """The grid, and channels of a program."""
+def _over_tokens(kernel: Kernel, x: Tensor, slots: Tensor, y: Tensor) -> Tensor:
+    """Launch it for all tokens and channels."""
+    (N, k), D = slots.shape, x.shape[1]
     BD = min(triton.next_power_of_2(D), 1024)
-    return (N, blocks_of(D, BD)), BD
+    if N:
+        kernel[N, blocks_of(D, BD)](x, slots, y, D, K=k, BD=BD, num_warps=4)
+    return y
 
 
 @operator(fake=lambda x, slots, rows: x.new_empty(rows, x.shape[1]))
 def spread(x: Tensor, slots: Tensor, rows: int) -> Tensor:
     """x [N, D], slots [N, k], contiguous -> [rows, D]: row slots[n, j] is x[n]."""
-    (N, k), D = slots.shape, x.shape[1]
-    y = x.new_empty(rows, D)
-    grid, BD = _over_tokens(N, D)
-    if N:
-        spread_kernel[grid](x, slots, y, D, K=k, BD=BD, num_warps=4)
-    return y
+    return _over_tokens(spread_kernel, x, slots, x.new_empty(rows, x.shape[1]))
 
 
 @operator(fake=lambda y, slots: y.new_empty(slots.shape[0], y.shape[1]))
 def collect(y: Tensor, slots: Tensor) -> Tensor:
     """y [rows, D], slots [N, k], contiguous -> [N, D]: Σ_j y[slots[n, j]]."""
-    (N, k), D = slots.shape, y.shape[1]
-    x = y.new_empty(N, D)
-    grid, BD = _over_tokens(N, D)
-    if N:
-        collect_kernel[grid](y, slots, x, D, K=k, BD=BD, num_warps=4)
-    return x
+    return _over_tokens(collect_kernel, y, slots, y.new_empty(len(slots), y.shape[1]))
