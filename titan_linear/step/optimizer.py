@@ -43,7 +43,7 @@ class AdamW(torch.optim.AdamW):
         if any(large):
             from titan_linear.ops.triton.adamw import adamw  # Triton is available on Linux only
 
-            torch._foreach_add_([*compress(steps, large)], 1 - self.found_inf)
+            torch._foreach_add_([*compress(steps, large)], [1 - self.found_inf] * sum(large))  # one: torch reads it
             for row in compress(zip(params, copies, grads, m, v, steps, strict=True), large):
                 adamw(*row, self.coefficient, self.found_inf, group)
             for tensors in lists:
