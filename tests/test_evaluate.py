@@ -5,7 +5,7 @@ import re
 import shlex
 import string
 from collections import Counter
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import groupby, product, repeat
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from tests.test_train import BASE, FLOAT64, OWN_FLAVORS, SMALL_HYBRID, SPLITS
 from titan_linear import evaluate, lm_eval
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, build_tokenizer, load_corpus
-from titan_linear.data.streams.prompts import NONE, Prompts, Sample
+from titan_linear.data.streams.prompts import NONE, Sample
 from titan_linear.data.tasks import LOSS, TASKS, Draw
 from titan_linear.models.mixers.attention import Attention
 from titan_linear.models.plan import BatchPlan
@@ -114,9 +114,9 @@ REFERENCE |= {"mqar": paired, "induction": paired, "copy": follows}
 def test_a_reader_finds_the_answers(task, keys, tokenizers):
     for (name, tokenizer), length, number in product(tokenizers.items(), (1500, 3001), range(3)):
         prompts = prompts_of(keys, tokenizer)
-        tokens, answers = prompts.prompt(Sample(task, length, number / 2, number))
+        tokens, *answers = prompts.prompt(Sample(task, length, number / 2, number)).T
         assert len(tokens) == length
-        part = answers[:, 0]
+        part, answers = answers[0], np.array(answers).T
         written = [tokenizer.decode(tokens[part == i]).strip() for i in range(part.max() + 1)]
         text = tokenizer.decode(tokens)
         asked = re.compile(r"\nWh|\nTo which").search(text)
@@ -142,7 +142,7 @@ def test_a_depth_is_told_where_one_needle_has_all_answers():
 def test_needles_lie_at_even_depths(keys):
     prompts = prompts_of(keys, ByteTokenizer(), evaluation__samples=11)
     for sample in prompts.samples:
-        text = prompts.tokenizer.decode(prompts.prompt(sample).tokens)
+        text = ByteTokenizer().decode(prompts.prompt(sample)[:, 0])
         head, needle, *_ = re.split(r"(\nOne of the special.*\n)", text)
         before = len(head) - head.index("\n") - 1
         count = text.index("\nWhat are") - head.index("\n") - 1 - len(needle)
@@ -158,7 +158,7 @@ def examined_by(rank, world_size, argv, know):
     OWN["hybrid"] |= OWN_FLAVORS
     trainer = Trainer(load_config(argv))
     prompts = open_prompts(trainer.config, trainer.tokenizer)
-    size = prompts.tokenizer.vocab_size
+    size = trainer.tokenizer.vocab_size
 
     def model(tokens, plan, loss):
         x = torch.nn.functional.one_hot(tokens[0].roll(-1), size).double() * 99 * know
@@ -276,27 +276,22 @@ def test_a_run_shows_what_its_checkpoint_does(keys, tmp_path, worlds):
     assert (image.width, image.height) == (32, 32)  # of two lengths and depths
 
 
-class Said(Prompts):
-    """Whose answers are the model's own, or differ from them in the last token."""
-
-    model, change = None, 0
-
-    def prompt(self, sample):
-        tokens, answers = super().prompt(sample)
-        before = tokens[: np.argmax(answers[:, 0] != NONE)].tolist()
-        options = {"max_new_tokens": sample.length - len(before), "sampling": Sampling(), "device": torch.device("cpu")}
-        (new,) = generate_tokens(self.model, [before], **options, vocab_size=257)
-        tokens = np.array([*before, *new])
-        tokens[-1] = (tokens[-1] + self.change) % 256
-        return tokens, answers
-
-
 def said(rank, world_size, argv, change):
+    """Answers are the model's own, or differ from them in the last token."""
     OWN["hybrid"] |= OWN_FLAVORS
     reader = open_reader(load_config(argv))
     prompts = open_prompts(reader.config, reader.tokenizer)
-    prompts = Said(*(getattr(prompts, field.name) for field in fields(Prompts) if field.init))
-    Said.model, Said.change = reader.model, change
+
+    def prompt(sample):
+        rows = asked(sample)
+        before = rows[: np.argmax(rows[:, 1] != NONE), 0].tolist()
+        options = {"max_new_tokens": sample.length - len(before), "sampling": Sampling(), "device": torch.device("cpu")}
+        (new,) = generate_tokens(reader.model, [before], **options, vocab_size=257)
+        rows[len(before) :, 0] = new
+        rows[-1, 0] = (new[-1] + change) % 256
+        return rows
+
+    asked, prompts.prompt = prompts.prompt, prompt
     return examine(reader, prompts)
 
 
@@ -370,9 +365,9 @@ def test_a_user_asks_by_the_chat_template(keys, tokenizers, tmp_path):
     template = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|bot|>"
     (tmp_path / "chat_template.jinja").write_text(template)
     tokenizer = build_tokenizer(str(tmp_path))
-    tokens, answers = prompts_of(keys, tokenizer, evaluation__chat="true").prompt(Sample("niah_single_1", 900, 0.5, 0))
-    text = tokenizer.decode(tokens[answers[:, 0] == NONE], special=True)
-    assert len(tokens) == 900 and text.startswith("<|user|>Some special") and text.count("<|bot|>") == 1
+    rows = prompts_of(keys, tokenizer, evaluation__chat="true").prompt(Sample("niah_single_1", 900, 0.5, 0))
+    text = tokenizer.decode(rows[rows[:, 1] == NONE, 0], special=True)
+    assert len(rows) == 900 and text.startswith("<|user|>Some special") and text.count("<|bot|>") == 1
     assert re.search(r"in their order\?\n<\|bot\|>\nOne of the special magic numbers for \w+ is:$", text)
 
 

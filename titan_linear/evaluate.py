@@ -55,7 +55,7 @@ def write_prompts(folder: str, config: Config) -> None:
     check_evaluation(config, model_config(config, tokenizer), tokenizer)
     prompts = open_prompts(config, tokenizer)
     made = map(prompts.prompt, prompts.samples)
-    documents = (DocumentTokens(tokens, {WEIGHTS: np.float32(answers[:, 0] != NONE)}) for tokens, answers in made)
+    documents = (DocumentTokens(rows[:, 0], {WEIGHTS: np.float32(rows[:, 1] != NONE)}) for rows in made)
     write_corpus(folder, documents, tokenizer, columns={WEIGHTS: COLUMNS[WEIGHTS]})
     print(f"{len(prompts.samples):,} prompts in '{folder}'")
 

@@ -17,17 +17,16 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 
 from titan_linear.commands import command_parser
 from titan_linear.config import Config, load_config
 from titan_linear.data import Prompts, Sample
-from titan_linear.data.streams.prompts import NONE, OTHERS, Prompt
+from titan_linear.data.streams.prompts import rows_of
 from titan_linear.distributed.process import own_device, refusing, run_command, under_launcher
 from titan_linear.launch import run_workers
 from titan_linear.run.evaluate import examine, stream_length
-from titan_linear.run.generate import Sampling, generate_tokens
+from titan_linear.run.generate import Sampling, continuations
 from titan_linear.run.reading import Reader, open_reader
 from titan_linear.score import checked, joined
 
@@ -68,26 +67,15 @@ def harness(options: list[str], config: Config) -> None:
         cli_evaluate()
 
 
-class Requests(Prompts):
-    """Tokens, of which those from a place on are scored."""
-
-    def __init__(self, requests: Sequence[tuple[list[int], int]], reader: Reader):
-        self.requests = requests
-        samples = [Sample("", len(tokens), 0.0, i) for i, (tokens, _) in enumerate(requests)]
-        longest = max(sample.length for sample in samples)
-        super().__init__(samples, reader.tokenizer, None, stream_length(reader.config, longest), 0)
-
-    def prompt(self, sample: Sample) -> Prompt:
-        tokens, begin = self.requests[sample.number]
-        answers = np.full((len(tokens), 1 + OTHERS), NONE)
-        answers[begin:, 0] = 0
-        return Prompt(np.array(tokens), answers)
-
-
 def likelihoods(requests: Sequence[tuple[list[int], int]], reader: Reader) -> list[tuple[float, bool]]:
-    """Of each on every rank: log p of the tokens that are scored, and whether greedy decoding would write them."""
-    show = lambda _, rows: [(float(rows[:, 4].sum()), bool(rows[:, 3].all()))]  # noqa: E731
-    shown = [examine(reader, Requests(requests, reader), show=show)]
+    """Of the tokens of each from a place on, on every rank: log p, and whether greedy decoding would write them."""
+    samples = [Sample("", len(tokens), 0.0, i) for i, (tokens, _) in enumerate(requests)]
+    prompts = Prompts(
+        samples,
+        lambda sample: rows_of(requests[sample.number][0], 0, requests[sample.number][1]),
+        stream_length(reader.config, max(sample.length for sample in samples)),
+    )
+    shown = [examine(reader, prompts, show=lambda _, rows: [(float(rows[:, 4].sum()), bool(rows[:, 3].all()))])]
     dist.broadcast_object_list(shown, group=reader.host)
     return shown[0]
 
@@ -120,13 +108,17 @@ def adapted(config: Config) -> type:
             return [self._until(*request.args) for request in requests]
 
         def _until(self, text: str, options: dict[str, Any]) -> str:
-            until, most = options.get("until") or [], options.get("max_gen_toks", 256)
-            words = reader.tokenizer
-            limits = {"eos_id": words.eos_id, "vocab_size": words.vocab_size, "max_new_tokens": most}
+            until = options.get("until") or []
             with reader.precision:
-                ids = [self.tok_encode(text)]
-                (new,) = generate_tokens(reader.model, ids, sampling=Sampling(), device=own_device(), **limits)
-            written = words.decode(new)
+                (new,) = continuations(
+                    reader.model,
+                    reader.tokenizer,
+                    [self.tok_encode(text)],
+                    max_new_tokens=options.get("max_gen_toks", 256),
+                    sampling=Sampling(),
+                    device=own_device(),
+                )
+            written = reader.tokenizer.decode(new)
             for end in [until] if isinstance(until, str) else until:
                 written = written.partition(end)[0]
             return written

@@ -37,7 +37,7 @@ from titan_linear.data.streams.file_groups import FileGroups
 from titan_linear.data.streams.loader import Batch, StreamLoader, num_labels, validation_batches
 from titan_linear.data.streams.mixture import MixedStreams, Phase, Streams
 from titan_linear.data.streams.packing import IGNORE, Length, PackedStreams, Stream, Targets
-from titan_linear.data.streams.prompts import Prompts, Sample
+from titan_linear.data.streams.prompts import Prompts, Questions, Sample
 from titan_linear.data.streams.split import Side, split_corpus
 from titan_linear.data.streams.trees import TreeStreams
 from titan_linear.data.streams.whole import WholeStreams

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from titan_linear.config import Config, Evaluation
-from titan_linear.data import Prompts, Sample, Side, Tokenizer, split_corpus
+from titan_linear.data import Prompts, Questions, Sample, Side, Tokenizer, split_corpus
 from titan_linear.data.corpus.chat import Conversations
 from titan_linear.data.tasks import LOSS, SPREAD
 from titan_linear.ops.cross_entropy import ChunkedLogits
@@ -53,7 +53,8 @@ def open_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
         asked = Conversations(tokenizer, "evaluation.chat = true").prompt([{"role": "user", "content": MARK}])
         before, _, after = tokenizer.decode(asked, special=True).partition(MARK)
         around = before, after
-    return Prompts(samples_of(e), tokenizer, side, stream_length(config, max(e.lengths)), config.debug.seed, around)
+    questions = Questions(tokenizer, side, config.debug.seed, around)
+    return Prompts(samples_of(e), questions.prompt, stream_length(config, max(e.lengths)))
 
 
 def stream_length(config: Config, longest: int) -> int:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
@@ -32,33 +32,25 @@ class Sample(NamedTuple):
     number: int
 
 
-class Prompt(NamedTuple):
-    tokens: np.ndarray  # [length] int64
-    answers: (
-        np.ndarray
-    )  # [length, 1 + OTHERS] int64, of tokens: which answer's, and the tokens in its place where other
-    # answers part from this one; NONE elsewhere
+def rows_of(tokens: Sequence[int] | np.ndarray, answer: int = NONE, begin: int = 0) -> np.ndarray:
+    """Of each token [n, 2 + OTHERS] int64: the token, which answer's it is, and those in its place where other answers
+    part from this one; NONE elsewhere. The answer begins at `begin`."""
+    rows = np.full((len(tokens), 2 + OTHERS), NONE)
+    rows[:, 0] = tokens
+    rows[begin:, 1] = answer
+    return rows
 
 
 @dataclass(eq=False)
 class Prompts:
-    """streams[i]: prompts that are whole in it. Threads may share them.
-
-    side: what texts are taken from. around: what a chat template has before and after a question.
-    """
+    """streams[i]: prompts that are whole in it. Threads may share them. prompt: gives the rows of a sample's."""
 
     samples: Sequence[Sample]
-    tokenizer: Tokenizer
-    side: Side
+    prompt: Callable[[Sample], np.ndarray]
     seq_len: int
-    seed: int
-    around: tuple[str, str] = ("", "")
-    laid: list[list[int]] = field(init=False)  # by stream
-    continuing: Tokenizer = field(init=False)
 
     def __post_init__(self) -> None:
-        self.continuing = self.tokenizer.continuing()
-        self.laid: list[list[int]] = []
+        self.laid: list[list[int]] = []  # samples by stream
         left = 0
         for i in sorted(range(len(self.samples)), key=lambda i: -self.samples[i].length):
             length = self.samples[i].length
@@ -78,58 +70,49 @@ class Prompts:
         return self._stream([])
 
     def _stream(self, samples: list[int]) -> Stream:
-        lengths = [self.samples[i].length for i in samples]
-        padded = [*lengths, self.seq_len - sum(lengths)]
-        tokens = np.zeros(self.seq_len + 1, dtype=np.int64)
-        answers = np.full((self.seq_len + 1, 3 + OTHERS), NONE)
-        at = 0
-        for i, length in zip(samples, lengths):
-            tokens[at : at + length], answers[at : at + length, 2:] = self.prompt(self.samples[i])
-            answers[at : at + length, 0] = i
-            answers[at : at + length, 1] = np.arange(length)
-            at += length
-        labels = np.where(answers[1:, 2] == NONE, IGNORE, tokens[1:])
-        edges = np.unique(np.cumsum([0, *padded])).astype(np.int32)
-        positions = np.concatenate([np.arange(length) for length in padded])
-        columns = {"weights": (labels != IGNORE).astype(np.float32), "answers": answers[1:]}
-        return Stream(tokens[:-1], labels, edges, positions, columns)
+        prompts = [self.prompt(self.samples[i]) for i in samples]
+        lengths = [*map(len, prompts), self.seq_len - sum(map(len, prompts))]
+        rows = np.concatenate([*prompts, rows_of([0] * lengths[-1])])
+        positions = np.concatenate([*map(np.arange, lengths)])
+        tokens, answers = rows[:, 0], np.c_[np.repeat([*samples, NONE], lengths), positions, rows[:, 1:]]
+        answers = np.roll(answers, -1, 0)  # of the labels; no prompt begins with an answer
+        labels = np.where(answers[:, 2] == NONE, IGNORE, np.roll(tokens, -1))
+        edges = np.unique(np.cumsum([0, *lengths])).astype(np.int32)
+        columns = {"weights": np.float32(labels != IGNORE), "answers": answers}
+        return Stream(tokens, labels, edges, positions, columns)
 
-    def prompt(self, sample: Sample) -> Prompt:
+
+class Questions:
+    """Prompts of tasks. side: has their texts. around: what a chat template has before and after a question."""
+
+    def __init__(self, tokenizer: Tokenizer, side: Side, seed: int, around: tuple[str, str]):
+        self.tokenizer, self.side, self.seed, self.around = tokenizer, side, seed, around
+        self.encode = tokenizer.continuing().encode_batch
+
+    def prompt(self, sample: Sample) -> np.ndarray:
         rng = random.Random(f"{self.seed} {sample.task} {sample.length} {sample.number}")
         if sample.task == LOSS:
-            answers = np.full((sample.length, 1 + OTHERS), NONE)
-            answers[1:, 0] = 0
-            return Prompt(self._document(rng, sample.length), answers)
+            return rows_of(self._document(rng, sample.length), 0, 1)
         question = TASKS[sample.task](Draw(rng), self._text(rng), sample.depth)
-        before, after = self._encode([self.around[0] + question.head, question.question + self.around[1]])
-        ends = [answer for of in question.answers for answer in self._answer(*of)]
-        fixed = len(before) + len(after) + sum(len(part) for part, _ in ends)
-        answers = np.full((sample.length, 1 + OTHERS), NONE)
-        context = self._context(question, sample, fixed)
-        tokens = np.concatenate([before, *context, after, *(part for part, _ in ends)])
-        at = sample.length - sum(len(part) for part, _ in ends)
-        for i, (part, others) in enumerate(ends):
-            if others is not None:
-                place, *ids = others
-                answers[at : at + len(part), 0] = i // 2
-                answers[at + place, 1 : 1 + len(ids)] = ids
-            at += len(part)
-        return Prompt(tokens, answers)
+        before, after = self.encode([self.around[0] + question.head, question.question + self.around[1]])
+        answers = np.concatenate([self._answer(i, *answer) for i, answer in enumerate(question.answers)])
+        context = self._context(question, sample, len(before) + len(after) + len(answers))
+        return np.concatenate([rows_of(np.concatenate([before, *context, after])), answers])
 
-    def _encode(self, texts: list[str]) -> list[np.ndarray]:
-        return [tokens.astype(np.int64) for tokens in self.continuing.encode_batch(texts)]
-
-    def _answer(self, lead: str, text: str, others: list[str]) -> list[tuple[np.ndarray, list[int] | None]]:
-        """Its tokens, where those of others part from them, and their tokens there; and the tokens before it."""
-        before, *texts = self._encode([lead, text, *others])
+    def _answer(self, number: int, lead: str, text: str, others: list[str]) -> np.ndarray:
+        """Rows of what is before it, and its own."""
+        before, *texts = self.encode([lead, text, *others])
         own, *rest = [tokens.tolist() for tokens in texts]
         place = next(i for i, tokens in enumerate(zip(own, *rest)) if len({*tokens}) > 1)
-        there = dict.fromkeys(tokens[place] for tokens in rest if tokens[place] != own[place])
-        return [(before, None), (texts[0], [place, *islice(there, OTHERS)])]
+        there = [*dict.fromkeys(tokens[place] for tokens in rest if tokens[place] != own[place])][:OTHERS]
+        rows = rows_of(own, number)
+        rows[place, 2 : 2 + len(there)] = there
+        return np.concatenate([rows_of(before), rows])
 
     def _context(self, question: Question, sample: Sample, fixed: int) -> list[np.ndarray]:
         """The needles between pieces of the context, as many tokens as are left."""
-        needles = self._encode([needle for _, needle in question.needles])
+        depths = sorted(question.needles)
+        needles = self.encode([needle for _, needle in depths])
         count = sample.length - fixed - sum(map(len, needles))
         if count < 0:
             raise ValueError(
@@ -141,19 +124,18 @@ class Prompts:
         while total < count:
             texts = list(islice(question.context, 64))
             if not texts:
-                raise self._too_short(sample.length)
-            texts = [text for text in texts if not any(hidden in text for hidden in question.hidden)]
-            pieces += self._encode(texts)
-            total += sum(map(len, pieces[-len(texts) :] if texts else []))
+                raise ValueError(
+                    f"evaluation.lengths: {sample.length:,} tokens are more than the text's {self.side.num_tokens:,}; "
+                    "give a longer training.dataset_path, or more of it as validation.holdout"
+                )
+            more = self.encode([text for text in texts if not any(hidden in text for hidden in question.hidden)])
+            pieces += more
+            total += sum(map(len, more))
         between = np.cumsum([len(piece) for piece in pieces])
         between = between[between <= count]
-        context = np.concatenate(pieces)[:count]
-        parts, at = [], 0
-        for depth, needle in sorted(zip([depth for depth, _ in question.needles], needles), key=lambda pair: pair[0]):
-            place = int(between[np.abs(between - depth * count).argmin()])
-            parts += [context[at:place], needle]
-            at = place
-        return [*parts, context[at:]]
+        places = [between[np.abs(between - depth * count).argmin()] for depth, _ in depths]
+        parts = np.split(np.concatenate(pieces)[:count], places)
+        return [tokens for pair in zip(parts, [*needles, parts[0][:0]]) for tokens in pair]
 
     # --- The text ----------------------------------------------------------------------------------------------------
 
@@ -177,10 +159,4 @@ class Prompts:
                 return self.side.corpus.tokens[begin : begin + length].astype(np.int64)
         raise ValueError(
             f"evaluation.lengths: no document of the text has {length:,} tokens, which the task 'loss' takes; give less"
-        )
-
-    def _too_short(self, length: int) -> ValueError:
-        return ValueError(
-            f"evaluation.lengths: {length:,} tokens are more than the text's {self.side.num_tokens:,}; give a longer "
-            "training.dataset_path, or more of it as validation.holdout"
         )
