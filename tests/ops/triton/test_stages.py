@@ -14,7 +14,7 @@ from titan_linear.ops.delta_rule import normed
 from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs, States
 from titan_linear.ops.torch.delta_rule import TorchDeltaRule
-from titan_linear.ops.triton import configs, kda_hopper
+from titan_linear.ops.triton import configs, gdn_hopper, kda_hopper
 from titan_linear.ops.triton.chunks import chunks_of
 from titan_linear.ops.triton.gdn import GDN
 from titan_linear.ops.triton.kda import KDA
@@ -141,19 +141,20 @@ def test_only_wanted_boundaries_are_computed(op):
 
 
 @pytest.mark.parametrize(
-    "dtype, H, K, V, own, fits",
+    "dtype, H, K, V, own, kda, gdn",
     [
-        (torch.bfloat16, 4, 128, 128, (9, 0), True),
-        (torch.float16, 4, 128, 128, (9, 0), False),
-        (torch.bfloat16, 2, 128, 128, (9, 0), False),
-        (torch.bfloat16, 4, 128, 192, (9, 0), False),
-        (torch.bfloat16, 4, 64, 64, (9, 0), False),
-        (torch.bfloat16, 4, 128, 128, (8, 0), False),
-        (torch.bfloat16, 4, 128, 128, (12, 0), False),
+        (torch.bfloat16, 4, 128, 128, (9, 0), True, True),
+        (torch.float16, 4, 128, 128, (9, 0), False, True),
+        (torch.bfloat16, 2, 128, 128, (9, 0), False, True),
+        (torch.bfloat16, 4, 128, 192, (9, 0), False, False),
+        (torch.bfloat16, 4, 64, 64, (9, 0), False, False),
+        (torch.bfloat16, 4, 128, 128, (8, 0), False, False),
+        (torch.bfloat16, 4, 128, 128, (12, 0), False, False),
     ],
 )
-def test_where_kernels_are_hoppers_own(monkeypatch, dtype, H, K, V, own, fits):
+def test_where_kernels_are_hoppers_own(monkeypatch, dtype, H, K, V, own, kda, gdn):
     """As docs/kernels.md says; all else is Triton's."""
     monkeypatch.setattr(configs, "architecture", lambda device: own)
     keys, values = torch.empty(1, H, K, dtype=dtype, device="meta"), torch.empty(1, 4, V, dtype=dtype, device="meta")
-    assert kda_hopper.fits(Inputs(keys, keys, values, None, None)) == fits
+    assert kda_hopper.fits(Inputs(keys, keys, values, None, None)) == kda
+    assert gdn_hopper.fits(keys, V) == gdn

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import CHUNK as BT
 from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs
+from titan_linear.ops.triton import gdn_hopper
 from titan_linear.ops.triton import gdn_kernels as kernels
 from titan_linear.ops.triton.chunks import listed_entries
 from titan_linear.ops.triton.configs import Config, config, widest_slice
@@ -65,6 +66,8 @@ class GDNStages(Stages):
     def launch_scan(self, given: Given, **outputs: Any) -> None:
         x, tiles, chunks, numbers, initial, _, listed, *_ = given
         (_, HV, V), K = x.v.shape, x.k.shape[2]
+        if "M" not in outputs and gdn_hopper.fits(x.k, V):
+            return gdn_hopper.launch_scan(given, **outputs)
         kernel = "gdn boundary" if "M" in outputs else "gdn scan" if "o" in outputs else "gdn states"
         chosen = _sliced(kernel, x.k, HV, V)
         if "o" in outputs:
@@ -78,6 +81,8 @@ class GDNStages(Stages):
     def launch_reverse(self, given: Given, d_initial: Pair, **outputs: Tensor) -> None:
         x, tiles, chunks, numbers, _, d_final, listed, do, _ = given
         (_, HV, V), K = do.shape, x.k.shape[2]
+        if outputs and gdn_hopper.fits(x.k, V):
+            return gdn_hopper.launch_reverse(given, d_initial, **outputs)
         chosen = _sliced("gdn reverse" if outputs else "gdn boundary", x.k, HV, V)
         read = ragged_tiles(x.q, K), ragged_tiles(x.k, K), ragged_tiles(do, chosen["BV"])
         read = *read, chunk_tiles(tiles.C), chunk_tiles(tiles.A)

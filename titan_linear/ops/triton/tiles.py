@@ -141,7 +141,7 @@ def read_state(states, i_n, stride, o_s):
     """Elements o_s of entry i_n's state in fp32, zeros if there are none (`NONE`); a row has `stride` elements."""
     values, index = states
     if values is None:
-        return tl.zeros(o_s.shape, tl.float32)
+        return (0 * o_s).to(tl.float32)  # laid out as o_s: Gluon asks for it
     elif index is None:
         return load_wide(values + i_n * stride + o_s)
     else:
