@@ -52,7 +52,8 @@ def adamw(
 ) -> None:
     """Update p and its moments m and v, float32 and contiguous, from `clip` · g by a group's options, unless `skipped`;
     and round p to its copy. step, from 1, clip and skipped are float32 scalars on the device."""
-    constants = group["weight_decay"], *group["betas"], group["eps"], *map(math.log, group["betas"])
+    logs = [math.log(beta) if beta else -math.inf for beta in group["betas"]]
+    constants = group["weight_decay"], *group["betas"], group["eps"], *logs
     to, n = p if copy is None else copy, p.numel()
     adamw_kernel[(blocks_of(n, BLOCK),)](
         p, to, g, m, v, step, clip, skipped, n, group["lr"], *constants, copy is not None, BLOCK, num_warps=8
