@@ -68,3 +68,27 @@ def test_what_is_without_a_label_has_no_gradient_in_any_part_of_the_vocabulary()
 
     for dx in run_ranks(on_rank, 2):
         assert dx[0].all() and not dx[1].any()
+
+
+def test_several_ids_of_a_token():
+    """Beside autograd in float64, where some tokens have no label."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, factors = (torch.randn(n, m, generator=generator) for n, m in ((5, 8), (12, 8), (5, 3)))
+    ids = torch.tensor([[3, 0, 7], [IGNORE, 1, 2], [4, 5, 4], [IGNORE, 3, 3], [0, 11, 6]])
+    labelled = ids[:, 0] != IGNORE
+
+    def gradients(dtype, device, loss):
+        leaves = [x.to(device, dtype).requires_grad_(), weight.to(device, dtype).requires_grad_()]
+        return [grad.cpu().double() for grad in torch.autograd.grad(loss(*leaves), leaves)]
+
+    def exact(x, weight):
+        picked = (x @ weight.T).log_softmax(1).gather(1, ids.clamp(min=0))
+        return (picked.exp() * factors)[labelled].sum()
+
+    def chunked(x, weight):
+        head = ChunkedLogits(x, weight, 2, impl="triton")
+        of = factors.to(x.device)
+        return head.sum(ids.to(x.device), lambda rows, tokens: (rows.logprobs.exp() * of[tokens]).sum(1))
+
+    for got, want in zip(gradients(torch.float32, DEVICE, chunked), gradients(torch.float64, "cpu", exact)):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

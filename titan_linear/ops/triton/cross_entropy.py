@@ -71,6 +71,7 @@ def logits_gradient(
 ) -> None:
     """d [N, vocab] = a exp(logits − lse) + b + c [column = target]; it may be the logits. lse, a, b, c [N] fp32; target
     [N] int64: a column, −1 for none of these columns, or −100 for a row of zeros."""
+    target, c = target.contiguous(), c.contiguous()  # of several ids they are columns
     gradient_kernel[len(logits), blocks_of(logits.shape[1], BLOCK["BV"])](
         logits, lse, target, a, a if b is None else b, c, d, logits.stride(0), logits.shape[1],
         UNIFORM=b is not None, **BLOCK,
