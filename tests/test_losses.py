@@ -23,6 +23,7 @@ from titan_linear.losses.reference import Document
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN
+from titan_linear.ops import cross_entropy
 from titan_linear.ops.cross_entropy import ChunkedLogits, Rows
 from titan_linear.ops.exchange.collectives import Ranks
 from titan_linear.proof import data, model
@@ -224,7 +225,8 @@ def test_with_experts_on_two_ranks(case, records, worlds, alone):
 
 
 def test_gradients_of_what_losses_may_read():
-    """Of the rows of whole logits: several ids, mean, entropy (which has none), in one part and in two."""
+    """Of the rows of whole logits, or rows that are known: several ids, mean, entropy (which has none), in one part and
+    in two."""
     rng = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 8, generator=rng, dtype=torch.float64, requires_grad=True) for n in (20, 12))
     ids = torch.randint(12, (20, 3), generator=rng)
@@ -239,14 +241,20 @@ def test_gradients_of_what_losses_may_read():
     whole = Rows(z.gather(1, ids.clamp(min=0)), z.logsumexp(-1), z.mean(-1), -(p * p.log()).sum(-1), z)
     want = terms(whole, slice(None))[ids[:, 0] != IGNORE].sum(0)
     exact = torch.autograd.grad(want[0], [x, weight])
-    got = ChunkedLogits(x, weight, 7).sum(ids, terms, statistics=True)
+    logits = ChunkedLogits(x, weight, 7)
+    got = logits.sum(ids, terms, statistics=True)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
     torch.testing.assert_close(torch.autograd.grad(got[0], [x, weight]), exact, rtol=1e-10, atol=1e-13)
+    known = logits.rows(ids, statistics=True)
+    with sabotaged(cross_entropy, "_of_all", lambda *_: pytest.fail("logits are read for what is known")):
+        again = logits.sum(ids, terms, rows=known)
+    assert torch.equal(again, got)
+    torch.testing.assert_close(torch.autograd.grad(again[0], [x, weight]), exact, rtol=1e-10, atol=1e-13)
 
     def on_rank(group):
         own, mine = weight.detach().chunk(2)[group.rank()].requires_grad_(), x.detach().requires_grad_()
         logits = ChunkedLogits(mine, own, 7, Ranks(group.group_name, 2, group.rank()))
-        value = logits.sum(ids, terms, statistics=True)
+        value = logits.sum(ids, terms, rows=logits.rows(ids, statistics=True))
         return value.detach(), *torch.autograd.grad(value[0], [mine, own])
 
     (one, dx, first), (other, more, second) = run_ranks(on_rank, 2)

@@ -23,7 +23,7 @@ from titan_linear.ops.runtime.options import boundaries_of
 from titan_linear.planner import splits
 from titan_linear.planner.machine import Machine, Offload, read_rates, shipped
 from titan_linear.planner.memory import Batch, checkpointings, documents_of, layers, memory, moments, parameters
-from titan_linear.planner.timing import Clock, attended, step
+from titan_linear.planner.timing import Clock, attended, share_of, step
 from titan_linear.run.data import open_corpora
 from tools import bench_rates, check_plan
 
@@ -266,6 +266,10 @@ def test_memory_of_what_losses_read():
     assert further["parameters"] - plain["parameters"] == 4 * (parameters(deeper) - parameters(model))
     assert further["head"] - plain["head"] == 4096 * model.dim * (4 + 2 * 2)  # its norm's input, output and gradient
     assert further["activations"] > plain["activations"] * (1 + 1 / model.num_layers)
+
+
+def test_recurrences_take_whole_slices_of_columns():
+    assert share_of(128, 65) == share_of(128, 80) == share_of(128, 128) == 2 * share_of(128, 64) == 1
 
 
 @pytest.mark.parametrize("heads, groups, scan, backward", [(128, 1, 0.93, 3.10), (64, 8, 0.57, 2.00)])

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_linear.config import schema
-from titan_linear.losses.loss import Loss, Targets, document_sums, logprobs, of_documents
+from titan_linear.losses.loss import Loss, Targets, document_sums, of_documents
 from titan_linear.ops.cross_entropy import ChunkedLogits, Rows
 
 
@@ -31,8 +31,9 @@ class DPO(Loss):
 
     def __call__(self, logits: ChunkedLogits, batch: Targets) -> Tensor:
         labels = batch.labels.flatten()
+        known = logits.rows(labels)
         columns = (batch.columns[name][0] for name in self.columns)
-        weights, count, policy, *reference = document_sums(batch, logprobs(logits, labels), *columns)
+        weights, count, policy, *reference = document_sums(batch, known.logprobs[:, 0], *columns)
         length = count.clamp(min=1) if self.keys.length_normalised else torch.ones_like(count)
         reward = (policy - sum(reference)) / length
         margin = self.keys.beta * (reward[0::2] - reward[1::2])
@@ -49,4 +50,4 @@ class DPO(Loss):
             loss, *reports = values[tokens].to(logp.dtype).unbind(1)
             return torch.stack([loss + change, *reports], 1)
 
-        return logits.sum(labels, terms)
+        return logits.sum(labels, terms, rows=known)

@@ -3,14 +3,13 @@ the head twice."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from titan_linear.models.plan import BatchPlan
-from titan_linear.ops.cross_entropy import IGNORE, ChunkedLogits, Rows
+from titan_linear.ops.cross_entropy import IGNORE, ChunkedLogits
 from titan_linear.ops.exchange.collectives import gather_along
 
 
@@ -50,22 +49,15 @@ def column(batch: Targets, name: str, like: Tensor) -> Tensor:
 
 def logprobs(logits: ChunkedLogits, ids: Tensor) -> Tensor:
     """log p of ids [T] or [T, k], 0 where the first of a token's is no label; without a gradient."""
-    found = torch.zeros_like(ids, dtype=torch.promote_types(logits.x.dtype, torch.float32))
-
-    def keep(rows: Rows, tokens: slice) -> Tensor:
-        found[tokens] = rows.logprobs.view_as(found[tokens])
-        return rows.lse
-
-    with torch.no_grad():
-        replace(logits, token_losses=None, more=()).sum(ids, keep)
-    return found.masked_fill(ids == IGNORE, 0)
+    return logits.rows(ids).logprobs.view_as(ids).masked_fill(ids == IGNORE, 0)
 
 
 def document_sums(batch: Targets, *numbers: Tensor) -> Tensor:
     """For each document, whichever ranks it lies on: its weights' sum, how many labels it has, and the sums of these
-    numbers [T], which are 0 where there is no label. [2 + numbers, documents] float64."""
-    columns = batch.columns["weights"][0], batch.labels[0] != IGNORE, *numbers
-    rows = torch.stack([x.double() for x in columns])
+    numbers [T], where there is one. [2 + numbers, documents] float64."""
+    labelled = batch.labels[0] != IGNORE
+    columns = batch.columns["weights"][0], labelled, *numbers
+    rows = torch.stack([x.double() for x in columns]).where(labelled, 0)
     sums = rows.new_zeros(len(rows), batch.num_documents).index_add_(1, batch.columns["document"][0], rows)
     context = batch.plan.cp_context
     if context is not None and context.ranks.world_size > 1:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from titan_linear.config import schema
-from titan_linear.losses.loss import Loss, Targets, column, document_sums, logprobs, of_documents
+from titan_linear.losses.loss import Loss, Targets, column, document_sums, of_documents
 from titan_linear.ops.cross_entropy import ChunkedLogits, Rows
 
 
@@ -33,8 +33,9 @@ class Policy(Loss):
 
     def __call__(self, logits: ChunkedLogits, batch: Targets) -> Tensor:
         labels = batch.labels.flatten()
-        if self.reads_twice:
-            distance = logprobs(logits, labels) - batch.columns["behaviour"][0]
+        known = logits.rows(labels, statistics=True) if self.reads_twice else None
+        if known:
+            distance = known.logprobs[:, 0] - batch.columns["behaviour"][0]
             weights, count, *sums = document_sums(batch, batch.columns["advantages"][0], distance)
             advantages, log_ratio = (x / count.clamp(min=1) for x in sums)
             free, bounded = self._objectives(log_ratio, advantages)
@@ -48,7 +49,7 @@ class Policy(Loss):
             weights, advantages, behaviour = (
                 column(batch, name, logp)[tokens] for name in ("weights", "advantages", "behaviour")
             )
-            if self.reads_twice:
+            if known:
                 loss, clipped = of_sequences[tokens].to(logp.dtype).unbind(1)
                 loss = loss + slopes[tokens].to(logp.dtype) * (logp - logp.detach())
             else:
@@ -60,7 +61,7 @@ class Policy(Loss):
                 kl = weights * (distance.exp() - distance - 1)
             return torch.stack([loss + self.keys.kl * kl, weights * rows.entropy, clipped, kl], 1)
 
-        return logits.sum(labels, terms, statistics=True)
+        return logits.sum(labels, terms, statistics=True, rows=known)
 
     def _objectives(self, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         """The free one and the bounded one, of which the lesser counts."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ class Rows(NamedTuple):
     lse: Tensor  # [n] log Σ exp z
     mean: Tensor | None  # [n] of z, if asked for
     entropy: Tensor | None  # [n] of softmax z, likewise; it has no gradient
-    logits: Tensor  # [n, vocab], this rank's part; they have none either, and are there for the call
+    logits: Tensor | None  # [n, vocab], this rank's part; they have none either, and are there for the call
 
     @property
     def logprobs(self) -> Tensor:
@@ -51,6 +51,7 @@ class Sum(NamedTuple):
     terms: Terms
     statistics: bool = False  # rows have mean and entropy
     token_losses: Tensor | None = None
+    rows: Rows | None = None  # of all tokens, where they are known
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,18 +75,31 @@ class ChunkedLogits:
     impl: str | Choice = "auto"
     more: tuple[Sum, ...] = ()
 
-    def sum(self, ids: Tensor, terms: Terms, statistics: bool = False) -> Tensor:
+    def sum(self, ids: Tensor, terms: Terms, statistics: bool = False, rows: Rows | None = None) -> Tensor:
         """Σ_t of the terms of tokens with a label, in float32 or wider; they are differentiated as functions of `Rows`.
 
         ids [T] or [T, k]: the label (−100: none), then others, whose logits the terms read. If gradients are
         wanted, each chunk's are computed in forward, while its logits exist, so that backward only scales them.
-        statistics: rows have mean and entropy.
+        statistics: rows have mean and entropy. rows: what `rows` gave of these ids, so that logits need not be read for
+        it again.
         """
         name = CROSS_ENTROPY.implementation(self.impl, self.x.device, self.x.dtype)
-        own = Sum(self.x, ids.view(len(ids), -1), terms, statistics, self.token_losses)
+        own = Sum(self.x, ids.view(len(ids), -1), terms, statistics, self.token_losses, rows)
         sums = (own, *self.more) if torch.is_grad_enabled() else (own,)
         states = (of.x for of in sums)
         return _ChunkedSum.apply(self.weight, self, sums, name, torch.is_grad_enabled(), *states)
+
+    @torch.no_grad()
+    def rows(self, ids: Tensor, statistics: bool = False) -> Rows:
+        """Of all tokens, as the terms of `sum` have them of some, without logits and gradients."""
+        parts = []
+
+        def keep(rows: Rows, tokens: slice) -> Tensor:
+            parts.append(rows[:4])
+            return rows.lse
+
+        replace(self, token_losses=None).sum(ids, keep, statistics)
+        return Rows(*(None if part[0] is None else torch.cat(part) for part in zip(*parts)), logits=None)
 
     @torch.no_grad()
     def top(self, ids: Tensor, k: int, vocab_size: int) -> tuple[Tensor, ...]:
@@ -232,8 +246,11 @@ def _summed(
         tokens = slice(start, start + chunk)
         logits = _logits(x[tokens], weight, wide)
         target = _own_ids(ids[tokens].long(), len(weight), head.ranks)
-        picked = logits.gather(1, target.clamp(min=0)).masked_fill_(target < 0, 0)
-        rows = _of_all(row_statistics(logits, of.statistics), picked, logits, head.ranks)
+        if of.rows is None:
+            picked = logits.gather(1, target.clamp(min=0)).masked_fill_(target < 0, 0)
+            rows = _of_all(row_statistics(logits, of.statistics), picked, logits, head.ranks)
+        else:
+            rows = Rows(*(x if x is None else x[tokens] for x in of.rows[:4]), logits)
         none = ids[tokens, 0] == IGNORE
         values, by = _differentiated(of.terms, rows, tokens, none, dx is not None)
         total = total + values.sum(0) * counts

@@ -66,6 +66,7 @@ PARTS = (
     "launches",
 )
 DIM = 128  # K and V at which the delta rule's rates are measured
+SLICE = 64  # columns
 WIDE = 15  # products in bfloat16 that take as long as one in float32, which tensor cores do not compute
 LAUNCHES = 4  # per operator, on average
 ORTHOGONAL = 0.38e-3  # seconds of the host for a matrix that torch's Muon takes: 288 of KDA 340M, an H200, 2026-11-26
@@ -73,8 +74,13 @@ SLICES = 4  # number of slices in which keys travel around the ring: the first o
 
 
 def share_of(K: int, V: int) -> float:
-    """What a recurrence's token and head of these dims take, of the time at K = V = DIM."""
-    return (K * V + CHUNK * (K + V)) / (DIM * DIM + 2 * CHUNK * DIM)
+    """What a recurrence's token and head of these dims take, of the time at K = V = DIM. Kernels compute the state by
+    whole slices of columns, each from all of q and k."""
+    return -(-V // SLICE) * _slice(K) / (DIM // SLICE * _slice(DIM))
+
+
+def _slice(K: int) -> int:
+    return K * SLICE + CHUNK * (K + SLICE)
 
 
 # --- A pass through a layer ------------------------------------------------------------------------------------------
