@@ -43,7 +43,7 @@ Came = tuple[Tensor, Tensor, Sequence[Tensor]]  # of a slice: k, v and rows of q
 def allgather_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, cp: CPContext) -> Tensor:
     """q [1, T_local, Hq, D], k [1, T_local, Hkv, D], v [1, T_local, Hkv, Dv] → o [1, T_local, Hq, Dv]."""
     spans, queries, keys, pairs = cp.gathered if causal else cp.full_gathered
-    where = list(spans), list(queries), list(keys), pairs, cp.ranks.group_name
+    where = spans.tensors(), list(queries), list(keys), pairs, cp.ranks.group_name
     return Attention.apply(q, k, v, (allgather_forward, allgather_backward), where, scale, causal)
 
 

@@ -42,7 +42,8 @@ def ring_attention(
 
     stride: neighbours on the ring lie so many ranks of the group apart."""
     rectangles = cp.rectangles if causal else cp.full_rectangles
-    where = list(document_spans(cp.tables.boundaries)), rectangles.by_hop, rectangles.hops, cp.ranks.group_name, stride
+    squares = document_spans(cp.tables.boundaries).tensors()
+    where = squares, rectangles.by_hop, rectangles.hops, cp.ranks.group_name, stride
     return Attention.apply(q, k, v, (ring_forward, ring_backward), where, scale, causal)
 
 

@@ -94,6 +94,17 @@ class Nodes:
         heads = np.flatnonzero(heads)
         return np.append(self.edges[heads], self.edges[-1]), self.begins[heads]
 
+    def below(self, edges: ndarray) -> ndarray | None:
+        """[., 4] for each node: where the tokens below it that lie behind its run of `chains` begin and end, and where
+        it does, without those that have none. None: those below a node do not lie together."""
+        number, node = self.on_paths(np.arange(len(self.parents)))
+        begin, end = self.edges[:-1], self.edges[1:].copy()
+        np.maximum.at(end, node, self.edges[number + 1])
+        if (end - begin != np.bincount(node, np.diff(self.edges)[number])).any():
+            return None
+        behind = edges[np.searchsorted(edges, begin, side="right")]
+        return np.stack([behind, end, begin, self.edges[1:]], 1)[behind < end]
+
     def at(self, tokens: ndarray) -> ndarray:
         """The node of each token."""
         return np.searchsorted(self.edges, tokens, side="right") - 1

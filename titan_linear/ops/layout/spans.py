@@ -172,7 +172,7 @@ def _tile(longest: int, room: float) -> int:
 # what a gather does: a byte takes no longer in a gather than in an exchange, and a gather's one message goes to many.
 GATHER_FROM = 0.5
 CUDNN_MULTIPLE = 128  # cuDNN's plans are for lengths that are multiples of this (ops/torch/attention_kernels.py)
-FEW = 4  # and for at most this many spans, or twice as many in prefix trees, where others go on from half of them
+FEW = 4  # and for at most this many spans, or twice as many in prefix trees
 
 
 class Spans(NamedTuple):
@@ -185,14 +185,24 @@ class Spans(NamedTuple):
     k_cpu: OnHost
     longest_q: OnHost  # [1] rows of the longest span
     longest_k: OnHost
+    below: OnHost | None = None  # [., 4] rows of queries, and of keys that all of them see, in prefix trees
+
+    def tensors(self) -> list[Tensor]:
+        return [table for table in self if table is not None]
 
     def rows(self) -> Iterator[tuple[slice, slice]]:
         """For each span, the rows of its queries and those of its keys."""
         return zip(*([slice(a, b) for a, b in pairwise(x.tolist())] for x in (self.q_cpu, self.k_cpu)), strict=True)
 
+    def rectangles(self) -> Iterator[tuple[slice, slice]]:
+        """Likewise, for `below`."""
+        for a, b, c, d in [] if self.below is None else self.below.tolist():
+            if a < b:
+                yield slice(a, b), slice(c, d)
+
     def recur(self) -> bool:
         """Whether these lengths recur in every batch, as those of fragments do and those of documents do not."""
-        if len(self.q_cpu) - 1 > FEW * (1 + (int(self.longest_k) > int(self.longest_q))):
+        if len(self.q_cpu) - 1 > (FEW if self.below is None else 2 * FEW):
             return False
         return not any(x % CUDNN_MULTIPLE for x in (*self.q_cpu.tolist(), *self.k_cpu.tolist()))
 
@@ -204,10 +214,9 @@ Varlen = tuple[Tensor, Tensor, int, int]  # boundaries of q and of k, longest of
 
 
 def document_spans(documents: Boundaries) -> Spans:
-    """One span per document, whose queries and keys are its tokens; in prefix trees one for each of
-    `Nodes.chains`, whose keys are its path."""
+    """One span per document, whose queries and keys are its tokens; in prefix trees one for each of `Nodes.chains`."""
     if documents.paths is not None:
-        return Spans(*documents.paths[3:])
+        return Spans(*documents.paths[:7])
     device = documents.cu_seqlens
     host = documents.cu_seqlens_cpu
     longest = documents.longest

@@ -17,31 +17,39 @@ from titan_linear.ops.layout.chains import STATE, STATE_AND_M
 from titan_linear.ops.layout.nodes import Nodes
 from titan_linear.ops.layout.tables import OnHost, table
 
+ONE_BY_ONE = 8  # nodes at most that have others below them, for attention to take each by itself and copy no keys
+
 
 class Paths(NamedTuple):
-    """Attention where a rank has the whole stream: the keys of each of `Nodes.chains`, one after the other, and the
-    fields of `Spans` over them."""
+    """Attention where a rank has the whole stream. The fields of `Spans` over `Nodes.chains`, whose keys are their own
+    with `below`, or if many nodes have others below them, are copied from the whole path: `rows`."""
 
-    rows: Tensor  # [.] int64
-    order: Tensor  # [.] int64, of these, by rows
-    first: Tensor  # [T] int64: where in that order each row begins
     q: Tensor
     k: Tensor
     q_cpu: OnHost
     k_cpu: OnHost
     longest_q: OnHost
     longest_k: OnHost
+    below: OnHost
+    rows: Tensor | None = None  # [.] int64
+    order: Tensor | None = None  # [.] int64, of these, by rows
+    first: Tensor | None = None  # [T] int64: where in that order each row begins
 
 
 def paths_of(nodes: Nodes) -> Paths:
     edges, begins = nodes.chains
-    _, start, end = nodes.ranges(edges[:-1], edges[1:])
-    rows = np.concatenate([np.arange(*ends) for ends in zip(start, end)])
-    q, k = (np.append(0, np.cumsum(n)).astype(np.int32) for n in (np.diff(edges), edges[1:] - begins))
+    below, copied = nodes.below(edges), ()
+    k_lengths = np.diff(edges)
+    if below is None or len(below) > ONE_BY_ONE:
+        below, k_lengths = np.zeros((0, 4), dtype=np.int64), edges[1:] - begins
+        _, start, end = nodes.ranges(edges[:-1], edges[1:])
+        rows = np.concatenate([np.arange(*ends) for ends in zip(start, end)])
+        order = np.argsort(rows, kind="stable")
+        copied = rows, order, np.searchsorted(rows[order], np.arange(edges[-1]))
+    k = np.append(0, np.cumsum(k_lengths))
+    q, k = (x.astype(np.int32) for x in (edges, k))
     longest = (np.diff(x).max(keepdims=True).astype(np.int64) for x in (q, k))
-    order = np.argsort(rows, kind="stable")
-    first = np.searchsorted(rows[order], np.arange(edges[-1]))
-    return Paths(*map(torch.from_numpy, (rows, order, first, q, k, q, k, *longest)))
+    return Paths(*map(torch.from_numpy, (q, k, q, k, *longest, _two_or_more(below), *copied)))
 
 
 class Listed(NamedTuple):
@@ -129,7 +137,7 @@ def tree_of(nodes: Nodes, owners: np.ndarray, size: int, rank: int) -> Tree:
 
 
 def _two_or_more(rows: np.ndarray) -> np.ndarray:
-    return np.pad(rows, (0, max(2 - len(rows), 0)))
+    return np.pad(rows, [(0, max(2 - len(rows), 0)), *[(0, 0)] * (rows.ndim - 1)])
 
 
 def _listed(entries: np.ndarray, wanted: np.ndarray) -> Listed:

@@ -117,6 +117,14 @@ def attend_spans(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, sp
     """(o, lse) of the spans of a packed stream (B = 1), or of a whole batch if `spans` is None."""
     if spans is None or len(spans.q) == 2:
         return attend(q, k, v, scale, causal)
+    o, lse = _attend_each(q, k, v, scale, causal, spans)
+    for i, j in spans.rectangles():
+        o = o.to(accumulator_dtype(q.dtype))
+        merge_(o[:, i], lse[:, :, i], *attend(q[:, i], k[:, j], v[:, j], scale, causal=False))
+    return o.to(q.dtype), lse
+
+
+def _attend_each(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, spans: Spans) -> Pair:
     kernel = _packed_kernel(q, v, spans)
     if kernel in TO_THE_END:
         return ATTENTION.load(kernel).forward(q, k, v, scale, causal, spans.varlen())
@@ -128,6 +136,17 @@ def attend_spans_backward(x: Rows, scale: float, causal: bool, spans: Spans | No
     """(dq, dk, dv) of `attend_spans`."""
     if spans is None or len(spans.q) == 2:
         return attend_backward(x, scale, causal)
+    dq, dk, dv = _attend_each_backward(x, scale, causal, spans)
+    for i, j in spans.rectangles():
+        dq, dk, dv = (grad.to(accumulator_dtype(x.q.dtype)) for grad in (dq, dk, dv))
+        dq_part, dk_part, dv_part = attend_backward(x.block(i, j), scale, causal=False)
+        dq[:, i] += dq_part
+        dk[:, j] += dk_part
+        dv[:, j] += dv_part
+    return dq, dk, dv
+
+
+def _attend_each_backward(x: Rows, scale: float, causal: bool, spans: Spans) -> Triple:
     kernel = _packed_kernel(x.q, x.v, spans)
     if kernel in TO_THE_END:
         return ATTENTION.load(kernel).backward(*x, scale, causal, spans.varlen())
@@ -180,9 +199,9 @@ def local_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, documents: Boundaries | None
 ) -> Tensor:
     """q [B, Tq, Hq, D], k [B, Tk, Hkv, D], v [B, Tk, Hkv, Dv] → o [B, Tq, Hq, Dv]."""
-    spans = [] if documents is None else list(document_spans(documents))
-    if documents is not None and documents.paths is not None:
-        k, v = (_OnPaths.apply(x[0], *documents.paths[:3]).unsqueeze(0) for x in (k, v))
+    spans = [] if documents is None else document_spans(documents).tensors()
+    if documents is not None and documents.paths is not None and documents.paths.rows is not None:
+        k, v = (_OnPaths.apply(x[0], *documents.paths[7:]).unsqueeze(0) for x in (k, v))
     return Attention.apply(q, k, v, (attention_forward, attention_backward), (spans,), scale, causal)
 
 
