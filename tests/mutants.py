@@ -124,7 +124,7 @@ MUTANTS = [
     Mutant("elsewhere = (own < 0)", "elsewhere = (own <= 0)", "test_tensor_parallel.py"),
     Mutant("(p.dim() > 1, mesh)", "(p.dim() > 0, mesh)", "test_optim.py"),
     Mutant("peak * step / config.warmup_steps", "peak * (step - 1) / config.warmup_steps", "test_optim.py"),
-    Mutant("(norm + 1e-6)).clamp(max=1.0)", "(norm + 1e-6))", "test_optim.py"),
+    Mutant("grad_norm + 1e-6)).clamp(max=1.0)", "grad_norm + 1e-6))", "test_optim.py"),
     Mutant("copy == 0 and (name in splits", "(name in splits", "test_train.py: 4 and sharded"),
     Mutant("self.loss.isfinite() & self.grad_norm.isfinite()", "self.loss.isfinite()", "test_optim.py"),
     Mutant("squares.sum().sqrt(), signals.max()", "squares.sum().sqrt(), signals.min()", "test_optim.py"),
