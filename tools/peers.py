@@ -132,7 +132,7 @@ class Peer:
             num_workers=t.num_workers,
         )
         self.batches = iter(loader)
-        self.optimizer = build_optimizer(model, config.optimizer)
+        self.optimizer = torch.optim.AdamW(build_optimizer(model, config.optimizer).param_groups)
         self.documents: list[Documents] = []  # of all batches
 
     def train_step(self) -> HostCopy:

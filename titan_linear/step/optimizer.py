@@ -44,8 +44,10 @@ class AdamW(torch.optim.AdamW):
             from titan_linear.ops.triton.adamw import adamw  # Triton is available on Linux only
 
             torch._foreach_add_([*compress(steps, large)], [1 - self.found_inf] * sum(large))  # one: torch reads it
-            for row in compress(zip(params, copies, grads, m, v, steps, strict=True), large):
-                adamw(*row, self.coefficient, self.found_inf, group)
+            for p, copy, g, exp_avg, exp_avg_sq, step in compress(
+                zip(params, copies, grads, m, v, steps, strict=True), large
+            ):
+                adamw(p, copy, g, exp_avg, exp_avg_sq, step, self.coefficient, self.found_inf, group)
             for tensors in lists:
                 tensors[:] = compress(tensors, (not here for here in large))
         torch.autograd.graph.increment_version(params)  # fused kernels do not: `ComputeCopies` looks
