@@ -46,6 +46,7 @@ from titan_linear.distributed.ending import report
 from titan_linear.distributed.groups import on_rank_0, process_group
 from titan_linear.distributed.process import refusing, run_command, under_launcher
 from titan_linear.launch import Node, run_workers, this_node
+from titan_linear.losses.distillation import MOST_IDS
 from titan_linear.losses.loss import logprobs
 from titan_linear.models.config import ModelConfig
 from titan_linear.ops.cross_entropy import ChunkedLogits
@@ -185,12 +186,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("-o", "--output", default="", help="folder for the scores")
     parser.add_argument("--as", dest="column", choices=("reference", "behaviour"), default="reference")
-    parser.add_argument("--top-k", type=int, default=0, help="likeliest tokens to keep, up to 256 (default: none)")
+    parser.add_argument("--top-k", type=int, default=0, help=f"likeliest tokens to keep, up to {MOST_IDS} (none)")
     parser.add_argument("--temperature", type=float, default=1.0, help="of the softmax (default: 1)")
     parser.add_argument("--compare", nargs=2, metavar="FOLDER", default=[])
     args, keys = path_and_keys(parser, argv)
-    if not 0 <= args.top_k <= 256 or args.temperature <= 0:
-        raise ValueError(f"--top-k {args.top_k} must be 0 to 256, and --temperature {args.temperature:g} above 0")
+    if not 0 <= args.top_k <= MOST_IDS or args.temperature <= 0:
+        raise ValueError(f"--top-k {args.top_k} must be 0 to {MOST_IDS}, --temperature {args.temperature:g} above 0")
     return args, keys
 
 

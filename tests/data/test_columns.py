@@ -139,10 +139,20 @@ def test_pairs_stay_together_on_their_side_and_in_their_stream(tmp_path):
             {"loss.reference": "base"},
             r"loss\.reference = 'base': cross_entropy, by its keys, reads no reference; remove",
         ),
+        (
+            {"loss.name": "policy", "training.dataset_columns": '["advantages", "behaviour"]'},
+            r"the column 'advantages' of .* has 2 for each token; give 1$",
+        ),
+        (
+            {"loss.name": "distillation", "training.dataset_columns": '["teacher_ids", "teacher_logprobs"]'},
+            r"the column 'teacher_logprobs' of .* has 4 for each token; give 1 to 256, as many ids as log-",
+        ),
     ],
 )
 def test_a_loss_without_what_it_reads(tmp_path, keys, message):
-    file = write_lines(tmp_path / "records.jsonl", [{"tokens": [1, 2, 3]}])
+    record = {"tokens": [1, 2, 3], "advantages": [[1, 2]] * 3, "behaviour": -5}
+    record |= {"teacher_ids": [[*range(5)]] * 3, "teacher_logprobs": [[-3] * 4] * 3}
+    file = write_lines(tmp_path / "records.jsonl", [record])
     given = {"training.dataset": "jsonl", "training.dataset_format": "tokens", "training.dataset_path": file}
     with pytest.raises(ValueError, match=message):
         build_streams(load_config(argv_of(given | keys)), ByteTokenizer(), None)

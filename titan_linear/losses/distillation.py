@@ -15,6 +15,8 @@ from titan_linear.config import schema
 from titan_linear.losses.loss import Loss, Targets, column
 from titan_linear.ops.cross_entropy import ChunkedLogits, Rows
 
+MOST_IDS = 256  # of the teacher, for each token
+
 
 @dataclass(frozen=True)
 class Distillation(Loss):

@@ -47,6 +47,7 @@ from titan_linear.config import (
 from titan_linear.distributed.one_process import LocalDims
 from titan_linear.distributed.parallelize import parallelize, replicated_parameters
 from titan_linear.losses import build_loss
+from titan_linear.losses.distillation import MOST_IDS
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.float8 import use_float8
@@ -66,7 +67,6 @@ GIB = 2**30
 META = torch.device("meta")
 PARTS = ("parameters", "gradients", "optimizer", "copies", "activations", "working", "head", "logits")
 SPARE = 0.1  # of a GPU
-TEACHER = 256  # of its tokens, the most for each place
 MUON_WORKING = 10  # bytes per element: in bfloat16 a rank's parts, whole matrices, and three copies in torch's Muon
 
 
@@ -403,9 +403,9 @@ def saved(config: Config, counted: list[Layer]) -> list[tuple[int, ...]]:
 
 def _columns(config: Config, batch: Batch) -> int:
     """Bytes of what the loss reads beside each label, 4 for a number: weights, its columns, a teacher's as if they were
-    TEACHER numbers, and the teacher's ids once more, beside the labels."""
+    MOST_IDS numbers, and the teacher's ids once more, beside the labels."""
     names = ("weights", *build_loss(config).columns)
-    numbers = sum(TEACHER * (2 if name == "teacher_ids" else 1) if "teacher" in name else 1 for name in names)
+    numbers = sum(MOST_IDS * (2 if name == "teacher_ids" else 1) if "teacher" in name else 1 for name in names)
     return 4 * numbers * batch.tokens * batch.tp
 
 

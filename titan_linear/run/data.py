@@ -44,6 +44,7 @@ from titan_linear.data.corpus.scores import with_scores
 from titan_linear.data.corpus.trees import BACK
 from titan_linear.distributed.groups import of_all_ranks
 from titan_linear.losses import build_loss
+from titan_linear.losses.distillation import MOST_IDS
 from titan_linear.models.config import ModelConfig, fingerprint
 from titan_linear.run.build import under_key
 from titan_linear.storage.hf_io import open_folder
@@ -157,6 +158,15 @@ def check_columns(config: Config, targets: Targets, corpus: Corpus) -> None:
             f"{name} reads the column {missing[0]!r}, and {corpus.folder} has none; name the records' field in "
             "training.dataset_columns, or have titan-linear score write it"
         )
+    widths = {column: corpus.columns[column].shape[1:] for column in targets.columns}
+    likeliest = widths.get("teacher_ids", ())
+    for column, width in widths.items():
+        of_teacher = column.startswith("teacher")
+        if width != (likeliest if of_teacher else ()) or (of_teacher and not 0 < sum(width) <= MOST_IDS):
+            fits = f"1 to {MOST_IDS}, as many ids as log-probabilities" if of_teacher else "1"
+            raise ValueError(
+                f"{name}: the column {column!r} of {corpus.folder} has {sum(width) or 1} for each token; give {fits}"
+            )
 
 
 def _check_trees(config: Config, targets: Targets, corpus: Corpus) -> None:
