@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.ops.inputs import DEVICE, boundaries, make_inputs, new_memory_of_nan, raw_gate_inputs, relative_error, same
 from titan_linear.ops.delta_rule import normed
 from titan_linear.ops.layout.boundaries import Boundaries
-from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs, States
+from titan_linear.ops.runtime.options import DeltaRuleOptions, DPLRInputs, Inputs, States
 from titan_linear.ops.torch.delta_rule import TorchDeltaRule
-from titan_linear.ops.triton import configs, gdn_hopper, kda_hopper
+from titan_linear.ops.triton import configs, gdn_hopper, kda_hopper, rwkv7_hopper
 from titan_linear.ops.triton.chunks import chunks_of
 from titan_linear.ops.triton.gdn import GDN
 from titan_linear.ops.triton.kda import KDA
@@ -141,20 +141,27 @@ def test_only_wanted_boundaries_are_computed(op):
 
 
 @pytest.mark.parametrize(
-    "dtype, H, K, V, own, kda, gdn",
+    "dtype, H, K, V, own, rules",
     [
-        (torch.bfloat16, 4, 128, 128, (9, 0), True, True),
-        (torch.float16, 4, 128, 128, (9, 0), False, True),
-        (torch.bfloat16, 2, 128, 128, (9, 0), False, True),
-        (torch.bfloat16, 4, 128, 192, (9, 0), False, False),
-        (torch.bfloat16, 4, 64, 64, (9, 0), False, False),
-        (torch.bfloat16, 4, 128, 128, (8, 0), False, False),
-        (torch.bfloat16, 4, 128, 128, (12, 0), False, False),
+        (torch.bfloat16, 4, 128, 128, (9, 0), "kda gdn"),
+        (torch.float16, 4, 128, 128, (9, 0), "gdn"),
+        (torch.bfloat16, 2, 128, 128, (9, 0), "gdn"),
+        (torch.bfloat16, 4, 128, 192, (9, 0), ""),
+        (torch.bfloat16, 2, 128, 64, (9, 0), "gdn"),
+        (torch.bfloat16, 4, 64, 64, (9, 0), "rwkv7"),
+        (torch.float16, 4, 64, 64, (9, 0), ""),
+        (torch.bfloat16, 4, 64, 32, (9, 0), ""),
+        (torch.bfloat16, 4, 64, 64, (8, 0), ""),
+        (torch.bfloat16, 4, 128, 128, (12, 0), ""),
     ],
 )
-def test_where_kernels_are_hoppers_own(monkeypatch, dtype, H, K, V, own, kda, gdn):
+def test_where_kernels_are_hoppers_own(monkeypatch, dtype, H, K, V, own, rules):
     """As docs/kernels.md says; all else is Triton's."""
     monkeypatch.setattr(configs, "architecture", lambda device: own)
     keys, values = torch.empty(1, H, K, dtype=dtype, device="meta"), torch.empty(1, 4, V, dtype=dtype, device="meta")
-    assert kda_hopper.fits(Inputs(keys, keys, values, None, None)) == kda
-    assert gdn_hopper.fits(keys, V) == gdn
+    fits = {
+        "kda": kda_hopper.fits(Inputs(keys, keys, values, None, None)),
+        "gdn": gdn_hopper.fits(keys, V),
+        "rwkv7": rwkv7_hopper.fits(DPLRInputs(keys, keys, values, keys, keys, keys)),
+    }
+    assert {rule for rule in fits if fits[rule]} == set(rules.split())

@@ -5,10 +5,11 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import constexpr
 
@@ -16,6 +17,7 @@ from titan_linear.ops.triton import configs
 from titan_linear.ops.triton.tiles import chunk_tiles, ragged_tiles
 
 TILE = constexpr(gl.NVMMASharedLayout(128, 16, 2))
+SQUARE = constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # [64, 64]
 VECTOR = constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 END = constexpr(1 << 30)  # a ragged descriptor's last row is that of the entry
 
@@ -48,3 +50,35 @@ def barriers(n: gl.constexpr):
 @gluon.jit
 def shared(dtype: gl.constexpr, n: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr):
     return gl.allocate_shared_memory(dtype, [n, rows, columns], TILE)
+
+
+@gluon.jit
+def fetch(desc, place, bar, tile):
+    """A tile of a stream's rows, by `swizzled`."""
+    tma.async_copy_global_to_shared(desc, place, bar, tile.reshape([1, 1, tile.shape[0], tile.shape[1]]))
+
+
+@gluon.jit
+def send(desc, place, tile):
+    """As `fetch`, the other way, once all warps have stored their part of the tile."""
+    fence_async_shared()
+    tl.debug_barrier()
+    tma.async_copy_shared_to_global(desc, place, tile.reshape([1, 1, tile.shape[0], tile.shape[1]]))
+
+
+@gluon.jit
+def product(a, b):
+    """a @ b [64, 64], under way; b in shared memory."""
+    return warpgroup_mma(a, b, gl.zeros([64, 64], gl.float32, SQUARE), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def rounded(x):
+    """x in bfloat16, two numbers a register; the compiler rounds one by one, and then holds each in its own."""
+    return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.bfloat16, True, 2)
+
+
+@gluon.jit
+def inverse(x):
+    """1 / x to a unit in the last place; computed again where it is used, not kept in registers."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], gl.float32, False, 1)

@@ -27,7 +27,7 @@ from triton.language import constexpr
 from titan_linear.ops.runtime.options import Inputs
 from titan_linear.ops.triton.chunks import chunk_at
 from titan_linear.ops.triton.gates import LOG2E, log2_gate, sigmoid, softplus
-from titan_linear.ops.triton.hopper import END, VECTOR, barriers, is_hopper, shared, swizzled
+from titan_linear.ops.triton.hopper import END, VECTOR, barriers, inverse, is_hopper, rounded, shared, swizzled
 from titan_linear.ops.triton.kda_kernels import gate_gradient, gate_rate
 from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.solve import split
@@ -115,18 +115,6 @@ def _write(desc, place, rows, first, second):
 
 
 @gluon.jit
-def _rounded(x):
-    """x in bfloat16, two numbers a register; the compiler rounds one by one, and then holds each in its own."""
-    return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.bfloat16, True, 2)
-
-
-@gluon.jit
-def _inverse(x):
-    """1 / x to a unit in the last place; computed again where it is used, not kept in registers."""
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], gl.float32, False, 1)
-
-
-@gluon.jit
 def _is_token(i: gl.constexpr, n):
     return gl.arange(0, 32, TOKENS)[None, :] < n - 32 * i
 
@@ -211,9 +199,9 @@ def gradient_kernel(
     start1, start2 = gl.exp2(reference1)[:, None], gl.exp2(reference2)[:, None]
     end1, end2 = gl.exp2(gamma - reference1)[:, None], gl.exp2(gamma - reference2)[:, None]
     b_k1, b_k2 = _read(k_s, 0), _read(k_s, 1)
-    kW1, kW2 = _rounded(b_k1 * _inverse(E1)), _rounded(b_k2 * _inverse(E2))
-    kE1, kE2 = _rounded(b_k1 * E1), _rounded(b_k2 * E2)
-    qE1, qE2 = _rounded(_read(q_s, 0) * E1), _rounded(_read(q_s, 1) * E2)
+    kW1, kW2 = rounded(b_k1 * inverse(E1)), rounded(b_k2 * inverse(E2))
+    kE1, kE2 = rounded(b_k1 * E1), rounded(b_k2 * E2)
+    qE1, qE2 = rounded(_read(q_s, 0) * E1), rounded(_read(q_s, 1) * E2)
 
     mbarrier.wait(ready, 0)
     b_dq = _product(h_s.slice(0, C).permute((1, 0)), do1_s.permute((1, 0)))
@@ -260,7 +248,7 @@ def gradient_kernel(
     dkm1, dkm2 = warpgroup_mma_wait(0, (dkm1, dkm2))
     sum1 -= kW1.to(gl.float32) * dkm1
     sum2 -= kW2.to(gl.float32) * dkm2
-    _write(dk_desc, place, k_s, dk1 + dkm1 * _inverse(E1), dk2 + dkm2 * _inverse(E2))
+    _write(dk_desc, place, k_s, dk1 + dkm1 * inverse(E1), dk2 + dkm2 * inverse(E2))
 
     dg1, dg2 = _sums(sum1, sums_s.permute((1, 0))), _sums(sum2, sums_s.permute((1, 0)))
     b_ds = _product(h_s.permute((1, 0)), dh_s)  # its diagonal: Σ_v S ⊙ dS'

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import CHUNK
 from titan_linear.ops.runtime.options import DPLRInputs, DPLROptions
+from titan_linear.ops.triton import rwkv7_hopper
 from titan_linear.ops.triton import rwkv7_kernels as kernels
 from titan_linear.ops.triton.chunks import ALL, listed_entries
 from titan_linear.ops.triton.configs import Config, config, widest_slice
@@ -90,6 +91,9 @@ class RWKV7Stages(Stages):
         h, dh = tiles.U.new_empty(NT + listed_entries(ALL, chunks), H, K, V), torch.empty_like(tiles.U)
         self.launch_reverse(given, (d_initial, initial[1]), h=h, dh=dh)
         grads = [t.new_empty(t.shape) for t in x]
+        if rwkv7_hopper.fits(x):
+            rwkv7_hopper.launch_gradient(given, h, dh, grads)
+            return grads
         exponents = do.new_empty(NT, H, CHUNK + 1, K, dtype=torch.float32)
         constants = _constants(tiles, numbers) | config("rwkv7 gradient", tiles.U, K)
         kernels.gradient_kernel[H, NT](
@@ -98,8 +102,9 @@ class RWKV7Stages(Stages):
         return grads
 
     def room(self, x: DPLRInputs) -> int:
-        """For each chunk: states, their gradients, and exponents."""
-        return 2 * x.v.numel() * x.k.shape[-1] // CHUNK * x.v.element_size() + 4 * x.k.numel()
+        """For each chunk: states, their gradients, and exponents unless they stay on the chip."""
+        exponents = 0 if rwkv7_hopper.fits(x) else 4 * x.k.numel()
+        return 2 * x.v.numel() * x.k.shape[-1] // CHUNK * x.v.element_size() + exponents
 
 
 RWKV7 = RWKV7Stages()
