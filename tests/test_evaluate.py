@@ -1,5 +1,6 @@
 """Evaluations: prompts that a reference answers, exact in length; scores of all, none and any split alike."""
 
+import json
 import random
 import re
 import shlex
@@ -237,14 +238,28 @@ def test_scores_do_not_depend_on_the_split(name, keys, alone, worlds):
             {"model.flavor": "softmax", "evaluation.lengths": "[65]"},
             "65 is above the 64 positions of the model; give less",
         ),
+        (
+            {"model.flavor": "wide-norms", "evaluation.lengths": "[129]", "model.hf_assets_path": "FOLDER"},
+            "129 is above the 128 positions of the model; give less, or extend them by rope_scaling",
+        ),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(more, said, keys, tmp_path):
-    write_json(tmp_path / "config.json", {"max_position_embeddings": 64})
+    """Above the positions of a RoPE's factor, or of a folder."""
+    write_json(tmp_path / "config.json", {"max_position_embeddings": 128})
     more = {key: tmp_path if value == "FOLDER" else value for key, value in more.items()}
     config = load_config(argv_of(keys | {"evaluation.tasks": "['niah_single_2']"} | more))
     with refused(said):
         check_evaluation(config, (OWN["hybrid"] | OWN_FLAVORS)[config.model.flavor], ByteTokenizer())
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path, capsys):
+    write_json(
+        tmp_path / "config.json",
+        json.loads(Path("titan_linear/models/families/configs/bamba.json").read_text())["debug"],
+    )
+    said = is_refused(evaluate.main, [str(tmp_path), "--tasks", "mqar"], capsys)
+    assert f"{tmp_path}/tokenizer.json does not exist; give a Hugging Face tokenizer.json" in said
 
 
 def test_sizes_are_read(capsys):

@@ -32,7 +32,7 @@ FILES = {
         for task, depth in (("needle", 0.1 * 3), ("mqar", None))
         for step, length, score in ((2, 64, 0.125), (4, 128, 0.25), (4, 64, 0.5), (4, 64, 1.0))
     ]
-    + [{"step": 4, "task": "text", "length": 64, "depth": None, "position": n, "score": n} for n in (1, 2)],
+    + [{"step": 4, "task": "loss", "length": 64, "depth": None, "position": n, "score": n} for n in (1, 2)],
 }
 
 
@@ -131,7 +131,7 @@ def test_a_page_has_all_and_asks_nobody(runs, tmp_path, capsys):
     assert page.texts["li"] == runs and page.texts["td"][-2:] == ["0.001", "0.002"]
     captions = [caption.partition(",")[0] for caption in page.texts["figcaption"]]
     losses = ["training loss", "validation loss", "tokens a second", "memory", "nats per token"]
-    assert captions == [*losses, "needle", "needle", "mqar", "text", "half life"]
+    assert captions == [*losses, "needle", "needle", "mqar", "loss", "half life"]
     assert "30%" in page.texts["svg"][6]
     assert "0.75" in page.texts["svg"][6] and "0.12" not in page.texts["svg"][6]  # the mean at the last step
     assert "position in the document" in page.texts["svg"][8] and "length" in page.texts["svg"][7]

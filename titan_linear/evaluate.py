@@ -79,9 +79,9 @@ def step_of(config: Config) -> int:
 
 
 def shown(records: list[Record], output: str, step: int) -> None:
-    of_each = means(records, "task", "length", "position").items()
-    rows = ((*of, *(f"{numbers[name]:.3f}" if name in numbers else "" for name in NUMBERS)) for of, numbers in of_each)
-    print(table(("task", "length", "position", *NUMBERS), [["" if x is None else x for x in row] for row in rows]))
+    keys = ("task", "length", "position")
+    rows = [(*of, *map(numbers.get, NUMBERS)) for of, numbers in means(records, *keys).items()]
+    print(table((*keys, *NUMBERS), [[f"{x:.3f}" if isinstance(x, float) else x or "" for x in row] for row in rows]))
     if output:
         write_down(records, step, Path(output))
 

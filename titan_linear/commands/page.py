@@ -16,11 +16,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from jinja2 import Environment
 from markupsafe import Markup
 
 from titan_linear.commands import batch
-from titan_linear.run.evaluate import means
+from titan_linear.data.tasks import LOSS
+from titan_linear.run.evaluate import means, tiles
 from titan_linear.storage.files import Json
 from titan_linear.storage.rundir import CONFIG, EVALUATION, METRICS, SPIKES, TELEMETRY, json_lines
 
@@ -34,7 +36,6 @@ CURVES = {
     "memory_gib": "memory, GiB",
 }
 POSITION, LENGTH, SOURCE = "position in the document", "length", "source"
-AXES = {"position": POSITION, "length": LENGTH}
 LOSSES = {"loss_by_position": POSITION, "loss_by_depth": "tokens later", "loss_by_source": SOURCE}
 WORDS = {"plan.txt": "plan", "doctor.txt": "doctor"}  # what a user kept of a command, in the run's folder
 LAST_SPIKES, SPIKE_LINES = 4, 16  # shown of each run, and of each spike
@@ -47,7 +48,7 @@ class Run(NamedTuple):
     steps: list[Json]  # of metrics, and spikes, of which not every step is logged
     seen: dict[str, Json]  # telemetry: quantity → where → what was seen last
     spikes: list[Json]
-    scores: list[Json]  # of evaluations
+    scores: list[Json]  # of the last evaluation
 
 
 def page(folders: Sequence[Path], standing: Sequence[Sequence[str]], differences: Sequence[Sequence[str]]) -> str:
@@ -86,7 +87,8 @@ def read(folder: Path) -> Run:
     for line in telemetry:  # a watched step looks into a few layers at a time
         for quantity in line.keys() - {"step"}:
             seen.setdefault(quantity, {}).update(line[quantity])
-    return Run(folder, sorted(metrics + spikes, key=lambda line: line["step"]), seen, spikes, scores)
+    steps = sorted(metrics + spikes, key=lambda line: line["step"])
+    return Run(folder, steps, seen, spikes, [line for line in scores if line["step"] == scores[-1]["step"]])
 
 
 # --- Charts ----------------------------------------------------------------------------------------------------------
@@ -127,18 +129,13 @@ def recall(runs: Sequence[Run]) -> Charts:
     and depth."""
     charts = []
     for task in dict.fromkeys(line["task"] for run in runs for line in run.scores):
-        rows = [[line for line in run.scores if line["task"] == task] for run in runs]
-        last = [[line for line in of if line["step"] == of[-1]["step"]] for of in rows]
-        by = "position" if any("position" in line for of in last for line in of) else "length"
-        charts += drawn(task, AXES[by], [sorted((x, y) for (x,), y in scores(of, by).items()) for of in last])
-        for run, of in zip(runs, last, strict=True):
+        by, axis = ("position", POSITION) if task == LOSS else ("length", LENGTH)
+        lines = [[line for line in run.scores if line["task"] == task] for run in runs]
+        charts += drawn(task, axis, [sorted((x, y["score"]) for (x,), y in means(of, by).items()) for of in lines])
+        for run, of in zip(runs, lines, strict=True):
             if any(line["depth"] is not None for line in of):
-                charts += tiles(f"{task}, {run.folder}", scores(of, "length", "depth"))
+                charts += tiled(f"{task}, {run.folder}", of)
     return charts
-
-
-def scores(lines: Sequence[Json], *keys: str) -> dict[tuple[Any, ...], float]:
-    return {where: numbers["score"] for where, numbers in means(lines, *keys).items()}
 
 
 def drawn(caption: str, axis: str, points: Sequence[Points]) -> Charts:
@@ -163,15 +160,13 @@ def drawn(caption: str, axis: str, points: Sequence[Points]) -> Charts:
     return charts
 
 
-def tiles(caption: str, scores: dict[tuple[Any, ...], float]) -> Charts:
+def tiled(caption: str, lines: Sequence[Json]) -> Charts:
     """A tile for each length and depth: the darker, the lower."""
-    lengths, depths = (sorted(set(of)) for of in zip(*scores, strict=True))
+    lengths, depths, scores = tiles(lines)
     with axes_of(caption) as (axes, charts):
-        grid = [[scores.get((length, depth), math.nan) for length in lengths] for depth in depths]
-        axes.imshow(grid, vmin=0, vmax=1, aspect="auto")
-        for (length, depth), score in scores.items():
-            look = {"ha": "center", "va": "center", "color": "w" if score < 0.6 else "k"}
-            axes.text(lengths.index(length), depths.index(depth), f"{score:.2f}", **look)
+        axes.imshow(scores, vmin=0, vmax=1, aspect="auto")
+        for (y, x), score in np.ndenumerate(scores):
+            axes.text(x, y, f"{score:.2f}", ha="center", va="center", color="w" if score < 0.6 else "k")
         axes.set_xticks(range(len(lengths)), lengths)
         axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
         axes.set(xlabel="length", ylabel="depth")

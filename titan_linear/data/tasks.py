@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import random
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice, repeat
 from typing import NamedTuple, TypeVar
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
+LISTED = ("They are:", *repeat(",", 9))  # what is before the words of a list
 CONSONANTS = "bcdfghjklmnpqrstvwxz"
 VALUES: dict[str, Callable[[random.Random], str]] = {  # those of a kind have one length: none begins another
     "syllable": lambda rng: rng.choice(CONSONANTS) + rng.choice("aeiou") + rng.choice(CONSONANTS),
@@ -70,9 +71,12 @@ def spread(depth: float, count: int) -> list[float]:
     return [depth, *((depth + i / count) % 1 for i in range(1, count))]
 
 
-def _others(draw: Draw, kind: str, value: str, values: list[str]) -> list[str]:
-    """In place of this value: those of the context, then some that are not in it."""
-    return [f" {x}" for x in [*values, *(draw.other(kind) for _ in range(8))] if x != value]
+def answers(draw: Draw, kind: str, leads: Iterable[str], texts: list[str], values: list[str]) -> list[Answer]:
+    """Each of the texts after its lead; in its place: values of the context, then some that are not in it."""
+    return [
+        Answer(lead, f" {text}", [f" {x}" for x in [*values, *(draw.other(kind) for _ in range(8))] if x != text])
+        for lead, text in zip(leads, texts)
+    ]
 
 
 def needles(
@@ -89,19 +93,19 @@ def needles(
 ) -> Question:
     """Some of the `values` that each of the keys has, in a text, in noise or among other needles."""
     names = draw(key, keys)
-    facts = list(zip([name for name in names for _ in range(values)], draw(value, keys * values)))
-    depths = spread(depth, len(facts))
+    of = [name for name in names for _ in range(values)]
+    known = draw(value, keys * values)
+    depths = spread(depth, len(known))
     if values > 1:  # they are asked for in their order
         depths.sort()
     says = f"One of the special magic {value}s for {{}} is:".format
     pieces = (f"\n{says(draw.other(key))} {draw.other(value)}.\n" for _ in repeat(None))
-    known = [x for _, x in facts]
     return Question(
         f"Some special magic {value}s are hidden in the following text. Remember them.\n",
         {"text": text, "noise": repeat(NOISE), "needles": pieces}[among],
-        [(at, f"\n{says(name)} {x}.\n") for at, (name, x) in zip(depths, facts)],
+        [(at, f"\n{says(name)} {x}.\n") for at, name, x in zip(depths, of, known)],
         f"\nWhat are the special magic {value}s for {', '.join(names[:asked])} in the text above, in their order?\n",
-        [Answer(f"\n{says(name)}", f" {x}", _others(draw, value, x, known)) for name, x in facts[: asked * values]],
+        answers(draw, value, [f"\n{says(name)}" for name in of], known[: asked * values], known),
         known,
     )
 
@@ -120,14 +124,9 @@ def variables(draw: Draw, text: Iterator[str], depth: float) -> Question:
         repeat(NOISE),
         list(zip(sorted(spread(depth, 10)), [line for pair in zip(*lines) for line in pair])),
         f"\nWhich variables have the value {numbers[0]} in the text above, in their order?\n",
-        _list(draw, "name", chains[0], chains[1]),
+        answers(draw, "name", LISTED, *chains),
         [],
     )
-
-
-def _list(draw: Draw, kind: str, values: list[str], wrong: list[str]) -> list[Answer]:
-    leads = ["They are:", *repeat(",", len(values) - 1)]
-    return [Answer(lead, f" {x}", _others(draw, kind, x, wrong)) for lead, x in zip(leads, values)]
 
 
 def counted(draw: Draw, text: Iterator[str], depth: float, *, counts: list[int], rare: int, order: str) -> Question:
@@ -146,7 +145,7 @@ def counted(draw: Draw, text: Iterator[str], depth: float, *, counts: list[int],
         lines(),
         [],
         f"\nWhich {len(words)} words come most often in the list above, {order}?\n",
-        _list(draw, "word", words, others),
+        answers(draw, "word", LISTED, words, others),
         [],
     )
 
@@ -162,14 +161,13 @@ def documents(draw: Draw, text: Iterator[str], depth: float, *, hops: int) -> Qu
     (lines, first), *others = (document(titles[i], titles[(i + 1) % 3]) for i in range(3))
     quoted = max(lines, key=lambda line: (not any(line in other for _, other in others), len(line)), default="").strip()
     asks = ("Which document says", "To which document does the document refer that says")[hops - 1]
-    answer = titles[hops - 1]
     pieces = (document(draw.other("word"), draw.other("word"))[1] for _ in repeat(None))
     return Question(
         "Remember the following documents.\n",
         iter(lambda: next(pieces), ""),
         list(zip(spread(depth, 3), [first, *(other for _, other in others)])),
         f"\n{asks}: {quoted}\n",
-        [Answer("The document", f" {answer}", _others(draw, "word", answer, titles))],
+        answers(draw, "word", ["The document"], [titles[hops - 1]], titles),
         [quoted],
     )
 
@@ -181,13 +179,13 @@ def pairs(
     keys, values = draw(kind, count), draw(kind, count)
     end = "\n" if among == "text" else ""
     pieces = (f"\n{draw.other(kind)} {draw.other(kind)}" for _ in repeat(None))
-    questions = draw.shuffled([*zip(keys, values)][:asked])
+    order = draw.shuffled([*range(asked)])
     return Question(
         "",
         {"text": text, "pairs": pieces}[among],
         [(at, f"\n{key} {value}{end}") for at, key, value in zip(spread(depth, count), keys, values)],
         "",
-        [Answer(f"\n{key}", f" {x}", _others(draw, kind, x, values)) for key, x in questions],
+        answers(draw, kind, [f"\n{keys[i]}" for i in order], [values[i] for i in order], values),
         [],
     )
 
@@ -200,7 +198,7 @@ def passage(draw: Draw, text: Iterator[str], depth: float) -> Question:
         (f" {draw.other('word')}" for _ in repeat(None)),
         [(depth, "".join(f" {word}" for word in words))],
         "\n" + " ".join(words[:4]),
-        [Answer("", f" {word}", _others(draw, "word", word, words)) for word in words[4:]],
+        answers(draw, "word", repeat(""), words[4:], words),
         [],
     )
 

@@ -22,7 +22,7 @@ import torch
 
 from titan_linear.config import Config, config_to_toml
 from titan_linear.distributed.process import unescaped
-from titan_linear.run.evaluate import Record, means, write_down
+from titan_linear.run.evaluate import Record, means, tiles, write_down
 from titan_linear.step.optimizer import Moment
 from titan_linear.storage.files import open_own, write_whole
 from titan_linear.storage.rundir import BOARD, METRICS, TELEMETRY, WANDB, cut_metrics, json_line
@@ -174,9 +174,7 @@ class MetricsLogger:
                 for name, value in numbers.items():
                     board.add_scalar(f"evaluation_{name}/{'_'.join(str(x) for x in [task, *where] if x)}", value, step)
             for task in dict.fromkeys(record["task"] for record in records if record["depth"] is not None):
-                of_task = means((record for record in records if record["task"] == task), "depth", "length")
-                depths, lengths = (sorted({*of}) for of in zip(*of_task))
-                image = [[of_task[depth, length]["score"] for length in lengths] for depth in depths]
+                *_, image = tiles(record for record in records if record["task"] == task)
                 board.add_image(f"evaluation/{task}", np.kron(image, np.ones((TILE, TILE)))[None], step)
             board.flush()
 

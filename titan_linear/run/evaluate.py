@@ -134,6 +134,13 @@ def means(records: Iterable[Record], *keys: str) -> dict[tuple[Any, ...], dict[s
     }
 
 
+def tiles(records: Iterable[Record]) -> tuple[list[int], list[float], np.ndarray]:
+    """Lengths, depths, and scores by both [depths, lengths]."""
+    of = means(records, "length", "depth")
+    lengths, depths = (sorted({*places}) for places in zip(*of))
+    return lengths, depths, np.array([[of[length, depth]["score"] for length in lengths] for depth in depths])
+
+
 def write_down(records: Iterable[Record], step: int, folder: Path) -> None:
     with open_own(folder / EVALUATION, "a") as file:
         file.writelines(json_line({"step": step, **record}) for record in records)
