@@ -179,29 +179,11 @@ def _of_length(splits: list[Split], setting: Setting, length: int) -> Iterator[C
 
 def one_stream(config: Config, setting: Setting, length: int) -> Split | None:
     """The fastest split of one stream of this length over all GPUs that fits; None: none does."""
-    model = setting.model
-    gpus = setting.gpus
-    p = config.parallelism
-    fitting = []
-    layouts = ("contiguous", "zigzag") if model.softmax and gpus > 1 else ("contiguous",)
-    tp = p.tensor_parallel_degree
-    for layout, shards in product(layouts, shardings(gpus, setting.machine.node_size, tp)):
-        split = changed(
-            config,
-            {
-                "parallelism.context_parallel_degree": max(gpus // tp, 1),
-                "parallelism.data_parallel_shard_degree": 1,
-                "parallelism.data_parallel_replicate_degree": 1,
-                "parallelism.fsdp_shard_degree": shards,
-                "parallelism.expert_parallel_degree": min(p.expert_parallel_degree, gpus),
-                "parallelism.context_parallel_layout": layout,
-                "training.seq_len": length,
-                "training.local_batch_size": 1,
-                "training.global_batch_size": 1,
-            },
-        )
-        if can_run(split, setting):
-            fitting.append(with_checkpointing(split, setting))
+    tp = config.parallelism.tensor_parallel_degree
+    config = changed(config, {"training.seq_len": length, "training.global_batch_size": 1})
+    splits = candidates(config, setting, tp)
+    over_all = (x for x in splits if x.parallelism.context_parallel_degree * tp == setting.gpus)
+    fitting = (with_checkpointing(split, setting) for split in over_all)
     return min(filter(None, fitting), key=Split.rank, default=None)
 
 
