@@ -119,7 +119,7 @@ def test_pairs_stay_together_on_their_side_and_in_their_stream(tmp_path):
     while len(seen) < 2 * len(kept[0]):  # two epochs
         starts, lengths = streams.runs(i)
         seen += (np.searchsorted(corpus.offsets, starts, side="right") - 1).tolist()
-        assert lengths.sum() <= 32 and streams[i].columns["document"][lengths.sum() - 1] == len(starts) - 1
+        assert lengths.sum() <= 32 and streams[i].columns["document"][lengths.sum() - 2] == len(starts) - 1
         i += 1
     for epoch in (seen[: len(kept[0])], seen[len(kept[0]) :]):
         assert sorted(epoch) == kept[0].tolist() and (np.reshape(epoch, (-1, 2)) % 2 == [0, 1]).all()

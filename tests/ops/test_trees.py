@@ -15,7 +15,7 @@ from titan_linear.ops.layout.trees import exchanged
 
 TOLERANCE = 1e-12
 PARAMETERS = {"A_log", "A", "D", "dt_bias", "weight", "bias"}
-FEW = ("siblings", "documents_between", "single_tokens", "chain", "over_ranks")
+MANY = ("breadth_first", "random_1")
 TREES = {  # lengths and parents of nodes, depth first but for one
     "siblings": ([50, 30, 16, 32], [-1, 0, 0, 0]),
     "documents_between": ([5, 20, 1, 9, 30, 31, 32], [-1, -1, 1, 1, -1, 4, -1]),
@@ -191,12 +191,12 @@ def test_only_points_with_children_on_other_ranks_travel(name, layout):
 
 @pytest.mark.parametrize("name", TREES)
 def test_keys_are_at_most_twice_those_of_the_documents_apart(name):
-    """Each run that is no leaf ends before one, whose path is longer. Where few nodes have others below, none is
-    copied."""
+    """Each run that is no leaf ends before one, whose path is longer. Where few rectangles lie below them, none
+    is copied."""
     lengths, parents = TREES[name]
     context = build_cp_context(boundaries(lengths), parents=torch.tensor(parents), rank=0, world_size=1)
     of = context.stream.paths
-    assert (of.rows is None) == (name in FEW) == bool(of.below.any())
+    assert (of.rows is None) == (name not in MANY) == bool(of.spans.below.any())
     assert of.rows is None or len(of.rows) <= 2 * sum(map(len, paths(name)))
 
 
@@ -212,7 +212,8 @@ def test_segments_of_entries_that_states_enter_or_leave_are_computed():
 
 @pytest.mark.parametrize("op", ["gdn", "conv", "attention"])
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_nan_stays_in_its_leaf(op, world_size):
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_nan_stays_in_its_leaf(op, world_size, value):
     """What one leaf holds changes no bit of the outputs of others and of its ancestors, nor of gradients of others."""
     lengths, parents = TREES["siblings"]
     cu, x = boundaries(lengths), inputs_of(op, sum(lengths))
@@ -237,7 +238,7 @@ def test_nan_stays_in_its_leaf(op, world_size):
     poisoned = {n: t.clone() for n, t in x.items()}
     for n in x:
         if n not in PARAMETERS:
-            poisoned[n][:, leaf] = torch.nan
+            poisoned[n][:, leaf] = value
     assert all(map(torch.equal, outputs(x), outputs(poisoned)))
 
 

@@ -264,8 +264,11 @@ class PackedStreams:
         none = np.zeros(0, dtype=np.int64)
         return self._stream(none, none, IGNORE, self.seq_len)
 
-    def _stream(self, starts: ndarray, lengths: ndarray, next_token: int, seq_len: int) -> Stream:
-        """Of these runs of the corpus's tokens, then the token that follows; padding, a document of zeros, fills it."""
+    def _stream(
+        self, starts: ndarray, lengths: ndarray, next_token: int, seq_len: int, back: ndarray | None = None
+    ) -> Stream:
+        """Of these runs of the corpus's tokens, then the token that follows; padding, a document of zeros, fills it.
+        back: [T] how far before each token that lies which it continues, 0: it continues none; by default 1 in runs."""
         end = lengths.sum()
         if end < seq_len:
             starts, lengths = np.append(starts, 0), np.append(lengths, seq_len - end)
@@ -275,19 +278,19 @@ class PackedStreams:
         positions[end:] = 0
         tokens = self.corpus.tokens[positions].astype(np.int64)
         tokens[end:] = 0
-        labels = np.append(tokens[1:], next_token)
-        labels[edges[1:-1] - 1] = IGNORE  # inside a stream, a run ends where its document ends
-        labels[end:] = IGNORE
-        following = positions + 1
-        weights = self.corpus.column("weights", following) * (labels != IGNORE)
-        labels[weights == 0] = IGNORE
+        back = np.minimum(within, 1) if back is None else back
+        behind = np.append(back[1:], next_token != IGNORE)
+        behind[end:] = 0
+        following = np.append(positions[1:], positions[-1] + 1)
+        weights = self.corpus.column("weights", following) * (behind > 0)
+        labels = np.where((behind == 1) & (weights > 0), np.append(tokens[1:], next_token), IGNORE)
         columns = {"weights": self._divided(weights, edges)}
         for name in self.targets.columns:
             column = self.corpus.column(name, following)
-            column[labels == IGNORE] = 0
+            column[weights == 0] = 0
             columns[name] = column
         if self.targets.group:
-            columns["document"] = np.repeat(np.arange(len(lengths)), lengths)
+            columns["document"] = np.roll(np.repeat(np.arange(len(lengths)), lengths), -1)
         return Stream(tokens, labels, edges.astype(np.int32), within, columns)
 
     def _parts(self, i: int) -> tuple[ndarray, ndarray, int]:

@@ -45,28 +45,21 @@ class TreeStreams(WholeStreams):
         return np.concatenate(starts), np.concatenate(lengths), IGNORE
 
     def _stream(self, starts: ndarray, lengths: ndarray, next_token: int, seq_len: int) -> Stream:
-        stream = super()._stream(starts, lengths, next_token, seq_len)
-        edges, count = stream.cu_seqlens.astype(np.int64), len(starts)
+        edges = np.unique(np.append(0, [*np.cumsum(lengths), seq_len]))
         parents = np.full(len(edges) - 1, -1)
         ends: dict[int, int] = {}  # the last node that ends at a token of the corpus
         for n, (start, back) in enumerate(zip(starts.tolist(), self.corpus.columns[BACK][starts].tolist())):
             parents[n] = ends[start - back + 1] if back else -1
             ends[start + lengths[n]] = n
         nodes = Nodes(edges, parents)
-        positions, back = nodes.positions, nodes.back
-        places = np.arange(edges[count]) + np.repeat(starts - edges[:count], lengths)
-        columns = {name: self.corpus.column(name, places) for name in ("weights", *self.targets.columns)}
-        columns["weights"] = columns["weights"] * (back[: len(places)] > 0)
-        if self.targets.group:
-            columns["document"] = stream.columns["document"]
-        for name, x in columns.items():
-            columns[name] = np.concatenate([x, np.zeros_like(x, shape=(seq_len - len(x), *x.shape[1:]))])
-        share = self._shares(nodes, columns["weights"] > 0)
-        columns["weights"] = columns["weights"] * share
-        columns = {name: np.roll(x, -1, 0) for name, x in columns.items()}
-        labelled = (columns["weights"] > 0) & (np.roll(back, -1) == 1)
-        labels = np.where(labelled, np.roll(stream.tokens, -1), IGNORE)
-        return replace(stream, labels=labels, position_ids=positions, columns=columns | {BACK: back, SHARE: share})
+        stream = super()._stream(starts, lengths, next_token, seq_len, nodes.back)
+        weights = stream.columns["weights"]
+        share = self._shares(nodes, np.roll(weights, 1) > 0)
+        columns = {"weights": weights * np.roll(share, -1), BACK: nodes.back, SHARE: share}
+        return replace(stream, position_ids=nodes.positions, columns=stream.columns | columns)
+
+    def _divided(self, weights: ndarray, edges: ndarray) -> ndarray:
+        return weights  # shares are
 
     def _shares(self, nodes: Nodes, targets: ndarray) -> ndarray:
         """How many documents hold each token; each counts 1, or if they are normalised, 1 over its targets."""

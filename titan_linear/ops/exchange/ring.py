@@ -18,7 +18,7 @@ from torch import Tensor
 from titan_linear.ops.exchange.collectives import group_named
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.layout.rectangles import Rectangle
-from titan_linear.ops.layout.spans import Spans, document_spans
+from titan_linear.ops.layout.spans import Spans
 from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import operator
 from titan_linear.ops.torch.attention import (
@@ -42,7 +42,7 @@ def ring_attention(
 
     stride: neighbours on the ring lie so many ranks of the group apart."""
     rectangles = cp.rectangles if causal else cp.full_rectangles
-    squares = document_spans(cp.tables.boundaries).tensors()
+    squares = cp.tables.boundaries.spans.tensors()
     where = squares, rectangles.by_hop, rectangles.hops, cp.ranks.group_name, stride
     return Attention.apply(q, k, v, (ring_forward, ring_backward), where, scale, causal)
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from titan_linear.ops.layout.spans import Spans
 from titan_linear.ops.layout.tables import OnHost
 from titan_linear.ops.layout.trees import Paths, Tree
 
@@ -57,6 +58,14 @@ class Boundaries:
     def __len__(self) -> int:
         """N, the number of entries."""
         return self.cu_seqlens.shape[0] - 1
+
+    @property
+    def spans(self) -> Spans:
+        """One per document, whose queries and keys are its tokens; in prefix trees those of `Paths`."""
+        if self.paths is not None:
+            return self.paths.spans
+        assert self.cu_seqlens_cpu is not None and self.longest is not None
+        return Spans(*[self.cu_seqlens] * 2, *[self.cu_seqlens_cpu] * 2, *[self.longest] * 2)
 
     def on_host(self) -> list[int]:
         """The boundaries as N+1 numbers. Without `cu_seqlens_cpu` the host waits for the GPU: only implementations that

@@ -125,7 +125,8 @@ class CPContext:
     def _of_trees(self) -> Iterator[Tensor]:
         """All tables of prefix trees, any of which may be short."""
         for boundaries in (self.tables.boundaries, self.stream):
-            yield from (table for table in boundaries.paths or () if table is not None)
+            if paths := boundaries.paths:
+                yield from (table for table in (*paths.spans, *paths[1:]) if table is not None)
             if tree := boundaries.tree:
                 yield from (*tree.points, *tree.children, *tree.fold, tree.starts, tree.ends)
 

@@ -95,15 +95,17 @@ class Nodes:
         return np.append(self.edges[heads], self.edges[-1]), self.begins[heads]
 
     def below(self, edges: ndarray) -> ndarray | None:
-        """[., 4] for each node: where the tokens below it that lie behind its run of `chains` begin and end, and where
-        it does, without those that have none. None: those below a node do not lie together."""
+        """[., 4] rectangles of tokens below nodes and of tokens that they continue: rows from and to, then those of the
+        run of `chains` from its first node on. None: what is below a node does not lie together."""
         number, node = self.on_paths(np.arange(len(self.parents)))
         begin, end = self.edges[:-1], self.edges[1:].copy()
         np.maximum.at(end, node, self.edges[number + 1])
         if (end - begin != np.bincount(node, np.diff(self.edges)[number])).any():
             return None
-        behind = edges[np.searchsorted(edges, begin, side="right")]
-        return np.stack([behind, end, begin, self.edges[1:]], 1)[behind < end]
+        run = np.searchsorted(edges, begin, side="right") - 1
+        last = np.append(run[1:] != run[:-1], True)
+        behind = np.where(last, edges[run + 1], np.append(end[1:], 0))  # what is below the next node sees that, too
+        return np.stack([behind, end, edges[run], self.edges[1:]], 1)[behind < end]
 
     def at(self, tokens: ndarray) -> ndarray:
         """The node of each token."""

@@ -25,7 +25,6 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.layout.fragments import Cut, Fragments
 from titan_linear.ops.layout.nodes import Nodes
 from titan_linear.ops.layout.tables import OnHost, table
@@ -211,17 +210,6 @@ class Spans(NamedTuple):
 
 
 Varlen = tuple[Tensor, Tensor, int, int]  # boundaries of q and of k, longest of q and of k
-
-
-def document_spans(documents: Boundaries) -> Spans:
-    """One span per document, whose queries and keys are its tokens; in prefix trees one for each of `Nodes.chains`."""
-    if documents.paths is not None:
-        return Spans(*documents.paths[:7])
-    device = documents.cu_seqlens
-    host = documents.cu_seqlens_cpu
-    longest = documents.longest
-    assert host is not None and longest is not None
-    return Spans(device, device, host, host, longest, longest)
 
 
 class QueryRoutes(NamedTuple):

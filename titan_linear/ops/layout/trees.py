@@ -15,22 +15,17 @@ from torch import Tensor
 
 from titan_linear.ops.layout.chains import STATE, STATE_AND_M
 from titan_linear.ops.layout.nodes import Nodes
+from titan_linear.ops.layout.spans import Spans
 from titan_linear.ops.layout.tables import OnHost, table
 
 ONE_BY_ONE = 8  # nodes at most that have others below them, for attention to take each by itself and copy no keys
 
 
 class Paths(NamedTuple):
-    """Attention where a rank has the whole stream. The fields of `Spans` over `Nodes.chains`, whose keys are their own
-    with `below`, or if many nodes have others below them, are copied from the whole path: `rows`."""
+    """Attention where a rank has the whole stream: a span for each of `Nodes.chains`, whose keys are its own, with
+    `Spans.below`, or if many nodes have others below them, are copied from its path: `rows`."""
 
-    q: Tensor
-    k: Tensor
-    q_cpu: OnHost
-    k_cpu: OnHost
-    longest_q: OnHost
-    longest_k: OnHost
-    below: OnHost
+    spans: Spans
     rows: Tensor | None = None  # [.] int64
     order: Tensor | None = None  # [.] int64, of these, by rows
     first: Tensor | None = None  # [T] int64: where in that order each row begins
@@ -38,18 +33,17 @@ class Paths(NamedTuple):
 
 def paths_of(nodes: Nodes) -> Paths:
     edges, begins = nodes.chains
-    below, copied = nodes.below(edges), ()
-    k_lengths = np.diff(edges)
+    below, copied, k = nodes.below(edges), (), edges
     if below is None or len(below) > ONE_BY_ONE:
-        below, k_lengths = np.zeros((0, 4), dtype=np.int64), edges[1:] - begins
+        below, k = np.zeros((0, 4), dtype=np.int64), np.append(0, np.cumsum(edges[1:] - begins))
         _, start, end = nodes.ranges(edges[:-1], edges[1:])
         rows = np.concatenate([np.arange(*ends) for ends in zip(start, end)])
         order = np.argsort(rows, kind="stable")
         copied = rows, order, np.searchsorted(rows[order], np.arange(edges[-1]))
-    k = np.append(0, np.cumsum(k_lengths))
+    longest = (np.diff(x).max(keepdims=True) for x in (edges, k))
     q, k = (x.astype(np.int32) for x in (edges, k))
-    longest = (np.diff(x).max(keepdims=True).astype(np.int64) for x in (q, k))
-    return Paths(*map(torch.from_numpy, (q, k, q, k, *longest, _two_or_more(below), *copied)))
+    spans = Spans(*map(torch.from_numpy, (q, k, q, k, *longest, _two_or_more(below))))
+    return Paths(spans, *map(torch.from_numpy, copied))
 
 
 class Listed(NamedTuple):
@@ -96,13 +90,10 @@ def tree_of(nodes: Nodes, owners: np.ndarray, size: int, rank: int) -> Tree:
     owner = owners[start // size]
     before = np.searchsorted(start, nodes.before(start), side="right") - 1  # the entry that each one continues, or −1
     E, W = len(before), int(owners.max()) + 1
-    point, shared = np.zeros((2, E), dtype=bool)
-    level = np.zeros(E, dtype=np.int64)
-    point[before[before >= 0]] = True
-    for e in np.flatnonzero(before >= 0):
-        level[e] = level[before[e]] + 1
-    for e in np.flatnonzero(before >= 0)[::-1]:
-        shared[before[e]] |= shared[e] | (owner[before[e]] != owner[e])
+    number, entry = Nodes(np.append(start, nodes.edges[-1]), before).on_paths(np.arange(E))
+    level = np.bincount(number) - 1
+    point, shared = np.isin(np.arange(E), before), np.zeros(E, dtype=bool)
+    shared[entry[owner[number] != owner[entry]]] = True
     mine, children = (np.flatnonzero(which & (owner == rank)) for which in (point, before >= 0))
     by_rank = [np.flatnonzero(shared & (owner == r)) for r in range(W)]
     P = max(map(len, by_rank))

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import Boundaries
-from titan_linear.ops.layout.spans import CUDNN_MULTIPLE, Spans, document_spans
+from titan_linear.ops.layout.spans import CUDNN_MULTIPLE, Spans
 from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import check_first_derivative, operator
 from titan_linear.ops.torch.attention_kernels import (
@@ -117,42 +117,33 @@ def attend_spans(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, sp
     """(o, lse) of the spans of a packed stream (B = 1), or of a whole batch if `spans` is None."""
     if spans is None or len(spans.q) == 2:
         return attend(q, k, v, scale, causal)
-    o, lse = _attend_each(q, k, v, scale, causal, spans)
+    kernel = _packed_kernel(q, v, spans)
+    if kernel in TO_THE_END:
+        o, lse = ATTENTION.load(kernel).forward(q, k, v, scale, causal, spans.varlen())
+    else:
+        parts = [attend(q[:, i], k[:, j], v[:, j], scale, causal) for i, j in spans.rows()]
+        o, lse = torch.cat([o for o, _ in parts], dim=1), torch.cat([lse for _, lse in parts], dim=2)
     for i, j in spans.rectangles():
         o = o.to(accumulator_dtype(q.dtype))
         merge_(o[:, i], lse[:, :, i], *attend(q[:, i], k[:, j], v[:, j], scale, causal=False))
     return o.to(q.dtype), lse
 
 
-def _attend_each(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, spans: Spans) -> Pair:
-    kernel = _packed_kernel(q, v, spans)
-    if kernel in TO_THE_END:
-        return ATTENTION.load(kernel).forward(q, k, v, scale, causal, spans.varlen())
-    parts = [attend(q[:, i], k[:, j], v[:, j], scale, causal) for i, j in spans.rows()]
-    return torch.cat([o for o, _ in parts], dim=1), torch.cat([lse for _, lse in parts], dim=2)
-
-
 def attend_spans_backward(x: Rows, scale: float, causal: bool, spans: Spans | None) -> Triple:
     """(dq, dk, dv) of `attend_spans`."""
     if spans is None or len(spans.q) == 2:
         return attend_backward(x, scale, causal)
-    dq, dk, dv = _attend_each_backward(x, scale, causal, spans)
-    for i, j in spans.rectangles():
-        dq, dk, dv = (grad.to(accumulator_dtype(x.q.dtype)) for grad in (dq, dk, dv))
-        dq_part, dk_part, dv_part = attend_backward(x.block(i, j), scale, causal=False)
-        dq[:, i] += dq_part
-        dk[:, j] += dk_part
-        dv[:, j] += dv_part
-    return dq, dk, dv
-
-
-def _attend_each_backward(x: Rows, scale: float, causal: bool, spans: Spans) -> Triple:
     kernel = _packed_kernel(x.q, x.v, spans)
     if kernel in TO_THE_END:
-        return ATTENTION.load(kernel).backward(*x, scale, causal, spans.varlen())
-    parts = [attend_backward(x.block(i, j), scale, causal) for i, j in spans.rows()]
-    dq, dk, dv = (torch.cat(grads, dim=1) for grads in zip(*parts, strict=True))
-    return dq, dk, dv
+        grads = ATTENTION.load(kernel).backward(*x, scale, causal, spans.varlen())
+    else:
+        parts = [attend_backward(x.block(i, j), scale, causal) for i, j in spans.rows()]
+        grads = tuple(torch.cat(of_each, dim=1) for of_each in zip(*parts, strict=True))
+    for i, j in spans.rectangles():
+        grads = tuple(grad.to(accumulator_dtype(x.q.dtype)) for grad in grads)
+        for grad, part, rows in zip(grads, attend_backward(x.block(i, j), scale, causal=False), (i, j, j)):
+            grad[:, rows] += part
+    return grads
 
 
 def merge_(o: Tensor, lse: Tensor, o_block: Tensor, lse_block: Tensor) -> None:
@@ -199,9 +190,9 @@ def local_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, documents: Boundaries | None
 ) -> Tensor:
     """q [B, Tq, Hq, D], k [B, Tk, Hkv, D], v [B, Tk, Hkv, Dv] → o [B, Tq, Hq, Dv]."""
-    spans = [] if documents is None else document_spans(documents).tensors()
-    if documents is not None and documents.paths is not None and documents.paths.rows is not None:
-        k, v = (_OnPaths.apply(x[0], *documents.paths[7:]).unsqueeze(0) for x in (k, v))
+    spans = [] if documents is None else documents.spans.tensors()
+    if documents is not None and (paths := documents.paths) and paths.rows is not None:
+        k, v = (_OnPaths.apply(x[0], *paths[1:]).unsqueeze(0) for x in (k, v))
     return Attention.apply(q, k, v, (attention_forward, attention_backward), (spans,), scale, causal)
 
 
