@@ -18,6 +18,7 @@ from titan_linear.ops.triton import configs, gdn_hopper, kda_hopper, rwkv7_hoppe
 from titan_linear.ops.triton.chunks import chunks_of
 from titan_linear.ops.triton.gdn import GDN
 from titan_linear.ops.triton.kda import KDA
+from titan_linear.ops.triton.rwkv7 import RWKV7
 from titan_linear.ops.triton.stages import TritonRule
 
 RULES = {"kda": partial(TritonRule, KDA), "gdn": partial(TritonRule, GDN)}
@@ -159,9 +160,12 @@ def test_where_kernels_are_hoppers_own(monkeypatch, dtype, H, K, V, own, rules):
     """As docs/kernels.md says; all else is Triton's."""
     monkeypatch.setattr(configs, "architecture", lambda device: own)
     keys, values = torch.empty(1, H, K, dtype=dtype, device="meta"), torch.empty(1, 4, V, dtype=dtype, device="meta")
+    dplr = DPLRInputs(keys, keys, values, keys, keys, keys)
     fits = {
         "kda": kda_hopper.fits(Inputs(keys, keys, values, None, None)),
         "gdn": gdn_hopper.fits(keys, V),
-        "rwkv7": rwkv7_hopper.fits(DPLRInputs(keys, keys, values, keys, keys, keys)),
+        "rwkv7": rwkv7_hopper.fits(dplr),
     }
     assert {rule for rule in fits if fits[rule]} == set(rules.split())
+    exponents = RWKV7.room(dplr) - 2 * values.numel() * K // 64 * values.element_size()  # but for the states
+    assert exponents == (0 if "rwkv7" in rules else 4 * keys.numel())
