@@ -152,6 +152,7 @@ def test_only_wanted_boundaries_are_computed(op):
         (torch.bfloat16, 4, 64, 64, (9, 0), "rwkv7"),
         (torch.float16, 4, 64, 64, (9, 0), ""),
         (torch.bfloat16, 4, 64, 32, (9, 0), ""),
+        (torch.bfloat16, 4, 32, 32, (9, 0), ""),
         (torch.bfloat16, 4, 64, 64, (8, 0), ""),
         (torch.bfloat16, 4, 128, 128, (12, 0), ""),
     ],
@@ -160,12 +161,13 @@ def test_where_kernels_are_hoppers_own(monkeypatch, dtype, H, K, V, own, rules):
     """As docs/kernels.md says; all else is Triton's."""
     monkeypatch.setattr(configs, "architecture", lambda device: own)
     keys, values = torch.empty(1, H, K, dtype=dtype, device="meta"), torch.empty(1, 4, V, dtype=dtype, device="meta")
-    dplr = DPLRInputs(keys, keys, values, keys, keys, keys)
+    dplr = DPLRInputs(keys, keys, values, keys, keys, keys.float())
     fits = {
         "kda": kda_hopper.fits(Inputs(keys, keys, values, None, None)),
         "gdn": gdn_hopper.fits(keys, V),
         "rwkv7": rwkv7_hopper.fits(dplr),
     }
     assert {rule for rule in fits if fits[rule]} == set(rules.split())
+    assert not rwkv7_hopper.fits(dplr._replace(gk=keys.half()))
     exponents = RWKV7.room(dplr) - 2 * values.numel() * K // 64 * values.element_size()  # but for the states
     assert exponents == (0 if "rwkv7" in rules else 4 * keys.numel())
