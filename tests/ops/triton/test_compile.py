@@ -37,7 +37,7 @@ ACCEPTED_SPILLS = {
     ("kda", "gradient_kernel"): (512, MANY_TILES),
     ("kda", "fold_segments_kernel"): (8, "two tiles of M a link take half as long again"),
     ("gdn", "solve_kernel"): (96, OCCUPANCY),
-    ("gdn", "gradients_kernel"): (120, MANY_TILES),
+    ("gdn", "gradients_kernel"): (376, MANY_TILES),
     ("gdn", "reverse_kernel"): (16, MANY_TILES),
     ("rwkv7", "gradient_kernel"): (336, MANY_TILES),
     ("ssd", "pairs_kernel"): (64, DECAYS),

@@ -117,13 +117,15 @@ def _gradients(given: Given, h: Tensor, dh: Tensor, y: Tensor, dv: Tensor) -> tu
     dq, dk = (x.q.new_empty(T, HV, K) for _ in range(2))
     dg, dbeta = x.g.new_empty(x.g.shape), x.beta.new_empty(x.beta.shape)
     d_gate = x.k.new_empty(2, 0 if x.A_log is None else NT, HV, dtype=torch.float32)
-    chosen = _sliced("gdn gradients", x.k, HV, V)
-    BV, chosen["BETA_RANGE"] = chosen["BV"], numbers.beta_range or None
-    read = rows(x.q), rows(x.k), ragged_tiles(x.k, K), *(ragged_tiles(t, BV) for t in (do, y, dv))
-    read = *read, *(chunk_tiles(t, BV, K) for t in (h, dh)), tiles.gates, rows(x.g), x.A_log, x.dt_bias
-    kernels.gradients_kernel[(NT * HV,)](
-        *read, initial, d_final, dq, dk, dg, dbeta, d_gate, chunks, numbers.scale, HV, NT, **chosen
-    )
+    written = dq, dk, dg, dbeta, d_gate
+    if K == V and gdn_hopper.fits(x.k, V):
+        gdn_hopper.launch_gradients(given, (h, dh, y, dv), written)
+    else:
+        chosen = _sliced("gdn gradients", x.k, HV, V)
+        BV, chosen["BETA_RANGE"] = chosen["BV"], numbers.beta_range or None
+        read = rows(x.q), rows(x.k), ragged_tiles(x.k, K), *(ragged_tiles(t, BV) for t in (do, y, dv))
+        read = *read, *(chunk_tiles(t, BV, K) for t in (h, dh)), tiles.gates, rows(x.g), x.A_log, x.dt_bias
+        kernels.gradients_kernel[(NT * HV,)](*read, initial, d_final, *written, chunks, numbers.scale, HV, NT, **chosen)
     if HV > H:
         dq, dk = sum_groups(dq, x.q), sum_groups(dk, x.k)
     pairs = (d_gate[0], x.A_log), (d_gate[1], x.dt_bias)

@@ -1,14 +1,20 @@
-"""GDN's scans for Hopper, in Gluon. `gdn_kernels` has their algebra, and them in Triton for other dims and GPUs.
+"""GDN for Hopper, in Gluon: scans, and gradients with V = 128. `gdn_kernels` has their algebra, and them in Triton for
+other dims and GPUs.
 
-A group of warps carries Sᵀ [BV, K] in registers. Its products have a register operand on their left, so that nothing
-that is computed passes through shared memory from one to the next. One more warp loads tiles by the copy engine, and
-one makes a chunk's factors from its gates. The copy engine writes too, from tiles that are transposed on the way.
+In a scan, a group of warps carries Sᵀ [BV, K] in registers. Its products have a register operand on their left, so that
+nothing that is computed passes through shared memory from one to the next. One more warp loads tiles by the copy
+engine, and one makes a chunk's factors from its gates. The copy engine writes too, from tiles that are transposed on
+the way.
+
+For gradients, the copy engine has all of a program's tiles on their way before it computes, and a multiprocessor has
+two programs: one waits for its tiles while the other computes.
 """
 
 from __future__ import annotations
 
 from functools import partial
 
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,21 +28,35 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import constexpr
 
-from titan_linear.ops.triton.chunks import entry_at, listed_entries
+from titan_linear.ops.triton.chunks import chunk_at, entry_at, listed_entries
 from titan_linear.ops.triton.configs import widest_slice
-from titan_linear.ops.triton.hopper import END, VECTOR, barriers, is_hopper, shared, swizzled
+from titan_linear.ops.triton.gdn_kernels import store_gate_gradients
+from titan_linear.ops.triton.hopper import (
+    END,
+    SQUARE,
+    VECTOR,
+    barriers,
+    fetch,
+    is_hopper,
+    product,
+    send,
+    shared,
+    swizzled,
+)
 from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.stages import Given
-from titan_linear.ops.triton.tiles import BT, Pair, read_state, write_state
+from titan_linear.ops.triton.tiles import BT, Pair, read_state, rows, write_state
 
 K = constexpr(128)
 BV = constexpr(64)
-COLUMNS = constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # [BV, BT]
 CARRY = constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # [BV, K]
-LEFT = constexpr(gl.DotOperandLayout(0, COLUMNS.value, 2))
+LEFT = constexpr(gl.DotOperandLayout(0, SQUARE.value, 2))
 LEFT_OF_CARRY = constexpr(gl.DotOperandLayout(0, CARRY.value, 2))
-OF_TOKENS = constexpr(gl.SliceLayout(0, COLUMNS.value))
+OF_TOKENS = constexpr(gl.SliceLayout(0, SQUARE.value))
+TOKENS = constexpr(gl.SliceLayout(1, SQUARE.value))
 LANES = constexpr(gl.BlockedLayout([2], [32], [1], [0]))
+EACH_WARP = constexpr(gl.BlockedLayout([2], [32], [4], [0]))
+STATE = constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))  # rows of a state
 
 
 def fits(k: Tensor, V: int) -> bool:
@@ -51,12 +71,6 @@ def _places(i_hv, i_v, V: gl.constexpr):
     o_v = gl.arange(0, BV, gl.SliceLayout(1, CARRY))[:, None]
     o_k = gl.arange(0, K, gl.SliceLayout(0, CARRY))[None, :]
     return i_hv * (K * V) + o_k * V + i_v * BV + o_v
-
-
-@gluon.jit
-def _product(a, b):
-    """a @ b [BV, BT], under way."""
-    return warpgroup_mma(a, b, gl.zeros([BV, BT], gl.float32, COLUMNS), use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -106,12 +120,12 @@ def _forward(tiles, vectors, bars, rooms, ends, V: gl.constexpr, STAGES: gl.cons
         b_sd = b_s.to(k.dtype)
         b_left = gl.convert_layout(b_sd, LEFT)
         mbarrier.wait(ready.index(stage), phase)
-        b_x = _product(b_left, k.permute((1, 0)))
+        b_x = product(b_left, k.permute((1, 0)))
         if OUT:
-            b_o = _product(b_left, q_s.index(stage).permute((1, 0)))
+            b_o = product(b_left, q_s.index(stage).permute((1, 0)))
         else:
             _put(states_desc, [tile * K, i_v * BV], [K, BV], states_s, i, b_sd, 2)
-        b_v = v_s.index(stage).permute((1, 0)).load(COLUMNS).to(gl.float32)
+        b_v = v_s.index(stage).permute((1, 0)).load(SQUARE).to(gl.float32)
         mbarrier.wait(factors_ready.index(stage), phase)
         b_e, b_w, b_beta, last = _factors(vectors, stage)
         if OUT:
@@ -119,7 +133,7 @@ def _forward(tiles, vectors, bars, rooms, ends, V: gl.constexpr, STAGES: gl.cons
         else:
             b_x = warpgroup_mma_wait(0, (b_x,))
         b_x = b_v - b_e * b_x
-        b_y = _product(_left(b_x, k, LEFT), C.permute((1, 0)))
+        b_y = product(_left(b_x, k, LEFT), C.permute((1, 0)))
         b_s *= last
         b_y = b_x - warpgroup_mma_wait(0, (b_y,))
         b_s = warpgroup_mma(_left(b_w * b_y, k, LEFT_OF_CARRY), k, b_s, is_async=True)
@@ -154,8 +168,8 @@ def _backward(tiles, vectors, bars, rooms, ends, V: gl.constexpr, STAGES: gl.con
         tile = (first + i).to(gl.int32) * HV + i_hv
         b_dsd = b_ds.to(k.dtype)
         mbarrier.wait(ready.index(stage), phase)
-        b_kds = _product(gl.convert_layout(b_dsd, LEFT), k.permute((1, 0)))
-        b_du = _product(do, A_s.index(stage))
+        b_kds = product(gl.convert_layout(b_dsd, LEFT), k.permute((1, 0)))
+        b_du = product(do, A_s.index(stage))
         _put(states_desc, [tile * K, i_v * BV], [K, BV], states_s, n, b_dsd, 2)
         mbarrier.wait(factors_ready.index(stage), phase)
         b_e, b_w, b_beta, last = _factors(vectors, stage)
@@ -164,7 +178,7 @@ def _backward(tiles, vectors, bars, rooms, ends, V: gl.constexpr, STAGES: gl.con
         b_kds, b_du = warpgroup_mma_wait(0, (b_kds, b_du))
         b_ds = warpgroup_mma(b_do, q_s.index(stage), b_ds * last, is_async=True)
         b_z = b_w * b_kds + b_beta * b_du
-        b_dx = _product(_left(b_z, k, LEFT), C_s.index(stage))
+        b_dx = product(_left(b_z, k, LEFT), C_s.index(stage))
         b_ds, b_dx = warpgroup_mma_wait(0, (b_ds, b_dx))
         b_dx = b_z - b_dx
         b_ds = warpgroup_mma(_left(-b_e * b_dx, k, LEFT_OF_CARRY), k, b_ds, is_async=True)
@@ -191,11 +205,11 @@ def _load(tiles, bars, descs, span, HV, R, V: gl.constexpr, STAGES: gl.constexpr
         tile = ((first + i).to(gl.int32) * HV + i_hv) * BT
         keys, values = [END, end, row, i_hv // R * K], [END, end, row, i_hv * V + i_v * BV]
         mbarrier.expect(bar, 2 * BT * (K + BV + BT) + (0 if q_desc is None else 2 * BT * (K + BT)))
-        tma.async_copy_global_to_shared(k_desc, keys, bar, k_s.index(stage).reshape([1, 1, BT, K]))
-        tma.async_copy_global_to_shared(v_desc, values, bar, v_s.index(stage).reshape([1, 1, BT, BV]))
+        fetch(k_desc, keys, bar, k_s.index(stage))
+        fetch(v_desc, values, bar, v_s.index(stage))
         tma.async_copy_global_to_shared(C_desc, [tile, 0], bar, C_s.index(stage))
         if q_desc is not None:
-            tma.async_copy_global_to_shared(q_desc, keys, bar, q_s.index(stage).reshape([1, 1, BT, K]))
+            fetch(q_desc, keys, bar, q_s.index(stage))
             tma.async_copy_global_to_shared(A_desc, [tile, 0], bar, A_s.index(stage))
 
 
@@ -276,3 +290,166 @@ def launch_scan(given: Given, o: Tensor | None = None, final_state: Tensor | Non
 
 def launch_reverse(given: Given, d_initial: Pair, dh: Tensor, dv: Tensor) -> None:
     _launch(given, given.do, dh, dv, (given.d_final, d_initial), BACK=True)
+
+
+@gluon.jit
+def _half(rows, i: gl.constexpr):
+    """Half of the channels of rows [BT, K]."""
+    return rows.slice(BT * i, BT, 1)
+
+
+@gluon.jit
+def _read(rows, i: gl.constexpr):
+    return _half(rows, i).load(SQUARE).to(gl.float32)
+
+
+@gluon.jit
+def _write(desc, place, rows, first, second):
+    """Write two halves of the channels, through `rows`."""
+    _half(rows, 0).store(first.to(desc.dtype))
+    _half(rows, 1).store(second.to(desc.dtype))
+    send(desc, place, rows)
+
+
+@gluon.jit
+def _given_product(initial, d_final, i_n, i_hv, HV):
+    """<S, dS'> of an entry's given states."""
+    o_k, o_v = gl.arange(0, 16, gl.SliceLayout(1, STATE))[:, None], gl.arange(0, K, gl.SliceLayout(0, STATE))[None, :]
+    total = gl.zeros([16, K], gl.float32, STATE)
+    for i in range(K // 16):
+        o_s = i_hv * (K * K) + (i * 16 + o_k) * K + o_v
+        total += read_state(initial, i_n, HV * K * K, o_s) * read_state(d_final, i_n, HV * K * K, o_s)
+    return gl.sum(gl.sum(total, 1), 0)
+
+
+@partial(Kernel, jit=gluon.jit)
+def gradients_kernel(
+    q_desc, k_desc, do_desc, y_desc, dv_desc, h_desc, dh_desc, dq_desc, dk_desc,
+    gates, g, A_log, dt_bias, initial, d_final, dg, dbeta, d_gate, chunks, scale, HV, NT, R,
+    BETA_RANGE: gl.constexpr,
+):  # fmt: skip
+    """As `gradients_kernel` of gdn_kernels; dh comes where do and dv were."""
+    i_p = gl.program_id(0)
+    i_t, i_hv = i_p // HV, i_p % HV
+    start, n = chunk_at(chunks, i_t)
+    if n <= 0:
+        if A_log is not None:
+            gl.store(d_gate + i_p, 0.0)
+            gl.store(d_gate + NT * HV + i_p, 0.0)
+        return
+    dtype: gl.constexpr = k_desc.dtype
+    tokens, read_once, states = shared(dtype, 3, BT, K), shared(dtype, 2, BT, K), shared(dtype, 2, BT, K)
+    q_s, k_s, y_s = tokens.index(0), tokens.index(1), tokens.index(2)
+    do_s, dv_s, h1, h2 = read_once.index(0), read_once.index(1), states.index(0), states.index(1)
+    bars = barriers(5)
+    end, row = start.to(gl.int32) + n, END - n
+    keys, values = [END, end, row, i_hv // R * K], [END, end, row, i_hv * K]
+    mbarrier.expect(bars.index(0), 4 * BT * K)
+    fetch(q_desc, keys, bars.index(0), q_s)
+    fetch(k_desc, keys, bars.index(0), k_s)
+    mbarrier.expect(bars.index(1), 6 * BT * K)
+    fetch(do_desc, values, bars.index(1), do_s)
+    fetch(y_desc, values, bars.index(1), y_s)
+    fetch(dv_desc, values, bars.index(1), dv_s)
+    mbarrier.expect(bars.index(2), 4 * BT * K)
+    tma.async_copy_global_to_shared(h_desc, [i_p * K, 0], bars.index(2), h1)
+    tma.async_copy_global_to_shared(h_desc, [i_p * K + BT, 0], bars.index(2), h2)
+
+    o_i, o_j = gl.arange(0, BT, TOKENS), gl.arange(0, BT, OF_TOKENS)
+    p_g = gates + i_p.to(gl.int64) * (2 * BT)
+    b_G, last = gl.load(p_g + o_i), gl.load(p_g + BT - 1)
+    b_e = gl.exp2(b_G)[:, None]
+    b_betas = gl.load(p_g + BT + o_j)[None, :]
+    o_i, o_j = o_i[:, None], o_j[None, :]
+    b_d = gl.exp2(gl.where(o_i >= o_j, b_G[:, None] - gl.load(p_g + o_j), -float("inf")))
+    mbarrier.wait(bars.index(0), 0)
+    b_a, b_kk = product(q_s, k_s.permute((1, 0))), product(k_s, k_s.permute((1, 0)))
+    mbarrier.wait(bars.index(1), 0)
+    b_p, b_n = product(do_s, y_s.permute((1, 0))), product(dv_s, y_s.permute((1, 0)))
+    b_a, b_kk, b_p, b_n = warpgroup_mma_wait(0, (b_a, b_kk, b_p, b_n))
+    b_p *= scale * b_d
+    b_n = gl.where(o_i > o_j, -b_n * b_d, 0.0)
+    # as `_pair_gradients`
+    b_w = b_p * b_a + b_n * b_kk
+    b_own = gl.sum(gl.where(o_i == o_j, b_w, 0.0), 1)
+    b_w = gl.where(o_i == o_j, 0.0, b_w)
+    b_dg = gl.sum(b_w * b_betas, 1)
+    b_db = gl.sum(gl.reshape(b_w, [4, BT // 4, BT]), 1)  # of each warp
+    b_p, b_n = (b_p * b_betas).to(dtype), (b_n * b_betas).to(dtype)
+
+    mbarrier.wait(bars.index(2), 0)
+    dq1, dq2 = product(do_s, h1.permute((1, 0))), product(do_s, h2.permute((1, 0)))
+    dk1, dk2 = product(dv_s, h1.permute((1, 0))), product(dv_s, h2.permute((1, 0)))
+    dq1, dq2, dk1, dk2 = warpgroup_mma_wait(0, (dq1, dq2, dk1, dk2))
+    tl.debug_barrier()
+    dh1 = shared(dtype, 1, BT, K).index(0)
+    mbarrier.expect(bars.index(3), 2 * BT * K)
+    tma.async_copy_global_to_shared(dh_desc, [i_p * K, 0], bars.index(3), dh1)
+    pairs = shared(dtype, 2, BT, BT)
+    pairs.index(0).store(b_p)
+    pairs.index(1).store(b_n)
+    fence_async_shared()
+    tl.debug_barrier()
+    dq1 *= scale * b_e
+    dq2 *= scale * b_e
+    dk1 *= -b_e
+    dk2 *= -b_e
+    b_dg += gl.sum(dq1 * _read(q_s, 0) + dq2 * _read(q_s, 1) + dk1 * _read(k_s, 0) + dk2 * _read(k_s, 1), 1)
+    p, n_s = pairs.index(0), pairs.index(1)
+    dq1 = warpgroup_mma(p, _half(k_s, 0), dq1, is_async=True)
+    dq2 = warpgroup_mma(p, _half(k_s, 1), dq2, is_async=True)
+    dk1 = warpgroup_mma(n_s, _half(k_s, 0), dk1, is_async=True)
+    dk2 = warpgroup_mma(n_s, _half(k_s, 1), dk2, is_async=True)
+    dk1 = warpgroup_mma(n_s.permute((1, 0)), _half(k_s, 0), dk1, is_async=True)
+    dk2 = warpgroup_mma(n_s.permute((1, 0)), _half(k_s, 1), dk2, is_async=True)
+    dk1 = warpgroup_mma(p.permute((1, 0)), _half(q_s, 0), dk1, is_async=True)
+    dk2 = warpgroup_mma(p.permute((1, 0)), _half(q_s, 1), dk2, is_async=True)
+    dq1, dq2, dk1, dk2 = warpgroup_mma_wait(0, (dq1, dq2, dk1, dk2))
+    tl.debug_barrier()
+    dh2 = shared(dtype, 1, BT, K).index(0)
+    mbarrier.expect(bars.index(4), 2 * BT * K)
+    tma.async_copy_global_to_shared(dh_desc, [i_p * K + BT, 0], bars.index(4), dh2)
+    _write(dq_desc, values, q_s, dq1, dq2)
+
+    mbarrier.wait(bars.index(3), 0)
+    ydh1, b_s = product(y_s, dh1.permute((1, 0))), product(h1, dh1.permute((1, 0)))
+    mbarrier.wait(bars.index(4), 0)
+    ydh2 = product(y_s, dh2.permute((1, 0)))
+    b_s = warpgroup_mma(h2, dh2.permute((1, 0)), b_s, is_async=True)
+    ydh1, ydh2, b_s = warpgroup_mma_wait(0, (ydh1, ydh2, b_s))
+    b_w = gl.exp2(last - gl.load(p_g + gl.arange(0, BT, TOKENS)))
+    b_dbs = b_w * gl.sum(ydh1 * _read(k_s, 0) + ydh2 * _read(k_s, 1), 1)
+    b_w = (b_w * gl.load(p_g + BT + gl.arange(0, BT, TOKENS)))[:, None]
+    dk1 += b_w * ydh1
+    dk2 += b_w * ydh2
+
+    b_sds = gl.sum(gl.sum(gl.where(o_i == o_j, b_s, 0.0), 1), 0)
+    if initial[0] is not None and d_final[0] is not None:
+        cu_seqlens, chunk_index, _ = chunks
+        i_n = gl.load(chunk_index + 2 * i_t).to(gl.int64)
+        if gl.load(cu_seqlens + i_n + 1) - gl.load(cu_seqlens + i_n) == n:
+            b_sds = _given_product(initial, d_final, i_n, i_hv, HV)
+    o_c = gl.arange(0, BT, EACH_WARP)
+    b_beta, b_dbs = gl.load(p_g + BT + o_c), gl.convert_layout(b_dbs, EACH_WARP)
+    b_db = gl.convert_layout(gl.sum(b_db, 0), EACH_WARP)
+    b_dg = gl.convert_layout(b_dg, EACH_WARP) - b_beta * b_db
+    # as in gdn_kernels: the last token has no later gates
+    b_later = gl.where(o_c < n - 1, b_beta * b_dbs, 0.0)
+    store_gate_gradients(
+        o_c, b_dg, b_later, b_db + gl.convert_layout(b_own, EACH_WARP) + b_dbs, b_beta, gl.exp2(last) * b_sds, g, A_log,
+        dt_bias, dg, dbeta, d_gate, i_p, start, n, i_hv, HV, NT, BETA_RANGE,
+    )  # fmt: skip
+    # last: what is reduced or converted above may pass through memory that the compiler takes for free
+    _write(dk_desc, values, k_s, dk1, dk2)
+    tma.store_wait(0)
+
+
+def launch_gradients(given: Given, read: tuple[Tensor, ...], written: tuple[Tensor, ...]) -> None:
+    """read: h, dh, y and dv; written: dq, dk, dg, dbeta and d_gate."""
+    (x, tiles, chunks, n, initial, d_final, _, do, _), (h, dh, *values), (dq, dk, *of_gates) = given, read, written
+    NT, HV, K, _ = h.shape
+    gradients_kernel[(NT * HV,)](
+        *(swizzled(t, K) for t in (x.q, x.k, do, *values)), *(swizzled(t, K, BT.value) for t in (h, dh)),
+        *(swizzled(t, K) for t in (dq, dk)), tiles.gates, rows(x.g), x.A_log, x.dt_bias, initial, d_final, *of_gates,
+        chunks, n.scale, HV, NT, HV // x.k.shape[1], BETA_RANGE=n.beta_range or None, num_warps=4,
+    )  # fmt: skip

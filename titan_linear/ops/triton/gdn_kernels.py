@@ -197,13 +197,12 @@ def _pair_gradients(b_w, b_beta):
 
 
 @triton.jit
-def _store_gate_gradients(
-    b_dg, b_later, b_db, b_beta, b_entering, g, A_log, dt_bias, dg, dbeta, d_gate, i_p, start, length, i_hv, HV, NT,
-    BETA_RANGE,
+def store_gate_gradients(
+    o_c, b_dg, b_later, b_db, b_beta, b_entering, g, A_log, dt_bias, dg, dbeta, d_gate, i_p, start, length, i_hv, HV,
+    NT, BETA_RANGE,
 ):  # fmt: skip
-    """dg and dbeta of one chunk and head from those of G, of what is later written to the state, of what enters it, and
-    of β, each [BT]."""
-    o_c = tl.arange(0, BT)
+    """dg and dbeta of the tokens o_c of one chunk and head from those of G, of what is later written to the state, of
+    what enters it, and of β."""
     m_t = o_c < length
     # the gate of token t decays the state that enters, updates before t, and what tokens from t on read
     b_dg = tl.cumsum(b_dg, 0, reverse=True) + tl.cumsum(b_later, 0) - b_later
@@ -319,7 +318,7 @@ def gradients_kernel(
             for i_v in range(V // BV):
                 b_h = read_state(initial, i_n, HV * K * V, o_s + i_v * BV)
                 b_sds += tl.sum(b_h * read_state(d_final, i_n, HV * K * V, o_s + i_v * BV))
-    _store_gate_gradients(
-        b_dg, b_later, b_db + b_dbs, b_beta, tl.exp2(b_last) * b_sds, g, A_log, dt_bias, dg, dbeta, d_gate, i_p, start,
-        length, i_hv, HV, NT, BETA_RANGE,
+    store_gate_gradients(
+        o_c, b_dg, b_later, b_db + b_dbs, b_beta, tl.exp2(b_last) * b_sds, g, A_log, dt_bias, dg, dbeta, d_gate, i_p,
+        start, length, i_hv, HV, NT, BETA_RANGE,
     )  # fmt: skip

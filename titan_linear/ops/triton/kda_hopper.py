@@ -27,7 +27,20 @@ from triton.language import constexpr
 from titan_linear.ops.runtime.options import Inputs
 from titan_linear.ops.triton.chunks import chunk_at
 from titan_linear.ops.triton.gates import LOG2E, log2_gate, sigmoid, softplus
-from titan_linear.ops.triton.hopper import END, VECTOR, barriers, inverse, is_hopper, rounded, shared, swizzled
+from titan_linear.ops.triton.hopper import (
+    END,
+    SQUARE,
+    VECTOR,
+    barriers,
+    fetch,
+    inverse,
+    is_hopper,
+    product,
+    rounded,
+    send,
+    shared,
+    swizzled,
+)
 from titan_linear.ops.triton.kda_kernels import gate_gradient, gate_rate
 from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.solve import split
@@ -35,7 +48,6 @@ from titan_linear.ops.triton.stages import Given
 
 C = constexpr(64)  # tokens of a chunk, and channels of a program
 D = constexpr(128)  # K and V
-CHUNK = constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # [C, C]
 HALF = constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))  # [C, 32]
 LEFT = constexpr(gl.DotOperandLayout(0, HALF.value, 2))
 CHANNELS = constexpr(gl.SliceLayout(1, HALF.value))
@@ -47,12 +59,6 @@ WORDS = constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 def fits(x: Inputs) -> bool:
     """Whether this kernel takes heads and dtypes like those of x."""
     return x.q.shape == x.v.shape and x.q.shape[2] == D.value and x.q.dtype == torch.bfloat16 and is_hopper(x.q.device)
-
-
-@gluon.jit
-def _product(a, b):
-    """a @ b [C, C], under way; a in shared memory."""
-    return warpgroup_mma(a, b, gl.zeros([C, C], gl.float32, CHUNK), use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -100,18 +106,11 @@ def _of_tokens(vector, i: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(desc, place, bar, tile):
-    tma.async_copy_global_to_shared(desc, place, bar, tile.reshape([1, 1, C, C]))
-
-
-@gluon.jit
 def _write(desc, place, rows, first, second):
     """Write the rows of two halves, through `rows`."""
     _turned(rows, 0).store(first.to(desc.dtype))
     _turned(rows, 1).store(second.to(desc.dtype))
-    fence_async_shared()
-    tl.debug_barrier()
-    tma.async_copy_shared_to_global(desc, place, rows.reshape([1, 1, C, C]))
+    send(desc, place, rows)
 
 
 @gluon.jit
@@ -163,13 +162,13 @@ def gradient_kernel(
     end, row = start.to(gl.int32) + n, END - n
     place = [END, end, row, i_h * D + i_k * C]
     mbarrier.expect(keys_ready, C * C * (4 + size // 8))
-    _fetch(g_desc, place, keys_ready, g_s)
-    _fetch(k_desc, place, keys_ready, k_s)
-    _fetch(q_desc, place, keys_ready, q_s)
+    fetch(g_desc, place, keys_ready, g_s)
+    fetch(k_desc, place, keys_ready, k_s)
+    fetch(q_desc, place, keys_ready, q_s)
     mbarrier.expect(ready, 2 * C * (3 * D + 2 * C))
     tma.async_copy_global_to_shared(h_desc, [tile * D, i_k * C], ready, h_s)
-    _fetch(do_desc, [END, end, row, i_h * D], ready, do1_s)
-    _fetch(do_desc, [END, end, row, i_h * D + C], ready, do2_s)
+    fetch(do_desc, [END, end, row, i_h * D], ready, do1_s)
+    fetch(do_desc, [END, end, row, i_h * D + C], ready, do2_s)
     tma.async_copy_global_to_shared(y_desc, [tile * D, 0], ready, y_s)
     tma.async_copy_global_to_shared(dA_desc, [tile * C, 0], ready, dA_s)
     tma.async_copy_global_to_shared(dK_desc, [tile * C, 0], ready, dK_s)
@@ -204,9 +203,9 @@ def gradient_kernel(
     qE1, qE2 = rounded(_read(q_s, 0) * E1), rounded(_read(q_s, 1) * E2)
 
     mbarrier.wait(ready, 0)
-    b_dq = _product(h_s.slice(0, C).permute((1, 0)), do1_s.permute((1, 0)))
+    b_dq = product(h_s.slice(0, C).permute((1, 0)), do1_s.permute((1, 0)))
     b_dq = warpgroup_mma(h_s.slice(C, C).permute((1, 0)), do2_s.permute((1, 0)), b_dq, is_async=True)
-    b_dk = _product(h_s.permute((1, 0)), y_s)
+    b_dk = product(h_s.permute((1, 0)), y_s)
     b_dq, b_dk = warpgroup_mma_wait(0, (b_dq, b_dk))
     tl.debug_barrier()
     dh_s, r1_s, r2_s = y_s, do1_s, do2_s
@@ -229,7 +228,7 @@ def gradient_kernel(
     sum1 = qE1.to(gl.float32) * dq1 + kE1.to(gl.float32) * dk1
     sum2 = qE2.to(gl.float32) * dq2 + kE2.to(gl.float32) * dk2
     mbarrier.wait(last_ready, 0)
-    b_dkm = _product(dh_s.slice(0, C).permute((1, 0)), r1_s)
+    b_dkm = product(dh_s.slice(0, C).permute((1, 0)), r1_s)
     b_dkm = warpgroup_mma(dh_s.slice(C, C).permute((1, 0)), r2_s, b_dkm, is_async=True)
     _write(dq_desc, place, q_s, dq1 * E1, dq2 * E2)
     dk1 *= E1
@@ -251,10 +250,10 @@ def gradient_kernel(
     _write(dk_desc, place, k_s, dk1 + dkm1 * inverse(E1), dk2 + dkm2 * inverse(E2))
 
     dg1, dg2 = _sums(sum1, sums_s.permute((1, 0))), _sums(sum2, sums_s.permute((1, 0)))
-    b_ds = _product(h_s.permute((1, 0)), dh_s)  # its diagonal: Σ_v S ⊙ dS'
+    b_ds = product(h_s.permute((1, 0)), dh_s)  # its diagonal: Σ_v S ⊙ dS'
     total2 = gl.sum(sum2, 1)
     dg1, dg2, b_ds = warpgroup_mma_wait(0, (dg1, dg2, b_ds))
-    o_i, o_j = gl.arange(0, C, gl.SliceLayout(1, CHUNK))[:, None], gl.arange(0, C, gl.SliceLayout(0, CHUNK))[None, :]
+    o_i, o_j = gl.arange(0, C, gl.SliceLayout(1, SQUARE))[:, None], gl.arange(0, C, gl.SliceLayout(0, SQUARE))[None, :]
     ds = gl.convert_layout(gl.sum(gl.where(o_i == o_j, b_ds, 0.0), 1), CHANNELS)
     later2 = dgamma + gl.exp2(gamma) * ds + 0.5 * total2
     dg1 += (later2 + 0.5 * (total2 + gl.sum(sum1, 1)))[:, None]
