@@ -6,7 +6,6 @@ computes their gradients recomputes the input of the projection.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from titan_linear.ops.float8 import Product
 from titan_linear.ops.runtime.operators import check_first_derivative
 from titan_linear.ops.runtime.options import check_floats
 from titan_linear.ops.runtime.support import Choice, Op
+from titan_linear.ops.torch import activations as in_torch
 from titan_linear.ops.triton.configs import with_kernels
 
 Pair = tuple[Tensor, Tensor]
@@ -45,31 +45,13 @@ def swiglu(
     return _SwiGLU.apply(gate_up, weight, lora_A, name, product, float(gate_factor))
 
 
-def forward(gate_up: Tensor, factor: float) -> Tensor:
-    gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, -1)
-    return (F.silu(gate * factor) * up).to(gate_up.dtype)
-
-
-def backward(gate_up: Tensor, dy: Tensor, factor: float) -> Pair:
-    wide = torch.promote_types(gate_up.dtype, torch.float32)
-    gate, up = gate_up.to(wide).chunk(2, -1)
-    gate = gate * factor
-    dy, sigmoid = dy.to(wide), gate.sigmoid()
-    silu = gate * sigmoid
-    d = torch.cat([dy * up * sigmoid * (1 + gate * (1 - sigmoid)) * factor, dy * silu], -1)
-    return d.to(gate_up.dtype), (silu * up).to(gate_up.dtype)
-
-
-def _triton() -> tuple[Callable[..., Tensor], Callable[..., Pair]]:
+def _triton() -> Any:
     from titan_linear.ops.triton import activations  # Triton is available on Linux only
 
-    return (
-        lambda gate_up, factor: activations.activate(gate_up, None, True, factor),
-        lambda gate_up, dy, factor: activations.activate_backward(gate_up, None, dy, True, factor),
-    )
+    return activations
 
 
-SWIGLU = Op("swiglu", with_kernels(_triton, lambda: (forward, backward), slower="slower"))
+SWIGLU = Op("swiglu", with_kernels(_triton, lambda: in_torch, slower="slower"))
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -79,7 +61,7 @@ class _SwiGLU(torch.autograd.Function):
     ) -> Tensor | Pair:
         ctx.save_for_backward(gate_up, weight, lora_A)
         ctx.name, ctx.product, ctx.factor = name, product, factor
-        activated = SWIGLU.load(name)[0](gate_up.contiguous(), factor)
+        activated = SWIGLU.load(name).activate(gate_up.contiguous(), None, True, factor)
         y = product(activated, weight)
         return y if lora_A is None else (y, F.linear(activated, lora_A))
 
@@ -91,7 +73,8 @@ class _SwiGLU(torch.autograd.Function):
         dactivated = ctx.product(dy, weight.T)
         if lora_A is not None:
             dactivated = dactivated + dlow @ lora_A
-        d, activated = SWIGLU.load(ctx.name)[1](gate_up.contiguous(), dactivated.contiguous(), ctx.factor)
+        backward = SWIGLU.load(ctx.name).activate_backward
+        d, activated = backward(gate_up.contiguous(), None, dactivated.contiguous(), True, ctx.factor)
         _, of_weight, of_A, *_ = ctx.needs_input_grad
         x = activated.reshape(-1, activated.shape[-1])
         dweight = dy.reshape(-1, dy.shape[-1]).T @ x if of_weight else None

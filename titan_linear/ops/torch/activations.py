@@ -1,0 +1,36 @@
+"""Activations, as in ops/triton/activations.py."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def activate(y: Tensor, weights: Tensor | None, gated: bool, factor: float = 1.0) -> Tensor:
+    wide = y.to(torch.promote_types(y.dtype, torch.float32))
+    if gated:
+        gate, up = wide.chunk(2, -1)
+        x = F.silu(gate * factor) * up
+    else:
+        x = F.relu(wide).square()
+    x = x if weights is None else x * weights[..., None]
+    return x.to(y.dtype, copy=True)  # compiled, torch 2.11 drops the gradient of what is returned as it is
+
+
+def activate_backward(
+    y: Tensor, weights: Tensor | None, dx: Tensor, gated: bool, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    wide, dx = (t.to(torch.promote_types(y.dtype, torch.float32)) for t in (y, dx))
+    if gated:
+        gate, up = wide.chunk(2, -1)
+        gate = gate * factor
+        sigmoid = gate.sigmoid()
+        silu = gate * sigmoid
+        dy, x = torch.cat([dx * up * sigmoid * (1 + gate * (1 - sigmoid)) * factor, dx * silu], -1), silu * up
+    else:
+        positive = F.relu(wide)
+        dy, x = 2 * dx * positive, positive.square()
+    if weights is None:
+        return dy.to(y.dtype), x.to(y.dtype)
+    return (weights[..., None] * dy).to(y.dtype), (dx * x).sum(-1).to(weights.dtype)
