@@ -113,15 +113,19 @@ def losses(runs: Sequence[Run]) -> Charts:
 
 def layers(runs: Sequence[Run]) -> Charts:
     """What telemetry saw last of each layer: a dot for each head or expert, runs side by side."""
-    dots: dict[str, list[list[tuple[float, Any]]]] = {}
-    for n, run in enumerate(runs):
-        for quantity, found in run.seen.items():
-            of_run = dots.setdefault(quantity, [[] for _ in runs])[n]
-            for where, of in found.items():
-                if layer := re.match(r"layers\.(\d+)", where):
-                    x = int(layer[1]) + 0.1 * n
-                    of_run += [(x, y) for y in (of if isinstance(of, list) else [of])]
-    return [chart for quantity in sorted(dots) for chart in drawn(quantity.replace("_", " "), "layer", dots[quantity])]
+    charts = []
+    for quantity in sorted({quantity for run in runs for quantity in run.seen}):
+        points = [
+            [
+                (int(layer[1]) + 0.1 * n, y)
+                for where, of in run.seen.get(quantity, {}).items()
+                if (layer := re.match(r"layers\.(\d+)", where))
+                for y in np.atleast_1d(of)
+            ]
+            for n, run in enumerate(runs)
+        ]
+        charts += drawn(quantity.replace("_", " "), "layer", points)
+    return charts
 
 
 def recall(runs: Sequence[Run]) -> Charts:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from titan_linear.data.corpus.tokenizer import Tokenizer
-from titan_linear.data.streams.packing import IGNORE, Stream, document_lengths
+from titan_linear.data.streams.packing import IGNORE, Stream
 from titan_linear.data.streams.split import Side
 from titan_linear.data.tasks import LOSS, TASKS, Draw, Question
 
@@ -139,24 +139,23 @@ class Questions:
 
     # --- The text ----------------------------------------------------------------------------------------------------
 
-    def _documents(self, rng: random.Random) -> Iterator[tuple[int, int]]:
-        """All of them, from a random one on: first token and length of each."""
+    def _documents(self, rng: random.Random) -> Iterator[np.ndarray]:
+        """The tokens of each, from a random one on."""
         first, corpus = rng.randrange(self.side.num_bundles), self.side.corpus
         for i in range(self.side.num_bundles):
-            found = self.side.documents(np.array([(first + i) % self.side.num_bundles]))
-            yield from zip(corpus.offsets[found].tolist(), document_lengths(corpus, found).tolist())
+            for n in self.side.documents(np.array([(first + i) % self.side.num_bundles])):
+                yield corpus.tokens[corpus.offsets[n] : corpus.offsets[n + 1]]
 
     def _text(self, rng: random.Random) -> Iterator[str]:
         """Lines, of which long ones are cut."""
-        for begin, length in self._documents(rng):
-            for at in range(begin, begin + length, 1 << 14):
-                tokens = self.side.corpus.tokens[at : min(at + (1 << 14), begin + length)]
-                yield from PIECE.findall(self.tokenizer.decode(tokens.tolist()))
+        for tokens in self._documents(rng):
+            for at in range(0, len(tokens), 1 << 14):
+                yield from PIECE.findall(self.tokenizer.decode(tokens[at : at + (1 << 14)].tolist()))
 
     def _document(self, rng: random.Random, length: int) -> np.ndarray:
-        for begin, tokens in self._documents(rng):
-            if tokens >= length:
-                return self.side.corpus.tokens[begin : begin + length].astype(np.int64)
+        for tokens in self._documents(rng):
+            if len(tokens) >= length:
+                return tokens[:length]
         raise ValueError(
             f"evaluation.lengths: no document of the text has {length:,} tokens, which the task 'loss' takes; give less"
         )
