@@ -117,9 +117,10 @@ def test_the_site_is_built_and_searched(tmp_path):
         expect(view.get_by_role("heading", name="The first hour")).to_be_visible()
         view.get_by_placeholder("Search").fill("chunk_gated_delta_rule")
         expect(view.locator("a[href$='rule#titan_linear.ops.chunk_gated_delta_rule']").first).to_be_visible()
-        view.goto(f"{url}telemetry/")
-        widths = view.locator("article img").evaluate_all("images => images.map(image => image.naturalWidth)")
-        assert len(widths) == 2 and min(widths) > 900
+        for page, pictures in (("telemetry", 1), ("results", 3)):
+            view.goto(f"{url}{page}/")
+            widths = view.locator("article img").evaluate_all("images => images.map(image => image.naturalWidth)")
+            assert len(widths) == pictures and min(widths) > 300, page
         assert {address for address in asked if not address.startswith((url, "blob:", "data:"))} == set()
         server.shutdown()
 
