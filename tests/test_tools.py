@@ -52,7 +52,6 @@ def test_torchrun_takes_no_option_of_a_tool_for_its_own():
         (["--temperature", "nan"], "temperature = nan must be 0"),
         (["--top-p", "0"], "top_p = 0.0 must be above 0"),
         (["--max-new-tokens", "-3"], "--max-new-tokens -3 must be 0 or more"),
-        (["--prefill-chunk", "0"], "--prefill-chunk 0 must be 1 or more"),
     ],
 )
 def test_generate_refuses(argv, message, capsys):

@@ -44,9 +44,8 @@ def main(argv: list[str]) -> int:
     ignore_warnings_of_torch()
     device = device_of(args.device)
     sampling = Sampling(args.temperature, args.top_p, args.seed)
-    for name, least in (("max_new_tokens", 0), ("prefill_chunk", 1)):
-        if getattr(args, name) < least:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be {least} or more")
+    if args.max_new_tokens < 0:
+        raise ValueError(f"--max-new-tokens {args.max_new_tokens} must be 0 or more")
     dtype = DTYPES[args.dtype] if args.dtype else torch.float32 if device.type == "cpu" else torch.bfloat16
     if args.draft and args.temperature:
         raise ValueError(f"--draft takes the likeliest tokens, not those of --temperature {args.temperature:g}; give 0")
@@ -55,13 +54,7 @@ def main(argv: list[str]) -> int:
     model, tokenizer = load(Path(args.path), args.tokenizer, dtype, device, args.draft)
     model.use(args.impl, device, dtype)
     drafts = Drafts() if args.draft else None
-    options = dict(
-        max_new_tokens=args.max_new_tokens,
-        device=device,
-        sampling=sampling,
-        prefill_chunk=args.prefill_chunk,
-        drafts=drafts,
-    )
+    options = dict(max_new_tokens=args.max_new_tokens, device=device, sampling=sampling, drafts=drafts)
     if args.chat:
         chat(tokenizer, args.prompt, partial(continuations, model, tokenizer, **options))
     else:
@@ -152,5 +145,4 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--device", help="default: cuda if there is a GPU")
     parser.add_argument("--impl", default="auto", help="implementation of the ops (default: auto)")
-    parser.add_argument("--prefill-chunk", type=int, default=2048, help="tokens of a prompt read at once")
     return parser.parse_args(argv)
