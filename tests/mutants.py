@@ -32,7 +32,7 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     # prefix trees
-    Mutant("Documents.of(nodes.edges, nodes.depth)", "Documents.of(nodes.edges)", "tests/test_trees.py"),
+    Mutant("*Documents.of(nodes.edges, nodes.depth)", "*Documents.of(nodes.edges)", "tests/test_trees.py"),
     Mutant("share[leaves][number] / share[node]", "np.ones(len(node))", "tests/test_trees.py"),
     Mutant("self.positions > tokens", "self.positions >= tokens", "tests/test_trees.py"),
     Mutant("inside = positions >= torch", "inside = positions > torch", "tests/test_trees.py"),
