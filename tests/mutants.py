@@ -50,7 +50,7 @@ MUTANTS = [
     Mutant("first if fragments[before].through else before", "before", "test_kcp.py"),
     Mutant("(M.mT if reverse else M).double()", "M.double()", "test_kcp.py"),
     Mutant("np.where(passed, STATE, NOTHING)", "STATE", "test_levels.py: same"),
-    Mutant("max(target.start - width, target.head[0])", "target.start - width", "test_kcp.py"),
+    Mutant("tokens > self.edges[node], tokens - 1", "tokens >= self.edges[node], tokens - 1", "test_kcp.py"),
     Mutant(
         "if hop > 1:\n            here += self.mine",
         "if hop > 2:\n            here += self.mine",
@@ -88,7 +88,7 @@ MUTANTS = [
     Mutant("else self.mlp_norm(x)", "else x", "test_families.py"),
     Mutant("low - begin, high - begin, ours", "low, high, ours", "test_families.py"),
     # --- data
-    Mutant("labels[edges[1:-1] - 1] = IGNORE  #", "labels[edges[1:-1]] = IGNORE  #", "test_packing.py"),
+    Mutant("np.minimum(within, 1) if back is None", "np.ones_like(within) if back is None", "test_packing.py"),
     Mutant("goes_on = end < self.corpus", "goes_on = end <= self.corpus", "test_packing.py"),
     Mutant("stream=pool + 1", "stream=pool", "test_pools.py"),
     Mutant("self._before[n].get(name, 0) + own", "own", "test_mixture.py"),
@@ -104,7 +104,7 @@ MUTANTS = [
     Mutant("reward[0::2] - reward[1::2]", "reward[1::2] - reward[0::2]", "test_losses.py: defined and DPO"),
     Mutant("ranks.world_size).sum(0)", "ranks.world_size)[0]", "test_losses.py: splits and cp and DPO"),
     Mutant("[pull, -pull]", "[pull, pull]", "test_losses.py: defined and SimPO"),
-    Mutant("logprobs(logits, labels) - batch", "logprobs(logits, labels) + batch", "test_losses.py: defined and GSPO"),
+    Mutant("known.logprobs[:, 0] - batch", "known.logprobs[:, 0] + batch", "test_losses.py: defined and GSPO"),
     Mutant("self.columns[name], positions, 0", "self.columns[name], positions - 1, 0", "test_columns.py"),
     Mutant("np.add.reduceat(weights > 0, edges", "np.add.reduceat(weights >= 0, edges", "test_columns.py"),
     Mutant("first = documents // self.corpus.group * self", "first = documents * self", "test_columns.py"),
