@@ -30,7 +30,7 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN
 from titan_linear.ops.cross_entropy import ChunkedLogits
 from titan_linear.run.build import model_config, unallocated
-from titan_linear.run.evaluate import examine, open_prompts, recall
+from titan_linear.run.evaluate import examine, open_prompts, recall, tiles
 from titan_linear.run.generate import Sampling, generate_tokens
 from titan_linear.run.preflight import check_evaluation
 from titan_linear.run.reading import open_reader
@@ -405,3 +405,9 @@ def test_an_answer_is_compared_with_what_there_is():
     rows = np.array([[0, 1, 0, 1, -1, -2, np.nan, np.nan], [0, 2, 1, 0, -1, -3, -1, -2]])
     found = recall(Sample("mqar", 3, 0.5, 0), rows)
     assert (found["score"], found["chance"], found["exact"], found["loss"]) == (0.75, 0.375, 0.5, 1)
+
+
+def test_tiles_have_depths_down_and_lengths_across():
+    records = [{"length": n, "depth": depth, "score": n * depth} for n in (64, 128, 256) for depth in (0.0, 1.0)]
+    lengths, depths, scores = tiles(records)
+    assert (lengths, depths, scores.tolist()) == ([64, 128, 256], [0, 1], [[0, 0, 0], [64, 128, 256]])
