@@ -31,7 +31,7 @@ class Rows(NamedTuple):
     lse: Tensor  # [n] log Σ exp z
     mean: Tensor | None  # [n] of z, if asked for
     entropy: Tensor | None  # [n] of softmax z, likewise; it has no gradient
-    logits: Tensor | None  # [n, vocab], this rank's part; they have none either, and are there for the call
+    logits: Tensor  # [n, vocab], this rank's part; they have none either, and are there for the call
 
     @property
     def logprobs(self) -> Tensor:
@@ -99,7 +99,7 @@ class ChunkedLogits:
             return rows.lse
 
         replace(self, token_losses=None).sum(ids, keep, statistics)
-        return Rows(*(None if part[0] is None else torch.cat(part) for part in zip(*parts)), logits=None)
+        return Rows(*(None if part[0] is None else torch.cat(part) for part in zip(*parts)), logits=ids.new_empty(0))
 
     @torch.no_grad()
     def top(self, ids: Tensor, k: int, vocab_size: int) -> tuple[Tensor, ...]:
@@ -250,7 +250,7 @@ def _summed(
             picked = logits.gather(1, target.clamp(min=0)).masked_fill_(target < 0, 0)
             rows = _of_all(row_statistics(logits, of.statistics), picked, logits, head.ranks)
         else:
-            rows = Rows(*(x if x is None else x[tokens] for x in of.rows[:4]), logits)
+            rows = Rows(*(x if x is None else x[tokens] for x in of.rows[:4]), logits=logits)
         none = ids[tokens, 0] == IGNORE
         values, by = _differentiated(of.terms, rows, tokens, none, dx is not None)
         total = total + values.sum(0) * counts
