@@ -37,6 +37,8 @@ MUTANTS = [
     Mutant("self.positions > tokens", "self.positions >= tokens", "tests/test_trees.py"),
     Mutant("inside = positions >= torch", "inside = positions > torch", "tests/test_trees.py"),
     Mutant("most = min(len(a), len(b)) - 1", "most = min(len(a), len(b))", "tests/test_trees.py"),
+    Mutant("np.where(last, edges[run + 1], np.append(end[1:], 0))", "edges[run + 1]", "ops/test_trees.py: one_rank"),
+    Mutant("entry[owner[number] != owner[entry]]", "entry[:0]", "ops/test_trees.py: ranks"),
     # --- ops: the recurrences, the convolution, attention, the loss
     Mutant("solved(L, k * gamma * beta, v * beta)", "solved(L, k * gamma, v * beta)", "ops/test_recurrences.py"),
     Mutant("k * sums_after(g).exp(), q * gamma", "k * gamma, q * gamma", "ops/test_recurrences.py"),

@@ -11,6 +11,7 @@ from tests.ops.inputs import DEVICE, MAKERS, SMALL, boundaries, call, leaves, re
 from tests.refusals import refused
 from titan_linear.distributed.one_process import run_ranks
 from titan_linear.ops import attention, build_cp_context, causal_conv1d
+from titan_linear.ops.attention import _chosen
 from titan_linear.ops.layout.trees import exchanged
 
 TOLERANCE = 1e-12
@@ -198,6 +199,13 @@ def test_keys_are_at_most_twice_those_of_the_documents_apart(name):
     of = context.stream.paths
     assert (of.rows is None) == (name not in MANY) == bool(of.spans.below.any())
     assert of.rows is None or len(of.rows) <= 2 * sum(map(len, paths(name)))
+
+
+@pytest.mark.parametrize("parents", [[-1, -1], [-1, 0]])
+def test_compiled_code_chooses_a_method_in_one_graph(parents):
+    context = build_cp_context(boundaries([64, 64]), parents=torch.tensor(parents), rank=0, world_size=2)
+    choose = torch.compile(_chosen, fullgraph=True, backend="eager")
+    assert choose(context, *inputs_of("attention", 64).values()) == "ulysses"
 
 
 def test_segments_of_entries_that_states_enter_or_leave_are_computed():

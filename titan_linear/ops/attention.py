@@ -90,7 +90,7 @@ def attention(
 def _chosen(cp: CPContext, q: Tensor, k: Tensor, v: Tensor) -> str:
     width = k.shape[-1] + v.shape[-1]
     ranks = cp.ranks.world_size, cp.ranks.node_size
-    return choose_method(*ranks, cp.cut.stream_tokens, q.shape[2], k.shape[2], width, k.dtype, cp.cut.nodes.joined)
+    return choose_method(*ranks, cp.cut.stream_tokens, q.shape[2], k.shape[2], width, k.dtype, cp.cut.joined)
 
 
 def _decode(q: Tensor, k: Tensor, v: Tensor, scale: float, first_key: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def _documents(cu_seqlens: Tensor, q: Tensor, k: Tensor) -> Boundaries:
 
 
 def _check_context(cp: CPContext, cu_seqlens: Tensor | None, q: Tensor, k: Tensor, causal: bool) -> None:
-    if not causal and cp.cut.nodes.joined:
+    if not causal and cp.cut.joined:
         raise ValueError("causal = False: in prefix trees a token sees what comes before it; give causal = True")
     if cu_seqlens is not None:
         raise ValueError("cu_seqlens must not be given with cp_context, which holds the documents")

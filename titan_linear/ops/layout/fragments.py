@@ -70,6 +70,7 @@ class Cut:
     tokens: int  # number of tokens per rank, T_local
     stream_tokens: int  # and of all ranks, T
     nodes: Nodes  # the documents, without empty ones
+    joined: bool  # `nodes.joined`, as compiled code reads it
 
     @property
     def documents(self) -> ndarray:
@@ -125,7 +126,7 @@ def cut_streams(
         fragments.append(Fragment(start, start + size, owner, stream * slots + mirrored, head, tail))
     slots *= num_streams
     order = tuple(f.rank * slots + f.slot for f in fragments)
-    return Cut(layout, num_streams, tuple(fragments), order, slots, slots * size, total, nodes)
+    return Cut(layout, num_streams, tuple(fragments), order, slots, slots * size, total, nodes, nodes.joined)
 
 
 def owned(fragments: Fragments, rank: int) -> Fragments:
