@@ -264,3 +264,13 @@ def test_selective_checkpointing_computes_products_once(mode, times, monkeypatch
         lambda x: moe(x, None).y, x, use_reentrant=False, context_fn=partial(contexts, mode=mode)
     ).sum().backward()
     assert len(given) == times
+
+
+def test_a_compiled_layer_with_a_shared_expert():
+    """A CPU's graph with gradients once read all rows as the first."""
+    layer = MoE(16, MoEConfig(num_experts=8, top_k=2, hidden_dim=8, shared_hidden_dim=8)).double()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(1, 64, 16, dtype=torch.float64)
+    compiled = torch.compile(lambda x: layer(x, None).y)
+    torch.testing.assert_close(compiled(x), layer(x, None).y, rtol=0, atol=1e-9)

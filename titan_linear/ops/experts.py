@@ -90,9 +90,13 @@ def by_expert(experts: Tensor, num_experts: int, rows: int) -> Copies:
     here = experts >= 0
     keys = experts.where(here, num_experts).flatten().to(torch.int16)  # which a GPU sorts in two passes
     order = keys.sort(stable=True).indices
-    places = torch.arange(len(order), device=order.device)
-    slots = torch.empty_like(order).scatter_(0, order, places).view_as(experts)
-    return Copies(slots.where(here, -1), order[:rows])
+    return Copies(inverse(order).view_as(experts).where(here, -1), order[:rows])
+
+
+@operator(fake=torch.empty_like)
+def inverse(order: Tensor) -> Tensor:
+    """The permutation that undoes one. Compiled for a CPU, it was fused with what reads it and came out as zeros."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def by_slot(slots: Tensor, rows: int) -> Copies:
