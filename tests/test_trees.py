@@ -432,7 +432,7 @@ def test_columns_of_nodes(child, words, tmp_path):
         ({"training.seq_len_schedule": "[{until_step = 1, seq_len = 32}]"}, "training.seq_len_schedule"),
         ({"training.share_prefixes": "true"}, "training.share_prefixes is for records of documents"),
         ({"training.group_field": "id"}, "training.group_field = 'id' needs training.share_prefixes"),
-        ({"training.seq_len": 60}, "training.seq_len = 60: a path of tree 2 has 64 tokens"),
+        ({"training.seq_len": 60}, "training.seq_len = 60: the path to leaf 0 of tree 2 has 64 tokens"),
     ],
 )
 def test_what_trees_are_not_for(keys, words, files):

@@ -87,11 +87,12 @@ class TreeStreams(WholeStreams):
         nodes = self._nodes(document)
         ends = nodes.edges[nodes.leaves + 1]
         whole = ends - nodes.begins[nodes.leaves]  # tokens of each path
-        most, what = (ends[-1], "pair") if self.targets.group == 2 else (whole.max(), "path")
+        pair = self.targets.group == 2
+        most, what = (ends[-1], "pair") if pair else (whole.max(), f"path to leaf {whole.argmax()}")
         if most > self.seq_len:
             raise ValueError(
-                f"training.seq_len = {self.seq_len}: a {what} of tree {document} has {most:,} tokens, and it must "
-                "lie in one stream; raise it, or leave such trees out"
+                f"training.seq_len = {self.seq_len}: the {what} of tree {document} has {most:,} tokens, and it "
+                "must lie in one stream; raise it, or leave such trees out"
             )
         best: list[tuple[int, list[tuple[int, ...]]]] = [(0, [])]  # for the leaves before each
         for last in range(1, len(ends) + 1):
