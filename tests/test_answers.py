@@ -81,7 +81,8 @@ def long_prompts(folder, **more):
 
 def steps_without_labels(rank, world_size, argv):
     trainer = Trainer(load_config(argv))
-    weights = list(map(local_tensor, trainer.model.parameters()))  # now: a forward that has begun shows others
+    # now: a forward that has begun shows others
+    weights = [local_tensor(p).detach() for p in trainer.model.parameters()]
     numbers, moved = [], []
     for _ in range(trainer.config.training.steps):
         before = [p.detach().clone() for p in weights]

@@ -150,9 +150,10 @@ def no_sum(reduce, parameters, group):
     pass
 
 
-def one_boundary_less(documents, cu_seqlens):
-    bounds = documents(cu_seqlens)
-    return bounds[bounds != 256 + 161]  # of the second stream
+def one_boundary_less(cut, documents, num_streams, world_size, layout, parents):
+    kept = documents != 256 + 161  # of the second stream
+    parents = None if parents is None else parents[torch.from_numpy(kept[:-1])]
+    return cut(documents[kept], num_streams, world_size, layout, parents)
 
 
 def two_documents_in_one(get, streams, i):
@@ -336,14 +337,14 @@ SABOTAGES = {
     ),
     "a document boundary, in the plan": (
         build_context,
-        "_documents",
+        "cut_streams",
         one_boundary_less,
         data.cut,
         r"boundaries of documents .*rank \d, stream 1, document 4, token 0",
     ),
     "a document boundary, by what it does": (
         build_context,
-        "_documents",
+        "cut_streams",
         one_boundary_less,
         of_case(ops.documents, "mixer attention"),
         r"documents: mixer attention, layer 2, cp 4: what changing one document changes of others.*document",

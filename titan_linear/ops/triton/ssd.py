@@ -196,11 +196,12 @@ class SSDStages(Stages):
         return *of_groups, chunk.dv, dg, *of_heads
 
     def room(self, x: DecayInputs) -> int:
-        """For each chunk: states, their gradients and dE of a group; in fp32, a head's `sums`, and `passed` and
-        `products`, of each slice of 64 columns."""
-        (T, H, K), (_, HV, V) = x.k.shape, x.v.shape
+        """For each chunk: states, their gradients and dE of a group; in fp32, a head's `sums`, `passed` and `products`,
+        of each slice of columns."""
+        (T, H, K), (_, HV, V), size = x.k.shape, x.v.shape, x.v.element_size()
+        keys, slices = blocks_of(K, 64), blocks_of(V, 128 // size)
         chunk = 2 * HV * K * V // BT + H * BT
-        return T * (chunk * x.v.element_size() + 4 * HV * (3 + 3 * blocks_of(K, 64)) * blocks_of(V, 64))
+        return T * (chunk * size + 4 * HV * (slices * (3 + 2 * keys) + keys * V // BT))
 
 
 SSD = SSDStages()
