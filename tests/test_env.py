@@ -59,9 +59,10 @@ def find_python(checkout, path, *extras, **environment):
 
 
 def test_an_active_python_with_everything_is_used(checkout):
-    done = find_python(checkout, Path(sys.executable).parent, "dev")
+    active = Path(sys.executable).parent
+    done = find_python(checkout, active, "dev")
     python, _, path = done.stdout.strip().partition("|")
-    assert done.returncode == 0 and os.path.samefile(shutil.which(python), shutil.which("python"))
+    assert done.returncode == 0 and os.path.samefile(shutil.which(python, path=active), sys.executable)
     assert path == str(checkout) and not (checkout / ".venv").exists()
 
 
