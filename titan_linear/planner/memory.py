@@ -246,8 +246,7 @@ def documents_of(seq_len: int, streams: int, mean: Mean) -> Nodes:
         draw = np.random.Generator(np.random.Philox(key=seq_len))
         lengths = 1 + draw.exponential(mean, size=2 + 8 * streams * seq_len // mean).astype(np.int64)
         edges.append(lengths.cumsum().clip(max=streams * seq_len))
-    edges = np.unique(np.concatenate(edges))
-    return Nodes(edges, np.full(len(edges) - 1, -1))
+    return Nodes.apart(np.unique(np.concatenate(edges)))
 
 
 def _trees(seq_len: int, streams: int, levels: tuple[tuple[int, int], ...]) -> Nodes:

@@ -47,8 +47,9 @@ class Batch:
     def nodes(self) -> Nodes:
         """The documents, or nodes of prefix trees."""
         edges = self.cu_seqlens.numpy().astype(np.int64)
-        back = self.columns[BACK][0].numpy() if BACK in self.columns else np.zeros(edges[-1])
-        return Nodes(edges, parents_behind(edges, back))
+        if BACK not in self.columns:
+            return Nodes.apart(edges)
+        return Nodes(edges, parents_behind(edges, self.columns[BACK][0].numpy()))
 
 
 @dataclass(eq=False)

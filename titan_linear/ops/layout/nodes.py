@@ -35,6 +35,11 @@ class Nodes:
         edges = np.unique([*begins, *(above + 1), len(back)])
         return cls(edges, parents_behind(edges, back))
 
+    @classmethod
+    def apart(cls, edges: ndarray) -> Nodes:
+        """Documents, none of which continues another."""
+        return cls(edges, np.full(len(edges) - 1, -1))
+
     @property
     def joined(self) -> bool:
         """Whether any continues another."""
@@ -139,7 +144,7 @@ def parents_behind(edges: ndarray, back: ndarray) -> ndarray:
 def checked_nodes(edges: ndarray, parents: Tensor | None, num_streams: int) -> Nodes:
     """parents: None: no node has one. ValueError: parents that are no trees, each in one of the streams."""
     if parents is None:
-        return Nodes(edges, np.full(len(edges) - 1, -1))
+        return Nodes.apart(edges)
     numbers, order = parents.cpu().numpy().astype(np.int64), np.arange(len(edges) - 1)
     if numbers.shape != order.shape:
         raise ValueError(f"parents {list(numbers.shape)} must be [N] = {list(order.shape)}, one for each segment")
