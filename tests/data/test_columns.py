@@ -131,6 +131,7 @@ def test_pairs_stay_together_on_their_side_and_in_their_stream(tmp_path):
     ("keys", "message"),
     [
         ({"loss.name": "dpo"}, r"loss\.name = 'dpo' takes pairs of documents .* holds single documents; change one"),
+        ({"loss.name": "dpo", "training.seq_len_schedule": "[{until_step = 2, seq_len = 1024}]"}, r"cuts documents"),
         (
             {"loss.name": "policy"},
             r"loss\.name = 'policy' reads the column 'advantages', and .* has none; name the rec",
@@ -174,7 +175,6 @@ def test_a_loss_without_what_it_reads(tmp_path, keys, message):
             {"loss.reference": "base"},
             r"loss\.reference = \"base\" has no effect with adapter\.enable = false; set that",
         ),
-        ({"loss.name": "dpo", "training.seq_len_schedule": "[{until_step = 2, seq_len = 1024}]"}, r"cuts documents"),
     ],
 )
 def test_keys_that_contradict_each_other(keys, message):

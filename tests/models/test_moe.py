@@ -10,8 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.models.ours import initialised
 from tests.ops.inputs import tokens_of
+from titan_linear.config import Config
 from titan_linear.data import IGNORE
-from titan_linear.losses import CrossEntropy
+from titan_linear.losses import build_loss
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.draws import generator
@@ -232,7 +233,7 @@ def test_the_load_balance_loss_is_a_mean_over_all_tokens(labelled):
         model.zero_grad()
         for x, y in zip(tokens, labels, strict=True):
             batch = MicroBatch(x, y, plan, (0,), {"weights": torch.ones(y.shape)})
-            Forward(model, batch, StepTokens(80, labelled), nullcontext(), CrossEntropy()).backward()
+            Forward(model, batch, StepTokens(80, labelled), nullcontext(), build_loss(Config())).backward()
         return [layer.mlp.router.weight.grad for layer in model.layers]
 
     model = initialised(config, dtype=torch.float64)

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.models import hf_models
 from tests.models.ours import labels_of, positions, relative
+from titan_linear.config import Config
 from titan_linear.data import Batch
-from titan_linear.losses import CrossEntropy
+from titan_linear.losses import build_loss
 from titan_linear.models.decoder import Between, Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.plan import BatchPlan
@@ -92,7 +93,7 @@ def test_loss_and_gradients_are_those_of_the_definition(name):
     plan = BatchPlan(positions(BOUNDS), cu_seqlens=bounds, later=later_of(batch, DEPTH))
     micro = MicroBatch(batch.tokens, batch.labels, plan, batch.streams, columns)
     model.head.chunk = 24
-    got = model(batch.tokens, plan, loss=partial(CrossEntropy(), batch=micro))
+    got = model(batch.tokens, plan, loss=partial(build_loss(Config()), batch=micro))
     got.backward()
     found = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
     model.zero_grad()

@@ -30,7 +30,6 @@ from titan_linear.config.schema import (
     KEYS,
     OTHER,
     SECTIONS,
-    WHOLE,
     ActivationCheckpoint,
     Adapter,
     Config,

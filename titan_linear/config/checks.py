@@ -24,7 +24,6 @@ from titan_linear.config.schema import (
     RECORDS,
     SMALLEST_EPS,
     SMALLEST_SHARE,
-    WHOLE,
     ActivationCheckpoint,
     Checkpoint,
     Config,
@@ -124,11 +123,6 @@ def _check_float8(config: Config) -> None:
 
 def _check_batch(config: Config, dp: int) -> None:
     t = config.training
-    if t.seq_len_schedule and config.loss.name in WHOLE:
-        raise ValueError(
-            f"training.seq_len_schedule cuts documents, and loss.name = {config.loss.name!r} takes them "
-            "whole; remove it"
-        )
     _check_length(config, "seq_len", t.seq_len)
     for n, part in enumerate(t.seq_len_schedule):
         if part.seq_len > t.seq_len:

@@ -197,7 +197,6 @@ class Training(Section):
 
 LossName = Literal["cross_entropy", "dpo", "distillation", "policy"]
 LOSSES = get_args(LossName)
-WHOLE = ("dpo", "policy")  # those that take documents whole
 # Columns that losses read, and their dtypes.
 COLUMNS = dict.fromkeys(("weights", "reference", "advantages", "behaviour", "teacher_logprobs"), "<f4")
 COLUMNS |= {"teacher_ids": "<i4"}

@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from torch import Tensor
 
 from titan_linear.config import schema
@@ -15,9 +13,8 @@ from titan_linear.losses.loss import Loss, Targets, column
 from titan_linear.ops.cross_entropy import ChunkedLogits, Rows, cross_entropy
 
 
-@dataclass(frozen=True)
 class CrossEntropy(Loss):
-    keys: schema.CrossEntropy = field(default_factory=schema.CrossEntropy)
+    keys: schema.CrossEntropy
 
     def __call__(self, logits: ChunkedLogits, batch: Targets) -> Tensor:
         smoothing, z_loss = self.keys.label_smoothing, self.keys.z_loss

@@ -6,7 +6,7 @@ At temperature τ both are softmax(z / τ), and the loss is τ² times as large,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,11 +18,10 @@ from titan_linear.ops.cross_entropy import ChunkedLogits, Rows
 MOST_IDS = 256  # of the teacher, for each token
 
 
-@dataclass(frozen=True)
 class Distillation(Loss):
-    keys: schema.Distillation = field(default_factory=schema.Distillation)
-
-    columns = ("teacher_ids", "teacher_logprobs")
+    keys: schema.Distillation
+    columns = "teacher_ids", "teacher_logprobs"
+    most_numbers = MOST_IDS
 
     def __call__(self, logits: ChunkedLogits, batch: Targets) -> Tensor:
         tau = self.keys.temperature

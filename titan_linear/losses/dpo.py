@@ -7,8 +7,6 @@ much as the weights of its tokens, together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,9 +16,8 @@ from titan_linear.losses.loss import Loss, Targets, document_sums, of_documents
 from titan_linear.ops.cross_entropy import ChunkedLogits, Rows
 
 
-@dataclass(frozen=True)
 class DPO(Loss):
-    keys: schema.DPO = field(default_factory=schema.DPO)
+    keys: schema.DPO
     group = 2
     reads_twice = True
     reports = ("accuracy", "margin")  # share of pairs whose margin is right; the margin
@@ -42,12 +39,9 @@ class DPO(Loss):
         of_pairs = torch.stack([F.softplus(short), accuracy, margin], 1).repeat_interleave(2, 0)
         # What the loss changes by with each token's log p: it pulls a chosen document's up, a rejected one's down.
         pull = -self.keys.beta * short.sigmoid() * (weights[0::2] + weights[1::2])
-        values, slopes = of_documents(batch, of_pairs, torch.stack([pull, -pull], 1).flatten() / length)
+        of_tokens = of_documents(batch, of_pairs, torch.stack([pull, -pull], 1).flatten() / length)
 
         def terms(rows: Rows, tokens: slice) -> Tensor:
-            logp = rows.logprobs[:, 0]
-            change = slopes[tokens].to(logp.dtype) * (logp - logp.detach())
-            loss, *reports = values[tokens].to(logp.dtype).unbind(1)
-            return torch.stack([loss + change, *reports], 1)
+            return torch.stack(of_tokens(rows.logprobs[:, 0], tokens), 1)
 
         return logits.sum(labels, terms, rows=known)

@@ -3,7 +3,10 @@ the head twice."""
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,12 +35,16 @@ class Targets(Protocol):
     plan: BatchPlan
 
 
-class Loss(Protocol):
+@dataclass(frozen=True)
+class Loss(ABC):
+    keys: Any  # the configuration's section of its name
     group: ClassVar[int] = 0  # documents whole in one stream: 1, or 2 that follow each other; 0: streams cut them
-    columns: tuple[str, ...] = ()  # that it reads beside "weights"
+    columns: ClassVar[tuple[str, ...]] = ()  # that it reads beside "weights"
+    most_numbers: ClassVar[int] = 0  # for a token in each of these, which have equally many; 0: one
     reports: ClassVar[tuple[str, ...]] = ()  # further means, by the same weights
-    reads_twice: bool = False  # it passes over the head for sums over documents first, without gradients
+    reads_twice: ClassVar[bool] = False  # it passes over the head for sums over documents first, without gradients
 
+    @abstractmethod
     def __call__(self, logits: ChunkedLogits, batch: Targets) -> Tensor:
         """The sum of its terms on this rank; [1 + reports] with those of its reports."""
 
@@ -69,13 +76,19 @@ def document_sums(batch: Targets, *numbers: Tensor) -> Tensor:
     return sums.new_zeros(len(sums), paths.num_documents).index_add_(1, paths.documents, of_paths)
 
 
-def of_documents(batch: Targets, values: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
-    """What each token has of its documents' values [documents, n] by its weight in them, [T, n], and of slopes
-    [documents], [T]."""
+def of_documents(batch: Targets, values: Tensor, slopes: Tensor) -> Callable[[Tensor, slice], list[Tensor]]:
+    """What tokens, by their log p, have of their documents' values [documents, m] by their weight in them, m × [n]; the
+    first changes with each log p by the document's slope [documents]."""
     if paths := batch.paths:
         values, slopes = values[paths.documents] * paths.share.unsqueeze(1), slopes[paths.documents]
         values, slopes = (
             x.new_zeros(batch.num_documents, *x.shape[1:]).index_add_(0, paths.nodes, x) for x in (values, slopes)
         )
     document = batch.columns["document"][0]
-    return batch.columns["weights"][0].unsqueeze(1) * values[document], slopes[document]
+    values, slopes = batch.columns["weights"][0].unsqueeze(1) * values[document], slopes[document]
+
+    def terms(logp: Tensor, tokens: slice) -> list[Tensor]:
+        first, *others = values[tokens].to(logp.dtype).unbind(1)
+        return [first + slopes[tokens].to(logp.dtype) * (logp - logp.detach()), *others]
+
+    return terms

@@ -7,7 +7,7 @@ estimated as exp(d) − d − 1 of d = log p_reference − log p (GRPO, Shao et 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,9 +17,8 @@ from titan_linear.losses.loss import Loss, Targets, column, document_sums, of_do
 from titan_linear.ops.cross_entropy import ChunkedLogits, Rows
 
 
-@dataclass(frozen=True)
 class Policy(Loss):
-    keys: schema.Policy = field(default_factory=schema.Policy)
+    keys: schema.Policy
     group = 1
     reports = ("entropy", "clipped", "kl")  # clipped: share of tokens (documents)
 
@@ -34,24 +33,15 @@ class Policy(Loss):
     def __call__(self, logits: ChunkedLogits, batch: Targets) -> Tensor:
         labels = batch.labels.flatten()
         known = logits.rows(labels, statistics=True) if self.reads_twice else None
-        if known:
-            distance = known.logprobs[:, 0] - batch.columns["behaviour"][0]
-            weights, count, *sums = document_sums(batch, batch.columns["advantages"][0], distance)
-            advantages, log_ratio = (x / count.clamp(min=1) for x in sums)
-            free, bounded = self._objectives(log_ratio, advantages)
-            slopes = -weights * (free <= bounded) * free / count.clamp(min=1)
-            of_sequences, slopes = of_documents(
-                batch, torch.stack([-torch.minimum(free, bounded), bounded < free], 1), slopes
-            )
+        of_sequences = self._of_sequences(batch, known) if known else None
 
         def terms(rows: Rows, tokens: slice) -> Tensor:
             logp = rows.logprobs[:, 0]
             weights, advantages, behaviour = (
                 column(batch, name, logp)[tokens] for name in ("weights", "advantages", "behaviour")
             )
-            if known:
-                loss, clipped = of_sequences[tokens].to(logp.dtype).unbind(1)
-                loss = loss + slopes[tokens].to(logp.dtype) * (logp - logp.detach())
+            if of_sequences:
+                loss, clipped = of_sequences(logp, tokens)
             else:
                 free, bounded = self._objectives(logp - behaviour, advantages)
                 loss, clipped = -weights * torch.minimum(free, bounded), weights * (bounded < free)
@@ -62,6 +52,15 @@ class Policy(Loss):
             return torch.stack([loss + self.keys.kl * kl, weights * rows.entropy, clipped, kl], 1)
 
         return logits.sum(labels, terms, statistics=True, rows=known)
+
+    def _of_sequences(self, batch: Targets, known: Rows) -> Callable[[Tensor, slice], list[Tensor]]:
+        """The loss and the weight of what is clipped, [n] each."""
+        distance = known.logprobs[:, 0] - batch.columns["behaviour"][0]
+        weights, count, *sums = document_sums(batch, batch.columns["advantages"][0], distance)
+        advantages, log_ratio = (x / count.clamp(min=1) for x in sums)
+        free, bounded = self._objectives(log_ratio, advantages)
+        slopes = -weights * (free <= bounded) * free / count.clamp(min=1)
+        return of_documents(batch, torch.stack([-torch.minimum(free, bounded), bounded < free], 1), slopes)
 
     def _objectives(self, log_ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         """The free one and the bounded one, of which the lesser counts."""

@@ -47,7 +47,6 @@ from titan_linear.config import (
 from titan_linear.distributed.one_process import LocalDims
 from titan_linear.distributed.parallelize import parallelize, replicated_parameters
 from titan_linear.losses import build_loss
-from titan_linear.losses.distillation import MOST_IDS
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.float8 import use_float8
@@ -401,10 +400,10 @@ def saved(config: Config, counted: list[Layer]) -> list[tuple[int, ...]]:
 
 
 def _columns(config: Config, batch: Batch) -> int:
-    """Bytes of what the loss reads beside each label, 4 for a number: weights, its columns, a teacher's as if they were
-    MOST_IDS numbers, and the teacher's ids once more, beside the labels."""
-    names = ("weights", *build_loss(config).columns)
-    numbers = sum(MOST_IDS * (2 if name == "teacher_ids" else 1) if "teacher" in name else 1 for name in names)
+    """Bytes of what the loss reads beside each label, 4 for a number: weights, its columns with the most numbers that
+    they may have, and of several ids these once more, beside the labels."""
+    loss = build_loss(config)
+    numbers = 1 + len(loss.columns) * max(loss.most_numbers, 1) + loss.most_numbers
     return 4 * numbers * batch.tokens * batch.tp
 
 

@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan_linear.config import WHOLE, Config, changed, check_config
+from titan_linear.config import Config, changed, check_config
 from titan_linear.data import IGNORE, Batch, Stream, StreamLoader, Streams, Tokenizer
 from titan_linear.data.corpus.trees import BACK, SHARE
 from titan_linear.distributed.one_process import Degrees
 from titan_linear.distributed.parallelize import cp_method
 from titan_linear.distributed.process import own_device
+from titan_linear.losses import build_loss
 from titan_linear.models.config import Entry, MixerOptions, ModelConfig, MoEConfig, mixers_of
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.draws import generator
@@ -157,7 +158,7 @@ def subject_of(config: Config) -> Subject:
     trees = any(BACK in corpus.columns for corpus in open_corpora(config, tokenizer))
     degrees = _degrees(config, processes)
     model, factor = fitting(_one_period(full), config, degrees, device)
-    seq_len = t.seq_len if trees or config.loss.name in WHOLE else _length(config, device)
+    seq_len = t.seq_len if trees or build_loss(config).group else _length(config, device)
     dp = processes // (p.context_parallel_degree * p.tensor_parallel_degree)
     layers = full.num_layers
     said = {

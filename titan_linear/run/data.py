@@ -43,8 +43,7 @@ from titan_linear.data import (
 from titan_linear.data.corpus.scores import with_scores
 from titan_linear.data.corpus.trees import BACK
 from titan_linear.distributed.groups import of_all_ranks
-from titan_linear.losses import build_loss
-from titan_linear.losses.distillation import MOST_IDS
+from titan_linear.losses import Loss, build_loss
 from titan_linear.models.config import ModelConfig, fingerprint
 from titan_linear.run.build import under_key
 from titan_linear.storage.hf_io import open_folder
@@ -118,11 +117,11 @@ def build_streams(config: Config, tokenizer: Tokenizer, progress: Progress | Non
     normalise = config.loss.normalise
     auto = "document" if loss.group else "token"
     columns = tuple(name for name in loss.columns if name != "reference" or config.loss.reference == "column")
-    if config.loss.reference == "base" and columns == loss.columns:
+    if config.loss.reference == "base" and "reference" not in loss.columns:
         raise ValueError(f"loss.reference = 'base': {config.loss.name}, by its keys, reads no reference; remove it")
     targets = Targets(auto if normalise == "auto" else normalise, columns, loss.group)
     for corpus in corpora:
-        check_columns(config, targets, corpus)
+        check_columns(config, loss, targets, corpus)
     holdout = v.holdout if v.enable and not own else 0.0
 
     def sides(split: str) -> list[Side]:
@@ -143,29 +142,29 @@ def build_streams(config: Config, tokenizer: Tokenizer, progress: Progress | Non
     return streams, MixedStreams(dict(zip(streams.sources, passes, strict=True)), seed=seed, repeat=False)
 
 
-def check_columns(config: Config, targets: Targets, corpus: Corpus) -> None:
+def check_columns(config: Config, loss: Loss, targets: Targets, corpus: Corpus) -> None:
     """Raise ValueError if a corpus has not what the loss reads."""
     name = f"loss.name = {config.loss.name!r}"
+    if config.training.seq_len_schedule and loss.group:
+        raise ValueError(f"training.seq_len_schedule cuts documents, and {name} takes them whole; remove it")
     if BACK in corpus.columns:
         _check_trees(config, targets, corpus)
-    if corpus.pairs != (targets.group == 2):
+    if corpus.pairs != (loss.group == 2):
         kinds = "single documents", "pairs of documents (training.dataset_format = 'preference')"
         raise ValueError(
-            f"{name} takes {kinds[targets.group == 2]}, and {corpus.folder} holds {kinds[corpus.pairs]}; change one"
+            f"{name} takes {kinds[loss.group == 2]}, and {corpus.folder} holds {kinds[corpus.pairs]}; change one"
         )
     if missing := [column for column in targets.columns if column not in corpus.columns]:
         raise ValueError(
             f"{name} reads the column {missing[0]!r}, and {corpus.folder} has none; name the records' field in "
             "training.dataset_columns, or have titan-linear score write it"
         )
-    widths = {column: corpus.columns[column].shape[1:] for column in targets.columns}
-    likeliest = widths.get("teacher_ids", ())
+    most, widths = loss.most_numbers, {name: sum(corpus.columns[name].shape[1:]) for name in targets.columns}
     for column, width in widths.items():
-        of_teacher = column.startswith("teacher")
-        if width != (likeliest if of_teacher else ()) or (of_teacher and not 0 < sum(width) <= MOST_IDS):
-            fits = f"1 to {MOST_IDS}, as many ids as log-probabilities" if of_teacher else "1"
+        if not min(most, 1) <= width <= most or width != next(iter(widths.values())):
+            fits = f"1 to {most}, as many ids as log-probabilities" if most else "1"
             raise ValueError(
-                f"{name}: the column {column!r} of {corpus.folder} has {sum(width) or 1} for each token; give {fits}"
+                f"{name}: the column {column!r} of {corpus.folder} has {width or 1} for each token; give {fits}"
             )
 
 
