@@ -12,19 +12,11 @@ two programs: one waits for its tiles while the other computes.
 
 from __future__ import annotations
 
-from functools import partial
-
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import constexpr
 
@@ -35,15 +27,21 @@ from titan_linear.ops.triton.hopper import (
     END,
     SQUARE,
     VECTOR,
+    GluonKernel,
+    add,
     barriers,
+    diagonal,
+    each,
     fetch,
+    indices,
     is_hopper,
     product,
     send,
     shared,
     swizzled,
+    turned,
+    visible,
 )
-from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.stages import Given
 from titan_linear.ops.triton.tiles import BT, Pair, read_state, rows, write_state
 
@@ -68,8 +66,7 @@ def fits(k: Tensor, V: int) -> bool:
 @gluon.jit
 def _places(i_hv, i_v, V: gl.constexpr):
     """Of Sᵀ in a state [HV, K, V]."""
-    o_v = gl.arange(0, BV, gl.SliceLayout(1, CARRY))[:, None]
-    o_k = gl.arange(0, K, gl.SliceLayout(0, CARRY))[None, :]
+    o_v, o_k = indices(BV, K, CARRY)
     return i_hv * (K * V) + o_k * V + i_v * BV + o_v
 
 
@@ -83,7 +80,7 @@ def _put(desc, place, shape: gl.constexpr, buffers, n, b_x, pending: gl.constexp
     """Write xᵀ, by one of two buffers in turn; `pending` writes may go on meanwhile."""
     tile = buffers.index(n % 2)
     tma.store_wait(pending)
-    tile.permute((1, 0)).store(b_x.to(desc.dtype))
+    turned(tile).store(b_x.to(desc.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(desc, place, tile.reshape(shape))
 
@@ -104,7 +101,7 @@ def _factors(vectors, stage):
 
 
 @gluon.jit
-def _forward(tiles, vectors, bars, rooms, ends, V: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr):
+def _forward(tiles, vectors, bars, rooms, ends, V: gl.constexpr, STAGES: gl.constexpr):
     q_s, k_s, v_s, C_s, A_s = tiles
     ready, factors_ready, empty = bars
     states_s, rows_s, states_desc, rows_desc = rooms
@@ -120,26 +117,26 @@ def _forward(tiles, vectors, bars, rooms, ends, V: gl.constexpr, STAGES: gl.cons
         b_sd = b_s.to(k.dtype)
         b_left = gl.convert_layout(b_sd, LEFT)
         mbarrier.wait(ready.index(stage), phase)
-        b_x = product(b_left, k.permute((1, 0)))
-        if OUT:
-            b_o = product(b_left, q_s.index(stage).permute((1, 0)))
+        b_x = product(b_left, turned(k))
+        if q_s is not None:
+            b_o = product(b_left, turned(q_s.index(stage)))
         else:
             _put(states_desc, [tile * K, i_v * BV], [K, BV], states_s, i, b_sd, 2)
-        b_v = v_s.index(stage).permute((1, 0)).load(SQUARE).to(gl.float32)
+        b_v = turned(v_s.index(stage)).load(SQUARE).to(gl.float32)
         mbarrier.wait(factors_ready.index(stage), phase)
         b_e, b_w, b_beta, last = _factors(vectors, stage)
-        if OUT:
+        if q_s is not None:
             b_x, b_o = warpgroup_mma_wait(0, (b_x, b_o))
         else:
             b_x = warpgroup_mma_wait(0, (b_x,))
         b_x = b_v - b_e * b_x
-        b_y = product(_left(b_x, k, LEFT), C.permute((1, 0)))
+        b_y = product(_left(b_x, k, LEFT), turned(C))
         b_s *= last
         b_y = b_x - warpgroup_mma_wait(0, (b_y,))
-        b_s = warpgroup_mma(_left(b_w * b_y, k, LEFT_OF_CARRY), k, b_s, is_async=True)
-        if OUT:
+        b_s = add(_left(b_w * b_y, k, LEFT_OF_CARRY), k, b_s)
+        if q_s is not None:
             b_u = _left(b_beta * b_y, k, LEFT)
-            b_o = warpgroup_mma(b_u, A_s.index(stage).permute((1, 0)), (scale * b_e) * b_o, is_async=True)
+            b_o = add(b_u, turned(A_s.index(stage)), (scale * b_e) * b_o)
             b_s, b_o = warpgroup_mma_wait(0, (b_s, b_o))
             _release(empty.index(stage))
             _put(rows_desc, row, [1, 1, BT, BV], rows_s, i, b_o, 1)
@@ -152,7 +149,7 @@ def _forward(tiles, vectors, bars, rooms, ends, V: gl.constexpr, STAGES: gl.cons
 
 
 @gluon.jit
-def _backward(tiles, vectors, bars, rooms, ends, V: gl.constexpr, STAGES: gl.constexpr, OUT: gl.constexpr):
+def _backward(tiles, vectors, bars, rooms, ends, V: gl.constexpr, STAGES: gl.constexpr):
     q_s, k_s, do_s, C_s, A_s = tiles
     ready, factors_ready, empty = bars
     states_s, rows_s, states_desc, rows_desc = rooms
@@ -164,11 +161,11 @@ def _backward(tiles, vectors, bars, rooms, ends, V: gl.constexpr, STAGES: gl.con
     for n in range(NT):
         i = NT - 1 - n
         stage, phase = n % STAGES, n // STAGES & 1
-        k, do = k_s.index(stage), do_s.index(stage).permute((1, 0))
+        k, do = k_s.index(stage), turned(do_s.index(stage))
         tile = (first + i).to(gl.int32) * HV + i_hv
         b_dsd = b_ds.to(k.dtype)
         mbarrier.wait(ready.index(stage), phase)
-        b_kds = product(gl.convert_layout(b_dsd, LEFT), k.permute((1, 0)))
+        b_kds = product(gl.convert_layout(b_dsd, LEFT), turned(k))
         b_du = product(do, A_s.index(stage))
         _put(states_desc, [tile * K, i_v * BV], [K, BV], states_s, n, b_dsd, 2)
         mbarrier.wait(factors_ready.index(stage), phase)
@@ -176,12 +173,12 @@ def _backward(tiles, vectors, bars, rooms, ends, V: gl.constexpr, STAGES: gl.con
         b_scaled = scale * vectors.index(3 * stage).load(gl.SliceLayout(0, LEFT_OF_CARRY))[None, :]
         b_do = (do.load(LEFT_OF_CARRY).to(gl.float32) * b_scaled).to(k.dtype)
         b_kds, b_du = warpgroup_mma_wait(0, (b_kds, b_du))
-        b_ds = warpgroup_mma(b_do, q_s.index(stage), b_ds * last, is_async=True)
+        b_ds = add(b_do, q_s.index(stage), b_ds * last)
         b_z = b_w * b_kds + b_beta * b_du
         b_dx = product(_left(b_z, k, LEFT), C_s.index(stage))
         b_ds, b_dx = warpgroup_mma_wait(0, (b_ds, b_dx))
         b_dx = b_z - b_dx
-        b_ds = warpgroup_mma(_left(-b_e * b_dx, k, LEFT_OF_CARRY), k, b_ds, is_async=True)
+        b_ds = add(_left(-b_e * b_dx, k, LEFT_OF_CARRY), k, b_ds)
         row = [END, start + length, END - length + i * BT, i_hv * V + i_v * BV]
         _put(rows_desc, row, [1, 1, BT, BV], rows_s, n, b_dx, 2)
         b_ds = warpgroup_mma_wait(0, (b_ds,))
@@ -207,10 +204,10 @@ def _load(tiles, bars, descs, span, HV, R, V: gl.constexpr, STAGES: gl.constexpr
         mbarrier.expect(bar, 2 * BT * (K + BV + BT) + (0 if q_desc is None else 2 * BT * (K + BT)))
         fetch(k_desc, keys, bar, k_s.index(stage))
         fetch(v_desc, values, bar, v_s.index(stage))
-        tma.async_copy_global_to_shared(C_desc, [tile, 0], bar, C_s.index(stage))
+        fetch(C_desc, [tile, 0], bar, C_s.index(stage))
         if q_desc is not None:
             fetch(q_desc, keys, bar, q_s.index(stage))
-            tma.async_copy_global_to_shared(A_desc, [tile, 0], bar, A_s.index(stage))
+            fetch(A_desc, [tile, 0], bar, A_s.index(stage))
 
 
 @gluon.jit
@@ -231,7 +228,7 @@ def _make_factors(vectors, bars, gates, span, HV, STAGES: gl.constexpr, BACK: gl
         mbarrier.arrive(factors_ready.index(stage))
 
 
-@partial(Kernel, jit=gluon.jit)
+@GluonKernel
 def scan_kernel(
     k_desc, v_desc, C_desc, q_desc, A_desc,  # v: do with BACK; q and A: None where no o is wanted
     states_desc, rows_desc,  # h and y, None and o, or with BACK dh and dv
@@ -260,7 +257,7 @@ def scan_kernel(
     rooms = states_s, rows_s, states_desc, rows_desc
     gl.warp_specialize(
         [
-            (_backward if BACK else _forward, (tiles, vectors, bars, rooms, ends, V, STAGES, q_desc is not None)),
+            (_backward if BACK else _forward, (tiles, vectors, bars, rooms, ends, V, STAGES)),
             (_load, (tiles, bars, descs, span, HV, R, V, STAGES, BACK)),
             (_make_factors, (vectors, bars, gates, span, HV, STAGES, BACK)),
         ],
@@ -299,6 +296,18 @@ def _half(rows, i: gl.constexpr):
 
 
 @gluon.jit
+def _products(a, first, second):
+    """a times the transposes of both, under way."""
+    return product(a, turned(first)), product(a, turned(second))
+
+
+@gluon.jit
+def _add(a, rows, first, second):
+    """a @ rows, under way, added to its halves."""
+    return add(a, _half(rows, 0), first), add(a, _half(rows, 1), second)
+
+
+@gluon.jit
 def _read(rows, i: gl.constexpr):
     return _half(rows, i).load(SQUARE).to(gl.float32)
 
@@ -314,7 +323,7 @@ def _write(desc, place, rows, first, second):
 @gluon.jit
 def _given_product(initial, d_final, i_n, i_hv, HV):
     """<S, dS'> of an entry's given states."""
-    o_k, o_v = gl.arange(0, 16, gl.SliceLayout(1, STATE))[:, None], gl.arange(0, K, gl.SliceLayout(0, STATE))[None, :]
+    o_k, o_v = indices(16, K, STATE)
     total = gl.zeros([16, K], gl.float32, STATE)
     for i in range(K // 16):
         o_s = i_hv * (K * K) + (i * 16 + o_k) * K + o_v
@@ -322,7 +331,7 @@ def _given_product(initial, d_final, i_n, i_hv, HV):
     return gl.sum(gl.sum(total, 1), 0)
 
 
-@partial(Kernel, jit=gluon.jit)
+@GluonKernel
 def gradients_kernel(
     q_desc, k_desc, do_desc, y_desc, dv_desc, h_desc, dh_desc, dq_desc, dk_desc,
     gates, g, A_log, dt_bias, initial, d_final, dg, dbeta, d_gate, chunks, scale, HV, NT, R,
@@ -338,22 +347,22 @@ def gradients_kernel(
             gl.store(d_gate + NT * HV + i_p, 0.0)
         return
     dtype: gl.constexpr = k_desc.dtype
-    tokens, read_once, states = shared(dtype, 3, BT, K), shared(dtype, 2, BT, K), shared(dtype, 2, BT, K)
-    q_s, k_s, y_s = tokens.index(0), tokens.index(1), tokens.index(2)
-    do_s, dv_s, h1, h2 = read_once.index(0), read_once.index(1), states.index(0), states.index(1)
-    bars = barriers(5)
+    q_s, k_s, y_s = each(shared(dtype, 3, BT, K))
+    do_s, dv_s = each(shared(dtype, 2, BT, K))
+    h1, h2 = each(shared(dtype, 2, BT, K))
+    keys_ready, values_ready, h_ready, dh1_ready, dh2_ready = each(barriers(5))
     end, row = start.to(gl.int32) + n, END - n
     keys, values = [END, end, row, i_hv // R * K], [END, end, row, i_hv * K]
-    mbarrier.expect(bars.index(0), 4 * BT * K)
-    fetch(q_desc, keys, bars.index(0), q_s)
-    fetch(k_desc, keys, bars.index(0), k_s)
-    mbarrier.expect(bars.index(1), 6 * BT * K)
-    fetch(do_desc, values, bars.index(1), do_s)
-    fetch(y_desc, values, bars.index(1), y_s)
-    fetch(dv_desc, values, bars.index(1), dv_s)
-    mbarrier.expect(bars.index(2), 4 * BT * K)
-    tma.async_copy_global_to_shared(h_desc, [i_p * K, 0], bars.index(2), h1)
-    tma.async_copy_global_to_shared(h_desc, [i_p * K + BT, 0], bars.index(2), h2)
+    mbarrier.expect(keys_ready, 4 * BT * K)
+    fetch(q_desc, keys, keys_ready, q_s)
+    fetch(k_desc, keys, keys_ready, k_s)
+    mbarrier.expect(values_ready, 6 * BT * K)
+    fetch(do_desc, values, values_ready, do_s)
+    fetch(y_desc, values, values_ready, y_s)
+    fetch(dv_desc, values, values_ready, dv_s)
+    mbarrier.expect(h_ready, 4 * BT * K)
+    fetch(h_desc, [i_p * K, 0], h_ready, h1)
+    fetch(h_desc, [i_p * K + BT, 0], h_ready, h2)
 
     o_i, o_j = gl.arange(0, BT, TOKENS), gl.arange(0, BT, OF_TOKENS)
     p_g = gates + i_p.to(gl.int64) * (2 * BT)
@@ -362,60 +371,54 @@ def gradients_kernel(
     b_betas = gl.load(p_g + BT + o_j)[None, :]
     o_i, o_j = o_i[:, None], o_j[None, :]
     b_d = gl.exp2(gl.where(o_i >= o_j, b_G[:, None] - gl.load(p_g + o_j), -float("inf")))
-    mbarrier.wait(bars.index(0), 0)
-    b_a, b_kk = product(q_s, k_s.permute((1, 0))), product(k_s, k_s.permute((1, 0)))
-    mbarrier.wait(bars.index(1), 0)
-    b_p, b_n = product(do_s, y_s.permute((1, 0))), product(dv_s, y_s.permute((1, 0)))
+    mbarrier.wait(keys_ready, 0)
+    b_a, b_kk = product(q_s, turned(k_s)), product(k_s, turned(k_s))
+    mbarrier.wait(values_ready, 0)
+    b_p, b_n = product(do_s, turned(y_s)), product(dv_s, turned(y_s))
     b_a, b_kk, b_p, b_n = warpgroup_mma_wait(0, (b_a, b_kk, b_p, b_n))
     b_p *= scale * b_d
     b_n = gl.where(o_i > o_j, -b_n * b_d, 0.0)
     # as `_pair_gradients`
     b_w = b_p * b_a + b_n * b_kk
-    b_own = gl.sum(gl.where(o_i == o_j, b_w, 0.0), 1)
+    b_own = diagonal(b_w)
     b_w = gl.where(o_i == o_j, 0.0, b_w)
     b_dg = gl.sum(b_w * b_betas, 1)
     b_db = gl.sum(gl.reshape(b_w, [4, BT // 4, BT]), 1)  # of each warp
     b_p, b_n = (b_p * b_betas).to(dtype), (b_n * b_betas).to(dtype)
 
-    mbarrier.wait(bars.index(2), 0)
-    dq1, dq2 = product(do_s, h1.permute((1, 0))), product(do_s, h2.permute((1, 0)))
-    dk1, dk2 = product(dv_s, h1.permute((1, 0))), product(dv_s, h2.permute((1, 0)))
+    mbarrier.wait(h_ready, 0)
+    dq1, dq2 = _products(do_s, h1, h2)
+    dk1, dk2 = _products(dv_s, h1, h2)
     dq1, dq2, dk1, dk2 = warpgroup_mma_wait(0, (dq1, dq2, dk1, dk2))
     tl.debug_barrier()
     dh1 = shared(dtype, 1, BT, K).index(0)
-    mbarrier.expect(bars.index(3), 2 * BT * K)
-    tma.async_copy_global_to_shared(dh_desc, [i_p * K, 0], bars.index(3), dh1)
-    pairs = shared(dtype, 2, BT, BT)
-    pairs.index(0).store(b_p)
-    pairs.index(1).store(b_n)
-    fence_async_shared()
-    tl.debug_barrier()
+    mbarrier.expect(dh1_ready, 2 * BT * K)
+    fetch(dh_desc, [i_p * K, 0], dh1_ready, dh1)
+    p_s, n_s = each(shared(dtype, 2, BT, BT))
+    p_s.store(b_p)
+    n_s.store(b_n)
+    visible()
     dq1 *= scale * b_e
     dq2 *= scale * b_e
     dk1 *= -b_e
     dk2 *= -b_e
     b_dg += gl.sum(dq1 * _read(q_s, 0) + dq2 * _read(q_s, 1) + dk1 * _read(k_s, 0) + dk2 * _read(k_s, 1), 1)
-    p, n_s = pairs.index(0), pairs.index(1)
-    dq1 = warpgroup_mma(p, _half(k_s, 0), dq1, is_async=True)
-    dq2 = warpgroup_mma(p, _half(k_s, 1), dq2, is_async=True)
-    dk1 = warpgroup_mma(n_s, _half(k_s, 0), dk1, is_async=True)
-    dk2 = warpgroup_mma(n_s, _half(k_s, 1), dk2, is_async=True)
-    dk1 = warpgroup_mma(n_s.permute((1, 0)), _half(k_s, 0), dk1, is_async=True)
-    dk2 = warpgroup_mma(n_s.permute((1, 0)), _half(k_s, 1), dk2, is_async=True)
-    dk1 = warpgroup_mma(p.permute((1, 0)), _half(q_s, 0), dk1, is_async=True)
-    dk2 = warpgroup_mma(p.permute((1, 0)), _half(q_s, 1), dk2, is_async=True)
+    dq1, dq2 = _add(p_s, k_s, dq1, dq2)
+    dk1, dk2 = _add(n_s, k_s, dk1, dk2)
+    dk1, dk2 = _add(turned(n_s), k_s, dk1, dk2)
+    dk1, dk2 = _add(turned(p_s), q_s, dk1, dk2)
     dq1, dq2, dk1, dk2 = warpgroup_mma_wait(0, (dq1, dq2, dk1, dk2))
     tl.debug_barrier()
     dh2 = shared(dtype, 1, BT, K).index(0)
-    mbarrier.expect(bars.index(4), 2 * BT * K)
-    tma.async_copy_global_to_shared(dh_desc, [i_p * K + BT, 0], bars.index(4), dh2)
+    mbarrier.expect(dh2_ready, 2 * BT * K)
+    fetch(dh_desc, [i_p * K + BT, 0], dh2_ready, dh2)
     _write(dq_desc, values, q_s, dq1, dq2)
 
-    mbarrier.wait(bars.index(3), 0)
-    ydh1, b_s = product(y_s, dh1.permute((1, 0))), product(h1, dh1.permute((1, 0)))
-    mbarrier.wait(bars.index(4), 0)
-    ydh2 = product(y_s, dh2.permute((1, 0)))
-    b_s = warpgroup_mma(h2, dh2.permute((1, 0)), b_s, is_async=True)
+    mbarrier.wait(dh1_ready, 0)
+    ydh1, b_s = product(y_s, turned(dh1)), product(h1, turned(dh1))
+    mbarrier.wait(dh2_ready, 0)
+    ydh2 = product(y_s, turned(dh2))
+    b_s = add(h2, turned(dh2), b_s)
     ydh1, ydh2, b_s = warpgroup_mma_wait(0, (ydh1, ydh2, b_s))
     b_w = gl.exp2(last - gl.load(p_g + gl.arange(0, BT, TOKENS)))
     b_dbs = b_w * gl.sum(ydh1 * _read(k_s, 0) + ydh2 * _read(k_s, 1), 1)
@@ -423,7 +426,7 @@ def gradients_kernel(
     dk1 += b_w * ydh1
     dk2 += b_w * ydh2
 
-    b_sds = gl.sum(gl.sum(gl.where(o_i == o_j, b_s, 0.0), 1), 0)
+    b_sds = gl.sum(diagonal(b_s), 0)
     if initial[0] is not None and d_final[0] is not None:
         cu_seqlens, chunk_index, _ = chunks
         i_n = gl.load(chunk_index + 2 * i_t).to(gl.int64)

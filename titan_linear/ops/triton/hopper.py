@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 import triton.language as tl
@@ -14,12 +14,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import constexpr
 
 from titan_linear.ops.triton import configs
+from titan_linear.ops.triton.launch import Kernel
+from titan_linear.ops.triton.solve import split
 from titan_linear.ops.triton.tiles import chunk_tiles, ragged_tiles
 
 TILE = constexpr(gl.NVMMASharedLayout(128, 16, 2))
 SQUARE = constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # [64, 64]
 VECTOR = constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 END = constexpr(1 << 30)  # a ragged descriptor's last row is that of the entry
+GluonKernel = partial(Kernel, jit=gluon.jit)
 
 
 def is_hopper(device: torch.device) -> bool:
@@ -40,6 +43,16 @@ def _layout(bits: int, rank: int) -> gl.NVMMASharedLayout:
 
 
 @gluon.jit
+def each(x):
+    """The parts of x, by its first dimension."""
+    n: gl.constexpr = x.shape[0]
+    parts = ()
+    for i in gl.static_range(n):
+        parts = parts + (x.index(i),)  # noqa: RUF005 (Triton joins tuples with +)
+    return parts
+
+
+@gluon.jit
 def barriers(n: gl.constexpr):
     bars = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(n):
@@ -54,22 +67,70 @@ def shared(dtype: gl.constexpr, n: gl.constexpr, rows: gl.constexpr, columns: gl
 
 @gluon.jit
 def fetch(desc, place, bar, tile):
-    """A tile of a stream's rows, by `swizzled`."""
-    tma.async_copy_global_to_shared(desc, place, bar, tile.reshape([1, 1, tile.shape[0], tile.shape[1]]))
+    """A tile, by `swizzled`, of a stream's rows or of a chunk."""
+    shape: gl.constexpr = desc.block_type.shape
+    if len(shape) > len(tile.shape):
+        tile = tile.reshape(shape)
+    tma.async_copy_global_to_shared(desc, place, bar, tile)
+
+
+@gluon.jit
+def visible():
+    """What this program stored in shared memory, to its products and the copy engine."""
+    fence_async_shared()
+    tl.debug_barrier()
 
 
 @gluon.jit
 def send(desc, place, tile):
     """As `fetch`, the other way, once all warps have stored their part of the tile."""
-    fence_async_shared()
-    tl.debug_barrier()
-    tma.async_copy_shared_to_global(desc, place, tile.reshape([1, 1, tile.shape[0], tile.shape[1]]))
+    visible()
+    tma.async_copy_shared_to_global(desc, place, tile.reshape(desc.block_type.shape))
+
+
+@gluon.jit
+def turned(tile):
+    """The transpose of a tile in shared memory."""
+    return tile.permute((1, 0))
 
 
 @gluon.jit
 def product(a, b):
     """a @ b [64, 64], under way; b in shared memory."""
     return warpgroup_mma(a, b, gl.zeros([64, 64], gl.float32, SQUARE), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add(a, b, acc):
+    """acc + a @ b, under way; b in shared memory."""
+    return warpgroup_mma(a, b, acc, is_async=True)
+
+
+@gluon.jit
+def left(x):
+    """x in registers as a product reads it on its left: nothing moves."""
+    return gl.convert_layout(x, gl.DotOperandLayout(0, x.type.layout, 2), assert_trivial=True)
+
+
+@gluon.jit
+def sums(x, matrix):
+    """x @ matrix, under way, for x in fp32 as two bf16 parts."""
+    high, low = split(x)
+    acc = warpgroup_mma(left(low), matrix, gl.zeros_like(x), use_acc=False, is_async=True)
+    return add(left(high), matrix, acc)
+
+
+@gluon.jit
+def indices(R: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
+    """As those of `tiles`."""
+    return gl.arange(0, R, gl.SliceLayout(1, layout))[:, None], gl.arange(0, C, gl.SliceLayout(0, layout))[None, :]
+
+
+@gluon.jit
+def diagonal(x):
+    """Of x [64, 64] in the layout of a product."""
+    i, j = indices(64, 64, SQUARE)
+    return gl.sum(gl.where(i == j, x, 0.0), 1)
 
 
 @gluon.jit

@@ -8,20 +8,12 @@ pairs of two halves then need no mask, and products read parts of the chunk's ma
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 from triton.language import constexpr
 
 from titan_linear.ops.runtime.options import Inputs
@@ -29,27 +21,31 @@ from titan_linear.ops.triton.chunks import chunk_at
 from titan_linear.ops.triton.gates import LOG2E, log2_gate, sigmoid, softplus
 from titan_linear.ops.triton.hopper import (
     END,
-    SQUARE,
     VECTOR,
+    GluonKernel,
+    add,
     barriers,
+    diagonal,
+    each,
     fetch,
+    indices,
     inverse,
     is_hopper,
+    left,
     product,
     rounded,
     send,
     shared,
+    sums,
     swizzled,
+    turned,
 )
 from titan_linear.ops.triton.kda_kernels import gate_gradient, gate_rate
-from titan_linear.ops.triton.launch import Kernel
-from titan_linear.ops.triton.solve import split
 from titan_linear.ops.triton.stages import Given
 
 C = constexpr(64)  # tokens of a chunk, and channels of a program
 D = constexpr(128)  # K and V
 HALF = constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))  # [C, 32]
-LEFT = constexpr(gl.DotOperandLayout(0, HALF.value, 2))
 CHANNELS = constexpr(gl.SliceLayout(1, HALF.value))
 TOKENS = constexpr(gl.SliceLayout(0, HALF.value))
 SUMS = constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))  # [32, 32]
@@ -59,21 +55,6 @@ WORDS = constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 def fits(x: Inputs) -> bool:
     """Whether this kernel takes heads and dtypes like those of x."""
     return x.q.shape == x.v.shape and x.q.shape[2] == D.value and x.q.dtype == torch.bfloat16 and is_hopper(x.q.device)
-
-
-@gluon.jit
-def _add(a, b, acc):
-    """acc + a @ b [C, 32], under way; a in registers."""
-    return warpgroup_mma(gl.convert_layout(a, LEFT, assert_trivial=True), b, acc, is_async=True)
-
-
-@gluon.jit
-def _sums(x, matrix):
-    """As `split_dot`, under way."""
-    hi, lo = split(x)
-    acc = gl.zeros([C, 32], gl.float32, HALF)
-    acc = warpgroup_mma(gl.convert_layout(lo, LEFT), matrix, acc, use_acc=False, is_async=True)
-    return _add(hi, matrix, acc)
 
 
 @gluon.jit
@@ -92,7 +73,7 @@ def _part(matrix, i: gl.constexpr, j: gl.constexpr):
 @gluon.jit
 def _turned(rows, i: gl.constexpr):
     """The tokens of half i of rows [C, C], as [C, 32]."""
-    return rows.slice(32 * i, 32, 0).permute((1, 0))
+    return turned(rows.slice(32 * i, 32, 0))
 
 
 @gluon.jit
@@ -129,7 +110,7 @@ def _log2_gates(g_s, i: gl.constexpr, rate, bias, lower_bound, n, GATE: gl.const
     return raw * LOG2E if GATE == 2 else log2_gate(raw)
 
 
-@partial(Kernel, jit=gluon.jit)
+@GluonKernel
 def gradient_kernel(
     q_desc, k_desc, g_desc, do_desc, r_desc, y_desc, h_desc, dh_desc, dA_desc, dK_desc, dq_desc, dk_desc, dg_desc,
     A_log, dt_bias, b, dA_part, dbias_part, fast, chunks, scale, lower_bound, HV, GATE: gl.constexpr,
@@ -150,15 +131,13 @@ def gradient_kernel(
         if dbias_part is not None:
             gl.store(dbias_part + o_part, gl.zeros([C], gl.float32, CHANNELS))
         return
-    tokens, states = shared(gl.bfloat16, 6, C, C), shared(gl.bfloat16, 2, D, C)
-    q_s, k_s, dA_s, dK_s = tokens.index(0), tokens.index(1), tokens.index(2), tokens.index(3)
-    do1_s, do2_s, h_s, y_s = tokens.index(4), tokens.index(5), states.index(0), states.index(1)
+    q_s, k_s, dA_s, dK_s, do1_s, do2_s = each(shared(gl.bfloat16, 6, C, C))
+    h_s, y_s = each(shared(gl.bfloat16, 2, D, C))
     size: gl.constexpr = g_desc.dtype.primitive_bitwidth
     g_s = gl.allocate_shared_memory(g_desc.dtype, [C, C], gl.NVMMASharedLayout(128, size, 2))
     sums_s = gl.allocate_shared_memory(gl.bfloat16, [32, 32], gl.NVMMASharedLayout(64, 16, 2))
     b_s = gl.allocate_shared_memory(gl.float32, [C], VECTOR)
-    bars = barriers(3)
-    keys_ready, ready, last_ready = bars.index(0), bars.index(1), bars.index(2)
+    keys_ready, ready, last_ready = each(barriers(3))
     end, row = start.to(gl.int32) + n, END - n
     place = [END, end, row, i_h * D + i_k * C]
     mbarrier.expect(keys_ready, C * C * (4 + size // 8))
@@ -166,15 +145,15 @@ def gradient_kernel(
     fetch(k_desc, place, keys_ready, k_s)
     fetch(q_desc, place, keys_ready, q_s)
     mbarrier.expect(ready, 2 * C * (3 * D + 2 * C))
-    tma.async_copy_global_to_shared(h_desc, [tile * D, i_k * C], ready, h_s)
+    fetch(h_desc, [tile * D, i_k * C], ready, h_s)
     fetch(do_desc, [END, end, row, i_h * D], ready, do1_s)
     fetch(do_desc, [END, end, row, i_h * D + C], ready, do2_s)
-    tma.async_copy_global_to_shared(y_desc, [tile * D, 0], ready, y_s)
-    tma.async_copy_global_to_shared(dA_desc, [tile * C, 0], ready, dA_s)
-    tma.async_copy_global_to_shared(dK_desc, [tile * C, 0], ready, dK_s)
+    fetch(y_desc, [tile * D, 0], ready, y_s)
+    fetch(dA_desc, [tile * C, 0], ready, dA_s)
+    fetch(dK_desc, [tile * C, 0], ready, dK_s)
 
     # Σ_i x_i sums_ij: sums up to j, less half of all
-    o_i, o_j = gl.arange(0, 32, gl.SliceLayout(1, SUMS))[:, None], gl.arange(0, 32, gl.SliceLayout(0, SUMS))[None, :]
+    o_i, o_j = indices(32, 32, SUMS)
     sums_s.store(gl.where(o_i <= o_j, 0.5, -0.5).to(gl.bfloat16))
     b_s.store(gl.load(b + tile.to(gl.int64) * C + gl.arange(0, C, WORDS)))
     fence_async_shared()
@@ -182,8 +161,8 @@ def gradient_kernel(
     if dt_bias is not None:
         bias = gl.load(dt_bias + (i_h * D + channels)).to(gl.float32)[:, None]
     mbarrier.wait(keys_ready, 0)
-    x1 = _sums(_log2_gates(g_s, 0, rate, bias, lower_bound, n, GATE), sums_s)
-    x2 = _sums(_log2_gates(g_s, 1, rate, bias, lower_bound, n, GATE), sums_s)
+    x1 = sums(_log2_gates(g_s, 0, rate, bias, lower_bound, n, GATE), sums_s)
+    x2 = sums(_log2_gates(g_s, 1, rate, bias, lower_bound, n, GATE), sums_s)
     x1, x2 = warpgroup_mma_wait(0, (x1, x2))
     # as `half_decays`
     first, second = gl.min(x1, 1), gl.min(x2, 1)
@@ -203,33 +182,33 @@ def gradient_kernel(
     qE1, qE2 = rounded(_read(q_s, 0) * E1), rounded(_read(q_s, 1) * E2)
 
     mbarrier.wait(ready, 0)
-    b_dq = product(h_s.slice(0, C).permute((1, 0)), do1_s.permute((1, 0)))
-    b_dq = warpgroup_mma(h_s.slice(C, C).permute((1, 0)), do2_s.permute((1, 0)), b_dq, is_async=True)
-    b_dk = product(h_s.permute((1, 0)), y_s)
+    b_dq = product(turned(h_s.slice(0, C)), turned(do1_s))
+    b_dq = add(turned(h_s.slice(C, C)), turned(do2_s), b_dq)
+    b_dk = product(turned(h_s), y_s)
     b_dq, b_dk = warpgroup_mma_wait(0, (b_dq, b_dk))
     tl.debug_barrier()
     dh_s, r1_s, r2_s = y_s, do1_s, do2_s
     mbarrier.expect(last_ready, 4 * C * D)
-    tma.async_copy_global_to_shared(r_desc, [tile * D, 0], last_ready, r1_s)
-    tma.async_copy_global_to_shared(r_desc, [tile * D + C, 0], last_ready, r2_s)
-    tma.async_copy_global_to_shared(dh_desc, [tile * D, i_k * C], last_ready, dh_s)
+    fetch(r_desc, [tile * D, 0], last_ready, r1_s)
+    fetch(r_desc, [tile * D + C, 0], last_ready, r2_s)
+    fetch(dh_desc, [tile * D, i_k * C], last_ready, dh_s)
 
     dq1, dq2 = _halves(b_dq)
     dk1, dk2 = _halves(b_dk)
     far_kW = kW1 * down1 * down2
-    dq1 = _add(kW1, _part(dA_s, 0, 0).permute((1, 0)), dq1 * (scale * start1))
-    dq2 = _add(kW2, _part(dA_s, 1, 1).permute((1, 0)), dq2 * (scale * start2))
-    dq2 = _add(far_kW, _part(dA_s, 1, 0).permute((1, 0)), dq2)
-    dk1 = _add(kW1, _part(dK_s, 0, 0).permute((1, 0)), dk1 * (-_of_tokens(b_s, 0) * start1))
-    dk2 = _add(kW2, _part(dK_s, 1, 1).permute((1, 0)), dk2 * (-_of_tokens(b_s, 1) * start2))
-    dk2 = _add(far_kW, _part(dK_s, 1, 0).permute((1, 0)), dk2)
+    dq1 = add(left(kW1), turned(_part(dA_s, 0, 0)), dq1 * (scale * start1))
+    dq2 = add(left(kW2), turned(_part(dA_s, 1, 1)), dq2 * (scale * start2))
+    dq2 = add(left(far_kW), turned(_part(dA_s, 1, 0)), dq2)
+    dk1 = add(left(kW1), turned(_part(dK_s, 0, 0)), dk1 * (-_of_tokens(b_s, 0) * start1))
+    dk2 = add(left(kW2), turned(_part(dK_s, 1, 1)), dk2 * (-_of_tokens(b_s, 1) * start2))
+    dk2 = add(left(far_kW), turned(_part(dK_s, 1, 0)), dk2)
     dq1, dq2, dk1, dk2 = warpgroup_mma_wait(0, (dq1, dq2, dk1, dk2))
     # dΓ takes the rounded operands: a pair (i, j) then gives +x at i, −x at j, which cancel in dg.
     sum1 = qE1.to(gl.float32) * dq1 + kE1.to(gl.float32) * dk1
     sum2 = qE2.to(gl.float32) * dq2 + kE2.to(gl.float32) * dk2
     mbarrier.wait(last_ready, 0)
-    b_dkm = product(dh_s.slice(0, C).permute((1, 0)), r1_s)
-    b_dkm = warpgroup_mma(dh_s.slice(C, C).permute((1, 0)), r2_s, b_dkm, is_async=True)
+    b_dkm = product(turned(dh_s.slice(0, C)), r1_s)
+    b_dkm = add(turned(dh_s.slice(C, C)), r2_s, b_dkm)
     _write(dq_desc, place, q_s, dq1 * E1, dq2 * E2)
     dk1 *= E1
     dk2 *= E2
@@ -238,23 +217,22 @@ def gradient_kernel(
     dkm1 *= _of_tokens(b_s, 0) * end1
     dkm2 *= _of_tokens(b_s, 1) * end2
     dgamma = gl.sum(dkm1 * kW1.to(gl.float32) + dkm2 * kW2.to(gl.float32), 1)
-    dkm1 = _add(qE1, _part(dA_s, 0, 0), dkm1)
-    dkm2 = _add(qE2, _part(dA_s, 1, 1), dkm2)
-    dkm1 = _add(kE1, _part(dK_s, 0, 0), dkm1)
-    dkm2 = _add(kE2, _part(dK_s, 1, 1), dkm2)
-    dkm1 = _add(qE2 * down1 * down2, _part(dA_s, 1, 0), dkm1)
-    dkm1 = _add(kE2 * down1 * down2, _part(dK_s, 1, 0), dkm1)
+    dkm1 = add(left(qE1), _part(dA_s, 0, 0), dkm1)
+    dkm2 = add(left(qE2), _part(dA_s, 1, 1), dkm2)
+    dkm1 = add(left(kE1), _part(dK_s, 0, 0), dkm1)
+    dkm2 = add(left(kE2), _part(dK_s, 1, 1), dkm2)
+    dkm1 = add(left(qE2 * down1 * down2), _part(dA_s, 1, 0), dkm1)
+    dkm1 = add(left(kE2 * down1 * down2), _part(dK_s, 1, 0), dkm1)
     dkm1, dkm2 = warpgroup_mma_wait(0, (dkm1, dkm2))
     sum1 -= kW1.to(gl.float32) * dkm1
     sum2 -= kW2.to(gl.float32) * dkm2
     _write(dk_desc, place, k_s, dk1 + dkm1 * inverse(E1), dk2 + dkm2 * inverse(E2))
 
-    dg1, dg2 = _sums(sum1, sums_s.permute((1, 0))), _sums(sum2, sums_s.permute((1, 0)))
-    b_ds = product(h_s.permute((1, 0)), dh_s)  # its diagonal: Σ_v S ⊙ dS'
+    dg1, dg2 = sums(sum1, turned(sums_s)), sums(sum2, turned(sums_s))
+    b_ds = product(turned(h_s), dh_s)  # its diagonal: Σ_v S ⊙ dS'
     total2 = gl.sum(sum2, 1)
     dg1, dg2, b_ds = warpgroup_mma_wait(0, (dg1, dg2, b_ds))
-    o_i, o_j = gl.arange(0, C, gl.SliceLayout(1, SQUARE))[:, None], gl.arange(0, C, gl.SliceLayout(0, SQUARE))[None, :]
-    ds = gl.convert_layout(gl.sum(gl.where(o_i == o_j, b_ds, 0.0), 1), CHANNELS)
+    ds = gl.convert_layout(diagonal(b_ds), CHANNELS)
     later2 = dgamma + gl.exp2(gamma) * ds + 0.5 * total2
     dg1 += (later2 + 0.5 * (total2 + gl.sum(sum1, 1)))[:, None]
     dg2 += later2[:, None]

@@ -8,20 +8,12 @@ and tokens as columns, so that sums over tokens take gates and their gradients f
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 from triton.language import constexpr
 
 from titan_linear.ops.runtime.options import DPLRInputs
@@ -30,22 +22,27 @@ from titan_linear.ops.triton.gates import LOG2E, sigmoid
 from titan_linear.ops.triton.hopper import (
     END,
     SQUARE,
+    GluonKernel,
+    add,
     barriers,
+    diagonal,
+    each,
     fetch,
+    indices,
     inverse,
     is_hopper,
+    left,
     product,
     rounded,
     send,
+    sums,
     swizzled,
+    turned,
+    visible,
 )
-from titan_linear.ops.triton.launch import Kernel
-from titan_linear.ops.triton.solve import split
 from titan_linear.ops.triton.stages import Given
 
 C = constexpr(64)  # tokens of a chunk, K and V
-LEFT = constexpr(gl.DotOperandLayout(0, SQUARE.value, 2))
-CHANNELS = constexpr(gl.SliceLayout(1, SQUARE.value))
 TOKENS = constexpr(gl.SliceLayout(0, SQUARE.value))
 
 
@@ -62,53 +59,21 @@ def _room(dtype: gl.constexpr = gl.bfloat16):
 
 
 @gluon.jit
-def _turned(tile):
-    return tile.permute((1, 0))
-
-
-@gluon.jit
-def _add(a, b, acc):
-    return warpgroup_mma(a, b, acc, is_async=True)
-
-
-@gluon.jit
-def _left(x):
-    return gl.convert_layout(rounded(x), LEFT, assert_trivial=True)
-
-
-@gluon.jit
-def _sums(x, matrix):
-    """x @ matrix, under way, for x [C, C] in fp32 as two bf16 parts."""
-    high, low = split(x)
-    acc = gl.zeros([C, C], gl.float32, SQUARE)
-    low = gl.convert_layout(low, LEFT, assert_trivial=True)
-    acc = warpgroup_mma(low, matrix, acc, use_acc=False, is_async=True)
-    return warpgroup_mma(gl.convert_layout(high, LEFT, assert_trivial=True), matrix, acc, is_async=True)
-
-
-@gluon.jit
 def _read(rows):
     """Rows of tokens, as [channels, tokens]."""
-    return _turned(rows).load(SQUARE).to(gl.float32)
+    return turned(rows).load(SQUARE).to(gl.float32)
 
 
 @gluon.jit
 def _earlier(STRICT: gl.constexpr):
     """Which of a matrix's columns are tokens before those of its rows."""
-    i, j = gl.arange(0, C, CHANNELS)[:, None], gl.arange(0, C, TOKENS)[None, :]
+    i, j = indices(C, C, SQUARE)
     return (j < i) if STRICT else (j <= i)
 
 
 @gluon.jit
 def _store_pairs(room, x, STRICT: gl.constexpr):
     room.store(rounded(gl.where(_earlier(STRICT), x, 0.0)))
-
-
-@gluon.jit
-def _visible():
-    """What this program stored in shared memory, to its products and the copy engine."""
-    fence_async_shared()
-    tl.debug_barrier()
 
 
 @gluon.jit
@@ -122,7 +87,7 @@ def _log2_gates(w_s, RATE: gl.constexpr):
         return rate * (RATE * LOG2E), rate
 
 
-@partial(Kernel, jit=gluon.jit)
+@GluonKernel
 def gradient_kernel(
     q_desc, k_desc, v_desc, a_desc, b_desc, w_desc, do_desc, T_desc, h_desc, dh_desc,
     dq_desc, dk_desc, dv_desc, da_desc, db_desc, dw_desc, chunks, scale, H, RATE: gl.constexpr,
@@ -137,8 +102,7 @@ def gradient_kernel(
     size: gl.constexpr = C * C * w_desc.dtype.primitive_bitwidth // 8
     w_s, q_s, k_s, a_s, b_s, v_s, do_s = _room(w_desc.dtype), _room(), _room(), _room(), _room(), _room(), _room()
     h_s, dh_s, leaves_s, T_s, y_s, z_s = _room(), _room(), _room(), _room(), _room(), _room()
-    bars = barriers(4)
-    gates_ready, keys_ready, ready, last_ready = bars.index(0), bars.index(1), bars.index(2), bars.index(3)
+    gates_ready, keys_ready, ready, last_ready = each(barriers(4))
     end, row = start.to(gl.int32) + n, END - n
     place = [END, end, row, i_h * C]
     mbarrier.expect(gates_ready, size)
@@ -149,69 +113,68 @@ def gradient_kernel(
     fetch(a_desc, place, keys_ready, a_s)
     fetch(b_desc, place, keys_ready, b_s)
     mbarrier.expect(ready, 12 * C * C)
-    tma.async_copy_global_to_shared(dh_desc, [tile * C, 0], ready, dh_s)
-    tma.async_copy_global_to_shared(h_desc, [(enters + H) * C, 0], ready, leaves_s)
-    tma.async_copy_global_to_shared(h_desc, [enters * C, 0], ready, h_s)
-    tma.async_copy_global_to_shared(T_desc, [tile * C, 0], ready, T_s)
+    fetch(dh_desc, [tile * C, 0], ready, dh_s)
+    fetch(h_desc, [(enters + H) * C, 0], ready, leaves_s)
+    fetch(h_desc, [enters * C, 0], ready, h_s)
+    fetch(T_desc, [tile * C, 0], ready, T_s)
     fetch(v_desc, place, ready, v_s)
     fetch(do_desc, place, ready, do_s)
 
     z_s.store(gl.where(_earlier(False), 1.0, 0.0).to(gl.bfloat16))
-    _visible()
+    visible()
     mbarrier.wait(gates_ready, 0)
     g, _ = _log2_gates(w_s, RATE)
     if RATE is not None:
         g = gl.where(gl.arange(0, C, TOKENS)[None, :] < n, g, 0.0)
-    x = _sums(g, _turned(z_s))
+    x = sums(g, turned(z_s))
     gamma = gl.sum(g, 1)
     reference = gl.floor(0.5 * gamma + 0.5)
     to_start, to_end = gl.exp2(reference)[:, None], gl.exp2(gamma - reference)[:, None]
     x = warpgroup_mma_wait(0, (x,))
     E = gl.exp2(x - reference[:, None])
     mbarrier.wait(keys_ready, 0)
-    _turned(q_s).store(rounded(_read(q_s) * (scale * E)))
-    _turned(a_s).store(rounded(_read(a_s) * E * gl.exp2(-g)))
+    turned(q_s).store(rounded(_read(q_s) * (scale * E)))
+    turned(a_s).store(rounded(_read(a_s) * E * gl.exp2(-g)))
     E_inverse = inverse(E)
-    _turned(k_s).store(rounded(_read(k_s) * E_inverse))
-    _turned(b_s).store(rounded(_read(b_s) * E_inverse))
-    _visible()
+    turned(k_s).store(rounded(_read(k_s) * E_inverse))
+    turned(b_s).store(rounded(_read(b_s) * E_inverse))
+    visible()
 
     ak_s, qb_s, qk_s = leaves_s, y_s, z_s
-    A_qb, A_qk = product(q_s, _turned(b_s)), product(q_s, _turned(k_s))
+    A_qb, A_qk = product(q_s, turned(b_s)), product(q_s, turned(k_s))
     A_qb, A_qk = warpgroup_mma_wait(0, (A_qb, A_qk))
     mbarrier.wait(ready, 0)
-    A_ak = product(a_s, _turned(k_s))
-    b_ds = product(leaves_s, _turned(dh_s))  # its diagonal: Σ_v S' ⊙ dS'
+    A_ak = product(a_s, turned(k_s))
+    b_ds = product(leaves_s, turned(dh_s))  # its diagonal: Σ_v S' ⊙ dS'
     _store_pairs(qb_s, A_qb, False)
     _store_pairs(qk_s, A_qk, False)
     A_ak, b_ds = warpgroup_mma_wait(0, (A_ak, b_ds))
     tl.debug_barrier()
-    i, j = gl.arange(0, C, CHANNELS)[:, None], gl.arange(0, C, TOKENS)[None, :]
-    dgamma = gl.sum(gl.where(i == j, b_ds, 0.0), 1)
+    dgamma = diagonal(b_ds)
     _store_pairs(ak_s, A_ak, True)
     h_s.store(rounded(h_s.load(SQUARE).to(gl.float32) * to_start))
     dh_s.store(rounded(dh_s.load(SQUARE).to(gl.float32) * to_end))
-    _visible()
+    visible()
 
-    b_y = _add(_turned(v_s), _turned(ak_s), product(_turned(h_s), _turned(a_s)))
-    b_z = _add(_turned(do_s), qb_s, product(_turned(dh_s), _turned(b_s)))
-    b_dv = _add(_turned(do_s), qk_s, product(_turned(dh_s), _turned(k_s)))
+    b_y = add(turned(v_s), turned(ak_s), product(turned(h_s), turned(a_s)))
+    b_z = add(turned(do_s), qb_s, product(turned(dh_s), turned(b_s)))
+    b_dv = add(turned(do_s), qk_s, product(turned(dh_s), turned(k_s)))
     b_y, b_z, b_dv = warpgroup_mma_wait(0, (b_y, b_z, b_dv))
-    b_y = product(_left(b_y), _turned(T_s))
-    b_z = product(_left(b_z), T_s)
+    b_y = product(left(rounded(b_y)), turned(T_s))
+    b_z = product(left(rounded(b_z)), T_s)
     b_y, b_z = warpgroup_mma_wait(0, (b_y, b_z))
     tl.debug_barrier()
     b_z = rounded(b_z)
-    b_dv = _add(gl.convert_layout(b_z, LEFT, assert_trivial=True), ak_s, b_dv)
-    _turned(y_s).store(rounded(b_y))
-    _turned(z_s).store(b_z)
+    b_dv = add(left(b_z), ak_s, b_dv)
+    turned(y_s).store(rounded(b_y))
+    turned(z_s).store(b_z)
     b_dv = warpgroup_mma_wait(0, (b_dv,))
-    _visible()
+    visible()
 
-    A_qk, A_qb = product(do_s, _turned(v_s)), product(do_s, _turned(y_s))
+    A_qk, A_qb = product(do_s, turned(v_s)), product(do_s, turned(y_s))
     b_dv = rounded(b_dv)
     A_qk, A_qb = warpgroup_mma_wait(0, (A_qk, A_qb))
-    A_ak, A_ab = product(z_s, _turned(v_s)), product(z_s, _turned(y_s))
+    A_ak, A_ab = product(z_s, turned(v_s)), product(z_s, turned(y_s))
     qk_s, qb_s = _room(), _room()
     _store_pairs(qk_s, A_qk, False)
     _store_pairs(qb_s, A_qb, False)
@@ -219,23 +182,23 @@ def gradient_kernel(
     ab_s = T_s
     _store_pairs(ak_s, A_ak, True)
     _store_pairs(ab_s, A_ab, True)
-    _visible()
+    visible()
 
-    b_dk = _add(_turned(a_s), ak_s, _add(_turned(q_s), qk_s, product(dh_s, _turned(v_s))))
-    b_db = _add(_turned(a_s), ab_s, _add(_turned(q_s), qb_s, product(dh_s, _turned(y_s))))
+    b_dk = add(turned(a_s), ak_s, add(turned(q_s), qk_s, product(dh_s, turned(v_s))))
+    b_db = add(turned(a_s), ab_s, add(turned(q_s), qb_s, product(dh_s, turned(y_s))))
     b_dk, b_db = warpgroup_mma_wait(0, (b_dk, b_db))
     # dΓ takes the rounded operands: a pair (i, j) then gives +x at i, −x at j, which cancel in dw.
     b_dw = -(_read(k_s) * b_dk + _read(b_s) * b_db)
     E_inverse = inverse(E)
     tl.debug_barrier()
-    _turned(v_s).store(b_dv)
-    _turned(dh_s).store(rounded(b_dk * E_inverse))
-    _turned(y_s).store(rounded(b_db * E_inverse))
+    turned(v_s).store(b_dv)
+    turned(dh_s).store(rounded(b_dk * E_inverse))
+    turned(y_s).store(rounded(b_db * E_inverse))
     send(dv_desc, place, v_s)
     send(dk_desc, place, dh_s)
     send(db_desc, place, y_s)
-    b_dq = _add(_turned(b_s), _turned(qb_s), _add(_turned(k_s), _turned(qk_s), product(h_s, _turned(do_s))))
-    b_da = _add(_turned(b_s), _turned(ab_s), _add(_turned(k_s), _turned(ak_s), product(h_s, _turned(z_s))))
+    b_dq = add(turned(b_s), turned(qb_s), add(turned(k_s), turned(qk_s), product(h_s, turned(do_s))))
+    b_da = add(turned(b_s), turned(ab_s), add(turned(k_s), turned(ak_s), product(h_s, turned(z_s))))
     b_dq, b_da = warpgroup_mma_wait(0, (b_dq, b_da))
     given = _read(a_s) * b_da
     b_dw += _read(q_s) * b_dq + given
@@ -244,20 +207,20 @@ def gradient_kernel(
     dw_s = _room(w_desc.dtype)
     mbarrier.expect(last_ready, size)
     fetch(w_desc, place, last_ready, dw_s)
-    _turned(do_s).store(rounded(scale * b_dq * E))
+    turned(do_s).store(rounded(scale * b_dq * E))
     mbarrier.wait(last_ready, 0)
     g, rate = _log2_gates(dw_s, RATE)
-    _turned(z_s).store(rounded(b_da * E * gl.exp2(-g)))
+    turned(z_s).store(rounded(b_da * E * gl.exp2(-g)))
     ones_s = ak_s
     ones_s.store(gl.where(_earlier(False), 1.0, 0.0).to(gl.bfloat16))
     send(dq_desc, place, do_s)
     send(da_desc, place, z_s)
-    b_dw = _sums(b_dw, ones_s)
+    b_dw = sums(b_dw, ones_s)
     b_dw = warpgroup_mma_wait(0, (b_dw,))
     b_dw += dgamma[:, None] - given
     if RATE is not None:
         b_dw *= RATE * rate * (1.0 - rate)
-    _turned(dw_s).store(b_dw.to(w_desc.dtype))
+    turned(dw_s).store(b_dw.to(w_desc.dtype))
     send(dw_desc, place, dw_s)
     tma.store_wait(0)
 
