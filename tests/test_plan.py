@@ -22,8 +22,17 @@ from titan_linear.ops.layout.levels import H200
 from titan_linear.ops.runtime.options import boundaries_of
 from titan_linear.planner import splits
 from titan_linear.planner.machine import Machine, Offload, read_rates, shipped
-from titan_linear.planner.memory import Batch, checkpointings, documents_of, layers, memory, moments, parameters
-from titan_linear.planner.timing import Clock, attended, share_of, step
+from titan_linear.planner.memory import (
+    Batch,
+    checkpointings,
+    context,
+    documents_of,
+    layers,
+    memory,
+    moments,
+    parameters,
+)
+from titan_linear.planner.timing import Clock, share_of, step
 from titan_linear.run.data import open_corpora
 from tools import bench_rates, check_plan
 
@@ -171,7 +180,8 @@ def test_pairs_that_a_rank_attends(layout, mean):
     where = {"parents": torch.from_numpy(nodes.parents), "world_size": 4, "layout": layout}
     ranks = [build_cp_context(torch.from_numpy(nodes.edges), rank=rank, **where) for rank in range(4)]
     pairs = [int((context.position_ids + 1).sum()) for context in ranks]
-    assert attended(batch) == (pairs[-1], int(ranks[-1].cu_seqlens.diff().max()))
+    assert context(batch).gathered.pairs[0].tolist() == pairs
+    assert Clock(machine(), batch, compiled=True).longest == int(ranks[-1].cu_seqlens.diff().max())
     assert mean is not None or pairs[-1] == max(pairs)
     assert not isinstance(mean, tuple) or nodes.edges.tolist()[:8] == [0, 100, 150, 170, 190, 210, 260, 280]
     with refused("its tree has 320 tokens, and training.seq_len = 256"):

@@ -73,15 +73,6 @@ MUON_WORKING = 10  # bytes per element: in bfloat16 a rank's parts, whole matric
 
 
 @dataclass(frozen=True)
-class Types:
-    """Bytes per element."""
-
-    stored: int  # parameters, their gradients, each of AdamW's two moments, Muon's momentum
-    compute: int
-    reduce: int
-
-
-@dataclass(frozen=True)
 class Units:
     """Numbers of elements of a rank's parameters, and how they are sharded."""
 
@@ -94,7 +85,9 @@ class Units:
     trained: tuple[int, ...]  # of these
     vocabulary: int  # of the head, likewise; the embedding has the same number
     trained_head: int
-    types: Types
+    stored: int  # bytes of an element of parameters, their gradients, each of AdamW's two moments, Muon's momentum
+    compute: int  # of copies for compute
+    reduce: int  # of gradients that ranks sum
     sharded: bool  # FSDP2 manages the parameters
     shards: int  # number of ranks that they are sharded over
     offloaded: bool  # the shards lie in the host's memory
@@ -103,32 +96,30 @@ class Units:
 def units(config: Config, model: ModelConfig, gpus: int) -> Units:
     t, p = config.training, config.parallelism
     replicas, shards = fsdp_degrees(config, gpus)
-    types = Types(*(DTYPES[d].itemsize for d in (t.dtype, t.mixed_precision_param, t.mixed_precision_reduce)))
     tp = p.tensor_parallel_degree
     ep = p.expert_parallel_degree
     offloaded = t.enable_cpu_offload
     decoder, _ = _parts(model, tp, ep)
     elements = _local(model, shards, tp, ep)
     whole = replicated_parameters(decoder)
+    by_muon = hidden_matrices(decoder).values() if config.optimizer.name == "muon" else ()
     return Units(
-        local=_elements(elements),
-        frozen=_elements(elements, frozen=True),
-        muon=sum(_local_of_muon(config, model, shards)),
-        whole=sum(p.numel() for p in whole if p.requires_grad or not model.adapter),
-        frozen_whole=sum(p.numel() for p in whole if model.adapter and not p.requires_grad),
+        local=sum(n for p, n in elements.items() if p.requires_grad),
+        frozen=sum(n for p, n in elements.items() if not p.requires_grad),
+        muon=sum(elements[p] for p in by_muon),
+        whole=sum(p.numel() for p in whole if p.requires_grad),
+        frozen_whole=sum(p.numel() for p in whole if not p.requires_grad),
         layers=tuple(sum(p.numel() for p in _sharded(layer)) for layer in decoder.layers),
         trained=tuple(sum(p.numel() for p in _sharded(layer) if p.requires_grad) for layer in decoder.layers),
         vocabulary=decoder.head.weight.numel(),
         trained_head=decoder.head.weight.numel() * decoder.head.weight.requires_grad,
-        types=types,
+        stored=DTYPES[t.dtype].itemsize,
+        compute=DTYPES[t.mixed_precision_param].itemsize,
+        reduce=DTYPES[t.mixed_precision_reduce].itemsize,
         sharded=replicas * shards > 1 or offloaded,
         shards=shards,
         offloaded=offloaded,
     )
-
-
-def _elements(elements: dict[nn.Parameter, int], frozen: bool = False) -> int:
-    return sum(n for p, n in elements.items() if p.requires_grad != frozen)
 
 
 def _local(model: ModelConfig, shards: int, tp: int, ep: int) -> dict[nn.Parameter, int]:
@@ -141,15 +132,6 @@ def _local(model: ModelConfig, shards: int, tp: int, ep: int) -> dict[nn.Paramet
 def hidden_shapes(model: ModelConfig) -> list[torch.Size]:
     """Of the matrices that Muon would update, and of stacks of them."""
     return [p.shape for p in hidden_matrices(_parts(model, 1, 1)[0]).values()]
-
-
-def _local_of_muon(config: Config, model: ModelConfig, shards: int) -> list[int]:
-    """Of those the ones that Muon updates."""
-    if config.optimizer.name != "muon":
-        return []
-    degrees = config.parallelism.tensor_parallel_degree, config.parallelism.expert_parallel_degree
-    elements = _local(model, shards, *degrees)
-    return [elements[p] for p in hidden_matrices(_parts(model, *degrees)[0]).values()]
 
 
 def parameters(model: ModelConfig) -> int:
@@ -260,10 +242,8 @@ def _trees(seq_len: int, streams: int, levels: tuple[tuple[int, int], ...]) -> N
                 parents.append(parent)
                 lay(level + 1, len(lengths) - 1)
 
-    width, size = 1, 0
-    for n, tokens in levels:
-        width *= n
-        size += width * tokens
+    counts, tokens_of_each = np.array(levels).T
+    size = int(counts.cumprod() @ tokens_of_each)
     if size > seq_len:
         raise ValueError(f"--documents: its tree has {size:,} tokens, and training.seq_len = {seq_len}; raise that")
     for _ in range(streams):
@@ -341,7 +321,7 @@ def moments(config: Config, model: ModelConfig, gpus: int, mean: Mean = None) ->
     u = units(config, model, gpus)
     batch = Batch.of(config, mean)
     counted = layers(model, batch)
-    here = 0 if u.offloaded else u.local * u.types.stored
+    here = 0 if u.offloaded else u.local * u.stored
     stored = here + u.whole * widened(DTYPES[config.training.dtype]).itemsize
     accumulates = micro_steps(config, gpus) > 1
     accumulated = stored if accumulates else 0
@@ -351,15 +331,15 @@ def moments(config: Config, model: ModelConfig, gpus: int, mean: Mean = None) ->
     held = list(accumulate(kept))  # when a layer's backward begins
     fullest = max(range(len(counted)), key=lambda i: held[i] + again[i] + working[i])
     # The gradient of the residual stream (for the final norm in float32 too) and that of the head's weight.
-    around = model.dim * batch.tokens * (u.types.compute + 4) + u.trained_head * u.types.compute
-    optimizer = 2 * stored - (0 if u.offloaded else u.muon * u.types.stored)
+    around = model.dim * batch.tokens * (u.compute + 4) + u.trained_head * u.compute
+    optimizer = 2 * stored - (0 if u.offloaded else u.muon * u.stored)
     begins = {"gradients": accumulated, "copies": copies, "activations": sum(kept)}
     ends = {"gradients": stored, "copies": copies, "activations": held[0] + again[0], "working": around + working[0]}
     update = {"gradients": stored, "copies": copies, "working": u.muon * MUON_WORKING}
     if copies and not u.sharded:
         # All parameters have copies, and gradients are those of the copies. A second one, or Muon, widens the first.
         ends |= {"gradients": accumulated, "copies": 2 * copies}
-        update["gradients"] = accumulated or u.muon * u.types.stored
+        update["gradients"] = accumulated or u.muon * u.stored
         update["copies"] = (3 if accumulates else 2) * copies
     by_moment = {
         "head": begins | _head(config, model, u, batch),
@@ -367,7 +347,7 @@ def moments(config: Config, model: ModelConfig, gpus: int, mean: Mean = None) ->
         "first layer": ends,
         "update": update,
     }
-    frozen = 0 if u.offloaded else u.frozen * u.types.compute
+    frozen = 0 if u.offloaded else u.frozen * u.compute
     frozen += u.frozen_whole * widened(DTYPES[config.training.mixed_precision_param]).itemsize
     always = {"parameters": stored + frozen, "optimizer": optimizer}
     return {name: {part: float((moment | always).get(part, 0)) for part in PARTS} for name, moment in by_moment.items()}
@@ -380,10 +360,10 @@ def host_memory(config: Config, model: ModelConfig, gpus: int) -> int:
     if not u.offloaded:
         return 0
     elements = _local(model, u.shards, p.tensor_parallel_degree, p.expert_parallel_degree)
-    each = [size * u.types.stored for parameter, size in elements.items() if parameter.requires_grad]
-    frozen = [size * u.types.compute for parameter, size in elements.items() if not parameter.requires_grad]
+    each = [size * u.stored for parameter, size in elements.items() if parameter.requires_grad]
+    frozen = [size * u.compute for parameter, size in elements.items() if not parameter.requires_grad]
     pinned = sum(1 << (n - 1).bit_length() for n in each * 2 + frozen)
-    return pinned + 2 * sum(each) - u.muon * u.types.stored
+    return pinned + 2 * sum(each) - u.muon * u.stored
 
 
 def saved(config: Config, counted: list[Layer]) -> list[tuple[int, ...]]:
@@ -411,14 +391,14 @@ def _copies(config: Config, u: Units) -> int:
     """With FSDP: two gathered units (the next is gathered while one computes), or all units, and one unit's gradients,
     before and during reduction; with offload also a unit's shard on its way from the host, and its gradient on its way
     back (on a single rank, sent from a copy). Without FSDP: all parameters, if the compute dtype is another."""
-    compute, stored = u.types.compute, u.types.stored
+    compute, stored = u.compute, u.stored
     if not u.sharded:
         return 0 if compute == stored else u.local * compute
     sizes = sorted((*u.layers, u.vocabulary))
     whole = sizes if config.parallelism.fsdp_reshard_after_forward == "never" else sizes[-2:]
-    copies = sum(whole) * compute + max(*u.trained, u.trained_head) * (compute + u.types.reduce)
+    copies = sum(whole) * compute + max(*u.trained, u.trained_head) * (compute + u.reduce)
     if u.offloaded:
-        moving = stored + u.types.reduce * (2 if u.shards == 1 else 1)
+        moving = stored + u.reduce * (2 if u.shards == 1 else 1)
         copies += -(-sizes[-1] // u.shards) * moving
     return copies
 
@@ -426,7 +406,7 @@ def _copies(config: Config, u: Units) -> int:
 def _head(config: Config, model: ModelConfig, u: Units, batch: Batch) -> dict[str, int]:
     """The final norm's input in float32; its output and that output's gradient, for the tokens of all tp ranks; the
     head weight's gradient in float32, and the weight itself, if FSDP gathers it; float32 logits, and their gradient."""
-    compute = u.types.compute
+    compute = u.compute
     tokens = batch.tokens * batch.tp
     stream = model.dim * (4 * batch.tokens + 2 * compute * tokens)
     stream *= 1 + model.mtp_layers

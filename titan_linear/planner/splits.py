@@ -150,16 +150,11 @@ def refuse(config: Config, setting: Setting) -> None:
 
 def longest(splits: list[Split], setting: Setting) -> str:
     """The longest stream, found by doubling it until no split fits; at least the length of `splits`, which fit."""
-    length = splits[0].config.training.seq_len
-    best = splits[0].config, length
-    while length <= LONGEST:
-        fits = next(_of_length(splits, setting, length), None)
-        if fits is None:
-            break
-        best, length = (fits, length), 2 * length
-    config, tokens = best
-    way = checkpointing_of(config)
-    return f"longest stream that fits: {tokens:,} tokens, with {degrees_of(config, setting.gpus)}, checkpointing {way}"
+    best, length = splits[0].config, 2 * splits[0].config.training.seq_len
+    while length <= LONGEST and (longer := next(_of_length(splits, setting, length), None)):
+        best, length = longer, 2 * length
+    tokens, way = best.training.seq_len, checkpointing_of(best)
+    return f"longest stream that fits: {tokens:,} tokens, with {degrees_of(best, setting.gpus)}, checkpointing {way}"
 
 
 def _of_length(splits: list[Split], setting: Setting, length: int) -> Iterator[Config]:

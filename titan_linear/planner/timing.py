@@ -108,8 +108,9 @@ class Clock:
         self.compiled = compiled
         self.cp = machine.group(batch.cp, batch.tp)
         self.tp = machine.group(batch.tp, 1)
-        _, self.longest = attended(batch)
-        self.gathered = context(batch).gathered
+        described = context(batch)
+        self.gathered = described.gathered
+        self.longest = int(described.tables.boundaries.longest)  # entry's length
 
     def of(self, work: Work, calls: Sequence[Call]) -> Pass:
         """The time of this work. calls: those of `work` that run."""
@@ -217,13 +218,6 @@ class Clock:
         return duration(exchange, Network(self.rates.node.latency, self.rates.node.all_to_all, self.machine.network))
 
 
-def attended(batch: Batch) -> tuple[int, int]:
-    """For the rank's tokens: the number of (query, key) pairs that the mask leaves, and the longest entry's length."""
-    described = context(batch)
-    pairs, _ = described.gathered.pairs.tolist()
-    return pairs[described.ranks.rank], int(described.tables.boundaries.longest)
-
-
 # --- A step ----------------------------------------------------------------------------------------------------------
 
 
@@ -273,7 +267,7 @@ def step(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: 
     sums = 1 if replicas_wait(t) else times
     parts["communication"] += sums * _replicas(config, u, gpus, machine, passes)
     if u.offloaded:
-        parts["communication"] += (times - 1) * u.local * u.types.stored / machine.offload.to_host
+        parts["communication"] += (times - 1) * u.local * u.stored / machine.offload.to_host
     chunk = tokens_at_once(t.loss_chunk_size, u.vocabulary // model.dim)
     chunks = -(-batch.tokens * batch.tp // chunk) * (1 + model.mtp_layers + _readings(config, model))
     launches = times * (sum(p.launches for p in everything) + 7 * chunks)  # 7 for each chunk of logits
@@ -330,7 +324,7 @@ def _readings(config: Config, model: ModelConfig) -> int:
 def _optimizer(config: Config, u: Units, times: int, machine: Machine) -> float:
     """Seconds, by bytes: the gradient's norm, AdamW, copies; in every micro-step what FSDP2 takes apart once gathered,
     and puts together to reduce; without it, and on the host, gradient accumulation."""
-    stored, compute = u.types.stored, u.types.compute
+    stored, compute = u.stored, u.compute
     if u.offloaded:
         return u.local * stored * (10 + 3 * (times - 1)) / machine.offload.adamw
     copies = not u.sharded and compute != stored
@@ -339,7 +333,7 @@ def _optimizer(config: Config, u: Units, times: int, machine: Machine) -> float:
     if u.shards > 1:
         gathers = 2 if config.parallelism.fsdp_reshard_after_forward == "always" else 1
         copied = (sum(u.layers) + 2 * u.vocabulary) * 2 * gathers * compute
-        copied += (sum(u.trained) + 2 * u.trained_head) * (compute + u.types.reduce)
+        copied += (sum(u.trained) + 2 * u.trained_head) * (compute + u.reduce)
         update += times * copied
     elif copies:
         update += (times - 1) * u.local * (2 * stored + compute)
@@ -367,10 +361,10 @@ def _shared(config: Config, u: Units, machine: Machine, passes: list[tuple[Pass,
         link = machine.group(n, stride)
         part = (n - 1) / n
         sizes, trained = (*u.layers, u.vocabulary), (*u.trained, u.trained_head)
-        comes = u.types.stored / n / machine.offload.to_device if u.offloaded else 0.0  # seconds per element
-        goes = u.types.stored / n / machine.offload.to_host if u.offloaded else 0.0
-        gather = [link.ring + size * (u.types.compute * part / link.all_gather + comes) for size in sizes]
-        reduce = [link.ring + size * (u.types.reduce * part / link.reduce_scatter + goes) for size in trained]
+        comes = u.stored / n / machine.offload.to_device if u.offloaded else 0.0  # seconds per element
+        goes = u.stored / n / machine.offload.to_host if u.offloaded else 0.0
+        gather = [link.ring + size * (u.compute * part / link.all_gather + comes) for size in sizes]
+        reduce = [link.ring + size * (u.reduce * part / link.reduce_scatter + goes) for size in trained]
         exposed += gather[0] + gather[-1] + reduce[0] + reduce[-1]
         freed = p.fsdp_reshard_after_forward == "always"
         for i in range(1, len(u.layers)):
@@ -389,7 +383,7 @@ def _replicas(config: Config, u: Units, gpus: int, machine: Machine, passes: lis
     if replicas == 1:
         return 0.0
     link = machine.group(replicas, shards * config.parallelism.tensor_parallel_degree)
-    sums = 2 * u.local * u.types.reduce * (replicas - 1) / replicas / link.reduce_scatter
+    sums = 2 * u.local * u.reduce * (replicas - 1) / replicas / link.reduce_scatter
     return 2 * link.ring + max(sums - sum(backward.seconds for _, backward in passes), sums / len(u.layers))
 
 
