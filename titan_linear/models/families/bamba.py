@@ -14,7 +14,7 @@ from titan_linear.models.families.keys import (
     layer_types,
     only,
     rope,
-    written,
+    table,
 )
 from titan_linear.models.mixers import Attention
 
@@ -25,10 +25,9 @@ def _softmax_layers(model: ModelConfig) -> Json:
 
 
 ATTENTION = Part(Attention, HEADS, rope(1e4, 0.5), HEAD_DIM)
-KEYS = Part(
-    ModelConfig,
+KEYS = table(
+    "bamba",
     *COMMON,
-    written(model_type="bamba"),
     only("mlp_bias mamba_proj_bias", False),
     HIDDEN_DIM,
     layer_types(ATTENTION, MAMBA2, lambda key, i: i in (key("attn_layer_indices", None) or []), _softmax_layers),

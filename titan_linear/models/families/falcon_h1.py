@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from titan_linear.models.config import ModelConfig
 from titan_linear.models.families.keys import (
     COMMON,
     HEAD_DIM,
@@ -20,6 +19,7 @@ from titan_linear.models.families.keys import (
     only,
     plain,
     rope,
+    table,
     written,
 )
 from titan_linear.models.mixers import Attention, Mamba2
@@ -86,11 +86,10 @@ ATTENTION = Part(
     Row(_read_attention_factors, lambda attention: dict(key_multiplier=attention.key_factor)),
     Row(write=lambda attention: dict(attention_in_multiplier=1.0, attention_out_multiplier=attention.out_factor)),
 )
-KEYS = Part(
-    ModelConfig,
+KEYS = table(
+    "falcon_h1",
     *COMMON,
     only("mlp_bias mamba_proj_bias projectors_bias", False),
-    written(model_type="falcon_h1"),
     HIDDEN_DIM,
     plain(embedding_factor=("embedding_multiplier", 1.0)),
     _factors("mlp_multipliers", "gate_factor", "mlp_factor"),

@@ -246,8 +246,8 @@ def _write_time_step_limit(mamba: Mamba2) -> Json:
 TIME_STEP_LIMIT = Row(_read_time_step_limit, _write_time_step_limit)
 
 
-def write_layer_types(model: ModelConfig) -> Json:
-    return dict(layer_types=["linear_attention" if x.mixers[0].linear else "full_attention" for x in model.layers])
+def write_layer_types(model: ModelConfig, linear: str = "linear_attention") -> Json:
+    return dict(layer_types=[linear if x.mixers[0].linear else "full_attention" for x in model.layers])
 
 
 def layer_types(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from titan_linear.models.config import ModelConfig
+from functools import partial
+
 from titan_linear.models.families.keys import (
     HEADS,
     USUAL,
-    Json,
     Keys,
     Part,
     Row,
@@ -17,7 +17,8 @@ from titan_linear.models.families.keys import (
     plain,
     rope,
     share_of_width,
-    written,
+    table,
+    write_layer_types,
 )
 from titan_linear.models.mixers import Attention, ShortConv
 
@@ -25,10 +26,6 @@ from titan_linear.models.mixers import Attention, ShortConv
 def _is_full(key: Keys, layer: int) -> bool:
     full = key("full_attn_idxs", None)
     return full is None or layer in full
-
-
-def write_types(model: ModelConfig) -> Json:
-    return dict(layer_types=["conv" if layer.mixers[0].linear else "full_attention" for layer in model.layers])
 
 
 def _hidden_dim(key: Keys) -> int:
@@ -40,6 +37,7 @@ def _hidden_dim(key: Keys) -> int:
     return -(-int(key("block_ffn_dim_multiplier", 1.0) * int(2 * given / 3)) // multiple) * multiple
 
 
+write_types = partial(write_layer_types, linear="conv")
 CONVOLUTION = Part(ShortConv, derived(channels=lambda key: key("hidden_size")), plain(conv_size=("conv_L_cache", 3)))
 ATTENTION = Part(Attention, HEADS, derived(head_dim=share_of_width), rope(1e6), qk_norm="head")
 COMMON = (
@@ -49,11 +47,10 @@ COMMON = (
     *USUAL,
 )
 NORM_EPS = plain(norm_eps=("norm_eps", 1e-5))
-KEYS = Part(
-    ModelConfig,
+KEYS = table(
+    "lfm2",
     *COMMON,
     layer_types(ATTENTION, CONVOLUTION, _is_full, write_types, conv="linear_attention"),
-    written(model_type="lfm2"),
     NORM_EPS,
     derived(hidden_dim=_hidden_dim),
     Row(write=lambda model: dict(intermediate_size=model.hidden_dim, block_auto_adjust_ff_dim=False)),

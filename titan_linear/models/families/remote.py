@@ -6,7 +6,17 @@ from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 
 from titan_linear.models.config import MixerOptions
-from titan_linear.models.families.keys import Json, Keys, Row, changed, plain, table, written
+from titan_linear.models.families.keys import (
+    HIDDEN_DIM,
+    Json,
+    Keys,
+    Row,
+    changed,
+    names_of_model,
+    plain,
+    table,
+    written,
+)
 from titan_linear.models.mixers import MIXERS
 from titan_linear.models.rope import RopeScaling
 
@@ -19,16 +29,9 @@ def remote_code(name: str) -> tuple[Row, ...]:
     classes = dict(AutoConfig=f"{name}Config", AutoModelForCausalLM=f"{name}ForCausalLM")
     return (
         written(auto_map={auto: f"{MODELING.stem}.{own}" for auto, own in classes.items()}),
-        plain(
-            vocab_size="vocab_size",
-            dim="hidden_size",
-            num_layers="num_hidden_layers",
-            norm_eps="norm_eps",
-            tie_embeddings="tie_word_embeddings",
-            init_std="initializer_range",
-            hidden_dim="intermediate_size",
-            zero_centred_norm="zero_centred_norm",
-        ),
+        names_of_model("norm_eps"),
+        HIDDEN_DIM,
+        plain(zero_centred_norm="zero_centred_norm"),
         changed("post_norm", "post_norm", tuple, list),
         Row(_read_pattern, lambda model: dict(pattern=[{"kind": m.name, **asdict(m)} for m in model.pattern])),
     )
