@@ -43,6 +43,7 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.mixers import KDA, Attention
 from titan_linear.run.build import unallocated
+from titan_linear.storage import tensors
 from titan_linear.storage.checkpoint import Checkpointer, SaveFailed
 from titan_linear.storage.files import Unreadable
 from titan_linear.storage.manifest import Manifest, read_manifest
@@ -218,7 +219,7 @@ def save_weights_only(rank, world_size, folder):
 
 def load_weights(rank, world_size, path, options=None):
     model, _ = build((world_size,), seed=1, **(options or {}))
-    Checkpointer(path / "unused").load_weights(path, model)
+    tensors.load_weights(path, model, dist.group.WORLD)
     return digests(model, None)
 
 

@@ -19,8 +19,7 @@ from titan_linear.models.config import MoEConfig, fingerprint, mistake
 from titan_linear.models.init import count_parameters
 from titan_linear.models.presets import MODELS, OWN, flavors, preset, resized
 from titan_linear.models.rope import RopeScaling
-from titan_linear.run.build import model_without_tokenizer
-from titan_linear.run.export import FAMILY_OF
+from titan_linear.run.build import FAMILY_OF, model_without_tokenizer
 from titan_linear.storage.hf_writing import find_family
 
 BY_THEIR_AUTHORS = {  # of models that transformers lacks, and two others

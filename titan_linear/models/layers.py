@@ -58,7 +58,7 @@ class Adapted(NamedTuple):
     `lora_B`. Those that are one matrix in a Hugging Face folder share A (models/lora.py)."""
 
     factor: float  # s
-    down: tuple[Projection]  # whose `lora_A` [r, inputs] A is; in a tuple, for it is not a part of this one
+    down: Projection  # whose `lora_A` [r, inputs] A is
 
 
 class Projection(nn.Linear):
@@ -100,7 +100,7 @@ def add_low_rank(y: Tensor, low: Tensor, *projections: Projection) -> Tensor:
     rank = low.shape[-1] // len(downs)
     rows = []
     for p in projections:
-        i = downs.index(*p.lora.down) if p.lora else 0
+        i = downs.index(p.lora.down) if p.lora else 0
         B = p.lora_B if p.lora else low.new_zeros(len(p.weight), rank)
         rows.append(F.pad(B, (i * rank, (len(downs) - 1 - i) * rank)))  # [outputs, Σ r]
     factor = next(p.lora.factor for p in projections if p.lora)
@@ -108,7 +108,7 @@ def add_low_rank(y: Tensor, low: Tensor, *projections: Projection) -> Tensor:
 
 
 def _downs(projections: Sequence[Projection]) -> list[Projection]:
-    return list(dict.fromkeys(down for p in projections if p.lora for down in p.lora.down))
+    return list(dict.fromkeys(p.lora.down for p in projections if p.lora))
 
 
 class RMSNorm(nn.Module):

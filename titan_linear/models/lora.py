@@ -32,16 +32,18 @@ def add_adapters(model: nn.Module, options: Adapter) -> None:
     extra = fitting(others, options.extra)
     for name, p in model.named_parameters():
         p.requires_grad_(name in extra)
-    first: dict[str, str] = {}
-    for names in options.shared:
-        together = [name for name in names if name in targets]
-        first |= dict.fromkeys(together, together[0] if together else "")
     for name in targets:
-        _add(model, name, first.get(name, name), options)
+        _add(model, name, first_of(name, options, targets), options)
+
+
+def first_of(name: str, options: Adapter, adapted: Collection[str]) -> str:
+    """The weight beside which a weight's A is: the first of those adapted that share it."""
+    together = next((names for names in options.shared if name in names), (name,))
+    return next(other for other in together if other in adapted)
 
 
 def _add(model: nn.Module, name: str, first: str, options: Adapter) -> None:
-    """Add A and B of a weight; A only if it is the first of those that share it."""
+    """Add A and B of a weight; A only if it is the `first_of` those that share it."""
     weight = model.get_parameter(name)
     *outer, outputs, inputs = weight.shape
     owner, _, leaf = name.rpartition(".")
@@ -52,7 +54,7 @@ def _add(model: nn.Module, name: str, first: str, options: Adapter) -> None:
     setattr(module, B, nn.Parameter(weight.new_empty(*outer, outputs, options.rank)))
     module.initial = getattr(module, "initial", {}) | {A: uniform(1 / math.sqrt(inputs)), B: zeros}
     if isinstance(module, Projection):
-        module.lora = Adapted(options.factor, (model.get_submodule(first.rpartition(".")[0]),))
+        module.lora = Adapted(options.factor, model.get_submodule(first.rpartition(".")[0]))
     else:
         module.lora[leaf] = options.factor
 

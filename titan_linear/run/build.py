@@ -27,7 +27,7 @@ from titan_linear.ops.runtime.support import Choice
 from titan_linear.step.feed import BatchSharding, Feed, MicroBatch
 from titan_linear.step.passes import ComputeCopies, Passes
 from titan_linear.storage.hf_io import CONFIG, download, read_model
-from titan_linear.storage.hf_writing import find_family
+from titan_linear.storage.hf_writing import Files, find_family
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 VOCAB_MULTIPLE = 64  # rounds up a vocabulary that follows the tokenizer: whole tiles of a product, and even shards
@@ -112,28 +112,30 @@ def with_adapter(model: ModelConfig, config: Config) -> ModelConfig:
             "loss.reference = 'base' is the model as it was, and adapter.train_extra changes more of it than adapters; "
             "remove one of them"
         )
-    family = family_of(model, config)
+    try:
+        shared = joined(model, family_of(model, config))
+    except ValueError:  # no architecture holds the model
+        shared = ()
     adapter = Adapter(
         rank=a.rank,
         factor=a.alpha / (math.sqrt(a.rank) if a.rslora else a.rank),
         targets=tuple(a.targets),
         extra=tuple(a.train_extra),
-        shared=joined(model, family) if family else (),
+        shared=shared,
         base_is_reference=config.loss.reference == "base",
     )
     moe = model.moe and replace(model.moe, bias_update_rate=0.0)
     return replace(model, adapter=adapter, moe=moe)
 
 
-def family_of(model: ModelConfig, config: Config) -> str | None:
-    """The architecture under which the model is saved: its folder's, if that is there, or the first that holds it."""
-    if Path(hf_assets(config) or "/").joinpath(CONFIG).is_file():
-        family, _ = read_model(Path(hf_assets(config)))
+def family_of(model: ModelConfig, config: Config, like: str = "", tokenizer: Files | None = None) -> str:
+    """The architecture under which the model is saved: that of the folder `like`, or of its own, if that is there, or
+    the first that holds it and the tokenizer. ValueError: none does."""
+    folder = Path(like or hf_assets(config) or "/")
+    if (folder / CONFIG).is_file():
+        family, _ = read_model(folder)
         return family
-    try:
-        return FAMILY_OF.get(config.model.name) or find_family(model)
-    except ValueError:  # none does
-        return None
+    return FAMILY_OF.get(config.model.name) or find_family(model, tokenizer)
 
 
 def follows_tokenizer(config: Config) -> bool:

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,10 +23,11 @@ from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.layers import lora_name
+from titan_linear.models.lora import first_of
 from titan_linear.run.build import (
     DTYPES,
-    FAMILY_OF,
     allocated,
+    family_of,
     model_config,
     model_without_tokenizer,
     open_tokenizer,
@@ -36,9 +36,8 @@ from titan_linear.run.build import (
 )
 from titan_linear.run.data import base_of
 from titan_linear.run.reading import config_for
-from titan_linear.storage.files import read_json
 from titan_linear.storage.hf_io import CONFIG, INDEX, RowReader, check_folder, read_config, read_model
-from titan_linear.storage.hf_writing import check_tokenizer, find_family, gather, write_folder
+from titan_linear.storage.hf_writing import check_tokenizer, gather, write_folder
 from titan_linear.storage.peft import (
     PEFT_CONFIG,
     check_base,
@@ -47,6 +46,7 @@ from titan_linear.storage.peft import (
     peft_config,
     peft_tensors,
     read_peft,
+    settings_of,
     write_peft,
 )
 from titan_linear.storage.rundir import checkpoint_folder, config_of
@@ -92,12 +92,9 @@ def not_exported(steps: Sequence[int]) -> str:
 def export_family(config: Config, model: ModelConfig, tokenizer: Tokenizer, like: str = "") -> str:
     """The architecture under which a run's model and tokenizer are saved. ValueError: none can hold them."""
     files = {} if model.adapter else tokenizer.hugging_face_files()  # which do not go with adapters
-    model = model.base
     like = like or hf_weights(config)
-    if not (like or hf_assets(config)):
-        return FAMILY_OF.get(config.model.name) or find_family(model, files)
-    family, _ = read_model(Path(like or hf_assets(config)))
-    check_tokenizer(family, read_config(Path(like)) if like else config_to_hf(family, model), files)
+    family = family_of(model.base, config, like, files)
+    check_tokenizer(family, read_config(Path(like)) if like else config_to_hf(family, model.base), files)
     return family
 
 
@@ -179,9 +176,9 @@ def merge(source: Path, folder: Path, base: str, dtype: str) -> None:
         dtype: a key of EXPORT_DTYPES.
     """
     if (source / PEFT_CONFIG).is_file():
-        named = base or read_json(source / PEFT_CONFIG, dict[str, Any], "")["base_model_name_or_path"]
-        run = config_for(Path(named), [])
-        family, theirs = read_model(Path(named))
+        named = Path(base or settings_of(source)["base_model_name_or_path"])
+        run = config_for(named, [])
+        family, theirs = read_model(named)
         run = run.model_copy(update={"adapter": Adapter(**options_of(source, theirs, family))})
         model = model_without_tokenizer(run)
         trained = read_peft(source, model, family, run.adapter, base_of(run)).__getitem__
@@ -229,16 +226,16 @@ def merged(
     """name -> W + s B A in float64, or what was trained as a whole, or the base's."""
     with torch.device("meta"):
         own = dict(Decoder(model).named_parameters())
+    adapted = {name for name in own if lora_name(name, "B") in own}
 
     def get(name: str) -> Tensor:
         if own[name].requires_grad:
             return trained(name)
         weight = base(name)
-        if lora_name(name, "B") not in own:
+        if name not in adapted:
             return weight
-        sharing = next((names for names in model.adapter.shared if name in names), (name,))
-        of_A = next(other for other in sharing if lora_name(other, "A") in own)
-        A, B = (trained(lora_name(n, part)).double() for n, part in ((of_A, "A"), (name, "B")))
+        first = first_of(name, model.adapter, adapted)
+        A, B = (trained(lora_name(n, part)).double() for n, part in ((first, "A"), (name, "B")))
         return weight.double() + model.adapter.factor * (B.flatten(A.dim() - 2, -2) @ A).view_as(weight)
 
     return get

@@ -28,7 +28,7 @@ from titan_linear.run.build import (
     open_tokenizer,
     tokenizer_path,
 )
-from titan_linear.run.start import build_checkpointer, set_first_weights
+from titan_linear.run.start import set_first_weights
 from titan_linear.step.feed import BatchSharding
 from titan_linear.step.optimizer import Moment
 from titan_linear.storage.hf_io import CONFIG
@@ -102,9 +102,10 @@ def open_reader(config: Config) -> Reader:
     tokenizer, device = open_tokenizer(config), own_device()
     dims = build_dims(config, device)
     model = build_model(config, model_config(config, tokenizer), dims, device)
-    set_first_weights(config, model, build_checkpointer(config))
+    host = host_group()
+    set_first_weights(config, model, host)
     sharding = build_sharding(config, model.config, dims, device)
-    return Reader(config, tokenizer, model, dims, sharding, mixed_precision(config, model, dims), host_group())
+    return Reader(config, tokenizer, model, dims, sharding, mixed_precision(config, model, dims), host)
 
 
 def config_for(path: Path, keys: list[str]) -> Config:

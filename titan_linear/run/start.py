@@ -95,7 +95,7 @@ def set_weights(
 ) -> None:
     """Load the run's checkpoint of this progress, or the weights that the run begins from; with adapters both."""
     if known is None or model.config.adapter:
-        set_first_weights(config, model, checkpointer)
+        set_first_weights(config, model, host)
     if known is None:
         load_adapters(config, model)
     else:
@@ -108,17 +108,18 @@ def set_weights(
     dist.barrier(host)  # some disks are slower
 
 
-def set_first_weights(config: Config, model: Decoder, checkpointer: Checkpointer | None = None) -> None:
-    """Load or draw the weights that the run begins from; if those are adapters, after their own run's. Without a
-    checkpointer: in one process."""
+def set_first_weights(config: Config, model: Decoder, host: dist.ProcessGroup | None = None) -> None:
+    """Load or draw the weights that the run begins from; if those are adapters, after their own run's. Without a group:
+    in one process."""
     c, drawn = config.checkpoint, named_parameters(model)
     if path := hf_weights(config) or (c.enable and c.initial_load_path):
-        load = load_weights if checkpointer is None else checkpointer.load_weights
-        if not hf_weights(config) and holds_adapters(saved := weights_path(Path(path))):
-            set_first_weights(config_of(saved), model, checkpointer)
-            load(saved, model)
-            return
-        (load_hf_weights if hf_weights(config) else load)(Path(path), model)
+        if hf_weights(config):
+            load_hf_weights(Path(path), model)
+        elif holds_adapters(saved := weights_path(Path(path))):
+            set_first_weights(config_of(saved), model, host)
+            return load_weights(saved, model, host)
+        else:
+            load_weights(Path(path), model, host)
         drawn = {name: p for name, p in drawn.items() if is_adapter(name)}
     initialise(model, config.debug.seed, drawn)
 

@@ -58,19 +58,10 @@ from titan_linear.storage.step_folders import (
     inspect,
     read_progress,
     set_steps_aside,
-    weights_path,
     whole_step,
     whole_steps,
 )
-from titan_linear.storage.tensors import (
-    FLAT,
-    of_whole,
-    optimizer_state,
-    parameters_in,
-    read_state,
-    reasons,
-    saved_parameters,
-)
+from titan_linear.storage.tensors import FLAT, of_whole, optimizer_state, read_state, reasons, saved_parameters
 
 READ_AHEAD = 10_000_000  # bytes that a save has on their way from the device, as DCP by default
 AT_LAST = 600.0  # seconds for an async save to end, when an error ends the run
@@ -214,17 +205,6 @@ class Checkpointer:
             set_optimizer_state_dict(model, optimizer, moments | rest, options=FLAT)
         self._saved = (step, optimizer is not None)
         return read_progress(path)
-
-    def load_weights(self, path: Path, model: nn.Module) -> None:
-        """Load another run's weights in place, from a path that `weights_path` resolves.
-
-        Rank 0 decides which checkpoint that is: while the other run saves, ranks may see different ones as the newest.
-
-        Raises:
-            ValueError: there is no whole checkpoint, or it is of another model.
-        """
-        chosen = on_rank_0(lambda: weights_path(path), self.group)
-        read_state(chosen, {"model": parameters_in(chosen, model)}, self.group)
 
     def save_lazily(
         self,

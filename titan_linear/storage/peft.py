@@ -30,7 +30,7 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.families import FAMILIES
 from titan_linear.models.layers import lora_name
 from titan_linear.models.lora import adaptable
-from titan_linear.storage.files import read_json, replacing
+from titan_linear.storage.files import Json, read_json, replacing
 from titan_linear.storage.hf_io import HEAD
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -72,11 +72,11 @@ class Held(NamedTuple):
 def contents(model: ModelConfig, family: str) -> list[Held]:
     """What a PEFT folder of a model's adapters holds."""
     with torch.device("meta"):
-        base, adapted = Decoder(model.base), Decoder(model)
-    weights, _ = adaptable(base)
+        adapted = Decoder(model)
+    weights, _ = adaptable(adapted)
     ours = {name: tuple(p.shape) for name, p in adapted.named_parameters() if p.requires_grad}
     rank = model.adapter.rank
-    shapes = shapes_of(model) | {name: (*base.get_parameter(name).shape[:-1], rank) for name in weights}
+    shapes = shapes_of(model) | {name: (*adapted.get_parameter(name).shape[:-1], rank) for name in weights}
     held: list[Held] = []
     for source, placements in reversed(list(live_layouts(model.base, family, shapes))):
         of_B = tuple(replace(p, name=B) for p in placements if (B := lora_name(p.name, "B")) in ours)
@@ -113,7 +113,7 @@ def check_peft(model: ModelConfig, family: str) -> None:
 # --- Out -------------------------------------------------------------------------------------------------------------
 
 
-def peft_config(model: ModelConfig, family: str, options: Options, base: str) -> dict[str, Any]:
+def peft_config(model: ModelConfig, family: str, options: Options, base: str) -> Json:
     """adapter_config.json. base: the folder or the name of the model that is adapted."""
     check_peft(model, family)
     held = contents(model, family)
@@ -180,9 +180,14 @@ def write_peft(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tens
         (folder / PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def options_of(path: Path, model: ModelConfig, family: str) -> dict[str, Any]:
+def settings_of(path: Path) -> Json:
+    """A folder's adapter_config.json."""
+    return read_json(path / PEFT_CONFIG, Json, "give a folder that peft has written")
+
+
+def options_of(path: Path, model: ModelConfig, family: str) -> Json:
     """The keys of [adapter] of which a folder is what a run writes."""
-    config = read_json(path / PEFT_CONFIG, dict[str, Any], "give a folder that peft has written")
+    config = settings_of(path)
     there = safe_open(path / PEFT_WEIGHTS, "pt").keys()
     everything = [x for x in contents(replace(model, adapter=Adapter(1, 1.0, extra=("*",))), family) if x.name in there]
     return {
@@ -220,7 +225,7 @@ def check_base(theirs: str, base: str, path: Path) -> None:
 
 
 def _check_options(path: Path, options: Options) -> None:
-    config = read_json(path / PEFT_CONFIG, dict[str, Any], "give a folder that peft has written")
+    config = settings_of(path)
     asked = {key: getattr(options, name) for key, name in OPTIONS.items()}
     for key, ours in (asked | UNREADABLE).items():
         theirs = config.get(key)
@@ -235,7 +240,7 @@ def _ours(path: Path, contents: list[Held], tensors: dict[str, Tensor]) -> dict[
         tensor = tensors.pop(held.name, None)
         shape = held.laid(torch.empty(held.shape, device="meta")).shape
         if tensor is None or tensor.shape != shape:
-            there = "missing" if tensor is None else f"{list(tensor.shape)}"
+            there = "missing" if tensor is None else list(tensor.shape)
             raise ValueError(
                 f"'{path / PEFT_WEIGHTS}': {held.name} is {there}, not {list(shape)}; correct adapter.targets"
             )

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
+from titan_linear.distributed.groups import on_rank_0
 from titan_linear.distributed.parts import whole
 from titan_linear.storage.files import progress
 from titan_linear.storage.manifest import REMEDY, Reader, read_manifest
@@ -22,14 +23,17 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)  # `_co
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what checkpointing and torch.compile add to names
 
 
-def load_weights(path: Path, model: nn.Module) -> None:
-    """Load weights in place, in one process, from a path that `weights_path` resolves.
+def load_weights(path: Path, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Load weights in place, from a path that `weights_path` resolves.
+
+    group: of all ranks; rank 0 decides which checkpoint that is: while a run saves there, ranks may see different ones
+    as the newest. None: in one process.
 
     Raises:
         ValueError: there is no whole checkpoint, or it is of another model.
     """
-    chosen = weights_path(path)
-    read_state(chosen, {"model": parameters_in(chosen, model)}, group=None)
+    chosen = on_rank_0(lambda: weights_path(path), group) if group else weights_path(path)
+    read_state(chosen, {"model": parameters_in(chosen, model)}, group)
 
 
 def check_weights(path: Path, model: nn.Module) -> None:
@@ -110,12 +114,10 @@ def _plain(name: str) -> str:
 
 def saved_parameters(model: nn.Module) -> dict[str, Tensor]:
     """What a checkpoint holds of them: with adapters, what is trained."""
-    state, frozen = (
-        named_parameters(model),
-        {_plain(name) for name, p in model.named_parameters() if not p.requires_grad},
-    )
-    adapted = any(map(is_adapter, state))
-    return {name: p for name, p in state.items() if not (adapted and name in frozen)}
+    state = named_parameters(model)
+    if not any(map(is_adapter, state)):
+        return state
+    return {_plain(name): state[_plain(name)] for name, p in model.named_parameters() if p.requires_grad}
 
 
 def parameters_in(path: Path, model: nn.Module) -> dict[str, Tensor]:
