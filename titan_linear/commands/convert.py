@@ -45,22 +45,17 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     ignore_warnings_of_torch()
     if args.direction == "to-hf":
-        to_hf(Path(args.checkpoint), Path(args.folder), args.export_dtype, args.like)
+        _check_new(args.folder)
+        export_checkpoint(args.checkpoint, args.folder, args.export_dtype, args.like)
+        print(f"exported '{args.checkpoint}' to '{args.folder}'")
     elif args.direction == "merge":
-        merge(Path(args.source), Path(args.folder), args.base, args.export_dtype)
+        merge(args.source, args.folder, args.base, args.export_dtype)
         print(f"merged '{args.source}' to '{args.folder}'")
     elif args.direction == "from-rwkv":
-        from_rwkv(Path(args.file), Path(args.folder))
+        from_rwkv(args.file, args.folder)
     else:
-        from_hf(Path(args.folder), Path(args.checkpoints), DTYPES[args.dtype])
+        from_hf(args.folder, args.checkpoints, DTYPES[args.dtype])
     return 0
-
-
-def to_hf(checkpoint: Path, folder: Path, export_dtype: str, like: str | None) -> None:
-    """Write a Hugging Face folder."""
-    _check_new(folder)
-    export_checkpoint(checkpoint, folder, export_dtype, like or "")
-    print(f"exported '{checkpoint}' to '{folder}'")
 
 
 def _check_new(folder: Path) -> None:
@@ -115,21 +110,21 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = command_parser("titan-linear convert", __doc__)
     directions = parser.add_subparsers(dest="direction", required=True)
     to = directions.add_parser("to-hf")
-    to.add_argument("checkpoint", metavar="CHECKPOINT")
-    to.add_argument("folder", metavar="FOLDER")
+    to.add_argument("checkpoint", metavar="CHECKPOINT", type=Path)
+    to.add_argument("folder", metavar="FOLDER", type=Path)
     source = "source: of each tensor as in the folder that the run began from (default: float32)"
     to.add_argument("--export-dtype", choices=EXPORT_DTYPES, default="float32", help=source)
-    to.add_argument("--like", help="a Hugging Face folder of the same model")
+    to.add_argument("--like", default="", help="a Hugging Face folder of the same model")
     merging = directions.add_parser("merge")
-    merging.add_argument("source", metavar="SOURCE")
-    merging.add_argument("folder", metavar="FOLDER")
+    merging.add_argument("source", metavar="SOURCE", type=Path)
+    merging.add_argument("folder", metavar="FOLDER", type=Path)
     merging.add_argument("--export-dtype", choices=EXPORT_DTYPES, default="source", help="(default: that of the base)")
     merging.add_argument("--base", default="", help="the base's folder, if it has moved")
     rwkv = directions.add_parser("from-rwkv")
-    rwkv.add_argument("file", metavar="FILE")
-    rwkv.add_argument("folder", metavar="FOLDER")
+    rwkv.add_argument("file", metavar="FILE", type=Path)
+    rwkv.add_argument("folder", metavar="FOLDER", type=Path)
     of = directions.add_parser("from-hf")
-    of.add_argument("folder", metavar="FOLDER")
-    of.add_argument("checkpoints", metavar="CHECKPOINTS")
+    of.add_argument("folder", metavar="FOLDER", type=Path)
+    of.add_argument("checkpoints", metavar="CHECKPOINTS", type=Path)
     of.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the parameters (default: float32)")
     return parser.parse_args(argv)
