@@ -29,11 +29,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan_linear.distributed.parts import shard_parameter
-from titan_linear.models.decoder import Before, Decoder, Further, Head, Loss
+from titan_linear.models.decoder import Before, Decoder
 from titan_linear.models.layers import Output, RMSNorm, lora_name, widen
 from titan_linear.models.mlps.moe import MoE
 from titan_linear.ops import CPContext
-from titan_linear.ops.exchange.collectives import Ranks, gather_along, gather_tokens, scatter_tokens, sum_over_ranks
+from titan_linear.ops.exchange.collectives import Ranks, gather_tokens, scatter_tokens, sum_over_ranks
 
 
 def tensor_splits(model: nn.Module) -> dict[str, int]:
@@ -69,7 +69,7 @@ def apply_tp(model: Decoder, ranks: Ranks) -> dict[str, int]:
             _share(part, ranks, _moe if isinstance(part, MoE) else _on_all_tokens)
     _share(model.embedding, ranks, _embed)
     _share(model.before, ranks, _before)
-    _share(model.head, ranks, _head)
+    model.head.ranks = ranks
     return splits
 
 
@@ -118,23 +118,6 @@ def _embed(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
 def _before(before: nn.Module, x: Tensor, context: CPContext) -> Tensor:
     ranks: Any = before.ranks
     return Before.forward(before, gather_tokens(x, ranks), context).chunk(ranks.size, 1)[ranks.rank]
-
-
-def _head(
-    head: Head,
-    x: Tensor,
-    loss: Loss | None = None,
-    further: Further | None = None,
-    branches: Tensor | None = None,
-) -> Tensor:
-    """Logits [B, T, vocab], without gradients; or this rank's part of the loss."""
-    ranks = head.ranks
-    x = head.norm(x)
-    if loss is not None:
-        return head.loss(x, loss, further, branches, ranks)
-    assert not torch.is_grad_enabled(), "logits of a split vocabulary have no gradient"
-    logits = head.logits(x).movedim(-1, 0)  # [vocab / size, B, T]
-    return gather_along(logits, 0, ranks.group, ranks.size).movedim(0, -1)
 
 
 def _norm_over_ranks(norm: RMSNorm, x: Tensor) -> Tensor:

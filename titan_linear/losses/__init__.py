@@ -13,7 +13,7 @@ from titan_linear.config import Config
 from titan_linear.losses.cross_entropy import CrossEntropy
 from titan_linear.losses.distillation import Distillation
 from titan_linear.losses.dpo import DPO
-from titan_linear.losses.loss import Loss, Targets
+from titan_linear.losses.loss import Loss
 from titan_linear.losses.policy import Policy
 
 LOSSES: dict[str, Callable[[Any], Loss]] = {

@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,14 +25,17 @@ class Paths(NamedTuple):
     num_documents: int
 
 
-class Targets(Protocol):
-    """The part of a micro-batch that one rank computes."""
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """The tokens of a `Batch` that one rank computes, on its device."""
 
-    labels: Tensor  # [1, T] int64, −100 where there is nothing to predict
-    columns: dict[str, Tensor]  # [1, T] or [1, T, n] each
-    num_documents: int  # more than any number in the column "document"
-    paths: Paths | None  # of prefix trees, whose nodes that column has
+    tokens: Tensor  # [1, T_local] int64
+    labels: Tensor  # [1, T_local] int64, −100 where there is nothing to predict; of trees [1, T_local + branches]
     plan: BatchPlan
+    streams: tuple[int, ...]  # global indices, for error messages
+    columns: dict[str, Tensor]  # as labels, or [1, T_local, n]
+    num_documents: int = 0  # more than any number in the column "document"
+    paths: Paths | None = None  # of prefix trees, whose nodes that column has
 
 
 @dataclass(frozen=True)
@@ -45,11 +48,11 @@ class Loss(ABC):
     reads_twice: ClassVar[bool] = False  # it passes over the head for sums over documents first, without gradients
 
     @abstractmethod
-    def __call__(self, logits: ChunkedLogits, batch: Targets) -> Tensor:
+    def __call__(self, logits: ChunkedLogits, batch: MicroBatch) -> Tensor:
         """The sum of its terms on this rank; [1 + reports] with those of its reports."""
 
 
-def column(batch: Targets, name: str, like: Tensor) -> Tensor:
+def column(batch: MicroBatch, name: str, like: Tensor) -> Tensor:
     """[T] or [T, n], in the dtype of `like`."""
     return batch.columns[name][0].to(like.dtype)
 
@@ -59,7 +62,7 @@ def logprobs(logits: ChunkedLogits, ids: Tensor) -> Tensor:
     return logits.rows(ids).logprobs.view_as(ids).masked_fill(ids == IGNORE, 0)
 
 
-def document_sums(batch: Targets, *numbers: Tensor) -> Tensor:
+def document_sums(batch: MicroBatch, *numbers: Tensor) -> Tensor:
     """For each document, whichever ranks it lies on: its weights' sum, how many labels it has, and the sums of these
     numbers [T], where there is one. [2 + numbers, documents] float64."""
     labelled = batch.labels[0] != IGNORE
@@ -76,7 +79,7 @@ def document_sums(batch: Targets, *numbers: Tensor) -> Tensor:
     return sums.new_zeros(len(sums), paths.num_documents).index_add_(1, paths.documents, of_paths)
 
 
-def of_documents(batch: Targets, values: Tensor, slopes: Tensor) -> Callable[[Tensor, slice], list[Tensor]]:
+def of_documents(batch: MicroBatch, values: Tensor, slopes: Tensor) -> Callable[[Tensor, slice], list[Tensor]]:
     """What tokens, by their log p, have of their documents' values [documents, m] by their weight in them, m × [n]; the
     first changes with each log p by the document's slope [documents]."""
     if paths := batch.paths:

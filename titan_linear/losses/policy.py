@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from titan_linear.config import schema
-from titan_linear.losses.loss import Loss, Targets, column, document_sums, of_documents
+from titan_linear.losses.loss import Loss, MicroBatch, column, document_sums, of_documents
 from titan_linear.ops.cross_entropy import ChunkedLogits, Rows
 
 
@@ -30,7 +30,7 @@ class Policy(Loss):
     def reads_twice(self) -> bool:
         return self.keys.level == "sequence"
 
-    def __call__(self, logits: ChunkedLogits, batch: Targets) -> Tensor:
+    def __call__(self, logits: ChunkedLogits, batch: MicroBatch) -> Tensor:
         labels = batch.labels.flatten()
         known = logits.rows(labels, statistics=True) if self.reads_twice else None
         of_sequences = self._of_sequences(batch, known) if known else None
@@ -53,7 +53,7 @@ class Policy(Loss):
 
         return logits.sum(labels, terms, statistics=True, rows=known)
 
-    def _of_sequences(self, batch: Targets, known: Rows) -> Callable[[Tensor, slice], list[Tensor]]:
+    def _of_sequences(self, batch: MicroBatch, known: Rows) -> Callable[[Tensor, slice], list[Tensor]]:
         """The loss and the weight of what is clipped, [n] each."""
         distance = known.logprobs[:, 0] - batch.columns["behaviour"][0]
         weights, count, *sums = document_sums(batch, batch.columns["advantages"][0], distance)

@@ -17,7 +17,7 @@ from titan_linear.models.lora import add_adapters
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import CPContext
 from titan_linear.ops.cross_entropy import ChunkedLogits, Sum, cross_entropy, weighted
-from titan_linear.ops.exchange.collectives import Ranks, gather_tokens
+from titan_linear.ops.exchange.collectives import Ranks, gather_along, gather_tokens
 from titan_linear.ops.registry import choose_implementations
 from titan_linear.ops.runtime.support import Choice
 
@@ -146,10 +146,7 @@ class Head(nn.Module):
         # [1 + further tokens, B·T], into which −log p of labels is written, if set
         self.token_losses: Tensor | None = None
         self.implementations: dict[str, Choice] = {}
-
-    @property
-    def impl(self) -> str | Choice:
-        return self.implementations.get("cross_entropy", "auto")
+        self.ranks: Ranks | None = None  # those that have the other rows of the weight
 
     def forward(
         self,
@@ -158,28 +155,20 @@ class Head(nn.Module):
         further: Further | None = None,
         branches: Tensor | None = None,
     ) -> Tensor:
-        """x [B, T, dim] -> logits [B, T, vocab], or this loss of them, in float32 or wider.
+        """x [B, T, dim] -> logits [B, T, vocab], or this loss of them, in float32 or wider; of a split vocabulary this
+        rank's part of the loss.
 
         branches: rows that the loss sees again, behind all others.
         further: of further tokens, whose losses are in the gradient, and not in the value. It is called in here, where
         FSDP has gathered norm and weight, and keeps them until all losses are done with them in backward.
         """
         x = self.norm(x)
-        return self.logits(x) if loss is None else self.loss(x, loss, further, branches)
-
-    def loss(
-        self,
-        x: Tensor,
-        loss: Loss,
-        further: Further | None,
-        branches: Tensor | None,
-        ranks: Ranks | None = None,
-    ) -> Tensor:
-        """Of what is normed. ranks: those that have the other rows of the weight."""
+        if loss is None:
+            return self.logits(x)
 
         def all_tokens(x: Tensor) -> Tensor:
             x = self.divided(x)
-            rows = (gather_tokens(x, ranks) if ranks and torch.is_grad_enabled() else x).flatten(0, 1)
+            rows = (gather_tokens(x, self.ranks) if self.ranks and torch.is_grad_enabled() else x).flatten(0, 1)
             return rows if branches is None else torch.cat([rows, rows[branches]])
 
         own, *losses = [None] * (1 + self.depth) if self.token_losses is None else self.token_losses
@@ -187,14 +176,19 @@ class Head(nn.Module):
             Sum(all_tokens(h), labels.unsqueeze(1), partial(weighted, self.mtp_factor, weights), token_losses=of)
             for (h, labels, weights), of in zip(further(x) if further else (), losses)
         )
-        return loss(ChunkedLogits(all_tokens(x), self.weight, self.chunk, ranks, own, self.impl, more))
+        impl = self.implementations.get("cross_entropy", "auto")
+        return loss(ChunkedLogits(all_tokens(x), self.weight, self.chunk, self.ranks, own, impl, more))
 
     def divided(self, x: Tensor) -> Tensor:
         return x if self.divisor == 1 else x / self.divisor
 
     def logits(self, x: Tensor) -> Tensor:
-        """Of what is normed."""
-        return self.divided(x) @ self.weight.T
+        """Of what is normed; of a split vocabulary without gradients."""
+        logits = self.divided(x) @ self.weight.T
+        if self.ranks is None:
+            return logits
+        assert not torch.is_grad_enabled(), "logits of a split vocabulary have no gradient"
+        return gather_along(logits.movedim(-1, 0), 0, self.ranks.group, self.ranks.size).movedim(0, -1)
 
 
 class Before(nn.Module):

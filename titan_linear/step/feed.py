@@ -18,7 +18,7 @@ from torch import Tensor
 from titan_linear.data import IGNORE, Batch
 from titan_linear.data.corpus.trees import BACK, SHARE
 from titan_linear.distributed.mesh import ParallelDims
-from titan_linear.losses.loss import Paths
+from titan_linear.losses.loss import MicroBatch, Paths
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.layers import widened
 from titan_linear.models.plan import BatchPlan, Later, Rotary
@@ -237,19 +237,6 @@ def _softmax(model: ModelConfig, tp: int) -> tuple[tuple[int, int, int], ...]:
 
 
 # --- Read ahead ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class MicroBatch:
-    """The tokens of a `Batch` that one rank computes, on its device."""
-
-    tokens: Tensor  # [1, T_local] int64
-    labels: Tensor  # [1, T_local] int64; of trees [1, T_local + branches], as columns
-    plan: BatchPlan
-    streams: tuple[int, ...]  # global indices, for error messages
-    columns: dict[str, Tensor]  # [1, T_local] or [1, T_local, n] each
-    num_documents: int = 0  # of the `Batch`
-    paths: Paths | None = None  # of prefix trees, if the loss knows documents
 
 
 class StepTokens(NamedTuple):
