@@ -327,18 +327,26 @@ def moments(config: Config, model: ModelConfig, gpus: int, mean: Mean = None) ->
     accumulated = stored if accumulates else 0
     kept, again, working = saved(config, counted)
     kept = (kept[0] + _columns(config, batch), *kept[1:])
-    copies = _copies(config, u)
+    sizes = sorted((*u.layers, u.vocabulary))
+    # The next unit is gathered while one computes.
+    gathered = sizes if config.parallelism.fsdp_reshard_after_forward == "never" else sizes[-2:]
+    copies = _copies(u, sum(gathered), max(*u.trained, u.trained_head))
     held = list(accumulate(kept))  # when a layer's backward begins
     fullest = max(range(len(counted)), key=lambda i: held[i] + again[i] + working[i])
-    # The gradient of the residual stream (for the final norm in float32 too) and that of the head's weight.
-    around = model.dim * batch.tokens * (u.compute + 4) + u.trained_head * u.compute
+    # The gradient of the residual stream (for the final norm in float32 too) and, until it is reduced, of the head.
+    stream = model.dim * batch.tokens * (u.compute + 4)
+    around = stream + u.trained_head * u.compute
     optimizer = 2 * stored - (0 if u.offloaded else u.muon * u.stored)
     begins = {"gradients": accumulated, "copies": copies, "activations": sum(kept)}
-    ends = {"gradients": stored, "copies": copies, "activations": held[0] + again[0], "working": around + working[0]}
+    # Only the first layer and the embedding have no gradients yet; the second layer's are being reduced.
+    last = u.layers[0] + u.vocabulary
+    missing = 0 if u.offloaded else last // u.shards * u.stored
+    ends = {"gradients": accumulated or stored - missing, "copies": _copies(u, last, max(u.trained[:2]))}
+    ends |= {"activations": held[0] + again[0], "working": stream + working[0]}
     update = {"gradients": stored, "copies": copies, "working": u.muon * MUON_WORKING}
     if copies and not u.sharded:
         # All parameters have copies, and gradients are those of the copies. A second one, or Muon, widens the first.
-        ends |= {"gradients": accumulated, "copies": 2 * copies}
+        ends |= {"gradients": accumulated, "copies": 2 * copies, "working": around + working[0]}
         update["gradients"] = accumulated or u.muon * u.stored
         update["copies"] = (3 if accumulates else 2) * copies
     by_moment = {
@@ -387,19 +395,17 @@ def _columns(config: Config, batch: Batch) -> int:
     return 4 * numbers * batch.tokens * batch.tp
 
 
-def _copies(config: Config, u: Units) -> int:
-    """With FSDP: two gathered units (the next is gathered while one computes), or all units, and one unit's gradients,
-    before and during reduction; with offload also a unit's shard on its way from the host, and its gradient on its way
-    back (on a single rank, sent from a copy). Without FSDP: all parameters, if the compute dtype is another."""
+def _copies(u: Units, gathered: int, reduced: int) -> int:
+    """With FSDP: `gathered` elements, and a unit's gradients of `reduced`, before and during reduction; with offload
+    also a unit's shard on its way from the host, and its gradient on its way back (on a single rank, sent from a
+    copy). Without FSDP: all parameters, if the compute dtype is another."""
     compute, stored = u.compute, u.stored
     if not u.sharded:
         return 0 if compute == stored else u.local * compute
-    sizes = sorted((*u.layers, u.vocabulary))
-    whole = sizes if config.parallelism.fsdp_reshard_after_forward == "never" else sizes[-2:]
-    copies = sum(whole) * compute + max(*u.trained, u.trained_head) * (compute + u.reduce)
+    copies = gathered * compute + reduced * (compute + u.reduce)
     if u.offloaded:
         moving = stored + u.reduce * (2 if u.shards == 1 else 1)
-        copies += -(-sizes[-1] // u.shards) * moving
+        copies += -(-max(*u.layers, u.vocabulary) // u.shards) * moving
     return copies
 
 
