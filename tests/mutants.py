@@ -90,7 +90,7 @@ MUTANTS = [
     Mutant("else self.mlp_norm(x)", "else x", "test_families.py"),
     Mutant("low - begin, high - begin, ours", "low, high, ours", "test_families.py"),
     # --- data
-    Mutant("np.minimum(within, 1) if back is None", "np.ones_like(within) if back is None", "test_packing.py"),
+    Mutant("np.append(nodes.back[1:], next", "np.append(np.ones_like(nodes.back[1:]), next", "test_packing.py"),
     Mutant("goes_on = end < self.corpus", "goes_on = end <= self.corpus", "test_packing.py"),
     Mutant("stream=pool + 1", "stream=pool", "test_pools.py"),
     Mutant("self._before[n].get(name, 0) + own", "own", "test_mixture.py"),

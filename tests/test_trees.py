@@ -22,6 +22,7 @@ from titan_linear.data import IGNORE, Targets, Texts, TreeStreams, build_tokeniz
 from titan_linear.data.corpus import writing
 from titan_linear.data.streams.loader import micro_batch
 from titan_linear.models.presets import OWN
+from titan_linear.ops import build_cp_context
 from titan_linear.ops.layout import fragments, nodes
 from titan_linear.ops.layout.nodes import Nodes
 from titan_linear.proof import data, doctor, ops
@@ -314,7 +315,9 @@ def targets_of(streams):
                 assert stream.position_ids[t] == len(above[n]) - 1
         pairs = zip(range(len(stream.tokens)), stream.labels, stream.columns["weights"])
         batch = micro_batch(streams, i, 1, 0, 1)
-        rows, further = (x.tolist() for x in branches_of(batch, [(0, len(stream.tokens))]))
+        rows, further = (
+            x.tolist() for x in branches_of(batch, build_cp_context(batch.cu_seqlens, rank=0, world_size=1))
+        )
         branches = zip(rows, stream.tokens[further], stream.columns["weights"][np.array(further, dtype=int) - 1])
         pairs = ((row, label, weight) for row, label, weight in pairs if label != IGNORE)
         for row, label, weight in (*pairs, *branches):

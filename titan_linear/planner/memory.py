@@ -231,28 +231,18 @@ def documents_of(seq_len: int, streams: int, mean: Mean) -> Nodes:
 
 
 def _trees(seq_len: int, streams: int, levels: tuple[tuple[int, int], ...]) -> Nodes:
-    lengths: list[int] = []
-    parents: list[int] = []
-
-    def lay(level: int, parent: int) -> None:
-        if level < len(levels):
-            n, tokens = levels[level]
-            for _ in range(n):
-                lengths.append(tokens)
-                parents.append(parent)
-                lay(level + 1, len(lengths) - 1)
-
-    counts, tokens_of_each = np.array(levels).T
-    size = int(counts.cumprod() @ tokens_of_each)
-    if size > seq_len:
-        raise ValueError(f"--documents: its tree has {size:,} tokens, and training.seq_len = {seq_len}; raise that")
-    for _ in range(streams):
-        for _ in range(seq_len // size):
-            lay(0, -1)
-        if rest := seq_len % size:  # padding
-            lengths.append(rest)
-            parents.append(-1)
-    return Nodes(np.cumsum([0, *lengths]), np.array(parents))
+    back = np.zeros(0, dtype=np.int64)  # of what lies below a node, as in `Nodes.behind`
+    for n, tokens in reversed(levels):
+        node = np.append(np.ones(tokens, dtype=np.int64), back)
+        back = np.tile(node, n)
+        back[:: len(node)] = np.arange(n) * len(node) + 1
+    back[0] = 0
+    trees, padding = divmod(seq_len, len(back))
+    if not trees:
+        raise ValueError(
+            f"--documents: its tree has {len(back):,} tokens, and training.seq_len = {seq_len}; raise that"
+        )
+    return Nodes.behind(np.tile([*np.tile(back, trees), *np.minimum(range(padding), 1)], streams))
 
 
 @cache

@@ -118,13 +118,9 @@ class MoreDocuments:
         self.streams = streams
 
     def __getitem__(self, i: int) -> Stream:
-        stream = self.streams[i]
-        T = len(stream.tokens)
-        more = [5, 5 * T // 8 + 1, 5 * T // 8 + 2, 5 * T // 8 + 4] if i % STREAMS else []
-        return self._cut(stream, more) if more or BACK in stream.columns else stream
-
-    def _cut(self, s: Stream, more: list[int]) -> Stream:
+        s = self.streams[i]
         T = len(s.tokens)
+        more = [5, 5 * T // 8 + 1, 5 * T // 8 + 2, 5 * T // 8 + 4] if i % STREAMS else []
         edges = np.unique([*s.cu_seqlens, *(edge for edge in more if edge < T)])
         labels = s.labels.copy()
         positions = np.concatenate([np.arange(b - a) for a, b in pairwise(edges)])

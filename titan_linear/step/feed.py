@@ -4,7 +4,7 @@ before they are wanted."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from itertools import chain
@@ -94,7 +94,7 @@ class BatchSharding:
         branches = paths = None
         contexts = []
         if trees:
-            branches, targets = branches_of(batch, context.fragments)
+            branches, targets = branches_of(batch, context)
             further = [batch.tokens[:, targets], *(batch.columns[name][:, targets - 1] for name in names)]
             local[1:] = [torch.cat(of_each, 1) for of_each in zip(local[1:], further)]
             local[2:] = [_of_labels(x, local[1]) for x in local[2:]]
@@ -165,15 +165,14 @@ class BatchSharding:
         )
 
 
-def branches_of(batch: Batch, fragments: Iterable[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+def branches_of(batch: Batch, context: CPContext) -> tuple[Tensor, Tensor]:
     """Of prefix trees, targets that do not lie behind the token that they continue: the rows of those of these tokens
-    that a rank has, whose fragments are given; and the targets."""
+    that a rank has; and the targets."""
     back = batch.columns[BACK][0]
     targets = ((back > 1) & (batch.columns["weights"][0].roll(1) > 0)).nonzero().flatten()
-    mine = torch.cat([torch.arange(*ends) for ends in fragments])
-    places = torch.full_like(back, -1).index_copy_(0, mine, torch.arange(len(mine)))
-    rows = places[targets - back[targets]]
-    return rows[rows >= 0], targets[rows >= 0]
+    tokens, cut = (targets - back[targets]).numpy(), context.cut
+    mine = cut.owners[tokens // cut.fragments[0].end] == context.ranks.rank
+    return torch.from_numpy(cut.rows(tokens)[mine]), targets[mine]
 
 
 def _of_labels(column: Tensor, labels: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ which it continues; 0 for a tree's first. Streams have SHARE, too: how much the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,27 +51,23 @@ class Trees:
         return [self._encode(record) for record in records]
 
     def _encode(self, record: Record) -> DocumentTokens | str:
-        nodes: list[DocumentTokens] = []
         try:
-            self._lay(record, "root", 0, nodes, {})
+            return _joined([*self._nodes(record, "root", 0, {})], (BACK, WEIGHTS, *self.columns))
         except ValueError as problem:
             return str(problem)
-        return _joined(nodes, (BACK, WEIGHTS, *self.columns))
 
-    def _lay(self, node: Any, place: str, back: int, nodes: list[DocumentTokens], widths: dict[str, int]) -> int:
-        """Add a node, whose first token lies so far behind that which it continues, and those below it, depth first.
-        The number of tokens of all."""
+    def _nodes(self, node: Any, place: str, back: int, widths: dict[str, int]) -> Iterator[DocumentTokens]:
+        """A node, whose first token lies so far behind that which it continues, and those below it, depth first."""
         children = node.get("children") if isinstance(node, dict) else 0
         if not isinstance(children, list | None):
             raise ValueError(f"{place} is no object, or its 'children' are no list; correct it")
-        nodes.append(self._node(node, place, self._tokens(node, place, back == 0, not children), widths))
-        tokens = len(nodes[-1].tokens)
-        columns = {**nodes[-1].columns, BACK: np.append(back, np.ones(tokens - 1, dtype=np.int64))}
-        nodes[-1] = nodes[-1]._replace(columns=columns)
-        below = 0
+        ids, columns = self._node(node, place, self._tokens(node, place, back == 0, not children), widths)
+        yield DocumentTokens(ids, {**columns, BACK: np.append(back, np.ones(len(ids) - 1, dtype=np.int64))})
+        back = 1
         for n, child in enumerate(children or []):
-            below += self._lay(child, f"{place}.children[{n}]", below + 1, nodes, widths)
-        return tokens + below
+            for below in self._nodes(child, f"{place}.children[{n}]", back, widths):
+                yield below
+                back += len(below.tokens)
 
     def _node(self, node: dict[str, Any], place: str, ids: np.ndarray, widths: dict[str, int]) -> DocumentTokens:
         """Its tokens with its columns, less those that it leaves out."""

@@ -22,7 +22,7 @@ from titan_linear.data.corpus.trees import BACK
 from titan_linear.data.streams.mixture import Streams
 from titan_linear.data.streams.packing import Stream
 from titan_linear.ops.cross_entropy import IGNORE
-from titan_linear.ops.layout.nodes import Nodes, parents_behind
+from titan_linear.ops.layout.nodes import Nodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,9 +47,7 @@ class Batch:
     def nodes(self) -> Nodes:
         """The documents, or nodes of prefix trees."""
         edges = self.cu_seqlens.numpy().astype(np.int64)
-        if BACK not in self.columns:
-            return Nodes.apart(edges)
-        return Nodes(edges, parents_behind(edges, self.columns[BACK][0].numpy()))
+        return Nodes.behind(self.columns[BACK][0].numpy(), edges) if BACK in self.columns else Nodes.apart(edges)
 
 
 @dataclass(eq=False)

@@ -25,7 +25,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy import ndarray
@@ -33,6 +33,7 @@ from numpy import ndarray
 from titan_linear.data.corpus.corpus import Corpus
 from titan_linear.data.streams.split import Side
 from titan_linear.ops.cross_entropy import IGNORE
+from titan_linear.ops.layout.nodes import Nodes
 
 # --- The order of documents ------------------------------------------------------------------------------------------
 
@@ -257,18 +258,18 @@ class PackedStreams:
         i = operator.index(i)
         if i < 0 or (not self.repeat and i >= len(self)):
             raise IndexError(f"stream {i}")
-        return self._stream(*self._parts(i), self.place(i)[1])
+        return self._stream(self.place(i)[1], *self._parts(i))
 
     def padding(self) -> Stream:
         """A stream of padding only: it gives a rank as many streams as the others have."""
         none = np.zeros(0, dtype=np.int64)
-        return self._stream(none, none, IGNORE, self.seq_len)
+        return self._stream(self.seq_len, none, none, IGNORE)
 
     def _stream(
-        self, starts: ndarray, lengths: ndarray, next_token: int, seq_len: int, back: ndarray | None = None
+        self, seq_len: int, starts: ndarray, lengths: ndarray, next_token: int, parents: Sequence[int] = ()
     ) -> Stream:
         """Of these runs of the corpus's tokens, then the token that follows; padding, a document of zeros, fills it.
-        back: [T] how far before each token that lies which it continues, 0: it continues none; by default 1 in runs."""
+        parents: of runs that continue others, as in `Nodes`; by default none does."""
         end = lengths.sum()
         if end < seq_len:
             starts, lengths = np.append(starts, 0), np.append(lengths, seq_len - end)
@@ -278,34 +279,34 @@ class PackedStreams:
         positions[end:] = 0
         tokens = self.corpus.tokens[positions].astype(np.int64)
         tokens[end:] = 0
-        back = np.minimum(within, 1) if back is None else back
-        behind = np.append(back[1:], next_token != IGNORE)
+        nodes = Nodes(edges, np.array([*parents, *[-1] * (len(lengths) - len(parents))]))
+        behind = np.append(nodes.back[1:], next_token != IGNORE)
         behind[end:] = 0
         following = np.append(positions[1:], positions[-1] + 1)
         weights = self.corpus.column("weights", following) * (behind > 0)
         labels = np.where((behind == 1) & (weights > 0), np.append(tokens[1:], next_token), IGNORE)
-        columns = {"weights": self._divided(weights, edges)}
+        columns = self._weighted(weights, nodes)
         for name in self.targets.columns:
             column = self.corpus.column(name, following)
             column[weights == 0] = 0
             columns[name] = column
         if self.targets.group:
             columns["document"] = np.roll(np.repeat(np.arange(len(lengths)), lengths), -1)
-        return Stream(tokens, labels, edges.astype(np.int32), within, columns)
+        return Stream(tokens, labels, edges.astype(np.int32), nodes.positions, columns)
 
-    def _parts(self, i: int) -> tuple[ndarray, ndarray, int]:
-        """`_runs` of stream i."""
+    def _parts(self, i: int) -> tuple[Any, ...]:
+        """What `_stream` reads of stream i: `_runs`, and the parents of those that continue others."""
         start, seq_len = self.place(i)
         stop = start + seq_len
         return self._runs(start, stop if self.repeat else min(stop, self.num_tokens))
 
-    def _divided(self, weights: ndarray, edges: ndarray) -> ndarray:
-        """The weights of labels, divided as `targets.normalise` says, [T]."""
+    def _weighted(self, weights: ndarray, nodes: Nodes) -> dict[str, ndarray]:
+        """The column of the weights of labels [T], divided as `targets.normalise` says."""
         if self.targets.normalise == "token":
-            return weights
-        edges = edges if self.targets.normalise == "document" else np.array([0, len(weights)])
+            return {"weights": weights}
+        edges = nodes.edges if self.targets.normalise == "document" else np.array([0, len(weights)])
         counts = np.add.reduceat(weights > 0, edges[:-1], dtype=np.int64)
-        return weights / np.repeat(np.maximum(counts, 1), np.diff(edges))
+        return {"weights": weights / np.repeat(np.maximum(counts, 1), np.diff(edges))}
 
     def runs(self, i: int) -> tuple[ndarray, ndarray]:
         """Where the documents of stream i begin in the corpus's tokens [n], and how many tokens of each it has [n]."""

@@ -8,13 +8,13 @@ numbers of the token behind it, also where that continues another one: the token
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy import ndarray
 
 from titan_linear.data.corpus.trees import BACK, SHARE
-from titan_linear.data.streams.packing import IGNORE, Stream, document_lengths
+from titan_linear.data.streams.packing import IGNORE, document_lengths
 from titan_linear.data.streams.whole import WholeStreams
 from titan_linear.ops.layout.nodes import Nodes
 
@@ -34,40 +34,27 @@ class TreeStreams(WholeStreams):
             f"{computed:,} tokens are computed again"
         )
 
-    def _parts(self, i: int) -> tuple[ndarray, ndarray, int]:
-        """The nodes of stream i as runs of the corpus's tokens."""
+    def _parts(self, i: int) -> tuple[Any, ...]:
+        """The nodes of stream i as runs of the corpus's tokens, and their parents."""
         starts, lengths = [], []
+        parents: list[int] = []
         for document, first, last, _ in self._documents(i).tolist():
             nodes = self._nodes(document)
-            above = np.unique(nodes.on_paths(nodes.leaves[first:last])[1])
-            starts.append(self.corpus.offsets[document] + nodes.edges[above])
-            lengths.append(np.diff(nodes.edges)[above])
-        return np.concatenate(starts), np.concatenate(lengths), IGNORE
+            held = np.unique(nodes.on_paths(nodes.leaves[first:last])[1])
+            starts.append(self.corpus.offsets[document] + nodes.edges[held])
+            lengths.append(np.diff(nodes.edges)[held])
+            above = nodes.parents[held]
+            parents += np.where(above < 0, -1, len(parents) + np.searchsorted(held, above)).tolist()
+        return np.concatenate(starts), np.concatenate(lengths), IGNORE, parents
 
-    def _stream(self, starts: ndarray, lengths: ndarray, next_token: int, seq_len: int) -> Stream:
-        edges = np.unique(np.append(0, [*np.cumsum(lengths), seq_len]))
-        parents = np.full(len(edges) - 1, -1)
-        ends: dict[int, int] = {}  # the last node that ends at a token of the corpus
-        for n, (start, back) in enumerate(zip(starts.tolist(), self.corpus.columns[BACK][starts].tolist())):
-            parents[n] = ends[start - back + 1] if back else -1
-            ends[start + lengths[n]] = n
-        nodes = Nodes(edges, parents)
-        stream = super()._stream(starts, lengths, next_token, seq_len, nodes.back)
-        weights = stream.columns["weights"]
-        share = self._shares(nodes, np.roll(weights, 1) > 0)
-        columns = {"weights": weights * np.roll(share, -1), BACK: nodes.back, SHARE: share}
-        return replace(stream, position_ids=nodes.positions, columns=stream.columns | columns)
-
-    def _divided(self, weights: ndarray, edges: ndarray) -> ndarray:
-        return weights  # shares are
-
-    def _shares(self, nodes: Nodes, targets: ndarray) -> ndarray:
-        """How many documents hold each token; each counts 1, or if they are normalised, 1 over its targets."""
+    def _weighted(self, weights: ndarray, nodes: Nodes) -> dict[str, ndarray]:
+        """By how many documents hold each token: each counts 1, or if they are normalised, 1 over its targets."""
         number, node = nodes.on_paths(nodes.leaves)
-        targets = np.add.reduceat(targets, nodes.edges[:-1], dtype=np.int64)
+        targets = np.add.reduceat(np.roll(weights, 1) > 0, nodes.edges[:-1], dtype=np.int64)
         targets = np.maximum(np.bincount(number, targets[node]), 1)
         each = 1 / targets[number] if self.targets.normalise == "document" else None
-        return np.repeat(np.bincount(node, each), np.diff(nodes.edges))
+        share = np.repeat(np.bincount(node, each), np.diff(nodes.edges))
+        return {"weights": weights * np.roll(share, -1), BACK: nodes.back, SHARE: share}
 
     def _nodes(self, document: int) -> Nodes:
         return Nodes.behind(self.corpus.columns[BACK][slice(*self.corpus.offsets[document : document + 2])])

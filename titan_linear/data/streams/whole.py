@@ -42,7 +42,7 @@ class WholeStreams(PackedStreams):
         place = i - self._ends[epoch]
         return order[edges[place] : edges[place + 1]]
 
-    def _parts(self, i: int) -> tuple[ndarray, ndarray, int]:
+    def _parts(self, i: int) -> tuple[Any, ...]:
         documents = self._documents(i)
         return self.corpus.offsets[documents], document_lengths(self.corpus, documents), IGNORE
 

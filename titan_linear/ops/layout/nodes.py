@@ -12,6 +12,7 @@ path: each of its tokens comes after those of the nodes above. What a mixer need
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,12 +29,14 @@ class Nodes:
     parents: ndarray  # [N] int64, −1: none
 
     @classmethod
-    def behind(cls, back: ndarray) -> Nodes:
-        """Those of tokens each of which lies `back` tokens behind the one that it continues, 0: it continues none."""
+    def behind(cls, back: ndarray, edges: Iterable[int] = ()) -> Nodes:
+        """Those of tokens each of which lies `back` tokens behind the one that it continues, 0: it continues none; cut
+        at these edges, too."""
         begins = np.flatnonzero(back != 1)
         above = (begins - back[begins])[back[begins] > 0]
-        edges = np.unique([*begins, *(above + 1), len(back)])
-        return cls(edges, parents_behind(edges, back))
+        edges = np.unique([*edges, *begins, *(above + 1), len(back)])
+        back = back[edges[:-1]]
+        return cls(edges, np.where(back > 0, np.searchsorted(edges, edges[:-1] - back, side="right") - 1, -1))
 
     @classmethod
     def apart(cls, edges: ndarray) -> Nodes:
@@ -133,12 +136,6 @@ class Nodes:
         node = self.at(tokens)
         above = np.where(self.parents >= 0, self.edges[self.parents + 1] - 1, -1)[node]
         return np.where(tokens < 0, -1, np.where(tokens > self.edges[node], tokens - 1, above))
-
-
-def parents_behind(edges: ndarray, back: ndarray) -> ndarray:
-    """The parents of nodes, as `Nodes.behind`."""
-    back = back[edges[:-1]]
-    return np.where(back > 0, np.searchsorted(edges, edges[:-1] - back, side="right") - 1, -1)
 
 
 def checked_nodes(edges: ndarray, parents: Tensor | None, num_streams: int) -> Nodes:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from titan_linear.ops.layout.fragments import Cut, Fragments
 from titan_linear.ops.layout.nodes import Nodes
-from titan_linear.ops.layout.tables import OnHost, table
+from titan_linear.ops.layout.tables import OnHost, table, two_or_more
 
 # --- Which rank computes which queries -------------------------------------------------------------------------------
 
@@ -437,9 +437,7 @@ def _union(group: ndarray, start: ndarray, end: ndarray) -> tuple[ndarray, ndarr
 
 
 def _joined(start: ndarray, end: ndarray, group: ndarray) -> ndarray:
-    """[., 2] ranges, adjacent ones of the same group joined into one; padded to two with empty ones, because
-    torch.compile takes a size of one for a constant."""
+    """[., 2] ranges, adjacent ones of the same group joined into one; at least two, perhaps empty ones."""
     breaks = (start[1:] != end[:-1]) | (group[1:] != group[:-1])
     edge = np.ones(min(len(start), 1), dtype=bool)
-    ranges = np.stack([start[np.append(edge, breaks)], end[np.append(breaks, edge)]], 1)
-    return np.pad(ranges, ((0, max(2 - len(ranges), 0)), (0, 0)))
+    return two_or_more(np.stack([start[np.append(edge, breaks)], end[np.append(breaks, edge)]], 1))

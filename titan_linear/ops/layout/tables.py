@@ -29,6 +29,11 @@ def padded(rows: list[tuple[int, ...]], length: int, width: int) -> np.ndarray:
     return array
 
 
+def two_or_more(rows: np.ndarray) -> np.ndarray:
+    """[., ...] with rows of zeros up to two, because torch.compile takes a size of one for a constant."""
+    return np.pad(rows, [(0, max(2 - len(rows), 0)), *[(0, 0)] * (rows.ndim - 1)])
+
+
 def to_device(tree: T, device: torch.device) -> T:
     """The tree (named tuples, dataclasses, lists, tensors) with its tensors on `device`, contiguous as kernels read
     them, but for fields of type `OnHost`. They reach a GPU through one pinned buffer, which is copied while the host

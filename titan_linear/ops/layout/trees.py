@@ -16,7 +16,7 @@ from torch import Tensor
 from titan_linear.ops.layout.chains import STATE, STATE_AND_M
 from titan_linear.ops.layout.nodes import Nodes
 from titan_linear.ops.layout.spans import Spans
-from titan_linear.ops.layout.tables import OnHost, table
+from titan_linear.ops.layout.tables import OnHost, table, two_or_more
 
 ONE_BY_ONE = 8  # nodes at most that have others below them, for attention to take each by itself and copy no keys
 
@@ -42,7 +42,7 @@ def paths_of(nodes: Nodes) -> Paths:
         copied = rows, order, np.searchsorted(rows[order], np.arange(edges[-1]))
     longest = (np.diff(x).max(keepdims=True) for x in (edges, k))
     q, k = (x.astype(np.int32) for x in (edges, k))
-    spans = Spans(*map(torch.from_numpy, (q, k, q, k, *longest, _two_or_more(below))))
+    spans = Spans(*map(torch.from_numpy, (q, k, q, k, *longest, two_or_more(below))))
     return Paths(spans, *map(torch.from_numpy, copied))
 
 
@@ -118,8 +118,8 @@ def tree_of(nodes: Nodes, owners: np.ndarray, size: int, rank: int) -> Tree:
         shared=np.array([len(np.unique(levels[levels < E]))]),
         sent=np.resize(slot[by_rank[rank]], P) if len(by_rank[rank]) else np.zeros(P, dtype=np.int64),
         above=row[before[children]],
-        points=_two_or_more(row[mine]),
-        starts=_two_or_more(starts),
+        points=two_or_more(row[mine]),
+        starts=two_or_more(starts),
     )
     points = _listed(local[mine], np.where(before[mine] >= 0, STATE_AND_M, STATE))
     return Tree(
@@ -127,11 +127,6 @@ def tree_of(nodes: Nodes, owners: np.ndarray, size: int, rank: int) -> Tree:
     )
 
 
-def _two_or_more(rows: np.ndarray) -> np.ndarray:
-    return np.pad(rows, [(0, max(2 - len(rows), 0)), *[(0, 0)] * (rows.ndim - 1)])
-
-
 def _listed(entries: np.ndarray, wanted: np.ndarray) -> Listed:
-    slots = np.zeros((max(len(entries), 2), 2), dtype=np.int32)
-    slots[: len(entries)] = np.stack([entries, wanted], 1)
+    slots = two_or_more(np.stack([entries, wanted], 1).astype(np.int32))
     return table(Listed, entries=slots[:, 0], wanted=slots[:, 1], slots=slots)
