@@ -29,19 +29,9 @@ from torch import Tensor
 
 from titan_linear.commands import command_parser
 from titan_linear.config import Config, check_config, load_config
-from titan_linear.data import (
-    Corpus,
-    PackedStreams,
-    Streams,
-    Targets,
-    Tokenizer,
-    TreeStreams,
-    WholeStreams,
-    split_corpus,
-)
+from titan_linear.data import PackedStreams, Streams, Targets, Tokenizer, split_corpus, streams_of
 from titan_linear.data.corpus.corpus import PLACE
 from titan_linear.data.corpus.scores import Scores, begin, differences, keep, put, read_scores
-from titan_linear.data.corpus.trees import BACK
 from titan_linear.distributed.ending import report
 from titan_linear.distributed.groups import on_rank_0, process_group
 from titan_linear.distributed.process import refusing, run_command, under_launcher
@@ -87,8 +77,8 @@ def checked(path: str, keys: list[str]) -> tuple[Config, Node, Tokenizer, ModelC
 
 def scores_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) -> tuple[Scores, int]:
     """What these arguments ask for, and the number of tokens of the corpus."""
-    corpus = corpus_of(config, tokenizer)
-    streams = streams_of(config, corpus)
+    streams = streams_to_score(config, tokenizer)
+    corpus = streams.corpus
     columns = {args.column: ("<f4", 0)}
     if args.top_k:
         columns |= {"teacher_ids": ("<i4", args.top_k), "teacher_logprobs": ("<f4", args.top_k)}
@@ -107,19 +97,14 @@ def scores_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) ->
     return scores, corpus.num_tokens
 
 
-def corpus_of(config: Config, tokenizer: Tokenizer) -> Corpus:
+def streams_to_score(config: Config, tokenizer: Tokenizer) -> PackedStreams:
+    """One pass over the corpus; documents are whole if all fit, and those of prefix trees always."""
     if config.training.mixture:
         raise ValueError("training.mixture: a corpus is scored at a time; give training.dataset and its path instead")
-    return open_corpora(config, tokenizer)[0]
-
-
-def streams_of(config: Config, corpus: Corpus) -> Streams:
-    """One pass over the corpus; documents are whole if all fit, and those of prefix trees always."""
-    side = split_corpus(corpus, 0.0, "train")
-    whole = int(np.diff(corpus.offsets).reshape(-1, corpus.group).sum(1).max()) <= config.training.seq_len
-    make, group = (WholeStreams, corpus.group) if whole else (PackedStreams, 0)
-    make = TreeStreams if BACK in corpus.columns else make
-    return make(side, seq_len=config.training.seq_len, seed=0, repeat=False, targets=Targets("token", (PLACE,), group))
+    corpus, seq_len = open_corpora(config, tokenizer)[0], config.training.seq_len
+    whole = np.diff(corpus.offsets).reshape(-1, corpus.group).sum(1).max() <= seq_len
+    targets = Targets("token", (PLACE,), corpus.group * whole)
+    return streams_of(split_corpus(corpus, 0.0, "train"), seq_len=seq_len, seed=0, repeat=False, targets=targets)
 
 
 # --- In each process --------------------------------------------------------------------------------------------------
@@ -137,7 +122,7 @@ def joined(config: Config, work: Callable[[Config], None]) -> int:
 
 def score_corpus(folder: Path, config: Config) -> None:
     reader = open_reader(config)
-    score(folder, reader, streams_of(config, corpus_of(config, reader.tokenizer)))
+    score(folder, reader, streams_to_score(config, reader.tokenizer))
 
 
 def score(folder: Path, reader: Reader, streams: Streams) -> None:

@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
 
 def measured(config: Config) -> dict[str, float]:
     reader, size = open_reader(config), config.training.local_batch_size
-    streams = score.streams_of(config, score.corpus_of(config, reader.tokenizer))
+    streams = score.streams_to_score(config, reader.tokenizer)
 
     def rate(work: Callable[[], object], of: Streams = streams) -> float:
         begun = time.perf_counter()

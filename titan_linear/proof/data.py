@@ -108,11 +108,7 @@ def cut(subject: Subject) -> Findings:
     for rank, (dp_rank, cp_rank, parts, starts) in enumerate(on_ranks(degrees, on_rank)):
         mine = tokens_of(subject, dp_rank, cp_rank)
         for name, x in parts.items():
-            bad = (
-                (x != want[name][mine]).view(len(x), -1).any(1)
-                if len(x) == len(mine)
-                else torch.ones(len(mine), dtype=torch.bool)
-            )
+            bad = (x != want[name][mine]).view(len(mine), -1).any(1)
             wrong[name] += int(bad.sum())
             if bad.any() and not where[name]:
                 where[name] = f"rank {rank}, {subject.document(int(mine[int(bad.nonzero()[0])]))}"

@@ -35,10 +35,10 @@ from titan_linear.data import (
     Texts,
     Tokenizer,
     TreeStreams,
-    WholeStreams,
     cached_corpus,
     open_corpus,
     split_corpus,
+    streams_of,
 )
 from titan_linear.data.corpus.scores import with_scores
 from titan_linear.data.corpus.trees import BACK
@@ -128,8 +128,7 @@ def build_streams(config: Config, tokenizer: Tokenizer, progress: Progress | Non
         return [_side(source, corpus, holdout, split) for source, corpus in zip(given, trained, strict=True)]
 
     def make(side: Side, **options: Any) -> PackedStreams:
-        kind = TreeStreams if BACK in side.corpus.columns else WholeStreams if loss.group else PackedStreams
-        return kind(side, seq_len=t.seq_len, seed=seed, targets=targets, **options)
+        return streams_of(side, seq_len=t.seq_len, seed=seed, targets=targets, **options)
 
     packed = [make(side) for side in sides("train")]
     streams = _mixed(config, packed, progress) if t.mixture else packed[0].of_lengths(lengths(config))

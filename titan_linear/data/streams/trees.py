@@ -14,7 +14,8 @@ import numpy as np
 from numpy import ndarray
 
 from titan_linear.data.corpus.trees import BACK, SHARE
-from titan_linear.data.streams.packing import IGNORE, document_lengths
+from titan_linear.data.streams.packing import IGNORE, PackedStreams, Targets, document_lengths
+from titan_linear.data.streams.split import Side
 from titan_linear.data.streams.whole import WholeStreams
 from titan_linear.ops.layout.nodes import Nodes
 
@@ -91,3 +92,9 @@ class TreeStreams(WholeStreams):
             ]
             best.append(min(ways))
         return best[-1][1]
+
+
+def streams_of(side: Side, *, targets: Targets, **options: Any) -> PackedStreams:
+    """Of trees, of whole documents, or of documents that streams cut."""
+    kind = TreeStreams if BACK in side.corpus.columns else WholeStreams if targets.group else PackedStreams
+    return kind(side, targets=targets, **options)
