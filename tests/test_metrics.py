@@ -136,7 +136,7 @@ def test_layers_in_parts_are_warned_of_where_each_should_be_one_graph():
 
 def test_time_outside_training_counts_for_no_step(config, clock):
     logger = logger_of(config)
-    with logger.untimed():
+    with logger.between_steps():
         clock[0] += 50
     clock[0] += 2
     log(logger, 1, tokens=1000, **VALUES)
@@ -175,7 +175,7 @@ def test_a_step_takes_its_device_the_same_time_whatever_follows(config, monkeypa
         if step != 4:
             logger.log(step, moment=moment, tokens=30 * step, work=Work(3 * 10**12, 30, 0.0), **VALUES)
         if pauses:
-            with logger.untimed():
+            with logger.between_steps():
                 device.host = device.done + 7
     shown = [(line["step"], line["tokens_per_second"], line["tflops"]) for line in lines(config)]
     assert shown == [(1, 15.0, 1.5), (2, 10.0, 1.0), (3, 10.0, 1.0), (5, 10.0, 0.5), (6, 10.0, 1.0)]
@@ -186,7 +186,7 @@ def test_the_console_line(config, clock):
     logger = MetricsLogger(config, CPU, out=out)
     clock[0] += 10
     log(logger, 1, tokens=123456, **VALUES)
-    logger.log_validation(1, 2.25)
+    logger.after_validation(1, 2.25, {}, "")
     first, second = out.getvalue().splitlines()
     assert re.sub(" +", " ", first) == (
         "step 1/25 loss 2.5000 grad 0.750 lr 1.00e-03 tok/s 12,346 mem 1.50 GiB eta 4m00s"
@@ -218,7 +218,7 @@ def test_colours_are_for_terminals(config, monkeypatch, tty, no_colour, coloured
 
 
 def test_validation_lines_carry_the_loss(config):
-    logger_of(config).log_validation(10, 2.25)
+    logger_of(config).after_validation(10, 2.25, {}, "")
     assert lines(config) == [{"step": 10, "validation_loss": 2.25}]
 
 
@@ -263,7 +263,7 @@ def test_tensorboard_shows_each_step_once(tmp_path):
         for step in (1, 10, 20):
             if step > start:
                 log(logger, step, tokens=step, **(VALUES | {"loss": loss}))
-        logger.log_validation(20, loss)
+        logger.after_validation(20, loss, {}, "")
         logger.close()
     events = events_of(tmp_path)
     assert [(e.step, e.value) for e in events.Scalars("loss/train")] == [(1, 5.0), (10, 5.0), (20, 4.0)]
@@ -290,7 +290,7 @@ def test_tensorboard_is_laid_out_in_groups(tmp_path, clock):
         "power_watts": 650.0,
     }
     log(logger, 3, tokens=3, work=Work(flops=1, valid=1, waited=0.0), **more, **VALUES)
-    logger.log_validation(3, 2.25)
+    logger.after_validation(3, 2.25, {}, "")
     logger.close()
     assert "step_seconds" not in lines(config)[0] and lines(config)[0]["data_seconds"] == 0.5
     events = events_of(tmp_path)
@@ -328,12 +328,13 @@ def test_weights_and_biases(tmp_path, monkeypatch, clock):
         log(logger, 1, tokens=1000, **VALUES)
         broken = {"layers.0": [1.0, math.inf], "layers.1": [math.nan, math.nan]}  # a histogram of one, and of none
         logger.log_telemetry(1, {"half_life": broken, "loss_by_position": {"1": 2.0}})
-        logger.log_sample(1, "a < b")
+        logger.after_validation(1, 2.0, {}, "a < b")
         logger.close()
     assert started[0]["id"] == started[1]["id"] and started[0]["resume"] == "allow" and started[0]["notes"] == "why"
-    numbers, seen, text, end = logged[:4]
+    numbers, seen, validated, text, end = logged[:5]
     assert numbers["step"] == 1 and numbers["loss/train"] == 2.5 and numbers["perf/step_seconds"] == 2.0
     assert seen == {"step": 1, "per_layer_half_life/layers.0": [1.0], "loss_by_position/1": 2.0}
+    assert validated == {"step": 1, "loss/validation": 2.0}
     assert text == {"step": 1, "sample": "<pre>a &lt; b</pre>"} and end == "end"
 
 
@@ -383,7 +384,7 @@ def test_a_full_disk_is_one_line(monkeypatch, capsys, tmp_path):
     def run(config):
         logger = MetricsLogger(config, CPU)
         logger.file = open("/dev/full", "w")  # noqa: SIM115
-        logger.log_validation(1, 2.0)
+        logger.after_validation(1, 2.0, {}, "")
 
     monkeypatch.setattr(train, "join", run)
     monkeypatch.setattr(train, "die_with_parent", lambda: None)

@@ -22,6 +22,7 @@ import torch
 
 from titan_linear.config import Config, config_to_toml
 from titan_linear.distributed.process import unescaped
+from titan_linear.hooks.hook import Hook
 from titan_linear.run.evaluate import Record, means, tiles, write_down
 from titan_linear.step.optimizer import Moment
 from titan_linear.storage.files import open_own, write_whole
@@ -43,7 +44,7 @@ class Work(NamedTuple):
     waited: float  # seconds in which the device had no work, for lack of data
 
 
-class MetricsLogger:
+class MetricsLogger(Hook):
     """Writes metrics to the console, metrics.jsonl and tb/ in `job.dump_folder`.
 
     Time between lines is the device's: the host waits for room in the launch queue while it queues the next step, and
@@ -157,13 +158,17 @@ class MetricsLogger:
                         board.add_histogram(_tag(quantity, where), finite, step)
             board.flush()
 
-    def log_validation(self, step: int, loss: float, **reports: float) -> None:
-        """Report a validation after `step`: the loss in nats per token, and what else the loss reports."""
+    def after_validation(self, step: int, loss: float, reports: dict[str, float], text: str) -> None:
         self._write(step, {f"validation_{name}": value for name, value in {"loss": loss, **reports}.items()})
         shown = [(name, f"{value:.4f}", 0) for name, value in reports.items()]
         self._print(step, [("validation loss", f"{loss:.4f}", 35), *shown])
+        if text:
+            print(f"--- sample, step {step}\n{text}\n---", file=self.out, flush=True)
+            for board in self.boards:
+                board.add_text("sample", textwrap.indent(text, "    "), step)
+                board.flush()
 
-    def log_evaluation(self, step: int, records: list[Record]) -> None:
+    def after_evaluation(self, step: int, records: list[Record]) -> None:
         """Write what each prompt has shown. TensorBoard has means by length, and an image of scores by depth (down) and
         length."""
         write_down(records, step, self.folder)
@@ -178,19 +183,16 @@ class MetricsLogger:
                 board.add_image(f"evaluation/{task}", np.kron(image, np.ones((TILE, TILE)))[None], step)
             board.flush()
 
-    def log_sample(self, step: int, text: str) -> None:
-        """Report a text after `step`."""
-        print(f"--- sample, step {step}\n{text}\n---", file=self.out, flush=True)
-        for board in self.boards:
-            board.add_text("sample", textwrap.indent(text, "    "), step)
-            board.flush()
-
     @contextmanager
-    def untimed(self) -> Iterator[None]:
+    def between_steps(self) -> Iterator[None]:
         """Time spent inside (validation, a save) counts for no step."""
         begin = Moment(self.device)
         yield
         self.pauses.append((begin, Moment(self.device)))
+
+    def __exit__(self, *raised: object) -> None:
+        if raised[0] is None:
+            self.close()
 
     def close(self) -> None:
         self.file.close()

@@ -118,16 +118,13 @@ class MemorySnapshots(Hook):
             print(f"rank {os.environ['RANK']}: no snapshot of the GPU's memory: {error}", file=sys.stderr)
 
     def _write(self, name: str, said: TextIO) -> None:
-        print(f"rank {os.environ['RANK']}: {write_memory_snapshot(self.config, name)}", file=said)
-
-
-def write_memory_snapshot(config: Config, name: str) -> str:
-    """Write a snapshot of this process's GPU into the run's folder; return a line that says where."""
-    if not torch.cuda.is_available():
-        return "there is no GPU, and no snapshot of its memory"
-    folder = Path(config.job.dump_folder) / config.profiling.save_memory_snapshot_folder
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"rank{os.environ['RANK']}_{name}.pickle"
-    path.unlink(missing_ok=True)
-    torch.cuda.memory._dump_snapshot(str(path))
-    return f"'{path}' is a snapshot of the GPU's memory"
+        """Write a snapshot of this process's GPU into the run's folder, and say where."""
+        rank, line = os.environ["RANK"], "there is no GPU, and no snapshot of its memory"
+        if torch.cuda.is_available():
+            folder = Path(self.config.job.dump_folder) / self.config.profiling.save_memory_snapshot_folder
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"rank{rank}_{name}.pickle"
+            path.unlink(missing_ok=True)
+            torch.cuda.memory._dump_snapshot(str(path))
+            line = f"'{path}' is a snapshot of the GPU's memory"
+        print(f"rank {rank}: {line}", file=said)

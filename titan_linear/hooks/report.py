@@ -5,15 +5,13 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 
 from titan_linear.config import Config, seq_len_at, tokens_at
 from titan_linear.distributed.mesh import ParallelDims
-from titan_linear.hooks.hook import Hook, StepResult
+from titan_linear.hooks.hook import StepResult
 from titan_linear.hooks.metrics import GIB, MetricsLogger, Work
 from titan_linear.hooks.telemetry import Telemetry
 from titan_linear.models.config import ModelConfig
@@ -21,7 +19,7 @@ from titan_linear.step.feed import FeedStats
 from titan_linear.step.flops import peak_tflops, training_flops
 
 
-class Report(Hook):
+class Report(MetricsLogger):
     """Writes a line for the first step of a start, every metrics.log_freq-th, and the last.
 
     Args:
@@ -39,10 +37,10 @@ class Report(Hook):
         telemetry: Telemetry,
         numbers: Callable[[], dict[str, float]],
     ):
-        self.config, self.model, self.dims, self.device = config, model, dims, device
+        self.config, self.model, self.dims = config, model, dims
         self.telemetry, self.numbers = telemetry, numbers
         self.first, self.fed = step + 1, FeedStats()
-        self.logger = MetricsLogger(
+        super().__init__(
             config,
             device,
             start_step=step,
@@ -56,7 +54,7 @@ class Report(Hook):
         if is_logged(self.config, done.step) or done.step == self.first or done.stops:
             self._log(done)
         if self.telemetry.seen:
-            self.logger.log_telemetry(done.step, self.telemetry.seen)
+            self.log_telemetry(done.step, self.telemetry.seen)
 
     def _log(self, done: StepResult) -> None:
         """This step's numbers, and what the steps since the last line did."""
@@ -68,7 +66,7 @@ class Report(Hook):
             more["share_computed"] = fed.documents.tokens / fed.apart
         if self.config.training.seq_len_schedule:
             more["seq_len"] = seq_len_at(self.config.training, done.step)
-        self.logger.log(
+        self.log(
             done.step,
             moment=done.moment,
             tokens=tokens_at(self.config.training, done.step),
@@ -78,21 +76,6 @@ class Report(Hook):
             **more,
             **self.numbers(),
         )
-
-    def between_steps(self) -> AbstractContextManager[None]:
-        return self.logger.untimed()
-
-    def after_validation(self, step: int, loss: float, reports: dict[str, float], text: str) -> None:
-        self.logger.log_validation(step, loss, **reports)
-        if text:
-            self.logger.log_sample(step, text)
-
-    def after_evaluation(self, step: int, records: list[dict[str, Any]]) -> None:
-        self.logger.log_evaluation(step, records)
-
-    def __exit__(self, *raised: object) -> None:
-        if raised[0] is None:
-            self.logger.close()
 
 
 def is_logged(config: Config, step: int) -> bool:
