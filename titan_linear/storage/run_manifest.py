@@ -30,9 +30,20 @@ def write_manifest(
         implementations: the implementation chosen for each op, {"chunk_kda": "triton", ...}.
     """
     manifest = {
-        "versions": _versions(),
+        "versions": {
+            "titan_linear": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "triton": _version_of("triton"),
+            "cuda": torch.version.cuda,
+        },
         "git": _git_commit(),
-        "hardware": _hardware(),
+        "hardware": {
+            "host": socket.gethostname(),
+            "cpu": _cpu_name(),
+            "cores": os.cpu_count(),
+            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        },
         "world_size": world_size,
         "degrees": dict(degrees),
         "implementations": dict(implementations),
@@ -40,26 +51,11 @@ def write_manifest(
     write_whole(Path(config.job.dump_folder) / RUN_MANIFEST, json.dumps(manifest, indent=2) + "\n")
 
 
-def _versions() -> dict[str, str | None]:
-    return {
-        "titan_linear": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": _version_of("triton"),
-        "cuda": torch.version.cuda,
-    }
-
-
 def _version_of(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _hardware() -> dict[str, Any]:
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"host": socket.gethostname(), "cpu": _cpu_name(), "cores": os.cpu_count(), "gpus": gpus}
 
 
 def _cpu_name() -> str:
