@@ -62,7 +62,7 @@ def targets(subject: Subject) -> Findings:
             apart.append(f"stream {i}")
         for n, (start, end) in enumerate(zip(starts, np.cumsum(lengths))):
             rows = np.flatnonzero(stream.labels[end - lengths[n] : end] != IGNORE)
-            rows = rows[rows + 1 < lengths[n]] if BACK in stream.columns else rows  # a child may be another's behind it
+            rows = rows[rows + 1 < lengths[n]]  # what follows in the stream may continue another document
             for column in source.targets.columns:
                 numbers = stream.columns[column][end - lengths[n] + rows]
                 if (numbers != corpus.columns[column][start + rows + 1]).any():

@@ -20,8 +20,8 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.float8 import float8_line
 from titan_linear.models.lora import described
 from titan_linear.models.mixers.recurrent import RecurrentOptions
-from titan_linear.ops import build_cp_context
-from titan_linear.ops.layout.trees import exchanged
+from titan_linear.ops.layout.fragments import cut_streams
+from titan_linear.ops.layout.trees import exchanged, tree_of
 from titan_linear.ops.registry import start_lines
 from titan_linear.run.build import VOCAB_MULTIPLE, follows_tokenizer, model_without_tokenizer, unallocated
 from titan_linear.run.export import is_exported
@@ -107,18 +107,12 @@ def exchanged_of_trees(config: Config, model: ModelConfig, streams: Streams) -> 
     recurrent = [mixer for mixer in model.mixers if isinstance(mixer, RecurrentOptions)]
     if not (trees and recurrent and p.context_parallel_degree > 1 and p.context_parallel_linear_method == "kcp"):
         return ""
-    batch = micro_batch(streams, 0, 1, 0, 1)
-    context = build_cp_context(
-        batch.cu_seqlens,
-        parents=torch.from_numpy(batch.nodes.parents),
-        rank=0,
-        world_size=p.context_parallel_degree,
-        layout=p.context_parallel_layout,
-        attention=(),
-    )
-    if not (tree := context.tables.boundaries.tree):
+    nodes = micro_batch(streams, 0, 1, 0, 1).nodes
+    if not nodes.joined:
         return ""
-    points, folds = exchanged(tree)
+    parents = torch.from_numpy(nodes.parents)
+    cut = cut_streams(nodes.edges, 1, p.context_parallel_degree, p.context_parallel_layout, parents)
+    points, folds = exchanged(tree_of(nodes, cut.owners, cut.fragments[0].end, 0))
     entries = max(m.heads * m.ops[m.op]["K"] * sum(m.ops[m.op].values()) for m in recurrent)  # of a state and an M
     size = points * entries * 4 / p.tensor_parallel_degree / 2**20
     return f"prefix trees of stream 0: in a linear layer a rank sends {points} states ({size:.2g} MiB), folds: {folds}"

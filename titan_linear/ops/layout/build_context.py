@@ -214,16 +214,13 @@ def _documents(cu_seqlens: Tensor) -> np.ndarray:
 def _local_layout(cut: Cut, fragments: Fragments) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rank-local boundaries [N+1] int32, positions within documents [T_local] int64, and each fragment's first and last
     entry [slots, 2]."""
-    documents, lengths, firsts, entries, count = cut.documents, [], [], [], 0
+    documents, all_positions = cut.documents, cut.nodes.positions
+    lengths, positions, entries, count = [], [], [], 0
     for f in fragments:
         low, high = np.searchsorted(documents, [f.start, f.end - 1], side="right") - 1
-        edges = np.clip(documents[low : high + 2], f.start, f.end)
-        lengths.append(np.diff(edges))
-        firsts.append(edges[:-1] - cut.nodes.begins[low : high + 1])  # the position of an entry's first token
+        lengths.append(np.diff(np.clip(documents[low : high + 2], f.start, f.end)))
+        positions.append(all_positions[f.start : f.end])
         entries.append((count, count + high - low))
         count += high - low + 1
-    length = np.concatenate(lengths)
-    first = np.concatenate(firsts)
-    local = np.concatenate([[0], np.cumsum(length)])
-    positions = np.arange(local[-1]) + np.repeat(first - local[:-1], length)
-    return local.astype(np.int32), positions, np.array(entries)
+    local = np.cumsum([0, *np.concatenate(lengths)], dtype=np.int32)
+    return local, np.concatenate(positions), np.array(entries)
