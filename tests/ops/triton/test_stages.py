@@ -168,6 +168,7 @@ def test_where_kernels_are_hoppers_own(monkeypatch, dtype, H, K, V, own, rules):
         "rwkv7": rwkv7_hopper.fits(dplr),
     }
     assert {rule for rule in fits if fits[rule]} == set(rules.split())
+    assert gdn_hopper.prepares(keys) == (own == (9, 0) and K > 32)
     assert not rwkv7_hopper.fits(dplr._replace(gk=keys.half()))
     exponents = RWKV7.room(dplr) - 2 * values.numel() * K // 64 * values.element_size()  # but for the states
     assert exponents == (0 if "rwkv7" in rules else 4 * keys.numel())

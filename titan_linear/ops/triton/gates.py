@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
-from titan_linear.ops.triton.tiles import BT, load_wide
+from titan_linear.ops.triton.tiles import load_wide
 
 LOG2E = constexpr(1.4426950408889634)
 
@@ -39,10 +39,9 @@ def sigmoid(x):
 
 
 @triton.jit
-def load_beta(beta, start, length, i_h, BETA_RANGE):
-    """β [BT] fp32 of one chunk and head, from beta [T, HV]. With BETA_RANGE, beta holds logits, and β is BETA_RANGE
-    times their sigmoid. Past the end of the entry, 0."""
-    o_c = tl.arange(0, BT)
+def load_beta(beta, o_c, start, length, i_h, BETA_RANGE):
+    """β fp32 of the tokens o_c of one chunk and head, from beta [T, HV]. With BETA_RANGE, beta holds logits, and β is
+    BETA_RANGE times their sigmoid. Past the end of the entry, 0."""
     p_beta, stride = beta
     b_beta = load_wide(p_beta + start * stride + i_h + o_c * stride, o_c < length)
     if BETA_RANGE is not None:

@@ -56,6 +56,8 @@ class GDNStages(Stages):
 
     def launch_prepare(self, given: Given, tiles: Tiles) -> None:
         x, numbers = given.x, given.numbers
+        if gdn_hopper.prepares(x.k):
+            return gdn_hopper.launch_prepare(given, tiles)
         (_, H, K), (NT, HV, _, _) = x.k.shape, tiles.C.shape
         streams = *map(rows, (x.q, x.k, x.g, x.beta)), x.A_log, x.dt_bias
         constants = {"R": HV // H, "K": K, "BETA_RANGE": numbers.beta_range or None} | config("gdn prepare", x.k, K)

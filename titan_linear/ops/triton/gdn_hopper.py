@@ -1,5 +1,5 @@
-"""GDN for Hopper, in Gluon: scans, and gradients with V = 128. `gdn_kernels` has their algebra, and them in Triton for
-other dims and GPUs.
+"""GDN for Hopper, in Gluon: `prepare`, scans, and gradients with V = 128. `gdn_kernels` has their algebra, and them in
+Triton for other dims and GPUs.
 
 In a scan, a group of warps carries Sᵀ [BV, K] in registers. Its products have a register operand on their left, so that
 nothing that is computed passes through shared memory from one to the next. One more warp loads tiles by the copy
@@ -12,6 +12,8 @@ two programs: one waits for its tiles while the other computes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -22,7 +24,7 @@ from triton.language import constexpr
 
 from titan_linear.ops.triton.chunks import chunk_at, entry_at, listed_entries
 from titan_linear.ops.triton.configs import widest_slice
-from titan_linear.ops.triton.gdn_kernels import store_gate_gradients
+from titan_linear.ops.triton.gdn_kernels import store_gate_gradients, store_gates
 from titan_linear.ops.triton.hopper import (
     END,
     SQUARE,
@@ -38,6 +40,7 @@ from titan_linear.ops.triton.hopper import (
     product,
     send,
     shared,
+    solved,
     swizzled,
     turned,
     visible,
@@ -61,6 +64,58 @@ def fits(k: Tensor, V: int) -> bool:
     """Whether these kernels take keys like k [T, H, K] and values of V dims; at V = 192 they spill."""
     shaped = k.shape[2] == K.value and widest_slice(V) == V >= BV.value and k.element_size() == 2
     return shaped and is_hopper(k.device)
+
+
+@GluonKernel
+def prepare_kernel(
+    q_desc, k_desc, A_desc, C_desc, g, beta, A_log, dt_bias, gates, chunks, scale, HV, R,
+    K: gl.constexpr, BETA_RANGE: gl.constexpr,
+):  # fmt: skip
+    """Gates, A and C of one chunk and value head. A pair's earlier token is its row, so that decays serve both."""
+    i_p = gl.program_id(0)
+    i_t, i_hv = i_p // HV, i_p % HV
+    start, n = chunk_at(chunks, i_t)
+    dtype: gl.constexpr = k_desc.dtype
+    q_s, k_s = each(shared(dtype, 2, BT, K))
+    bar = barriers(1).index(0)
+    place = [END, start.to(gl.int32) + n, END - n, i_hv // R * K]
+    mbarrier.expect(bar, 4 * BT * K)
+    fetch(k_desc, place, bar, k_s)
+    fetch(q_desc, place, bar, q_s)
+    G_s = gl.allocate_shared_memory(gl.float32, [BT], VECTOR)
+    beta_s = gl.allocate_shared_memory(gl.float32, [BT], VECTOR)
+    o_c = gl.arange(0, BT, EACH_WARP)
+    b_G, b_beta = store_gates(o_c, g, beta, A_log, dt_bias, gates, i_p.to(gl.int64), start, n, HV, BETA_RANGE)
+    G_s.store(b_G)
+    beta_s.store(b_beta)
+    o_j, o_i = indices(BT, BT, SQUARE)
+    b_d = gl.exp2(gl.where(o_i >= o_j, G_s.load(OF_TOKENS)[None, :] - G_s.load(TOKENS)[:, None], -float("inf")))
+    mbarrier.wait(bar, 0)
+    b_n, b_a = product(k_s, turned(k_s)), product(k_s, turned(q_s))
+    b_n, b_a = warpgroup_mma_wait(0, (b_n, b_a))
+    tl.debug_barrier()
+    A_s, C_s = each(shared(dtype, 1, BT, BT)) + each(shared(dtype, 1, BT, BT))
+    turned(A_s).store((b_a * scale * b_d).to(dtype))
+    b_g = solved(gl.where(o_i > o_j, -b_n * b_d, 0.0), beta_s)
+    turned(C_s).store((-beta_s.load(TOKENS)[:, None] * b_g).to(dtype))
+    visible()
+    tma.async_copy_shared_to_global(A_desc, [i_p * BT, 0], A_s)
+    tma.async_copy_shared_to_global(C_desc, [i_p * BT, 0], C_s)
+    tma.store_wait(0)
+
+
+def prepares(k: Tensor) -> bool:
+    """Whether `prepare_kernel` takes keys like k [T, H, K]."""
+    return k.shape[2] in (BT.value, K.value) and k.element_size() == 2 and is_hopper(k.device)
+
+
+def launch_prepare(given: Given, tiles: Any) -> None:
+    x, n, (NT, HV, _, _), (_, H, K) = given.x, given.numbers, tiles.C.shape, given.x.k.shape
+    prepare_kernel[(NT * HV,)](
+        swizzled(x.q, K), swizzled(x.k, K), *(swizzled(t, BT.value, BT.value) for t in (tiles.A, tiles.C)), rows(x.g),
+        rows(x.beta), x.A_log, x.dt_bias, tiles.gates, given.chunks, n.scale, HV, HV // H, K=K,
+        BETA_RANGE=n.beta_range or None, num_warps=4,
+    )  # fmt: skip
 
 
 @gluon.jit

@@ -41,9 +41,10 @@ from titan_linear.ops.triton.tiles import (
 
 
 @triton.jit
-def _store_gates(g, beta, A_log, dt_bias, gates, i_p, start, length, HV, BETA_RANGE):
-    """Store G in base 2 and beta of one chunk and head; past a document's end, the last G and zero. Returns G [BT]."""
-    o_c, i_hv = tl.arange(0, BT), i_p % HV
+def store_gates(o_c, g, beta, A_log, dt_bias, gates, i_p, start, length, HV, BETA_RANGE):
+    """Store G in base 2 and beta of the tokens o_c of one chunk and head, and return them; past a document's end, the
+    last G and zero."""
+    i_hv = i_p % HV
     p_g, stride = g
     m_t = o_c < length
     b_g = load_wide(p_g + start * stride + i_hv + o_c * stride, m_t)
@@ -53,8 +54,9 @@ def _store_gates(g, beta, A_log, dt_bias, gates, i_p, start, length, HV, BETA_RA
         b_g = tl.where(m_t, -tl.exp(load_wide(A_log + i_hv)) * softplus(b_g), 0.0)
     b_G = tl.cumsum(log2_gate(b_g), 0)
     tl.store(gates + i_p * 2 * BT + o_c, b_G)
-    tl.store(gates + i_p * 2 * BT + BT + o_c, load_beta(beta, start, length, i_hv, BETA_RANGE))
-    return b_G
+    b_beta = load_beta(beta, o_c, start, length, i_hv, BETA_RANGE)
+    tl.store(gates + i_p * 2 * BT + BT + o_c, b_beta)
+    return b_G, b_beta
 
 
 @Kernel
@@ -67,7 +69,8 @@ def prepare_kernel(
     start, length = chunk_at(chunks, i_t)
     b_q = load_tokens(q, start, length, i_hv // R * K, K)
     b_k = load_tokens(k, start, length, i_hv // R * K, K)
-    b_G = _store_gates(g, beta, A_log, dt_bias, tiles.gates, i_p, start, length, HV, BETA_RANGE)
+    o_c = tl.arange(0, BT)
+    b_G, _ = store_gates(o_c, g, beta, A_log, dt_bias, tiles.gates, i_p, start, length, HV, BETA_RANGE)
     o_i, o_j = indices(BT, BT)
     b_d = tl.exp2(tl.where(o_i >= o_j, b_G[:, None] - b_G[None, :], -float("inf")))
     b_a = dot(b_q, tl.trans(b_k)) * scale * b_d

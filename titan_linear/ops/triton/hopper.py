@@ -9,7 +9,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import constexpr
 
@@ -20,6 +26,9 @@ from titan_linear.ops.triton.tiles import chunk_tiles, ragged_tiles
 
 TILE = constexpr(gl.NVMMASharedLayout(128, 16, 2))
 SQUARE = constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # [64, 64]
+HALF = constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))  # [64, 32]
+QUARTER = constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))  # [64, 16]
+ROW_EACH = constexpr(gl.BlockedLayout([1, 1, 16], [1, 32, 1], [4, 1, 1], [2, 1, 0]))  # [4, 16, 16], a block each warp
 VECTOR = constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 END = constexpr(1 << 30)  # a ragged descriptor's last row is that of the entry
 GluonKernel = partial(Kernel, jit=gluon.jit)
@@ -143,3 +152,82 @@ def rounded(x):
 def inverse(x):
     """1 / x to a unit in the last place; computed again where it is used, not kept in registers."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], gl.float32, False, 1)
+
+
+@gluon.jit
+def halves(x, layout: gl.constexpr):
+    """[64, n] → two of [64, n / 2]."""
+    first, second = gl.split(gl.permute(gl.reshape(x, [64, 2, x.shape[1] // 2]), (0, 2, 1)))
+    return gl.convert_layout(first, layout, assert_trivial=True), gl.convert_layout(second, layout, assert_trivial=True)
+
+
+@gluon.jit
+def joined(first, second, layout: gl.constexpr):
+    """As `halves`, the other way."""
+    x = gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), [64, 2 * first.shape[1]])
+    return gl.convert_layout(x, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _whole(x):
+    """Four of [64, 16] → [64, 64]."""
+    return joined(joined(x[0], x[1], HALF), joined(x[2], x[3], HALF), SQUARE)
+
+
+@gluon.jit
+def _solve_blocks(x, beta_s):
+    """`solved` of the blocks on x's diagonal, [64, 16]: forward substitution with one row per lane."""
+    blocks_s = gl.allocate_shared_memory(gl.float32, [4, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0]))
+    blocks_s.store(gl.reshape(x, [4, 16, 16]))
+    b_s = beta_s.reshape([4, 16, 1])
+    columns = ()
+    scaled = ()
+    for i in gl.static_range(16):
+        column = blocks_s.slice(i, 1, 2).load(ROW_EACH)
+        for m in gl.static_range(i):
+            column += scaled[m] * blocks_s.slice(m, 1, 1).slice(i, 1, 2).load(ROW_EACH)
+        columns, scaled = columns + (column,), scaled + (column * b_s.slice(i, 1, 1).load(ROW_EACH),)  # noqa: RUF005
+    for k in gl.static_range(4):
+        pairs = ()
+        for i in gl.static_range(8 >> k):
+            pairs = pairs + (gl.join(columns[i], columns[i + (8 >> k)]),)  # noqa: RUF005
+        columns = pairs
+    return gl.convert_layout(gl.reshape(columns[0], [64, 16]), QUARTER)
+
+
+@gluon.jit
+def _add_block(x, high_s, low_s, i: gl.constexpr, j: gl.constexpr, acc):
+    """acc + x @ (block i, j of a matrix in two parts) [64, 16], under way, as `dot_fp32`."""
+    high, low = split(x)
+    high_s, low_s = high_s.slice(16 * i, 16, 0).slice(16 * j, 16, 1), low_s.slice(16 * i, 16, 0).slice(16 * j, 16, 1)
+    return add(left(high), high_s, add(left(high), low_s, add(left(low), high_s, acc)))
+
+
+@gluon.jit
+def solved(x, beta_s):
+    """y = x + y diag(β) x for x [64, 64], strictly upper; as `solve`, whose N is −xᵀ and G −yᵀ, but row by row of
+    16×16 blocks."""
+    block, _ = indices(64, 16, QUARTER)
+    block = block // 16
+    first, second = halves(x, HALF)
+    x0, x1 = halves(first, QUARTER)
+    x2, x3 = halves(second, QUARTER)
+    y = _solve_blocks(gl.where(block < 2, gl.where(block == 0, x0, x1), gl.where(block == 2, x2, x3)), beta_s)
+    x0, x1 = gl.where(block == 0, y, x0), gl.where(block == 1, y, x1)
+    columns = x0, x1, gl.where(block == 2, y, x2), gl.where(block == 3, y, x3)
+    high, low = split(_whole(columns) * beta_s.load(gl.SliceLayout(1, SQUARE))[:, None])
+    high_s, low_s = each(shared(gl.bfloat16, 1, 64, 64)) + each(shared(gl.bfloat16, 1, 64, 64))
+    high_s.store(high)
+    low_s.store(low)
+    visible()
+    ys = ()
+    for i in gl.static_range(4):
+        y = columns[i]
+        for m in gl.static_range(i):
+            y = _add_block(ys[m], high_s, low_s, m, i, y)
+        if i > 0:
+            y = warpgroup_mma_wait(0, (y,))
+            y = _add_block(gl.where(block < i, y, 0.0), high_s, low_s, i, i, y)
+            y = warpgroup_mma_wait(0, (y,))
+        ys = ys + (y,)  # noqa: RUF005
+    return _whole(ys)

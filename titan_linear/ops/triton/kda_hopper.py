@@ -21,6 +21,7 @@ from titan_linear.ops.triton.chunks import chunk_at
 from titan_linear.ops.triton.gates import LOG2E, log2_gate, sigmoid, softplus
 from titan_linear.ops.triton.hopper import (
     END,
+    HALF,
     VECTOR,
     GluonKernel,
     add,
@@ -28,6 +29,7 @@ from titan_linear.ops.triton.hopper import (
     diagonal,
     each,
     fetch,
+    halves,
     indices,
     inverse,
     is_hopper,
@@ -45,7 +47,6 @@ from titan_linear.ops.triton.stages import Given
 
 C = constexpr(64)  # tokens of a chunk, and channels of a program
 D = constexpr(128)  # K and V
-HALF = constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))  # [C, 32]
 CHANNELS = constexpr(gl.SliceLayout(1, HALF.value))
 TOKENS = constexpr(gl.SliceLayout(0, HALF.value))
 SUMS = constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))  # [32, 32]
@@ -55,13 +56,6 @@ WORDS = constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 def fits(x: Inputs) -> bool:
     """Whether this kernel takes heads and dtypes like those of x."""
     return x.q.shape == x.v.shape and x.q.shape[2] == D.value and x.q.dtype == torch.bfloat16 and is_hopper(x.q.device)
-
-
-@gluon.jit
-def _halves(x):
-    """[C, C] → two of [C, 32]."""
-    first, second = gl.split(gl.permute(gl.reshape(x, [C, 2, 32]), (0, 2, 1)))
-    return gl.convert_layout(first, HALF, assert_trivial=True), gl.convert_layout(second, HALF, assert_trivial=True)
 
 
 @gluon.jit
@@ -193,8 +187,8 @@ def gradient_kernel(
     fetch(r_desc, [tile * D + C, 0], last_ready, r2_s)
     fetch(dh_desc, [tile * D, i_k * C], last_ready, dh_s)
 
-    dq1, dq2 = _halves(b_dq)
-    dk1, dk2 = _halves(b_dk)
+    dq1, dq2 = halves(b_dq, HALF)
+    dk1, dk2 = halves(b_dk, HALF)
     far_kW = kW1 * down1 * down2
     dq1 = add(left(kW1), turned(_part(dA_s, 0, 0)), dq1 * (scale * start1))
     dq2 = add(left(kW2), turned(_part(dA_s, 1, 1)), dq2 * (scale * start2))
@@ -213,7 +207,7 @@ def gradient_kernel(
     dk1 *= E1
     dk2 *= E2
     b_dkm = warpgroup_mma_wait(0, (b_dkm,))
-    dkm1, dkm2 = _halves(b_dkm)
+    dkm1, dkm2 = halves(b_dkm, HALF)
     dkm1 *= _of_tokens(b_s, 0) * end1
     dkm2 *= _of_tokens(b_s, 1) * end2
     dgamma = gl.sum(dkm1 * kW1.to(gl.float32) + dkm2 * kW2.to(gl.float32), 1)

@@ -186,7 +186,7 @@ def prepare_kernel(
     row = tl.arange(0, 64)
     too_fast = 0
     if MATRICES or tl.program_id(0) == 0:
-        tl.store(tiles.b + tile * 64 + row, load_beta(beta, start, n, i_h, BETA_RANGE))
+        tl.store(tiles.b + tile * 64 + row, load_beta(beta, row, start, n, i_h, BETA_RANGE))
     b_A = tl.zeros([64, 64], tl.float32)  # without SAFE, sums over channels of q_i k_j 2^(Γ_i−Γ_j)
     b_K = tl.zeros([64, 64], tl.float32)  # the same for k_i k_j
     halves_A = tl.zeros([64, 128], tl.float32)  # with SAFE, columns alternate: within the halves, between them
