@@ -76,14 +76,33 @@ def _block_channels(i_d, width, BD, K, BK):
 
 
 @triton.jit
-def _history(x, initial, start, row, i_r, o_d, m_d, first, stride_x, D, W):
-    """Row start - W + 1 + row of the input: of x or, for a document's first run, of its initial state i_r."""
-    p_x = x + (start - W + 1 + row) * stride_x + o_d
-    b_x = load_wide(p_x, m_d & (not first))  # [BD]
-    if initial[0] is not None:
-        p_s = initial[0] + (i_r * D + o_d) * (W - 1) + row
-        b_x += load_wide(p_s, m_d & first & (i_r >= 0))
-    return b_x
+def _entry(initial, cu_seqlens, i_n):
+    """The row of entry i_n's initial state, its first token, and the one behind its last."""
+    i_r = state_row(initial, i_n)
+    return i_r, tl.load(cu_seqlens + i_n).to(tl.int64), tl.load(cu_seqlens + i_n + 1).to(tl.int64)
+
+
+@triton.jit
+def _zeros(n, BD):
+    """n times [BD]."""
+    zeros = ()
+    for i in tl.static_range(n):
+        zeros = zeros + (tl.zeros([BD], tl.float32),)
+    return zeros
+
+
+@triton.jit
+def _history(x, initial, start, i_r, o_d, m_d, first, stride_x, D, W):
+    """The W - 1 rows before `start`, oldest first: of x or, for a document's first run, of its initial state i_r."""
+    window = ()
+    for row in tl.static_range(W - 1):
+        p_x = x + (start - W + 1 + row) * stride_x + o_d
+        b_x = load_wide(p_x, m_d & (not first))  # [BD]
+        if initial[0] is not None:
+            p_s = initial[0] + (i_r * D + o_d) * (W - 1) + row
+            b_x += load_wide(p_s, m_d & first & (i_r >= 0))
+        window = window + (b_x,)
+    return window
 
 
 @triton.jit
@@ -130,17 +149,14 @@ def conv1d_fwd_kernel(
         return
     y, _, before, i_d, width = _part(i_d, ys, (D, D, D), D, width_0, width_1, BD // BK * K)
     i_n = i_n.to(tl.int64)
-    i_r = state_row(initial, i_n)
-    bos, eos = tl.load(cu_seqlens + i_n).to(tl.int64), tl.load(cu_seqlens + i_n + 1).to(tl.int64)
+    i_r, bos, eos = _entry(initial, cu_seqlens, i_n)
     start = bos + i_s * BT
     end = tl.minimum(start + BT, eos)
     o_y, m_d = _block_channels(i_d, width, BD, K, BK)
     o_d, normed = before + o_y, before < width_0 + width_1
     weights, b_bias = _load_weights(weight, bias, o_d, m_d, W, BD)
 
-    window = ()  # the W - 1 rows before the current one, oldest first
-    for i in tl.static_range(W - 1):
-        window = window + (_history(x, initial, start, i, i_r, o_d, m_d, i_s == 0, stride_x, D, W),)
+    window = _history(x, initial, start, i_r, o_d, m_d, i_s == 0, stride_x, D, W)  # rows before the current one
     for t in range(start, end, R):
         rows = ()  # R independent loads in flight
         for r in tl.static_range(R):
@@ -191,9 +207,7 @@ def _state_gradient(
 ):  # fmt: skip
     """The gradient of an entry's initial state, from the entry's first rows; `window` is that state. The loop over the
     run computes these rows again: a store there that only they need would slow it down for all rows."""
-    grads = ()
-    for i in tl.static_range(W - 1):
-        grads = grads + (tl.zeros([BD], tl.float32),)
+    grads = _zeros(W - 1, BD)
     for r in tl.static_range(W - 1):
         t = bos + r
         m_t = m_d & (t < eos)
@@ -231,21 +245,15 @@ def conv1d_bwd_kernel(
         if d_bias is not None:
             tl.store(d_bias + i_t * D + o_d, tl.zeros([BD], tl.float32), mask=m_d)
         return
-    sums = ()  # d_weight, one [BD] for each tap
-    for i in tl.static_range(W):
-        sums = sums + (tl.zeros([BD], tl.float32),)
+    sums = _zeros(W, BD)  # d_weight, one [BD] for each tap
     b_dbias = tl.zeros([BD], tl.float32)
     i_n = i_n.to(tl.int64)
-    i_r = state_row(initial, i_n)
-    bos, eos = tl.load(cu_seqlens + i_n).to(tl.int64), tl.load(cu_seqlens + i_n + 1).to(tl.int64)
+    i_r, bos, eos = _entry(initial, cu_seqlens, i_n)
     start = bos + i_s * BT
     end = tl.minimum(start + BT, eos)
     weights, b_bias = _load_weights(weight, bias, o_d, m_d, W, BD)
-    window = ()
-    grads = ()  # dz of the W - 1 rows before the current one; rows before `start` are another program's
-    for i in tl.static_range(W - 1):
-        window = window + (_history(x, initial, start, i, i_r, o_d, m_d, i_s == 0, stride_x, D, W),)
-        grads = grads + (tl.zeros([BD], tl.float32),)
+    window = _history(x, initial, start, i_r, o_d, m_d, i_s == 0, stride_x, D, W)
+    grads = _zeros(W - 1, BD)  # dz of the W - 1 rows before the current one; rows before `start` are another program's
     if initial[0] is not None and (i_s == 0) & (i_r >= 0):
         _state_gradient(
             x, dy, window, weights, b_bias, normed, d_final_state, d_initial_state, bos, eos, i_n, i_r, o_d, m_d, D,
@@ -293,8 +301,7 @@ def conv1d_bwd_kernel(
 def conv1d_final_state_kernel(x, initial, final_state, cu_seqlens, D, stride_x, W: constexpr, BD: constexpr):
     """The last W - 1 inputs of each entry; where it is shorter, the rest comes from its initial state."""
     i_d, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_r = state_row(initial, i_n)
-    bos, eos = tl.load(cu_seqlens + i_n).to(tl.int64), tl.load(cu_seqlens + i_n + 1).to(tl.int64)
+    i_r, bos, eos = _entry(initial, cu_seqlens, i_n)
     o_d = i_d * BD + tl.arange(0, BD)
     m_d = o_d < D
     for i in tl.static_range(W - 1):

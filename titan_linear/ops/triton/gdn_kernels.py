@@ -115,7 +115,8 @@ def scan_kernel(
     column = i_hv * V + (i_v if M is None else tl.where(is_m, 0, i_v)) * BV
     for i in tl.range(0, (length + BT - 1) // BT, num_stages=STAGES):
         i_p, n, token = (first + i) * HV + i_hv, length - i * BT, start + i * BT
-        b_k = fetch_rows(k_desc, start, length, i * BT, i_hv // R * K)  # [BT, K]
+        keys = start, length, i * BT, i_hv // R * K
+        b_k = fetch_rows(k_desc, *keys)  # [BT, K]
         b_v = fetch_rows(v_desc, start, v_length, i * BT, column).to(tl.float32)  # [BT, BV]
         b_c = fetch_tile(C_desc, i_p)  # [BT, BT]
         b_G, b_beta, b_last = _load_gates(gates, first + i, i_hv, HV)
@@ -128,7 +129,7 @@ def scan_kernel(
         if h is not None:
             store_tokens((y, HV * V), b_y, token, n, column, BV)
         if o is not None:
-            b_q = fetch_rows(q_desc, start, length, i * BT, i_hv // R * K)  # [BT, K]
+            b_q = fetch_rows(q_desc, *keys)  # [BT, K]
             b_a = fetch_tile(A_desc, i_p)  # [BT, BT]
             b_o = (scale * b_e)[:, None] * dot(b_q, b_sd)
             b_o += dot(b_a, (b_beta[:, None] * b_y).to(b_sd.dtype))
@@ -162,8 +163,9 @@ def reverse_kernel(
     for j in tl.range(0, NT, num_stages=STAGES):
         i = NT - 1 - j
         i_p = (first + i) * HV + i_hv
-        b_k = fetch_rows(k_desc, start, length, i * BT, i_hv // R * K)  # [BT, K]
-        b_q = fetch_rows(q_desc, start, length, i * BT, i_hv // R * K)  # [BT, K]
+        keys = start, length, i * BT, i_hv // R * K
+        b_k = fetch_rows(k_desc, *keys)  # [BT, K]
+        b_q = fetch_rows(q_desc, *keys)  # [BT, K]
         b_do = fetch_rows(do_desc, start, length, i * BT, column)  # [BT, BV]
         b_c = fetch_tile(C_desc, i_p)  # [BT, BT]
         b_a = fetch_tile(A_desc, i_p)  # [BT, BT]
@@ -251,15 +253,17 @@ def gradients_kernel(
     i_s = (i_p * K).to(tl.int32)
 
     # by ordinary loads, before a loop: both at once, and into shared memory before the loop's sums take the registers
-    b_q = load_tokens(q, start, length, i_hv // R * K, K)
-    b_k = load_tokens(k, start, length, i_hv // R * K, K)
+    keys = start, length, i_hv // R * K
+    b_q = load_tokens(q, *keys, K)
+    b_k = load_tokens(k, *keys, K)
     b_dq = tl.zeros([BT, K], tl.float32)  # do Sᵀ
     b_p = tl.zeros([BT, BT], tl.float32)  # do Yᵀ
     b_n = tl.zeros([BT, BT], tl.float32)  # dX Yᵀ
     for i_v in tl.range(0, V // BV, num_stages=STAGES):
-        b_do = fetch_rows(do_desc, start, length, 0, i_hv * V + i_v * BV)
-        b_y = fetch_rows(y_desc, start, length, 0, i_hv * V + i_v * BV)
-        b_dx = fetch_rows(dv_desc, start, length, 0, i_hv * V + i_v * BV)
+        values = start, length, 0, i_hv * V + i_v * BV
+        b_do = fetch_rows(do_desc, *values)
+        b_y = fetch_rows(y_desc, *values)
+        b_dx = fetch_rows(dv_desc, *values)
         b_dq = dot(b_do, tl.trans(h_desc.load([i_s, i_v * BV])), b_dq)
         b_p = dot(b_do, tl.trans(b_y), b_p)
         b_n = dot(b_dx, tl.trans(b_y), b_n)
@@ -281,7 +285,7 @@ def gradients_kernel(
     b_nk = (b_n + tl.trans(b_n)).to(dtype)
 
     # q, k and gates are loaded again rather than held in registers across a loop
-    b_q = load_tokens(q, start, length, i_hv // R * K, K)
+    b_q = load_tokens(q, *keys, K)
     b_dk = tl.zeros([BT, K], tl.float32)  # dX Sᵀ
     for i_v in tl.range(0, V // BV, num_stages=STAGES + 1):  # its tiles are fewer
         b_dx = fetch_rows(dv_desc, start, length, 0, i_hv * V + i_v * BV)

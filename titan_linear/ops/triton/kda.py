@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import CHUNK
@@ -46,9 +45,6 @@ class Tiles(NamedTuple):
     Gn: Tensor | None  # [NT, HV, C, C]
 
 
-TRITON_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
-
-
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of matrix operands: fp16's exponent cannot hold the factors of fast gates, so fp16 inputs use bf16."""
     return torch.float32 if dtype == torch.float32 else torch.bfloat16
@@ -57,13 +53,13 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def _constants(tiles: Tiles, kernel: str, V: int, BV: int) -> Config:
     """Of a kernel that goes through an entry's chunks; BV: columns of a slice at most."""
     _, HV, K, _ = tiles.qg.shape
-    return {"HV": HV, "K": K, "V": V, "CT": TRITON_DTYPE[tiles.qg.dtype], **config(kernel, tiles.qg, K, BV=BV)}
+    return {"HV": HV, "K": K, "V": V, **config(kernel, tiles.qg, K, BV=BV)}
 
 
 def _of_gates(x: Inputs, n: Numbers) -> Config:
     """Constants of a kernel on a chunk's gates."""
-    (_, H, K), CT = x.q.shape, TRITON_DTYPE[compute_dtype(x.q.dtype)]
-    return {"H": H, "HV": x.v.shape[1], "K": K, "CT": CT, "GATE": int(n.gate)}
+    _, H, K = x.q.shape
+    return {"H": H, "HV": x.v.shape[1], "K": K, "GATE": int(n.gate)}
 
 
 def _passes(safe_gate: float, safe: str, any_gate: str) -> list[tuple[str, bool]]:

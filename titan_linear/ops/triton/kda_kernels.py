@@ -87,7 +87,7 @@ def gate_bias(dt_bias, i_h, K, i_k, BK):
 
 
 @triton.jit
-def half_decays(g, BK, CT):
+def half_decays(g, CT):
     """g [BK, 64], log2 gates ≥ −7.3 → what the safe path needs: x [BK, 64], Γ relative to its half's reference; and,
     all [BK], the reference of each half, the whole number nearest to the middle of its decay; the whole number nearest
     to Γ in the middle of the chunk; and γ. E = 2^x and W = 2^-x then stay within 2^±117, which bf16 holds, and moving
@@ -174,10 +174,11 @@ def prepare_kernel(
     q, k, g, beta, A_log, dt_bias,
     tiles,  # Aqk and Gn only with MATRICES
     fast,  # [NT, HV] int32 or None: as in `is_fast`
-    chunks, scale, lower_bound, H: constexpr, HV: constexpr, K: constexpr, BK: constexpr, CT: constexpr,
-    GATE: constexpr, SAFE: constexpr, BETA_RANGE: constexpr, MATRICES: constexpr,
+    chunks, scale, lower_bound, H: constexpr, HV: constexpr, K: constexpr, BK: constexpr, GATE: constexpr,
+    SAFE: constexpr, BETA_RANGE: constexpr, MATRICES: constexpr,
 ):  # fmt: skip
     """One (chunk, head): all channels with MATRICES (Aqk, and Kk for solve_kernel), else one block of channels."""
+    CT: constexpr = tiles.qg.dtype.element_ty
     i_h, i_t = tl.program_id(1), tl.program_id(2)
     start, n = chunk_at(chunks, i_t)
     tile = i_t.to(tl.int64) * HV + i_h
@@ -200,7 +201,7 @@ def prepare_kernel(
         b_q = tl.trans(b_q).to(tl.float32) * scale
         b_k = tl.trans(b_k).to(tl.float32)
         if SAFE:
-            x, first, second, middle, gamma = half_decays(b_g, BK, CT)
+            x, first, second, middle, gamma = half_decays(b_g, CT)
             if fast is not None:
                 too_fast |= is_fast(first, second, middle)
             to_start = halves(tl.exp2(first), tl.exp2(second)).to(CT)
@@ -240,7 +241,7 @@ def prepare_kernel(
         else:
             b_A += tl.where(o_i == o_j, diagonal[:, None], 0.0)
         o_c = tile * 64 * 64
-        tl.store(tiles.Aqk + o_c + o_i * 64 + o_j, b_A.to(CT))
+        tl.store(tiles.Aqk + o_c + o_i * 64 + o_j, b_A)
         tl.store(lower_triangle(tiles.Gn + o_c, o_i, o_j), b_K, mask=o_i > o_j)
 
 
@@ -253,10 +254,11 @@ def join_halves(x):
 
 
 @triton.jit
-def scan(S, v, tiles, o, h, r, start, length, v_length, first, i_h, column, HV, K, V, BV, CT, STAGES):
+def scan(S, v, tiles, o, h, r, start, length, v_length, first, i_h, column, HV, K, V, BV, STAGES):
     """Carry Sᵀ [BV, K], columns of V from `column` on, through the chunks of one entry and head; returns the state that
     leaves. From token v_length on, v is taken as zero. Writes o, and each chunk's incoming Sᵀ (h) and rᵀ (r), where
     these are given."""
+    CT: constexpr = tiles.qg.dtype.element_ty
     NT = (length + 63) // 64
     row, o_k = tl.arange(0, 64), tl.arange(0, K)
     o_i, o_j = indices(64, 64)
@@ -282,7 +284,7 @@ def scan(S, v, tiles, o, h, r, start, length, v_length, first, i_h, column, HV, 
         x = dot((x * b_b).to(CT), tl.trans(tl.load(tiles.Gn + p_c)), x)  # rᵀ
         if h is not None:
             tl.store(h + (tile * V + o_v) * K + o_s, S16)
-            tl.store(r + (tile * V + o_v) * 64 + o_j, x.to(CT))
+            tl.store(r + (tile * V + o_v) * 64 + o_j, x)
         y = (x * b_b).to(CT)
         if o is not None:
             b_o = dot(S16, tl.load(tiles.qg + o_tile))
@@ -296,7 +298,7 @@ def scan(S, v, tiles, o, h, r, start, length, v_length, first, i_h, column, HV, 
 @Kernel
 def scan_kernel(
     v, tiles, initial, listed, chunks,
-    HV: constexpr, K: constexpr, V: constexpr, BV: constexpr, CT: constexpr, STAGES: constexpr,
+    HV: constexpr, K: constexpr, V: constexpr, BV: constexpr, STAGES: constexpr,
     o=None,  # [T, HV, V]
     final_state=None,  # of each entry or listed one, [., HV, K, V] fp32
     M=None,  # [F, HV, K, K] fp32
@@ -315,7 +317,7 @@ def scan_kernel(
     else:
         S = tl.where(is_m & (o_k == i_m * BV + o_v), 1.0, 0.0)
         v_length, column = tl.where(is_m, 0, length), tl.where(is_m, 0, column)
-    S = scan(S, v, tiles, o, None, None, start, length, v_length, first, i_h, column, HV, K, V, BV, CT, STAGES)
+    S = scan(S, v, tiles, o, None, None, start, length, v_length, first, i_h, column, HV, K, V, BV, STAGES)
     if M is not None and is_m:
         tl.store(M + i_nh * K * K + o_k * K + i_m * BV + o_v, S)
     elif final_state is not None:
@@ -326,10 +328,11 @@ def scan_kernel(
 
 
 @triton.jit
-def _reverse_scan(dS, do, tiles, dh, y, start, length, first, i_h, column, HV, K, V, BV, CT, STAGES):
+def _reverse_scan(dS, do, tiles, dh, y, start, length, first, i_h, column, HV, K, V, BV, STAGES):
     """Carry dSᵀ [BV, K], columns of V from `column` on, through the chunks of one entry and head from the last to the
     first; returns the gradient of the state that enters. Writes each chunk's dS'ᵀ (dh) and yᵀ (y) where these are
     given."""
+    CT: constexpr = tiles.qg.dtype.element_ty
     NT = (length + 63) // 64
     row, o_k = tl.arange(0, 64), tl.arange(0, K)
     o_i, o_j = indices(64, 64)
@@ -351,7 +354,7 @@ def _reverse_scan(dS, do, tiles, dh, y, start, length, first, i_h, column, HV, K
         dN = dot(b_do, tl.load(tiles.Aqk + o_c), dN)
         dN = dot((dN * b_b).to(CT), tl.load(tiles.Gn + o_c), dN)  # yᵀ
         if dh is not None:
-            tl.store(y + (tile * V + o_v) * 64 + o_j, dN.to(CT))
+            tl.store(y + (tile * V + o_v) * 64 + o_j, dN)
         dS *= tl.load(tiles.decay + tile * K + o_k)[None, :]
         dS = dot(b_do, tl.trans(tl.load(tiles.qg + o_tile)), dS)
         dS = dot((dN * b_b).to(CT), tl.trans(tl.load(tiles.kn + o_tile)), dS)
@@ -361,7 +364,7 @@ def _reverse_scan(dS, do, tiles, dh, y, start, length, first, i_h, column, HV, K
 @Kernel
 def backward_scans_kernel(
     do, v, tiles, initial, d_final, d_initial, listed, chunks,
-    HV: constexpr, K: constexpr, V: constexpr, BV: constexpr, CT: constexpr, STAGES: constexpr,
+    HV: constexpr, K: constexpr, V: constexpr, BV: constexpr, STAGES: constexpr,
     h=None, dh=None,  # [NT, HV, V, K], the state that enters each chunk, and the gradient of the one that leaves it
     r=None, y=None,  # [NT, HV, V, 64]
 ):  # fmt: skip
@@ -376,10 +379,10 @@ def backward_scans_kernel(
     o_s = i_h * K * V + o_k * V + (i_v * BV + o_v)
     if h is not None and tl.program_id(2) == 0:
         S = read_state(initial, i_n, HV * K * V, o_s)
-        scan(S, v, tiles, None, h, r, start, length, length, first, i_h, i_v * BV, HV, K, V, BV, CT, STAGES)
+        scan(S, v, tiles, None, h, r, start, length, length, first, i_h, i_v * BV, HV, K, V, BV, STAGES)
     else:
         S = read_state(d_final, i_n, HV * K * V, o_s)
-        S = _reverse_scan(S, do, tiles, dh, y, start, length, first, i_h, i_v * BV, HV, K, V, BV, CT, STAGES)
+        S = _reverse_scan(S, do, tiles, dh, y, start, length, first, i_h, i_v * BV, HV, K, V, BV, STAGES)
         write_state(d_initial, i_n, HV * K * V, o_s, S)
 
 
@@ -411,7 +414,7 @@ def matrix_kernel(
     dA, dK,  # [NT, HV, 64, 64]
     dv,  # [T, HV, V]
     dbeta,  # [T, HV]
-    chunks, scale, HV: constexpr, K: constexpr, V: constexpr, BV: constexpr, CT: constexpr, BETA_RANGE: constexpr,
+    chunks, scale, HV: constexpr, K: constexpr, V: constexpr, BV: constexpr, BETA_RANGE: constexpr,
 ):  # fmt: skip
     """One (chunk, head): dv, dβ, and the gradients of Aqk and Kk, 0 above their diagonals."""
     i_h, i_t = tl.program_id(0), tl.program_id(1)
@@ -429,7 +432,7 @@ def matrix_kernel(
         p_r = (tile * V + i_v * BV + o_r) * 64 + o_j
         b_r = tl.load(r + p_r)  # [BV, C]
         b_y = tl.load(y + p_r)
-        b_do = load_tokens(do, token, n, i_h * V + i_v * BV, BV).to(CT)  # [C, BV]
+        b_do = load_tokens(do, token, n, i_h * V + i_v * BV, BV).to(b_r.dtype)  # [C, BV]
         b_dA = dot(b_do, b_r, b_dA)
         b_dK = dot(tl.trans(b_y), b_r, b_dK)
         db += tl.sum(b_y.to(tl.float32) * b_r.to(tl.float32), 0)
@@ -439,19 +442,19 @@ def matrix_kernel(
     db = beta_gradient(db, b_b, BETA_RANGE)
     tl.store(dbeta + (token + row) * HV + i_h, db, mask=row < n)
     o_c = tile * 64 * 64 + o_i * 64 + o_j
-    tl.store(dA + o_c, tl.where(o_i >= o_j, b_dA * (scale * b_b)[None, :], 0.0).to(CT))
+    tl.store(dA + o_c, tl.where(o_i >= o_j, b_dA * (scale * b_b)[None, :], 0.0))
     b_dK *= -b_b[:, None] * b_b[None, :]
-    tl.store(dK + o_c, tl.where(o_i > o_j, b_dK, 0.0).to(CT))
+    tl.store(dK + o_c, tl.where(o_i > o_j, b_dK, 0.0))
 
 
 @triton.jit
-def read_state_gradients(do, y, h, start, n, tile, i_o, i_k, V, BK, BV, CT, STAGES):
+def read_state_gradients(do, y, h, start, n, tile, i_o, i_k, V, BK, BV, STAGES):
     """(do Sᵀ)ᵀ and (y Sᵀ)ᵀ [BK, 64], 0 past an entry's end."""
     dq = tl.zeros([BK, 64], tl.float32)
     dk = tl.zeros([BK, 64], tl.float32)
     for i_v in tl.range(V // BV, num_stages=STAGES):
         b_h = tl.trans(h.load([tile * V + i_v * BV, i_k * BK]))  # [BK, BV]
-        dq = dot(b_h, tl.trans(fetch_rows(do, start, n, 0, i_o + i_v * BV).to(CT)), dq)
+        dq = dot(b_h, tl.trans(fetch_rows(do, start, n, 0, i_o + i_v * BV).to(b_h.dtype)), dq)
         dk = dot(b_h, y.load([tile * V + i_v * BV, 0]), dk)
     return dq, dk
 
@@ -470,12 +473,13 @@ def write_state_gradient(r, h, dh, tile, i_k, V, BK, BV, STAGES):
 
 @triton.jit
 def _by_levels(
-    b_g, b_q, b_k, b_b, b_dA, b_dK, scale, do, r, y, h, dh, start, n, i_tile, i_o, i_k, V, BK, BV, CT, STAGES,
+    b_g, b_q, b_k, b_b, b_dA, b_dK, scale, do, r, y, h, dh, start, n, i_tile, i_o, i_k, V, BK, BV, STAGES,
 ):  # fmt: skip
     """dq, dk and dΓ [BK, 64], and dγ [BK], for gates of any decay."""
+    CT: constexpr = b_dA.dtype
     o_i, o_j = indices(64, 64)
     b_diagonal = tl.sum(tl.where(o_i == o_j, b_dA.to(tl.float32), 0.0), 0)[None, :]
-    b_dq, b_dkp = read_state_gradients(do, y, h, start, n, i_tile, i_o, i_k, V, BK, BV, CT, STAGES)
+    b_dq, b_dkp = read_state_gradients(do, y, h, start, n, i_tile, i_o, i_k, V, BK, BV, STAGES)
     b_dq *= scale
     b_dkm, ds = write_state_gradient(r, h, dh, i_tile, i_k, V, BK, BV, STAGES)
     E, W, gamma = full_decays(b_g, CT)
@@ -512,9 +516,10 @@ def gradient_kernel(
     dA_part, dbias_part,  # [NT, HV·K] fp32, or None; zeros for a chunk without a token
     fast,  # [NT, HV, K / BF] int32 or None: as in `is_fast`
     chunks, scale, lower_bound, H: constexpr, HV: constexpr, K: constexpr, V: constexpr, BF: constexpr, BK: constexpr,
-    BV: constexpr, STAGES: constexpr, CT: constexpr, GATE: constexpr, SAFE: constexpr,
+    BV: constexpr, STAGES: constexpr, GATE: constexpr, SAFE: constexpr,
 ):  # fmt: skip
     """One (chunk, head, block of K): dq, dk and dg, each written once in its own dtype."""
+    CT: constexpr = dA.dtype.element_ty
     i_k, i_h, i_t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, n = chunk_at(chunks, i_t)
     tile = i_t.to(tl.int64) * HV + i_h
@@ -548,7 +553,7 @@ def gradient_kernel(
         far, near = (o_i >= 32) & (o_j < 32), o_i // 32 == o_j // 32
         far_dA, near_dA = tl.where(far, b_dA, 0.0), tl.where(near, b_dA, 0.0)
         far_dK, near_dK = tl.where(far, b_dK, 0.0), tl.where(near, b_dK, 0.0)
-        x, first, second, middle, gamma = half_decays(b_g, BK, CT)
+        x, first, second, middle, gamma = half_decays(b_g, CT)
         if fast is not None:
             tl.store(fast, is_fast(first, second, middle))
         to_start = halves(tl.exp2(first), tl.exp2(second))
@@ -558,7 +563,7 @@ def gradient_kernel(
         E, W = tl.exp2(x), tl.exp2(-x)
         kE = (b_k * E).to(CT)
         kW = (b_k * W).to(CT)
-        b_dq, b_dk = read_state_gradients(do, y, h, start, n, i_tile, i_h * V, i_k, V, BK, BV, CT, STAGES)
+        b_dq, b_dk = read_state_gradients(do, y, h, start, n, i_tile, i_h * V, i_k, V, BK, BV, STAGES)
         b_dq *= scale * to_start
         b_dq += dot(kW, tl.trans(far_dA)) * down1 * down2
         b_dq = dot(kW, tl.trans(near_dA), b_dq)
@@ -584,7 +589,7 @@ def gradient_kernel(
     else:
         b_dq, b_dk, d_sum, dgamma = _by_levels(
             b_g, b_q, b_k, tl.load(p_b), b_dA, b_dK, scale, do, r, y, h, dh, start, n, i_tile, i_h * V, i_k, V, BK, BV,
-            CT, STAGES,
+            STAGES,
         )  # fmt: skip
         tl.store(dq + o_g, tl.trans(b_dq.to(dq.dtype.element_ty)), mask=inside)
     tl.store(dk + o_g, tl.trans(b_dk.to(dk.dtype.element_ty)), mask=inside)

@@ -20,7 +20,7 @@ from titan_linear.ops.triton import rwkv7_hopper
 from titan_linear.ops.triton import rwkv7_kernels as kernels
 from titan_linear.ops.triton.chunks import ALL, listed_entries
 from titan_linear.ops.triton.configs import Config, config, widest_slice
-from titan_linear.ops.triton.kda import TRITON_DTYPE, compute_dtype
+from titan_linear.ops.triton.kda import compute_dtype
 from titan_linear.ops.triton.stages import Given, Stages
 from titan_linear.ops.triton.tiles import Pair, rows
 
@@ -45,7 +45,7 @@ def _constants(tiles: Tiles, numbers: Numbers | None = None) -> Config:
     """numbers: for kernels that read gates."""
     _, H, K, V = tiles.U.shape
     rate = {} if numbers is None else {"RATE": numbers.rate or None}
-    return {"H": H, "K": K, "V": V, "CT": TRITON_DTYPE[tiles.U.dtype]} | rate
+    return {"H": H, "K": K, "V": V} | rate
 
 
 def _loop(tiles: Tiles, kernel: str = "rwkv7 loop") -> Config:

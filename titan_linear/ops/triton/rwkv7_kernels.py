@@ -87,18 +87,18 @@ def decayed(x, factor, CT):
 
 
 @triton.jit
-def pairs(x, y, CT, STRICT):
+def pairs(x, y, STRICT):
     """x yᵀ [64, 64] for tokens of y before those of x, and the same ones unless STRICT; 0 elsewhere, where the product
     may overflow."""
     i, j = indices(64, 64)
-    return tl.where((j < i) if STRICT else (j <= i), dot(x, tl.trans(y)), 0.0).to(CT)
+    return tl.where((j < i) if STRICT else (j <= i), dot(x, tl.trans(y)), 0.0).to(x.dtype)
 
 
 @triton.jit
-def pairs_back(y, x, CT, STRICT):
+def pairs_back(y, x, STRICT):
     """The transpose of pairs(x, y), a product of its own: it costs no more, and nothing is held meanwhile."""
     i, j = indices(64, 64)
-    return tl.where((i < j) if STRICT else (i <= j), dot(y, tl.trans(x)), 0.0).to(CT)
+    return tl.where((i < j) if STRICT else (i <= j), dot(y, tl.trans(x)), 0.0).to(x.dtype)
 
 
 @triton.jit
@@ -113,22 +113,23 @@ def at(p, tile, ROWS, column, COLUMNS, WIDTH):
 def prepare_kernel(
     q, k, v, a, b, w,  # (x, stride)
     tiles,  # without O, T is given, and is computed otherwise
-    chunks, scale, H: constexpr, K: constexpr, V: constexpr, CT: constexpr, RATE: constexpr,
+    chunks, scale, H: constexpr, K: constexpr, V: constexpr, RATE: constexpr,
 ):  # fmt: skip
     """One (chunk, head). All loads come first: between barriers each would wait for the memory by itself. In 16 bits
     values are at least 64 wide: ptxas 12.8 gets descriptors of narrower ones wrong."""
+    CT: constexpr = tiles.U.dtype.element_ty
     VW: constexpr = V if CT == tl.float32 else 64  # noqa: SIM300
     _, o_v = indices(64, VW)
     i_h, i_t = tl.program_id(0), tl.program_id(1)
     start, n = chunk_at(chunks, i_t)
     tile = i_t.to(tl.int64) * H + i_h
-    o_k = i_h * K
-    b_w = load_gates(w, start, n, o_k, K, RATE)
-    b_a = load_tokens(a, start, n, o_k, K)
-    b_b = load_tokens(b, start, n, o_k, K)
-    b_k = load_tokens(k, start, n, o_k, K)
+    keys = start, n, i_h * K
+    b_w = load_gates(w, *keys, K, RATE)
+    b_a = load_tokens(a, *keys, K)
+    b_b = load_tokens(b, *keys, K)
+    b_k = load_tokens(k, *keys, K)
     b_v = load_narrow(v, start, n, i_h * V, V, VW).to(CT)
-    b_q = load_tokens(q, start, n, o_k, K)
+    b_q = load_tokens(q, *keys, K)
     if tiles.O is None:
         b_T = tl.load(at(tiles.inverse, tile, 64, 0, 64, 64))
     x, before, to_start, to_end, b_decay = decays(b_w, CT, RATE)
@@ -137,7 +138,7 @@ def prepare_kernel(
     b_w = (b_a * to_start[None, :]).to(CT)
     b_b = decayed(b_b, tl.exp2(-x), CT)
     b_k = decayed(b_k, tl.exp2(-x), CT)
-    b_u = dot(pairs(b_a.to(CT), b_k, CT, True), b_v).to(CT)
+    b_u = dot(pairs(b_a.to(CT), b_k, True), b_v).to(CT)
     if tiles.O is not None:
         i, j = indices(64, 64)
         p_T = tiles.inverse + tile * (64 * 64)
@@ -149,26 +150,26 @@ def prepare_kernel(
     b_u = dot(b_T, b_u).to(CT)
     b_w = dot(b_T, b_w).to(CT)
     b_P = dot(tl.trans(b_b), b_w) * to_end[:, None]
-    tl.store(at(tiles.P, tile, K, 0, K, K), b_P.to(CT))
+    tl.store(at(tiles.P, tile, K, 0, K, K), b_P)
     b_U = dot(tl.trans(b_k), b_v, dot(tl.trans(b_b), b_u)) * to_end[:, None]
-    tl.store(at(tiles.U, tile, K, 0, V, VW), b_U.to(CT), mask=o_v < V)
+    tl.store(at(tiles.U, tile, K, 0, V, VW), b_U, mask=o_v < V)
     q_tilde = b_q.to(tl.float32) * (scale * tl.exp2(x))
     b_q = q_tilde.to(CT)
-    A_qb = pairs(b_q, b_b, CT, False)
+    A_qb = pairs(b_q, b_b, False)
     b_Q = dot(A_qb, b_w, q_tilde * to_start[None, :])
-    tl.store(at(tiles.Q, tile, 64, 0, K, K), b_Q.to(CT))
+    tl.store(at(tiles.Q, tile, 64, 0, K, K), b_Q)
     if tiles.O is not None:
-        b_O = dot(pairs(b_q, b_k, CT, False), b_v, dot(A_qb, b_u))
-        tl.store(at(tiles.O, tile, 64, 0, V, VW), b_O.to(CT), mask=o_v < V)
+        b_O = dot(pairs(b_q, b_k, False), b_v, dot(A_qb, b_u))
+        tl.store(at(tiles.O, tile, 64, 0, V, VW), b_O, mask=o_v < V)
 
 
 @triton.jit
-def _scan(S, tiles, o, h, start, length, first, i_h, column, takes_u, H, K, V, BV, CT, STAGES):
+def _scan(S, tiles, o, h, start, length, first, i_h, column, takes_u, H, K, V, BV, STAGES):
     """Carry S [K, BV], columns of V from `column` on, through the chunks of one entry and head; returns the state that
     leaves. Unless takes_u, U counts as zero. Writes o, and each chunk's incoming S (h), where these are given."""
     for i_t in tl.range(0, (length + 63) // 64, num_stages=STAGES):
         tile = (first + i_t) * H + i_h
-        S16 = S.to(CT)
+        S16 = S.to(tiles.P.dtype.element_ty)
         if h is not None:
             tl.store(at(h, tile, K, column, V, BV), S16)
         if o is not None:
@@ -183,17 +184,17 @@ def _scan(S, tiles, o, h, start, length, first, i_h, column, takes_u, H, K, V, B
 
 
 @triton.jit
-def _reverse_scan(dS, do, tiles, dh, start, length, first, i_h, column, H, K, V, BV, CT, STAGES):
+def _reverse_scan(dS, do, tiles, dh, start, length, first, i_h, column, H, K, V, BV, STAGES):
     """Carry dS [K, BV] from the last chunk to the first; returns the gradient of the state that enters. Writes each
     chunk's dS' (dh) where it is given."""
     NT = (length + 63) // 64
     for i in tl.range(0, NT, num_stages=STAGES):
         i_t = NT - 1 - i
         tile = (first + i_t) * H + i_h
-        dS16 = dS.to(CT)
+        dS16 = dS.to(tiles.P.dtype.element_ty)
         if dh is not None:
             tl.store(at(dh, tile, K, column, V, BV), dS16)
-        b_do = load_tokens(do, start + i_t * 64, length - i_t * 64, i_h * V + column, BV).to(CT)
+        b_do = load_tokens(do, start + i_t * 64, length - i_t * 64, i_h * V + column, BV).to(dS16.dtype)
         dS *= tl.load(tiles.decay + tile * K + tl.arange(0, K))[:, None]
         dS = dot(tl.trans(tl.load(at(tiles.Q, tile, 64, 0, K, K))), b_do, dS)
         dS = dot(tl.trans(tl.load(at(tiles.P, tile, K, 0, K, K))), dS16, dS)
@@ -203,7 +204,7 @@ def _reverse_scan(dS, do, tiles, dh, start, length, first, i_h, column, H, K, V,
 @Kernel
 def scan_kernel(
     tiles, initial, listed, chunks,
-    H: constexpr, K: constexpr, V: constexpr, BV: constexpr, CT: constexpr, STAGES: constexpr,
+    H: constexpr, K: constexpr, V: constexpr, BV: constexpr, STAGES: constexpr,
     o=None,  # [T, H, V]
     final_state=None,  # of each entry or listed one, [., H, K, V] fp32
     M=None,  # [F, H, K, K] fp32
@@ -224,7 +225,7 @@ def scan_kernel(
         S = read_state(initial, i_n, H * K * V, i_h * K * V + o_k * V + o_v)
     else:
         S = tl.where(is_m & (o_k == o_v), 1.0, 0.0)
-    S = _scan(S, tiles, o, None, start, length, first, i_h, column, takes_u, H, K, V, BV, CT, STAGES)
+    S = _scan(S, tiles, o, None, start, length, first, i_h, column, takes_u, H, K, V, BV, STAGES)
     if M is not None and is_m:
         tl.store(M + i_nh * K * K + o_k * K + o_v, S)
     elif final_state is not None:
@@ -234,7 +235,7 @@ def scan_kernel(
 @Kernel
 def states_kernel(
     do, tiles, initial, d_final, d_initial, listed, chunks,
-    H: constexpr, K: constexpr, V: constexpr, BV: constexpr, CT: constexpr, STAGES: constexpr,
+    H: constexpr, K: constexpr, V: constexpr, BV: constexpr, STAGES: constexpr,
     h=None,  # [NT + N, H, K, V], the state that enters each chunk, and behind an entry's chunks its last one
     dh=None,  # [NT, H, K, V], the gradient of the state that leaves each chunk
 ):  # fmt: skip
@@ -250,18 +251,18 @@ def states_kernel(
     if h is not None and tl.program_id(2) == 0:
         S = read_state(initial, i_n, H * K * V, o_s)
         h += i_n * (H * K * V)
-        S = _scan(S, tiles, None, h, start, length, first, i_h, i_v * BV, True, H, K, V, BV, CT, STAGES)
-        tl.store(at(h, (first + (length + 63) // 64) * H + i_h, K, i_v * BV, V, BV), S.to(CT))
+        S = _scan(S, tiles, None, h, start, length, first, i_h, i_v * BV, True, H, K, V, BV, STAGES)
+        tl.store(at(h, (first + (length + 63) // 64) * H + i_h, K, i_v * BV, V, BV), S)
     else:
         S = read_state(d_final, i_n, H * K * V, o_s)
-        S = _reverse_scan(S, do, tiles, dh, start, length, first, i_h, i_v * BV, H, K, V, BV, CT, STAGES)
+        S = _reverse_scan(S, do, tiles, dh, start, length, first, i_h, i_v * BV, H, K, V, BV, STAGES)
         write_state(d_initial, i_n, H * K * V, o_s, S)
 
 
 @triton.jit
-def finish(d, x, factor, dx, start, n, i_h, H, K, CT):
+def finish(d, x, factor, dx, keys, H, K, CT):
     """Store the gradient of the head's rows x from d, that of x times factor; returns the product of these two."""
-    store_tokens((dx, H * K), d * factor, start, n, i_h * K, K)
+    store_tokens((dx, H * K), d * factor, *keys, K)
     return decayed(x, factor, CT).to(tl.float32) * d
 
 
@@ -271,23 +272,26 @@ def gradient_kernel(
     inverse, h, dh,
     dq, dk, dv, da, db, dw,  # as the inputs, dense
     exponents,  # [NT, H, 65, K] fp32, room for Γ behind that of no token, both relative to the reference
-    chunks, scale, H: constexpr, K: constexpr, V: constexpr, CT: constexpr, RATE: constexpr,
+    chunks, scale, H: constexpr, K: constexpr, V: constexpr, RATE: constexpr,
 ):  # fmt: skip
     """One (chunk, head). What would hold registers meanwhile is read or computed again.
 
     Of dΓ, each pair of tokens (i, j) gives +x at i and −x at j from the same rounded operands, which cancel in dw. Its
     parts enter dw one by one: a product stays where it is, while additions would be moved to the end of the kernel by
     the compiler, which holds all that they need until then."""
+    CT: constexpr = h.dtype.element_ty
     i_h, i_t = tl.program_id(0), tl.program_id(1)
     start, n = chunk_at(chunks, i_t)
     tile = i_t.to(tl.int64) * H + i_h
-    b_w = load_gates(w, start, n, i_h * K, K, RATE)
-    b_q = load_tokens(q, start, n, i_h * K, K)
-    b_a = load_tokens(a, start, n, i_h * K, K)
-    b_k = load_tokens(k, start, n, i_h * K, K)
-    b_b = load_tokens(b, start, n, i_h * K, K)
-    b_v = load_tokens(v, start, n, i_h * V, V).to(CT)
-    b_do = load_tokens(do, start, n, i_h * V, V).to(CT)
+    keys = start, n, i_h * K
+    b_w = load_gates(w, *keys, K, RATE)
+    b_q = load_tokens(q, *keys, K)
+    b_a = load_tokens(a, *keys, K)
+    b_k = load_tokens(k, *keys, K)
+    b_b = load_tokens(b, *keys, K)
+    values = start, n, i_h * V
+    b_v = load_tokens(v, *values, V).to(CT)
+    b_do = load_tokens(do, *values, V).to(CT)
     x, before, to_start, to_end, _ = decays(b_w, CT, RATE)
     o_c, o_k = indices(64, K)
     exponents += tile * (65 * K) + o_k
@@ -307,39 +311,39 @@ def gradient_kernel(
     dgamma = tl.sum(leaves.to(tl.float32) * b_dh.to(tl.float32), 1)
     b_h = (b_h * to_start[:, None]).to(CT)
     b_dh = (b_dh * to_end[:, None]).to(CT)
-    b_y = dot(pairs(b_a, b_k, CT, True), b_v, dot(b_a, b_h)).to(CT)
+    b_y = dot(pairs(b_a, b_k, True), b_v, dot(b_a, b_h)).to(CT)
     b_y = dot(b_T, b_y).to(CT)
-    b_z = dot(pairs_back(b_b, b_q, CT, False), b_do, dot(b_b, b_dh)).to(CT)
+    b_z = dot(pairs_back(b_b, b_q, False), b_do, dot(b_b, b_dh)).to(CT)
     b_z = dot(tl.trans(b_T), b_z).to(CT)
-    b_dv = dot(pairs_back(b_k, b_a, CT, True), b_z, dot(b_k, b_dh))
-    b_dv = dot(pairs_back(b_k, b_q, CT, False), b_do, b_dv)
-    store_tokens((dv, H * V), b_dv, start, n, i_h * V, V)
+    b_dv = dot(pairs_back(b_k, b_a, True), b_z, dot(b_k, b_dh))
+    b_dv = dot(pairs_back(b_k, b_q, False), b_do, b_dv)
+    store_tokens((dv, H * V), b_dv, *values, V)
 
     tl.debug_barrier()
     d = dot(b_do, tl.trans(b_h))
-    d = dot(pairs(b_do, b_v, CT, False), b_k, d)
-    d = dot(pairs(b_do, b_y, CT, False), b_b, d)
-    x, factor = load_tokens(q, start, n, i_h * K, K), scale * tl.exp2(tl.load(p_x))
+    d = dot(pairs(b_do, b_v, False), b_k, d)
+    d = dot(pairs(b_do, b_y, False), b_b, d)
+    x, factor = load_tokens(q, *keys, K), scale * tl.exp2(tl.load(p_x))
     i, j = indices(64, 64)
     later = j >= i
-    b_dw = sums(finish(d, x, factor, dq, start, n, i_h, H, K, CT), later, CT)
+    b_dw = sums(finish(d, x, factor, dq, keys, H, K, CT), later, CT)
     d = dot(b_v, tl.trans(b_dh))
-    d = dot(pairs_back(b_v, b_do, CT, False), b_q, d)
-    d = dot(pairs_back(b_v, b_z, CT, True), b_a, d)
-    x, factor = load_tokens(k, start, n, i_h * K, K), tl.exp2(-tl.load(p_x))
-    b_dw = sums(-finish(d, x, factor, dk, start, n, i_h, H, K, CT), later, CT, b_dw)
+    d = dot(pairs_back(b_v, b_do, False), b_q, d)
+    d = dot(pairs_back(b_v, b_z, True), b_a, d)
+    x, factor = load_tokens(k, *keys, K), tl.exp2(-tl.load(p_x))
+    b_dw = sums(-finish(d, x, factor, dk, keys, H, K, CT), later, CT, b_dw)
     d = dot(b_y, tl.trans(b_dh))
-    d = dot(pairs_back(b_y, b_do, CT, False), b_q, d)
-    d = dot(pairs_back(b_y, b_z, CT, True), b_a, d)
-    x, factor = load_tokens(b, start, n, i_h * K, K), tl.exp2(-tl.load(p_x))
-    b_dw = sums(-finish(d, x, factor, db, start, n, i_h, H, K, CT), later, CT, b_dw)
+    d = dot(pairs_back(b_y, b_do, False), b_q, d)
+    d = dot(pairs_back(b_y, b_z, True), b_a, d)
+    x, factor = load_tokens(b, *keys, K), tl.exp2(-tl.load(p_x))
+    b_dw = sums(-finish(d, x, factor, db, keys, H, K, CT), later, CT, b_dw)
     d = dot(b_z, tl.trans(b_h))
-    d = dot(pairs(b_z, b_v, CT, True), b_k, d)
-    d = dot(pairs(b_z, b_y, CT, True), b_b, d)
-    x, factor = load_tokens(a, start, n, i_h * K, K), tl.exp2(tl.load(p_before))
-    d = finish(d, x, factor, da, start, n, i_h, H, K, CT)
+    d = dot(pairs(b_z, b_v, True), b_k, d)
+    d = dot(pairs(b_z, b_y, True), b_b, d)
+    x, factor = load_tokens(a, *keys, K), tl.exp2(tl.load(p_before))
+    d = finish(d, x, factor, da, keys, H, K, CT)
     b_dw = sums(d, later, CT, b_dw) - d + dgamma[None, :]
     if RATE is not None:
-        rate = sigmoid(load_tokens(w, start, n, i_h * K, K).to(tl.float32))
+        rate = sigmoid(load_tokens(w, *keys, K).to(tl.float32))
         b_dw *= RATE * rate * (1.0 - rate)
-    store_tokens((dw, H * K), b_dw, start, n, i_h * K, K)
+    store_tokens((dw, H * K), b_dw, *keys, K)
