@@ -76,6 +76,20 @@ def entry_at(chunks, listed, i_f):
 
 
 @triton.jit
+def chunks_in(length):
+    """The chunks of so many tokens."""
+    return (length + (BT - 1)) // BT
+
+
+@triton.jit
+def of_one_chunk(chunks, i_t, n):
+    """The entry of chunk i_t (64 bits), and whether its tokens are the chunk's n."""
+    cu_seqlens, chunk_index, _ = chunks
+    i_n = tl.load(chunk_index + 2 * i_t).to(tl.int64)
+    return i_n, tl.load(cu_seqlens + i_n + 1) - tl.load(cu_seqlens + i_n) == n
+
+
+@triton.jit
 def is_wanted(listed, i_f, what):
     """Whether `what` is to be written for the listed entry i_f."""
     if listed[1] is None:

@@ -18,7 +18,7 @@ from triton.language import constexpr
 from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import operator
 from titan_linear.ops.triton.launch import Kernel
-from titan_linear.ops.triton.tiles import indices, read_state
+from titan_linear.ops.triton.tiles import indices, read_state, slice_and_head
 
 
 @triton.jit
@@ -56,8 +56,7 @@ def fold_kernel(
 ):  # fmt: skip
     """Fold one (slot, head, slice of V) along its chain, from one half of `out` to the other and back; the last state
     lands in the first half."""
-    i_v, i_sh = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_s, i_h = i_sh // HV, i_sh % HV
+    i_v, i_sh, i_s, i_h = slice_and_head(HV)
     o_k, o_v = indices(BK, BV)
     o_s = o_k * V + i_v * BV + o_v
     begin, end = tl.load(chain_offsets + i_s), tl.load(chain_offsets + i_s + 1)
@@ -104,8 +103,7 @@ def fold_segments_kernel(
 ):  # fmt: skip
     """Fold one (document, head, slice of V) along its segments. The program after the last document writes zeros for
     the surplus segments, whose empty chunks the scans read."""
-    i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_n, i_h = i_nh // HV, i_nh % HV
+    i_v, _, i_n, i_h = slice_and_head(HV)
     begin = tl.load(segment_offsets + i_n).to(tl.int64)
     o_k, o_v = indices(BK, BV)
     o_s = o_k * V + i_v * BV + o_v

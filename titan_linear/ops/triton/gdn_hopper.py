@@ -22,9 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import constexpr
 
-from titan_linear.ops.triton.chunks import chunk_at, entry_at, listed_entries
+from titan_linear.ops.triton.chunks import chunk_at, chunks_in, entry_at, listed_entries, of_one_chunk
 from titan_linear.ops.triton.configs import widest_slice
-from titan_linear.ops.triton.gdn_kernels import store_gate_gradients, store_gates
+from titan_linear.ops.triton.gdn_kernels import slice_and_head, store_gate_gradients, store_gates
 from titan_linear.ops.triton.hopper import (
     END,
     SQUARE,
@@ -164,7 +164,7 @@ def _forward(tiles, vectors, bars, rooms, ends, V: gl.constexpr, STAGES: gl.cons
     start, length, first, i_n, i_hv, i_v = span
     places = _places(i_hv, i_v, V)
     b_s = read_state(initial, i_n, HV * K * V, places)
-    for i in range((length + BT - 1) // BT):
+    for i in range(chunks_in(length)):
         stage, phase = i % STAGES, i // STAGES & 1
         k, C = k_s.index(stage), C_s.index(stage)
         tile = (first + i).to(gl.int32) * HV + i_hv
@@ -212,7 +212,7 @@ def _backward(tiles, vectors, bars, rooms, ends, V: gl.constexpr, STAGES: gl.con
     start, length, first, i_n, i_hv, i_v = span
     places = _places(i_hv, i_v, V)
     b_ds = read_state(d_final, i_n, HV * K * V, places)
-    NT = (length + BT - 1) // BT
+    NT = chunks_in(length)
     for n in range(NT):
         i = NT - 1 - n
         stage, phase = n % STAGES, n // STAGES & 1
@@ -248,7 +248,7 @@ def _load(tiles, bars, descs, span, HV, R, V: gl.constexpr, STAGES: gl.constexpr
     q_s, k_s, v_s, C_s, A_s = tiles
     ready, _, empty = bars
     start, length, first, _, i_hv, i_v = span
-    NT = (length + BT - 1) // BT
+    NT = chunks_in(length)
     for n in range(NT):
         i = NT - 1 - n if BACK else n
         stage = n % STAGES
@@ -270,7 +270,7 @@ def _make_factors(vectors, bars, gates, span, HV, STAGES: gl.constexpr, BACK: gl
     _, factors_ready, empty = bars
     _, length, first, _, i_hv, _ = span
     o_c = gl.arange(0, BT, LANES)
-    NT = (length + BT - 1) // BT
+    NT = chunks_in(length)
     for n in range(NT):
         i = NT - 1 - n if BACK else n
         stage = n % STAGES
@@ -291,9 +291,7 @@ def scan_kernel(
     V: gl.constexpr, STAGES: gl.constexpr, BACK: gl.constexpr,
 ):  # fmt: skip
     """Scan one entry's chunks, for one head and BV columns of its state; with BACK, from the last to the first."""
-    blocks: gl.constexpr = V // BV
-    i_v, i_nh = gl.program_id(0) % blocks, (gl.program_id(0) // blocks).to(gl.int64)
-    i_n, i_hv = i_nh // HV, (i_nh % HV).to(gl.int32)
+    i_v, _, i_n, i_hv = slice_and_head(V // BV, HV)
     start, length, first = entry_at(chunks, listed, i_n)
     span = start.to(gl.int32), length, first, i_n, i_hv, i_v
     dtype: gl.constexpr = k_desc.dtype
@@ -483,9 +481,8 @@ def gradients_kernel(
 
     b_sds = gl.sum(diagonal(b_s), 0)
     if initial[0] is not None and d_final[0] is not None:
-        cu_seqlens, chunk_index, _ = chunks
-        i_n = gl.load(chunk_index + 2 * i_t).to(gl.int64)
-        if gl.load(cu_seqlens + i_n + 1) - gl.load(cu_seqlens + i_n) == n:
+        i_n, alone = of_one_chunk(chunks, i_t, n)
+        if alone:
             b_sds = _given_product(initial, d_final, i_n, i_hv, HV)
     o_c = gl.arange(0, BT, EACH_WARP)
     b_beta, b_dbs = gl.load(p_g + BT + o_c), gl.convert_layout(b_dbs, EACH_WARP)

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
-from titan_linear.ops.triton.chunks import chunk_at, entry_at, is_wanted
+from titan_linear.ops.triton.chunks import chunk_at, chunks_in, entry_at, is_wanted, of_one_chunk
 from titan_linear.ops.triton.gates import beta_gradient, load_beta, log2_gate, sigmoid, softplus
 from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.solve import lower_triangle
@@ -87,6 +87,13 @@ def _load_gates(gates, i_t, i_hv, HV):
     return tl.load(p_g + o_c), tl.load(p_g + BT + o_c), tl.load(p_g + BT - 1)
 
 
+@triton.jit
+def slice_and_head(slices, HV):
+    """Of a program: its slice of V or M, its entry and head together (64 bits), its entry, and its head (32 bits)."""
+    i_v, i_nh = tl.program_id(0) % slices, (tl.program_id(0) // slices).to(tl.int64)
+    return i_v, i_nh, i_nh // HV, (i_nh % HV).to(tl.int32)
+
+
 @Kernel
 def scan_kernel(
     k_desc, v_desc, C_desc, gates, initial, listed, chunks, scale, HV,
@@ -98,9 +105,7 @@ def scan_kernel(
 ):  # fmt: skip
     """Scan one entry's chunks in order, for one head and BV columns of final_state or, with v = 0 and from the
     identity, of M."""
-    blocks: constexpr = V // BV if M is None else (V + K) // BV
-    i_v, i_nh = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
-    i_n, i_hv = i_nh // HV, (i_nh % HV).to(tl.int32)
+    i_v, i_nh, i_n, i_hv = slice_and_head(V // BV if M is None else (V + K) // BV, HV)
     is_m = i_v >= V // BV
     if not is_wanted(listed, i_n, tl.where(is_m, 2, 1)):
         return
@@ -113,7 +118,7 @@ def scan_kernel(
         b_s = tl.where(is_m & (o_k == i_m * BV + o_v), 1.0, 0.0)
         v_length = tl.where(is_m, 0, length)
     column = i_hv * V + (i_v if M is None else tl.where(is_m, 0, i_v)) * BV
-    for i in tl.range(0, (length + BT - 1) // BT, num_stages=STAGES):
+    for i in tl.range(0, chunks_in(length), num_stages=STAGES):
         i_p, n, token = (first + i) * HV + i_hv, length - i * BT, start + i * BT
         keys = start, length, i * BT, i_hv // R * K
         b_k = fetch_rows(k_desc, *keys)  # [BT, K]
@@ -149,9 +154,7 @@ def reverse_kernel(
     dh=None, dv=None,  # [NT, HV, K, V], the gradient of the state that leaves each chunk, and [T, HV, V]
 ):  # fmt: skip
     """Scan one entry's chunks from the last to the first, for one head and BV columns of a state's gradient."""
-    blocks: constexpr = V // BV
-    i_v, i_nh = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
-    i_n, i_hv = i_nh // HV, (i_nh % HV).to(tl.int32)
+    i_v, i_nh, i_n, i_hv = slice_and_head(V // BV, HV)
     if not is_wanted(listed, i_n, 1):
         return
     start, length, first = entry_at(chunks, listed, i_n)
@@ -159,7 +162,7 @@ def reverse_kernel(
     o_s = o_k * V + (i_v * BV + o_v)
     column = i_hv * V + i_v * BV
     b_ds = read_state(d_final, i_n, HV * K * V, i_nh % HV * (K * V) + o_s)
-    NT = (length + BT - 1) // BT
+    NT = chunks_in(length)
     for j in tl.range(0, NT, num_stages=STAGES):
         i = NT - 1 - j
         i_p = (first + i) * HV + i_hv
@@ -316,9 +319,8 @@ def gradients_kernel(
 
     # for a document within one chunk the given fp32 states are read: <S, dS'> may be most of its dg
     if initial[0] is not None and d_final[0] is not None:
-        cu_seqlens, chunk_index, _ = chunks
-        i_n = tl.load(chunk_index + 2 * i_t).to(tl.int64)
-        if tl.load(cu_seqlens + i_n + 1) - tl.load(cu_seqlens + i_n) == length:
+        i_n, alone = of_one_chunk(chunks, i_t, length)
+        if alone:
             o_k, o_v = indices(K, BV)
             o_s = i_p % HV * (K * V) + o_k * V + o_v
             b_sds = 0.0

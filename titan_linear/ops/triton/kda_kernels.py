@@ -41,12 +41,20 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
-from titan_linear.ops.triton.chunks import chunk_at, entry_at, is_wanted
+from titan_linear.ops.triton.chunks import chunk_at, chunks_in, entry_at, is_wanted
 from titan_linear.ops.triton.gates import LOG2E, beta_gradient, load_beta, log2_gate, sigmoid, softplus
 from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.solve import lower_triangle, split
 from titan_linear.ops.triton.tiles import dot_ieee as dot
-from titan_linear.ops.triton.tiles import fetch_rows, indices, load_tokens, load_wide, read_state, write_state
+from titan_linear.ops.triton.tiles import (
+    fetch_rows,
+    indices,
+    load_tokens,
+    load_wide,
+    read_state,
+    slice_and_head,
+    write_state,
+)
 
 
 @triton.jit
@@ -259,7 +267,7 @@ def scan(S, v, tiles, o, h, r, start, length, v_length, first, i_h, column, HV, 
     leaves. From token v_length on, v is taken as zero. Writes o, and each chunk's incoming Sᵀ (h) and rᵀ (r), where
     these are given."""
     CT: constexpr = tiles.qg.dtype.element_ty
-    NT = (length + 63) // 64
+    NT = chunks_in(length)
     row, o_k = tl.arange(0, 64), tl.arange(0, K)
     o_i, o_j = indices(64, 64)
     o_v, o_s = indices(BV, K)
@@ -304,8 +312,7 @@ def scan_kernel(
     M=None,  # [F, HV, K, K] fp32
 ):  # fmt: skip
     """One (entry, head, slice of V or, for M, of K): o, and the last states. M: from the identity with v = 0."""
-    i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_n, i_h = i_nh // HV, i_nh % HV
+    i_v, i_nh, i_n, i_h = slice_and_head(HV)
     is_m = i_v >= V // BV
     if not is_wanted(listed, i_n, tl.where(is_m, 2, 1)):
         return
@@ -333,7 +340,7 @@ def _reverse_scan(dS, do, tiles, dh, y, start, length, first, i_h, column, HV, K
     first; returns the gradient of the state that enters. Writes each chunk's dS'ᵀ (dh) and yᵀ (y) where these are
     given."""
     CT: constexpr = tiles.qg.dtype.element_ty
-    NT = (length + 63) // 64
+    NT = chunks_in(length)
     row, o_k = tl.arange(0, 64), tl.arange(0, K)
     o_i, o_j = indices(64, 64)
     o_v, o_s = indices(BV, K)
@@ -370,8 +377,7 @@ def backward_scans_kernel(
 ):  # fmt: skip
     """One (entry, head, slice of V), in reverse for dh and y and the gradient of the state that enters; or, in programs
     of their own, forward again for h and r. Neither needs the other."""
-    i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_n, i_h = i_nh // HV, i_nh % HV
+    i_v, _, i_n, i_h = slice_and_head(HV)
     if not is_wanted(listed, i_n, 1):
         return
     start, length, first = entry_at(chunks, listed, i_n)

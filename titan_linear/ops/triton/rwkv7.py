@@ -41,17 +41,16 @@ class Tiles(NamedTuple):
     O: Tensor | None  # [NT, H, C, V]; None: not computed again
 
 
-def _constants(tiles: Tiles, numbers: Numbers | None = None) -> Config:
-    """numbers: for kernels that read gates."""
+def _of_chunks(kernel: str, tiles: Tiles, numbers: Numbers) -> Config:
+    """Constants of a kernel that works on each chunk by itself."""
     _, H, K, V = tiles.U.shape
-    rate = {} if numbers is None else {"RATE": numbers.rate or None}
-    return {"H": H, "K": K, "V": V} | rate
+    return {"H": H, "K": K, "V": V, "RATE": numbers.rate or None} | config(kernel, tiles.U, K)
 
 
 def _loop(tiles: Tiles, kernel: str = "rwkv7 loop") -> Config:
     """Constants of kernels that go through an entry's chunks."""
-    _, _, K, V = tiles.U.shape
-    return _constants(tiles) | config(kernel, tiles.U, max(K, V), BV=min(K, widest_slice(V)))
+    _, H, K, V = tiles.U.shape
+    return {"H": H, "K": K, "V": V} | config(kernel, tiles.U, max(K, V), BV=min(K, widest_slice(V)))
 
 
 class RWKV7Stages(Stages):
@@ -68,7 +67,7 @@ class RWKV7Stages(Stages):
 
     def launch_prepare(self, given: Given, tiles: Tiles) -> None:
         x, numbers = given.x, given.numbers
-        constants = _constants(tiles, numbers) | config("rwkv7 prepare", tiles.U, x.q.shape[2])
+        constants = _of_chunks("rwkv7 prepare", tiles, numbers)
         grid = tiles.U.shape[1], tiles.U.shape[0]
         kernels.prepare_kernel[grid](*map(rows, x), tiles, given.chunks, numbers.scale, **constants)
 
@@ -95,7 +94,7 @@ class RWKV7Stages(Stages):
             rwkv7_hopper.launch_gradient(given, h, dh, grads)
             return grads
         exponents = do.new_empty(NT, H, CHUNK + 1, K, dtype=torch.float32)
-        constants = _constants(tiles, numbers) | config("rwkv7 gradient", tiles.U, K)
+        constants = _of_chunks("rwkv7 gradient", tiles, numbers)
         kernels.gradient_kernel[H, NT](
             *map(rows, (do, *x)), tiles.inverse, h, dh, *grads, exponents, chunks, numbers.scale, **constants
         )

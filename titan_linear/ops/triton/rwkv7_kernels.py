@@ -31,11 +31,20 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
-from titan_linear.ops.triton.chunks import chunk_at, entry_at, is_wanted
+from titan_linear.ops.triton.chunks import chunk_at, chunks_in, entry_at, is_wanted
 from titan_linear.ops.triton.gates import LOG2E, sigmoid
 from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.solve import lower_triangle, solve, split
-from titan_linear.ops.triton.tiles import dot, indices, load_tokens, load_wide, read_state, store_tokens, write_state
+from titan_linear.ops.triton.tiles import (
+    dot,
+    indices,
+    load_tokens,
+    load_wide,
+    read_state,
+    slice_and_head,
+    store_tokens,
+    write_state,
+)
 
 
 @triton.jit
@@ -167,7 +176,7 @@ def prepare_kernel(
 def _scan(S, tiles, o, h, start, length, first, i_h, column, takes_u, H, K, V, BV, STAGES):
     """Carry S [K, BV], columns of V from `column` on, through the chunks of one entry and head; returns the state that
     leaves. Unless takes_u, U counts as zero. Writes o, and each chunk's incoming S (h), where these are given."""
-    for i_t in tl.range(0, (length + 63) // 64, num_stages=STAGES):
+    for i_t in tl.range(0, chunks_in(length), num_stages=STAGES):
         tile = (first + i_t) * H + i_h
         S16 = S.to(tiles.P.dtype.element_ty)
         if h is not None:
@@ -187,7 +196,7 @@ def _scan(S, tiles, o, h, start, length, first, i_h, column, takes_u, H, K, V, B
 def _reverse_scan(dS, do, tiles, dh, start, length, first, i_h, column, H, K, V, BV, STAGES):
     """Carry dS [K, BV] from the last chunk to the first; returns the gradient of the state that enters. Writes each
     chunk's dS' (dh) where it is given."""
-    NT = (length + 63) // 64
+    NT = chunks_in(length)
     for i in tl.range(0, NT, num_stages=STAGES):
         i_t = NT - 1 - i
         tile = (first + i_t) * H + i_h
@@ -210,8 +219,7 @@ def scan_kernel(
     M=None,  # [F, H, K, K] fp32
 ):  # fmt: skip
     """One (entry, head, slice of V or, for M, of K): o, and the last states. M: from the identity with U = 0."""
-    i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_n, i_h = i_nh // H, i_nh % H
+    i_v, i_nh, i_n, i_h = slice_and_head(H)
     is_m = i_v >= V // BV
     if not is_wanted(listed, i_n, tl.where(is_m, 2, 1)):
         return
@@ -241,8 +249,7 @@ def states_kernel(
 ):  # fmt: skip
     """One (entry, head, slice of V), in reverse for dh and the gradient of the state that enters; or, in programs of
     their own, forward for h."""
-    i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_n, i_h = i_nh // H, i_nh % H
+    i_v, _, i_n, i_h = slice_and_head(H)
     if not is_wanted(listed, i_n, 1):
         return
     start, length, first = entry_at(chunks, listed, i_n)
@@ -252,7 +259,7 @@ def states_kernel(
         S = read_state(initial, i_n, H * K * V, o_s)
         h += i_n * (H * K * V)
         S = _scan(S, tiles, None, h, start, length, first, i_h, i_v * BV, True, H, K, V, BV, STAGES)
-        tl.store(at(h, (first + (length + 63) // 64) * H + i_h, K, i_v * BV, V, BV), S)
+        tl.store(at(h, (first + chunks_in(length)) * H + i_h, K, i_v * BV, V, BV), S)
     else:
         S = read_state(d_final, i_n, H * K * V, o_s)
         S = _reverse_scan(S, do, tiles, dh, start, length, first, i_h, i_v * BV, H, K, V, BV, STAGES)

@@ -91,6 +91,13 @@ def indices(R, C):
 
 
 @triton.jit
+def slice_and_head(HV):
+    """Of a program: its slice of V, and its entry and head, together (64 bits) and apart."""
+    i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    return i_v, i_nh, i_nh // HV, i_nh % HV
+
+
+@triton.jit
 def dot(a, b, acc=None):
     """a @ b (+ acc), summed in fp32; fp32 operands as three products of tf32 parts."""
     return tl.dot(a, b, acc=acc, input_precision="tf32x3")
