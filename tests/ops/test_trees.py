@@ -164,6 +164,22 @@ def test_kernels(op):
         assert relative_error(got.cpu(), right.cpu()) < 2e-6
 
 
+@pytest.mark.parametrize("name", ["siblings", "single_tokens", "over_ranks"])
+def test_half_precision(name):
+    """Parts of a row, and their sums, are rounded to bf16: within the bounds of one block (test_attention.py)."""
+    lengths, parents = TREES[name]
+    trees = {"cu_seqlens": boundaries(lengths), "parents": torch.tensor(parents)}
+    half = {n: x.bfloat16() for n, x in inputs_of("attention", sum(lengths)).items()}
+
+    def results(dtype):
+        x = leaves({n: x.to(dtype) for n, x in half.items()})
+        y = run_op("attention", x, **trees)
+        return [y.detach(), *torch.autograd.grad(y, list(x.values()), gradient_of(y).bfloat16().to(dtype))]
+
+    o, *gradients = map(relative_error, results(torch.bfloat16), results(torch.float64))
+    assert o <= 2 * 2**-9 and max(gradients) <= 4 * 2**-9
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("name", TREES)
 def test_only_points_with_children_on_other_ranks_travel(name, layout):

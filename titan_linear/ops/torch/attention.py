@@ -123,10 +123,10 @@ def attend_spans(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, sp
     else:
         parts = [attend(q[:, i], k[:, j], v[:, j], scale, causal) for i, j in spans.rows()]
         o, lse = torch.cat([o for o, _ in parts], dim=1), torch.cat([lse for _, lse in parts], dim=2)
+    o = o.contiguous()
     for i, j in spans.rectangles():
-        o = o.to(accumulator_dtype(q.dtype))
         merge_(o[:, i], lse[:, :, i], *attend(q[:, i], k[:, j], v[:, j], scale, causal=False))
-    return o.to(q.dtype), lse
+    return o, lse
 
 
 def attend_spans_backward(x: Rows, scale: float, causal: bool, spans: Spans | None) -> Triple:
@@ -140,20 +140,23 @@ def attend_spans_backward(x: Rows, scale: float, causal: bool, spans: Spans | No
         parts = [attend_backward(x.block(i, j), scale, causal) for i, j in spans.rows()]
         grads = tuple(torch.cat(of_each, dim=1) for of_each in zip(*parts, strict=True))
     for i, j in spans.rectangles():
-        grads = tuple(grad.to(accumulator_dtype(x.q.dtype)) for grad in grads)
         for grad, part, rows in zip(grads, attend_backward(x.block(i, j), scale, causal=False), (i, j, j)):
             grad[:, rows] += part
     return grads
 
 
 def merge_(o: Tensor, lse: Tensor, o_block: Tensor, lse_block: Tensor) -> None:
-    """Merge a block into o [B, Tq, Hq, Dv] and lse [B, Hq, Tq] (both in `accumulator_dtype`), in place.
+    """Merge a block into o [B, Tq, Hq, Dv] and lse [B, Hq, Tq], in place. On a GPU, o of half precision is contiguous.
 
     Each row must have seen a key in `lse` or in `lse_block`. Callers begin with the squares, in which each token sees
     itself, so no row is without keys and none is a special case.
     """
+    if o.is_cuda and o.dtype != lse.dtype:
+        from titan_linear.ops.triton import merge  # Triton is available on Linux only
+
+        return merge.merge_(o, lse, o_block, lse_block)
     weight = torch.sigmoid(lse_block - lse)  # exp(lse_block − merged lse), without overflow
-    o.lerp_(o_block.to(o.dtype), weight.transpose(1, 2).unsqueeze(-1))
+    o.copy_(o.to(lse.dtype).lerp(o_block.to(lse.dtype), weight.transpose(1, 2).unsqueeze(-1)))
     lse.copy_(torch.logaddexp(lse, lse_block))
 
 

@@ -1,0 +1,34 @@
+"""A block of attention is merged into another over the same queries, in place, in one pass."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language import constexpr
+
+from titan_linear.ops.triton.launch import Kernel
+from titan_linear.ops.triton.tiles import blocks_of, load_wide
+
+
+@Kernel
+def merge_kernel(o, lse, part, part_lse, S, T, H, D, BR: constexpr, BD: constexpr):
+    """o, part [T, H, D]; lse [H, T], S numbers from head to head; part_lse [H, T]. A program has BR rows of o."""
+    o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    o_d = tl.arange(0, BD)[None, :]
+    m_r = o_r < T * H
+    m = m_r[:, None] & (o_d < D)
+    o_x = o_r[:, None] * D + o_d
+    p_lse = lse + o_r % H * S + o_r // H
+    b_lse, b_part_lse = load_wide(p_lse, m_r), load_wide(part_lse + o_r % H * T + o_r // H, m_r)
+    b_w = tl.sigmoid(b_part_lse - b_lse)[:, None]
+    tl.store(o + o_x, (1 - b_w) * load_wide(o + o_x, m) + b_w * load_wide(part + o_x, m), mask=m)
+    tl.store(p_lse, tl.maximum(b_lse, b_part_lse) - tl.log(tl.sigmoid(tl.abs(b_lse - b_part_lse))), mask=m_r)
+
+
+def merge_(o: Tensor, lse: Tensor, *block: Tensor) -> None:
+    """As in ops/torch/attention.py, with B = 1, o contiguous, lse in fp32."""
+    _, T, H, D = o.shape
+    block = [x.contiguous() for x in block]
+    grid = (blocks_of(T * H, 32),)
+    merge_kernel[grid](o, lse, *block, lse.stride(1), T, H, D, BR=32, BD=triton.next_power_of_2(D))
