@@ -235,7 +235,7 @@ def test_time_of_parts():
 
 def test_time_of_experts():
     """Of the router's products, and those of 262,144 rows, 8 for each of 32,768 tokens. Among two ranks a token's
-    copies are on 2 (1 − 1/2⁸) of them, from which forward, recomputation and backward copy, send and add up."""
+    copies are on 2 (1 − 1/2⁸) of them, from which forward and backward copy, send and add up; recomputation copies."""
     keys = [*RUN, "--model.name=qwen3.5", "--model.flavor=35B-A3B", "--model.num_layers=1", "--training.seq_len=32768"]
 
     def parts(*more, **rates):
@@ -247,10 +247,10 @@ def test_time_of_experts():
     assert slow["products"] - fast["products"] == pytest.approx(flops / 200e12, rel=1e-3)
     apart = "--parallelism.expert_parallel_degree=2"
     rows = 32768 * 2 * (1 - 1 / 2**8) * 2048 * 2
-    for mode, times in (("none", 2), ("full", 3)):
+    for mode, times in (("none", 4), ("full", 5)):
         mode = f"--activation_checkpoint.mode={mode}"
         slow, fast = (parts(mode, apart, fused=rate)["communication"] for rate in (1e12, 2e12))
-        assert slow - fast == pytest.approx(times * 4 * rows / 2e12, rel=1e-3)
+        assert slow - fast == pytest.approx(times * 2 * rows / 2e12, rel=1e-3)
 
 
 def test_memory_of_what_losses_read():

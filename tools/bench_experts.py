@@ -25,6 +25,7 @@ from titan_linear.commands import command_parser, line, table
 from titan_linear.distributed.process import refusing, run_command
 from titan_linear.models.mlps.moe import Experts, LocalDispatch, MoEConfig
 from titan_linear.models.presets import preset
+from titan_linear.ops.experts import loads
 from tools.bench_ops import timed
 
 MODELS = ("nemotron-h/nano-3-30B-A3B", "qwen3.5/35B-A3B", "granite-h/tiny", "kimi-linear/48B-A3B")
@@ -41,14 +42,9 @@ def ours(c: MoEConfig, up: Tensor, down: Tensor) -> Layer:
         setattr(layer, name, nn.Parameter(matrix.view_as(getattr(layer, name))))
 
     def run(x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        return layer(*LocalDispatch(x, experts, weights, loads(experts, c)).arrived())
+        return layer(*LocalDispatch(x, experts, weights, loads(experts, c.num_experts)).arrived())
 
     return run, layer
-
-
-def loads(experts: Tensor, c: MoEConfig) -> Tensor:
-    chosen = experts.flatten()
-    return chosen.new_zeros(c.num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
 
 
 def torchtitan(c: MoEConfig, up: Tensor, down: Tensor) -> Layer:
@@ -72,7 +68,7 @@ def torchtitan(c: MoEConfig, up: Tensor, down: Tensor) -> Layer:
         setattr(layer.inner_experts, name, None if matrix is None else nn.Parameter(matrix.contiguous()))
 
     def run(x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        return layer(x[None], weights[None], experts[None], loads(experts, c))[0]
+        return layer(x[None], weights[None], experts[None], loads(experts, c.num_experts))[0]
 
     return run, layer
 

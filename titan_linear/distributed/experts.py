@@ -76,11 +76,7 @@ class AllToAllDispatch:
     @torch.compiler.disable
     def back(self, y: Tensor) -> Tensor:
         """Sums of outputs for `arrived()` → those of each token that this rank gave."""
-        to, of = self.sizes
-        pending: list[dist.Work] = []
-        sums = _Exchange.apply(y, of, to, self.group, pending)
-        pending.pop().wait()
-        return collect(sums, self.sent, self.impl)
+        return _Return.apply(y, self.sent, *self.sizes, self.group, self.impl)
 
 
 @partial(kept, modes=MODES)
@@ -111,3 +107,19 @@ class _Exchange(torch.autograd.Function):
         check_first_derivative()
         send, receive = ctx.sizes
         return all_to_all(grad.contiguous(), send, receive, ctx.group), None, None, None, None
+
+
+class _Return(torch.autograd.Function):
+    """Rows go back and are added up. Recomputation ends with the last tensor that autograd saves: `ctx` has what
+    backward needs, so that no row goes back twice."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, sent: Copies, to: list[int], of: list[int], group: str, impl: str | Choice):
+        ctx.how = sent, to, of, group, impl
+        return collect(all_to_all(y.contiguous(), of, to, group), sent, impl)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_derivative()
+        sent, to, of, group, impl = ctx.how
+        return all_to_all(spread(grad, sent, impl), to, of, group), *[None] * 5

@@ -79,10 +79,11 @@ class Copies(NamedTuple):
     slots: Tensor  # [N, k] int64
     order: Tensor  # [rows] int64
 
-    @property
-    def tokens(self) -> Tensor:
-        """[rows] the token of each row."""
-        return self.order // self.slots.shape[1]
+
+def loads(experts: Tensor, num_experts: int) -> Tensor:
+    """[num_experts] int64, the number of copies for each."""
+    chosen = experts.flatten()
+    return chosen.new_zeros(num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
 
 
 def by_expert(experts: Tensor, num_experts: int, rows: int) -> Copies:

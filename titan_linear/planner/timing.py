@@ -388,8 +388,8 @@ def _replicas(config: Config, u: Units, gpus: int, machine: Machine, passes: lis
 
 
 def _experts(config: Config, model: ModelConfig, batch: Batch, machine: Machine) -> float:
-    """Seconds in which a micro-step's tokens travel to ranks with their experts and sums come back: in forward, in
-    backward, and again where the layer is recomputed. In forward ranks first tell each other how many come.
+    """Seconds in which a micro-step's tokens travel to ranks with their experts and sums come back, in forward and in
+    backward; where the layer is recomputed, tokens travel again. In forward ranks first tell each other how many come.
 
     A token goes to `ranks` ranks, as expected of experts that are chosen evenly. Its copies are written on the way out
     and added up on the way back, and so many tokens more are read and written beside the experts."""
@@ -400,5 +400,5 @@ def _experts(config: Config, model: ModelConfig, batch: Batch, machine: Machine)
     rows = batch.tokens * batch.tp * ranks * model.moe.width(model.dim) * batch.dtype.itemsize
     exchange = link.message + rows * (batch.ep - 1) / batch.ep / link.all_to_all
     modes = [layer_checkpointing(config.activation_checkpoint, i) for i in range(len(model.layers))]
-    times = [2 if mode == "none" else 3 for i, mode in enumerate(modes) if model.has_experts(i)]
-    return len(times) * link.message + sum(times) * (2 * exchange + 4 * rows / machine.rates.fused)
+    times = [4 if mode == "none" else 5 for i, mode in enumerate(modes) if model.has_experts(i)]
+    return len(times) * link.message + sum(times) * (exchange + 2 * rows / machine.rates.fused)

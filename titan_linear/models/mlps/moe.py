@@ -25,6 +25,7 @@ from titan_linear.ops.experts import (
     activate,
     by_expert,
     grouped_linear,
+    loads,
     router_logits,
     spread,
     stream_means,
@@ -221,7 +222,7 @@ class MoE(nn.Module):
         """x [B, T, dim] -> [B, T, dim], and this rank's part of the load-balance loss (None: not wanted)."""
         flat = x.flatten(0, 1)
         experts, weights, scores = self.router(flat)
-        counts = torch.zeros_like(self.loads).scatter_add_(0, experts.flatten(), torch.ones_like(experts).flatten())
+        counts = loads(experts, self.config.num_experts)
         self._count(counts)
         latent = self.latent_in_proj(flat) if self.config.latent_dim else flat
         impl = self.implementations.get("expert_copies", "auto")
