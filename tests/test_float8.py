@@ -11,6 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from tests.keys import argv_of
+from tests.models.ours import loss_of
 from tests.refusals import refused
 from tests.test_train import FLOAT64, SMALL_HYBRID, SPLITS, arguments, check_equal, train_on_rank, worst
 from titan_linear.config import check_config, load_config
@@ -246,7 +247,7 @@ def test_a_layer_is_one_graph():
     apply_compile(model, "aot_eager")
     context = build_cp_context(torch.tensor([0, 20, 64], dtype=torch.int32), rank=0, world_size=1)
     tokens = torch.arange(64)[None]
-    model(tokens, BatchPlan(context.position_ids, cp_context=context), tokens).backward()
+    model(tokens, BatchPlan(context.position_ids, cp_context=context), loss=loss_of(tokens)).backward()
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from tests.dispatch import Inside
-from tests.models.ours import initialised, labels_of, positions
+from tests.models.ours import initialised, labels_of, loss_of, positions
 from titan_linear.config import load_config
 from titan_linear.models.config import Documents, ModelConfig, MoEConfig
 from titan_linear.models.decoder import Block
@@ -157,7 +157,7 @@ def test_backward_is_twice_forward(depth):
     if depth:
         plan.later = Later(*(torch.stack([x] * depth) for x in (tokens, labels, torch.ones(len(tokens)))))
     with Products() as products, torch.autograd.set_multithreading_enabled(False):
-        decoder(tokens[None], plan, labels[None]).backward()
+        decoder(tokens[None], plan, loss=loss_of(labels)).backward()
     attended = products.counts.pop("attention")
     assert products.total == training_flops(config, documents) - 3 * attended
 

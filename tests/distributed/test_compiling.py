@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_leaves
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.models.ours import initialised
+from tests.models.ours import initialised, loss_of
 from tests.ops.inputs import boundaries
 from titan_linear.distributed.compiling import apply_compile, compile_kernels, compute_again
 from titan_linear.distributed.tensor_parallel import apply_tp
@@ -64,7 +64,7 @@ def graphs_of(rank, world_size, batches, shortest, pattern=UNEQUAL, adapter=None
             cp.mark_dynamic()
             tokens = torch.arange(sum(lengths))[None] % 64
             with torch.set_grad_enabled(grad):
-                loss = model(tokens, BatchPlan(cp.position_ids, cp_context=cp), tokens)
+                loss = model(tokens, BatchPlan(cp.position_ids, cp_context=cp), loss=loss_of(tokens))
             if grad:
                 loss.backward()
             graphs.append(counters["stats"]["unique_graphs"])
@@ -173,7 +173,7 @@ def launches_and_gradients(rank, world_size, kind):
         patch.setattr(segments, "SHORTEST", 64)
         patch.setattr(launch.Kernel, "_launch", note)
         tokens = torch.arange(192)[None] % 64
-        model(tokens, planned([192]), tokens).backward()
+        model(tokens, planned([192]), loss=loss_of(tokens)).backward()
     seen["graphs"] = counters["stats"]["unique_graphs"]
     return seen, [p.grad for p in model.parameters()]
 
@@ -204,7 +204,7 @@ def kept_by_rwkv7(rank, world_size):
     decompositions = select_decomp_table()
     apply_compile(model, aot_autograd(fw_compiler=nop, partition_fn=partition, decompositions=decompositions))
     tokens = torch.arange(192)[None] % 64
-    model(tokens, planned([100, 92], W=2), tokens)
+    model(tokens, planned([100, 92], W=2), loss=loss_of(tokens))
     return kept
 
 

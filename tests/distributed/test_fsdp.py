@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 
 from tests.hf_workers import sharded
+from tests.models.ours import loss_of
 from tests.ops.inputs import boundaries
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.init import initialise
@@ -33,7 +34,7 @@ def given_to_layers(rank, world_size):
     for layer in model.layers:
         layer.register_forward_pre_hook(look)  # which comes after FSDP's
     tokens = torch.arange(context.cut.tokens).remainder(8).unsqueeze(0)
-    model(tokens, plan, torch.zeros_like(tokens)).backward()
+    model(tokens, plan, loss=loss_of(torch.zeros_like(tokens))).backward()
     return same, inputs, angles
 
 

@@ -6,13 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.models.ours import loss_of
+from tests.ops.inputs import chunked_cross_entropy
 from titan_linear.distributed.one_process import run_ranks
 from titan_linear.distributed.tensor_parallel import apply_tp, tensor_splits
 from titan_linear.models.config import ModelConfig, MoEConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.mixers import GDN, KDA, MLA, RWKV7, Attention, Lightning, Mamba2, ShortConv
 from titan_linear.models.plan import BatchPlan
-from titan_linear.ops.cross_entropy import IGNORE, chunked_cross_entropy
+from titan_linear.ops.cross_entropy import IGNORE
 from titan_linear.ops.exchange.collectives import Ranks
 
 MIXERS = {
@@ -83,10 +85,10 @@ def test_every_token_of_the_vocabulary_is_some_rank_s():
         part = copy.deepcopy(whole)
         apply_tp(part, Ranks(group.group_name, 2, group.rank()))
         with torch.no_grad():
-            return part(tokens, plan), part(tokens, plan, labels)
+            return part(tokens, plan), part(tokens, plan, loss=loss_of(labels))
 
     with torch.no_grad():
-        logits, loss = whole(tokens, plan), whole(tokens, plan, labels)
+        logits, loss = whole(tokens, plan), whole(tokens, plan, loss=loss_of(labels))
     (first, one), (second, other) = run_ranks(on_rank, 2)
     torch.testing.assert_close([first, second, one + other], [logits, logits, loss], rtol=1e-12, atol=1e-12)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -15,7 +16,7 @@ from titan_linear.models.init import initialise
 from titan_linear.models.mixers.recurrent import RecurrentMixer
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import build_cp_context
-from titan_linear.ops.cross_entropy import IGNORE
+from titan_linear.ops.cross_entropy import IGNORE, ChunkedLogits, cross_entropy
 
 State = dict[str, Tensor]
 
@@ -54,7 +55,7 @@ def run(
     use_methods((mixer for layer in model.layers for mixer in layer.mixers), softmax_method)
     model.load_state_dict(state, strict=not config.tie_embeddings)
     model.head.chunk = 48
-    loss = model(tokens.unsqueeze(0), plan, labels.unsqueeze(0))
+    loss = model(tokens.unsqueeze(0), plan, loss=loss_of(labels))
     loss.backward()
     with torch.no_grad():
         logits = model(tokens.unsqueeze(0), plan)[0]
@@ -63,6 +64,10 @@ def run(
         loss.item(),
         {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()},
     )
+
+
+def loss_of(labels: Tensor) -> Callable[[ChunkedLogits], Tensor]:
+    return partial(ChunkedLogits.sum, ids=labels.flatten(), terms=cross_entropy)
 
 
 def positions(bounds: list[int]) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.dispatch import AddsInAnyOrder
-from tests.models.ours import initialised
+from tests.models.ours import initialised, loss_of
 from tests.refusals import refused
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.init import count_parameters
@@ -47,7 +47,7 @@ def test_gradients_are_added_up_in_one_order(name):
     context = build_cp_context(torch.tensor([0, 30, 70]), rank=0, world_size=1)
     plan = BatchPlan(context.position_ids, cp_context=context)
     with AddsInAnyOrder() as sums:
-        model(tokens, plan, tokens).backward()
+        model(tokens, plan, loss=loss_of(tokens)).backward()
     assert not sums.found
 
 
@@ -95,7 +95,7 @@ def test_the_ops_that_a_model_calls():
         called = set()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Op, "implementation", partialmethod(_noted, called, Op.implementation))
-            model(tokens, BatchPlan(torch.arange(8)), tokens)
+            model(tokens, BatchPlan(torch.arange(8)), loss=loss_of(tokens))
         assert called == set(chosen.items()) and set(chosen) == ops
 
 
@@ -125,5 +125,5 @@ def test_the_head_of_labels_is_the_loss_of_the_logits():
     plan = BatchPlan(torch.arange(40))
     want = torch.nn.functional.cross_entropy(model(tokens, plan)[0], labels[0], reduction="sum")
     model.head.chunk = 16
-    assert model(tokens, plan, labels).item() == pytest.approx(want.item(), rel=1e-12)
+    assert model(tokens, plan, loss=loss_of(labels)).item() == pytest.approx(want.item(), rel=1e-12)
     assert want.item() / 40 == pytest.approx(math.log(320), rel=0.02)  # it knows nothing yet

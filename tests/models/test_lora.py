@@ -12,6 +12,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.keys import argv_of
+from tests.models import ours
 from titan_linear.config import changed, load_config
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.decoder import Decoder
@@ -44,7 +45,7 @@ def build(config: ModelConfig) -> Decoder:
 def loss_of(model: Decoder, weights: dict[str, Tensor] | None = None) -> Tensor:
     context = build_cp_context(torch.tensor([0, 30, 70]), rank=0, world_size=1)
     plan = BatchPlan(context.position_ids, cp_context=context)
-    return functional_call(model, weights or {}, (TOKENS, plan, TOKENS), {"balance_weight": 0.5})
+    return functional_call(model, weights or {}, (TOKENS, plan), {"loss": ours.loss_of(TOKENS), "balance_weight": 0.5})
 
 
 def merged(model: Decoder) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from tests.models.ours import initialised
+from tests.models.ours import initialised, loss_of
 from tests.records import write_json
 from tests.refusals import refused
 from titan_linear.models.adapters import config_from_hf, config_to_hf
@@ -127,7 +127,7 @@ def test_the_file_is_our_model(name, folders):
     labels = tokens.roll(-1, 1)
     labels[:, -1] = -100
     ours.zero_grad()
-    loss = ours(tokens, plan, labels)
+    loss = ours(tokens, plan, loss=loss_of(labels))
     loss.backward()
     out = model.train()(tokens, labels=tokens)
     out.loss.backward()

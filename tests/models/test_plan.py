@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tests.dispatch import Inside
-from tests.models.ours import use_methods
+from tests.models.ours import loss_of, use_methods
 from tests.ops.inputs import boundaries
 from titan_linear.data import Batch
 from titan_linear.distributed.mesh import build_mesh
@@ -357,7 +357,7 @@ def test_a_batch_is_planned_for_what_its_layers_read(kinds, cp, method, planned)
         assert plan.pairs == (pairs_computed(whole, used[0] if used else "ring") if sharding.softmax else 0)
         decoder = Decoder(model)
         initialise(decoder, seed=0)
-        decoder(mine, plan, labels).backward()
+        decoder(mine, plan, loss=loss_of(labels)).backward()
 
     run_ranks(on_rank, cp)
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.models.hf_states import state_from_hf, state_to_hf
-from tests.models.ours import initialised, labels_of, positions, relative
+from tests.models.ours import initialised, labels_of, loss_of, positions, relative
 from tests.ops.inputs import tokens_of
 from titan_linear.__main__ import main
 from titan_linear.distributed.one_process import run_ranks
@@ -129,7 +129,7 @@ def computed(theirs, tokens, labels, plan):
     model = Decoder(CONFIG).double()
     model.load_state_dict(state_from_hf(theirs, CONFIG, FAMILY))
     model.head.chunk = 48
-    model(tokens.unsqueeze(0), plan, labels.unsqueeze(0)).backward()
+    model(tokens.unsqueeze(0), plan, loss=loss_of(labels)).backward()
     with torch.no_grad():
         return model(tokens.unsqueeze(0), plan)[0], {name: p.grad for name, p in model.named_parameters()}
 

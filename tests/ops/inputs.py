@@ -23,6 +23,8 @@ from titan_linear.ops import (
     chunk_simple_gla,
     chunk_ssd,
 )
+from titan_linear.ops.cross_entropy import ChunkedLogits, cross_entropy
+from titan_linear.ops.exchange.collectives import Ranks
 from titan_linear.ops.reference.delta_rule import gdn_gate, kda_gate, l2norm, recurrent_delta_rule
 from titan_linear.ops.reference.linear_attention import recurrent_dplr, recurrent_simple_gla, recurrent_ssd
 
@@ -280,3 +282,10 @@ def relative_error(a: Tensor, b: Tensor, scale: Tensor | None = None) -> float:
     """‖a − b‖ / ‖scale‖, b's by default; infinite where a is not finite."""
     error = (a.double() - b.double()).norm() / (b if scale is None else scale).double().norm().clamp(min=1e-300)
     return error.item() if torch.isfinite(a).all() else float("inf")
+
+
+def chunked_cross_entropy(
+    x: Tensor, weight: Tensor, labels: Tensor, chunk: int, ranks: Ranks | None = None, impl: str = "auto"
+) -> Tensor:
+    """Σ_t cross_entropy(x_t Wᵀ, label_t) over labels that are not −100, [T] int64 (`ChunkedLogits`)."""
+    return ChunkedLogits(x, weight, chunk, ranks, impl=impl).sum(labels, cross_entropy)

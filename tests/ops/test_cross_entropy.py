@@ -4,14 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from titan_linear.ops.cross_entropy import (
-    IGNORE,
-    ChunkedLogits,
-    chunked_cross_entropy,
-    cross_entropy,
-    largest,
-    tokens_at_once,
-)
+from tests.ops.inputs import chunked_cross_entropy
+from titan_linear.ops.cross_entropy import IGNORE, ChunkedLogits, cross_entropy, largest, tokens_at_once
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 20, 64])

@@ -3,13 +3,21 @@
 import pytest
 import torch
 
-from tests.ops.inputs import device_of, gradients, leaves, make_inputs, raw_gate_inputs, relative_error, same
+from tests.ops.inputs import (
+    chunked_cross_entropy,
+    device_of,
+    gradients,
+    leaves,
+    make_inputs,
+    raw_gate_inputs,
+    relative_error,
+    same,
+)
 from tests.refusals import refused
 from titan_linear.distributed.experts import _Exchange
 from titan_linear.distributed.one_process import run_ranks
 from titan_linear.models.layers import project, projection
 from titan_linear.ops import attention, build_cp_context, causal_conv1d, chunk_gated_delta_rule, chunk_kda
-from titan_linear.ops.cross_entropy import chunked_cross_entropy
 from titan_linear.ops.exchange.halo import with_halo
 from titan_linear.ops.exchange.ulysses import tokens_to_heads
 from titan_linear.ops.swiglu import swiglu

@@ -16,7 +16,7 @@ from titan_linear.models.layers import LayerNorm, Output, RMSNorm, as_output, co
 from titan_linear.models.lora import add_adapters
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import CPContext
-from titan_linear.ops.cross_entropy import ChunkedLogits, Sum, cross_entropy, weighted
+from titan_linear.ops.cross_entropy import ChunkedLogits, Sum, weighted
 from titan_linear.ops.exchange.collectives import Ranks, gather_along, gather_tokens
 from titan_linear.ops.registry import choose_implementations
 from titan_linear.ops.runtime.support import Choice
@@ -241,22 +241,18 @@ class Decoder(nn.Module):
         self,
         tokens: Tensor,
         plan: BatchPlan,
-        labels: Tensor | None = None,
         *,
         loss: Loss | None = None,
         balance_weight: float = 1.0,
         caches: list[LayerCache] | None = None,
         logits_to_keep: int | None = None,
     ) -> Tensor:
-        """tokens [B, T] int64 -> logits [B, T, vocab], or `loss` of them; with labels [B, T] (−100: none) the summed
-        cross-entropy.
+        """tokens [B, T] int64 -> logits [B, T, vocab], or `loss` of them.
 
         With caches, the tokens continue the cached ones; logits_to_keep: only the logits of that many last tokens.
         The load-balance loss, times balance_weight, is in the loss's gradient, not in its value. It is a sum over all
         tokens, with or without a label. So is that of further tokens, if the plan has some.
         """
-        if labels is not None:
-            loss = partial(ChunkedLogits.sum, ids=labels.flatten(), terms=cross_entropy)
         learns = loss is not None and torch.is_grad_enabled()
         later = plan.later if learns else None
         x = self.embedded(tokens if later is None else torch.cat([tokens, later.tokens]))

@@ -146,13 +146,6 @@ def weighted(factor: float, weights: Tensor, rows: Rows, tokens: slice) -> Tenso
     return factor * weights[tokens].to(rows.lse.dtype) * cross_entropy(rows, tokens)
 
 
-def chunked_cross_entropy(
-    x: Tensor, weight: Tensor, labels: Tensor, chunk: int, ranks: Ranks | None = None, impl: str | Choice = "auto"
-) -> Tensor:
-    """Σ_t cross_entropy(x_t Wᵀ, label_t) over labels that are not −100, [T] int64 (`ChunkedLogits`)."""
-    return ChunkedLogits(x, weight, chunk, ranks, impl=impl).sum(labels, cross_entropy)
-
-
 def _triton() -> Any:
     from titan_linear.ops.triton import cross_entropy  # there is Triton only on Linux
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +13,7 @@ from titan_linear.models.float8 import SMALLEST
 from titan_linear.models.layers import rotate
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.rope import inverse_frequencies
-from titan_linear.ops.cross_entropy import IGNORE, chunked_cross_entropy
+from titan_linear.ops.cross_entropy import IGNORE, ChunkedLogits, cross_entropy
 from titan_linear.ops.float8 import emulated_linear, float8_linear
 from titan_linear.ops.runtime.support import short
 from titan_linear.proof.cases import DELTA
@@ -45,7 +44,7 @@ def loss(subject: Subject) -> Findings:
 
     exact = results(torch.float64, lambda x, W: F.cross_entropy(x @ W.T, labels, ignore_index=IGNORE, reduction="sum"))
     for dtype, impl in dict.fromkeys(pairs):
-        got = results(dtype, partial(chunked_cross_entropy, labels=labels, chunk=chunk, impl=impl))
+        got = results(dtype, lambda x, W, impl=impl: ChunkedLogits(x, W, chunk, impl=impl).sum(labels, cross_entropy))
         errors = {name: off(got[name], exact[name]) for name in exact}
         bounds = dict.fromkeys(errors, DELTA if dtype == torch.float64 else OF_LOSS * UNIT[dtype])
         name = worst(errors, bounds)

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titan_linear.data import IGNORE
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.one_process import LocalDims
 from titan_linear.losses import build_loss
@@ -275,7 +274,7 @@ def documents(subject: Subject) -> Findings:
 @torch.no_grad()
 def _forward(subject: Subject, whole: Decoder, tokens: Tensor, bounds: Tensor) -> list[Tensor]:
     with Trace(whole) as trace:
-        whole(tokens.to(subject.device), plan_of(subject, bounds), torch.full_like(tokens, IGNORE).to(subject.device))
+        whole(tokens.to(subject.device), plan_of(subject, bounds), loss=lambda logits: logits.x)
     return trace.passed()
 
 

@@ -19,6 +19,7 @@ from tests.ops.inputs import (
     STATES,
     boundaries,
     call,
+    chunked_cross_entropy,
     decaying_inputs,
     dplr_inputs,
     gradients,
@@ -30,7 +31,7 @@ from tests.ops.inputs import (
 from titan_linear.distributed.one_process import run_ranks
 from titan_linear.ops import attention, build_cp_context, causal_conv1d
 from titan_linear.ops.convolution import MAX_WIDTH
-from titan_linear.ops.cross_entropy import IGNORE, chunked_cross_entropy
+from titan_linear.ops.cross_entropy import IGNORE
 from titan_linear.ops.experts import COPIES, activate, by_expert, collect, spread
 from titan_linear.ops.reference.attention import attention as exact_attention
 from titan_linear.ops.registry import OPS
