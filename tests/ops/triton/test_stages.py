@@ -169,6 +169,12 @@ def test_where_kernels_are_hoppers_own(monkeypatch, dtype, H, K, V, own, rules):
     }
     assert {rule for rule in fits if fits[rule]} == set(rules.split())
     assert gdn_hopper.prepares(keys) == (own == (9, 0) and K > 32)
+    x = Inputs(keys, keys, values[..., :64], keys.float(), None)
+    raw = x._replace(g=keys.bfloat16())
+    taken = own == (9, 0) and K == 128 and dtype == torch.bfloat16
+    assert kda_hopper.prepares(x, 1.0, 0) == kda_hopper.prepares(raw, 1.0, 2) == taken
+    assert not any(kda_hopper.prepares(x, safe, gate) for safe, gate in ((0.0, 0), (0.0, 2), (1.0, 1), (1.0, 2)))
+    assert not kda_hopper.prepares(raw, 1.0, 0)
     assert not rwkv7_hopper.fits(dplr._replace(gk=keys.half()))
     exponents = RWKV7.room(dplr) - 2 * values.numel() * K // 64 * values.element_size()  # but for the states
     assert exponents == (0 if "rwkv7" in rules else 4 * keys.numel())

@@ -88,6 +88,8 @@ class KDAStages(Stages):
         (NT, HV, K, _), matrices = tiles.qg.shape, given.tiles.Aqk is None
         if not matrices:
             tiles = tiles._replace(Aqk=None, Gn=None)
+        if kda_hopper.prepares(x, n.safe_gate, n.gate):
+            return kda_hopper.launch_prepare(given, tiles)
         fast = x.q.new_empty(NT, HV, dtype=torch.int32) if matrices and not n.safe_gate else None
         kernel = "kda prepare" if matrices else "kda recompute"
         passes = _passes(n.safe_gate, f"{kernel} safe", kernel)

@@ -1,5 +1,5 @@
-"""KDA's gradients for Hopper, in Gluon, for gates that `half_decays` takes. `kda_kernels` has their algebra, and them
-in Triton for other gates, shapes and GPUs.
+"""KDA's `prepare` and gradients for Hopper, in Gluon, for gates that `half_decays` takes. `kda_kernels` has their
+algebra, and them in Triton for other gates, shapes and GPUs.
 
 The copy engine has all of a program's tiles on their way before it computes, and a multiprocessor has two programs: one
 waits for its tiles while the other computes. Tiles have channels as rows, and tokens of one half of a chunk as columns:
@@ -7,6 +7,8 @@ pairs of two halves then need no mask, and products read parts of the chunk's ma
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -18,10 +20,11 @@ from triton.language import constexpr
 
 from titan_linear.ops.runtime.options import Inputs
 from titan_linear.ops.triton.chunks import chunk_at
-from titan_linear.ops.triton.gates import LOG2E, log2_gate, sigmoid, softplus
+from titan_linear.ops.triton.gates import LOG2E, load_beta, log2_gate, sigmoid, softplus
 from titan_linear.ops.triton.hopper import (
     END,
     HALF,
+    SQUARE,
     VECTOR,
     GluonKernel,
     add,
@@ -33,17 +36,21 @@ from titan_linear.ops.triton.hopper import (
     indices,
     inverse,
     is_hopper,
+    joined,
     left,
     product,
     rounded,
     send,
     shared,
+    solved,
     sums,
     swizzled,
     turned,
+    visible,
 )
 from titan_linear.ops.triton.kda_kernels import gate_gradient, gate_rate
 from titan_linear.ops.triton.stages import Given
+from titan_linear.ops.triton.tiles import rows
 
 C = constexpr(64)  # tokens of a chunk, and channels of a program
 D = constexpr(128)  # K and V
@@ -104,6 +111,138 @@ def _log2_gates(g_s, i: gl.constexpr, rate, bias, lower_bound, n, GATE: gl.const
     return raw * LOG2E if GATE == 2 else log2_gate(raw)
 
 
+@gluon.jit
+def _store_sums(sums_s):
+    """Σ_i x_i sums_ij: sums up to j, less half of all."""
+    o_i, o_j = indices(32, 32, SUMS)
+    sums_s.store(gl.where(o_i <= o_j, 0.5, -0.5).to(gl.bfloat16))
+
+
+@gluon.jit
+def _half_decays(g_s, sums_s, rate, bias, lower_bound, n, GATE: gl.constexpr):
+    """As `half_decays`, but 2^x, of each half, in place of x."""
+    x1 = sums(_log2_gates(g_s, 0, rate, bias, lower_bound, n, GATE), sums_s)
+    x2 = sums(_log2_gates(g_s, 1, rate, bias, lower_bound, n, GATE), sums_s)
+    x1, x2 = warpgroup_mma_wait(0, (x1, x2))
+    first, second = gl.min(x1, 1), gl.min(x2, 1)
+    gamma, far = 2.0 * (first + second), 2.0 * first
+    reference1, reference2, middle = gl.floor(first + 0.5), gl.floor(second + far + 0.5), gl.floor(far + 0.5)
+    E1 = gl.exp2(x1 + (first - reference1)[:, None])
+    E2 = gl.exp2(x2 + (second + far - reference2)[:, None])
+    return E1, E2, reference1, reference2, middle, gamma
+
+
+@gluon.jit
+def _put(rows, first, second):
+    """Two halves of tokens, channels as rows."""
+    rows.store(joined(first, second, SQUARE).to(gl.bfloat16))
+
+
+@GluonKernel
+def prepare_kernel(
+    q_desc, k_desc, g_desc, qg_desc, kn_desc, kg_desc, A_desc, G_desc,  # A and G: None where they are not asked for
+    beta, A_log, dt_bias, decay, b, chunks, scale, lower_bound, HV, R, GATE: gl.constexpr, BETA_RANGE: gl.constexpr,
+):  # fmt: skip
+    """As `prepare_kernel` of kda_kernels with SAFE, and `solve`. A pair's earlier token is its row."""
+    tile = gl.program_id(0)
+    i_t, i_h = tile // HV, tile % HV
+    start, n = chunk_at(chunks, i_t)
+    q_s, k_s = each(shared(gl.bfloat16, 2, C, C)), each(shared(gl.bfloat16, 2, C, C))
+    size: gl.constexpr = g_desc.dtype.primitive_bitwidth
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, size, 2)
+    g_s = (  # two, since each falls free for what is made of it
+        gl.allocate_shared_memory(g_desc.dtype, [C, C], layout),
+        gl.allocate_shared_memory(g_desc.dtype, [C, C], layout),
+    )
+    sums_s = gl.allocate_shared_memory(gl.bfloat16, [32, 32], gl.NVMMASharedLayout(64, 16, 2))
+    b_s = gl.allocate_shared_memory(gl.float32, [C], VECTOR)
+    bars = each(barriers(2))
+    end, row = start.to(gl.int32) + n, END - n
+    for i_k in gl.static_range(2):
+        mbarrier.expect(bars[i_k], C * C * (4 + size // 8))
+        fetch(g_desc, [END, end, row, i_h * D + i_k * C], bars[i_k], g_s[i_k])
+        fetch(k_desc, [END, end, row, i_h // R * D + i_k * C], bars[i_k], k_s[i_k])
+        fetch(q_desc, [END, end, row, i_h // R * D + i_k * C], bars[i_k], q_s[i_k])
+    _store_sums(sums_s)
+    o_c = gl.arange(0, C, WORDS)
+    b_b = load_beta(beta, o_c, start, n, i_h, BETA_RANGE)
+    gl.store(b + tile.to(gl.int64) * C + o_c, b_b)
+    b_s.store(b_b)
+    fence_async_shared()
+    rate = gate_rate(A_log, i_h)
+    if A_desc is not None:
+        # pairs with later tokens of each half, of k and of q
+        first, second = gl.zeros([C, C], gl.float32, SQUARE), gl.zeros([C, C], gl.float32, SQUARE)
+    for i_k in gl.static_range(2):
+        channels = i_k * C + gl.arange(0, C, CHANNELS)
+        bias = 0.0
+        if dt_bias is not None:
+            bias = gl.load(dt_bias + (i_h * D + channels)).to(gl.float32)[:, None]
+        q, k = q_s[i_k], k_s[i_k]
+        mbarrier.wait(bars[i_k], 0)
+        E1, E2, reference1, reference2, middle, gamma = _half_decays(g_s[i_k], sums_s, rate, bias, lower_bound, n, GATE)
+        gl.store(decay + tile.to(gl.int64) * D + channels, gl.exp2(gamma))
+        start1 = gl.exp2(reference1).to(gl.bfloat16)[:, None]
+        start2 = gl.exp2(reference2).to(gl.bfloat16)[:, None]
+        b_k1, b_k2 = _read(k, 0), _read(k, 1)
+        W1, W2 = b_k1 * inverse(E1), b_k2 * inverse(E2)
+        kE1, kE2 = rounded(b_k1 * E1), rounded(b_k2 * E2)
+        qE1, qE2 = rounded(scale * _read(q, 0) * E1), rounded(scale * _read(q, 1) * E2)
+        near, far = each(shared(gl.bfloat16, 2, C, C))
+        tma.store_wait(0)
+        tl.debug_barrier()
+        if A_desc is not None:
+            down1 = gl.exp2(middle - reference1).to(gl.bfloat16)[:, None]
+            down2 = gl.exp2(reference2 - middle).to(gl.bfloat16)[:, None]
+            kW1 = rounded(W1)
+            near.slice(0, 32, 1).store(kW1)  # what stands in the other half is not used
+            _put(far, kW1 * down1 * down2, rounded(W2))
+            _put(q, kE1, qE1)
+            _put(k, kE2, qE2)
+            visible()
+            first = add(turned(near), q, first)
+            second = add(turned(far), k, second)
+            first, second = warpgroup_mma_wait(0, (first, second))
+            tl.debug_barrier()
+        _put(q, qE1 * start1, qE2 * start2)
+        _put(k, -kE1 * start1, -kE2 * start2)
+        _put(near, W1 * gl.exp2(gamma - reference1)[:, None], W2 * gl.exp2(gamma - reference2)[:, None])
+        visible()
+        place = [tile * D + i_k * C, 0]
+        tma.async_copy_shared_to_global(qg_desc, place, q)
+        tma.async_copy_shared_to_global(kn_desc, place, k)
+        tma.async_copy_shared_to_global(kg_desc, place, near)
+    tma.store_wait(0)
+    if A_desc is not None:
+        tl.debug_barrier()
+        o_j, o_i = indices(C, C, SQUARE)
+        A_s, G_s = q_s[0], k_s[0]
+        n1, a1 = halves(first, HALF)
+        n2, a2 = halves(second, HALF)
+        turned(A_s).store(gl.where(o_i >= o_j, joined(a1, a2, SQUARE), 0.0).to(gl.bfloat16))
+        turned(G_s).store(solved(gl.where(o_i > o_j, -joined(n1, n2, SQUARE), 0.0), b_s).to(gl.bfloat16))
+        visible()
+        tma.async_copy_shared_to_global(A_desc, [tile * C, 0], A_s)
+        tma.async_copy_shared_to_global(G_desc, [tile * C, 0], G_s)
+        tma.store_wait(0)
+
+
+def prepares(x: Inputs, safe_gate: float, gate: float) -> bool:
+    """Whether `prepare_kernel` takes heads, dtypes and gates like those of x."""
+    gates = safe_gate and gate != 1 and x.g.dtype == (torch.bfloat16 if gate else torch.float32)
+    return bool(gates) and x.q.shape[2] == D.value and x.q.dtype == torch.bfloat16 and is_hopper(x.q.device)
+
+
+def launch_prepare(given: Given, tiles: Any) -> None:
+    x, n, (NT, HV, *_) = given.x, given.numbers, tiles.qg.shape
+    prepare_kernel[(NT * HV,)](
+        *(swizzled(t, C.value) for t in (x.q, x.k, x.g)),
+        *(None if t is None else swizzled(t, C.value, C.value) for t in (*tiles[:3], tiles.Aqk, tiles.Gn)),
+        rows(x.beta), x.A_log, x.dt_bias, tiles.decay, tiles.b, given.chunks, n.scale, n.lower_bound, HV,
+        HV // x.k.shape[1], GATE=int(n.gate), BETA_RANGE=n.beta_range or None, num_warps=4, maxnreg=168,
+    )  # fmt: skip
+
+
 @GluonKernel
 def gradient_kernel(
     q_desc, k_desc, g_desc, do_desc, r_desc, y_desc, h_desc, dh_desc, dA_desc, dK_desc, dq_desc, dk_desc, dg_desc,
@@ -146,24 +285,14 @@ def gradient_kernel(
     fetch(dA_desc, [tile * C, 0], ready, dA_s)
     fetch(dK_desc, [tile * C, 0], ready, dK_s)
 
-    # Σ_i x_i sums_ij: sums up to j, less half of all
-    o_i, o_j = indices(32, 32, SUMS)
-    sums_s.store(gl.where(o_i <= o_j, 0.5, -0.5).to(gl.bfloat16))
+    _store_sums(sums_s)
     b_s.store(gl.load(b + tile.to(gl.int64) * C + gl.arange(0, C, WORDS)))
     fence_async_shared()
     rate, bias = gate_rate(A_log, i_h), 0.0
     if dt_bias is not None:
         bias = gl.load(dt_bias + (i_h * D + channels)).to(gl.float32)[:, None]
     mbarrier.wait(keys_ready, 0)
-    x1 = sums(_log2_gates(g_s, 0, rate, bias, lower_bound, n, GATE), sums_s)
-    x2 = sums(_log2_gates(g_s, 1, rate, bias, lower_bound, n, GATE), sums_s)
-    x1, x2 = warpgroup_mma_wait(0, (x1, x2))
-    # as `half_decays`
-    first, second = gl.min(x1, 1), gl.min(x2, 1)
-    gamma, far = 2.0 * (first + second), 2.0 * first
-    reference1, reference2, middle = gl.floor(first + 0.5), gl.floor(second + far + 0.5), gl.floor(far + 0.5)
-    E1 = gl.exp2(x1 + (first - reference1)[:, None])
-    E2 = gl.exp2(x2 + (second + far - reference2)[:, None])
+    E1, E2, reference1, reference2, middle, gamma = _half_decays(g_s, sums_s, rate, bias, lower_bound, n, GATE)
     if fast is not None:
         gl.store(fast, (gl.min(gl.minimum(reference1, reference2 - middle), 0) < -118.0).to(gl.int32))
     down1 = gl.exp2(middle - reference1).to(gl.bfloat16)[:, None]
