@@ -64,14 +64,9 @@ class Shape(NamedTuple):
 # --- The recurrences -------------------------------------------------------------------------------------------------
 
 FAMILIES = {"kda": "chunk_kda", "gdn": "chunk_gated_delta_rule", "rwkv7": "chunk_rwkv7", "ssd": "chunk_ssd"}
-KDA_GATES = (
-    {},
-    {"gate": "safe", "safe_gate": True},
-    {"gate": "raw"},
-    {"gate": "raw", "lower_bound": -5.0},
-    {"gate": "fast"},
-)
-GDN_GATES = ({}, {"gate": "raw"})
+MIXERS = {"gate": "raw", "use_beta_sigmoid_in_kernel": True}  # what ours give
+KDA_GATES = ({}, {"gate": "safe", "safe_gate": True}, MIXERS, MIXERS | {"lower_bound": -5.0}, {"gate": "fast"})
+GDN_GATES = ({}, MIXERS)
 HEADS = ({"H": 2, "HV": 2}, {"H": 2, "HV": 4}, {"H": 1, "HV": 4})
 LONG = {"tokens": 16384}  # one document, which is cut into segments
 
@@ -138,7 +133,7 @@ def decays() -> Iterator[Shape]:
 
 
 def recurrence_inputs(shape: Shape, tokens: int) -> dict[str, Tensor]:
-    """Rounded to what the kernels get: gates, decays and parameters are float32 where the mixers give that."""
+    """Rounded to what the kernels get: decays and parameters are float32, as are time steps and RWKV-7's gates."""
     op, gate = shape.op, shape.options.get("gate", "usual")
     if op in ("kda", "gdn"):
         make = raw_gate_inputs if gate == "raw" else make_inputs
@@ -148,7 +143,8 @@ def recurrence_inputs(shape: Shape, tokens: int) -> dict[str, Tensor]:
         x["w"] = x["w"] * (9.0 if shape.options.get("use_gate_in_kernel") else 0.6065)
     else:
         x = decaying_inputs(op, tokens, **shape.dims)
-    return {n: t.to(FP32 if t.dim() < 3 or n in ("g", "dt", "w") else shape.dtype) for n, t in x.items()}
+    wide = ("dt", "w") if gate == "raw" else ("g", "dt", "w")
+    return {n: t.to(FP32 if t.dim() < 3 or n in wide else shape.dtype) for n, t in x.items()}
 
 
 def documents_of(shape: Shape) -> Tensor:
