@@ -113,9 +113,11 @@ def with_adapter(model: ModelConfig, config: Config) -> ModelConfig:
             "remove one of them"
         )
     try:
-        shared = joined(model, family_of(model, config))
+        family = family_of(model, config)
     except ValueError:  # no architecture holds the model
         shared = ()
+    else:
+        shared = joined(model, family)
     adapter = Adapter(
         rank=a.rank,
         factor=a.alpha / (math.sqrt(a.rank) if a.rslora else a.rank),

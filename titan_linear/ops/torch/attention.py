@@ -123,8 +123,8 @@ def attend_spans(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, sp
     else:
         parts = [attend(q[:, i], k[:, j], v[:, j], scale, causal) for i, j in spans.rows()]
         o, lse = torch.cat([o for o, _ in parts], dim=1), torch.cat([lse for _, lse in parts], dim=2)
-    o = o.contiguous()
     for i, j in spans.rectangles():
+        o = o.contiguous()
         merge_(o[:, i], lse[:, :, i], *attend(q[:, i], k[:, j], v[:, j], scale, causal=False))
     return o, lse
 

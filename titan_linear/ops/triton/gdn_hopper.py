@@ -24,7 +24,7 @@ from triton.language import constexpr
 
 from titan_linear.ops.triton.chunks import chunk_at, chunks_in, entry_at, listed_entries, of_one_chunk
 from titan_linear.ops.triton.configs import widest_slice
-from titan_linear.ops.triton.gdn_kernels import slice_and_head, store_gate_gradients, store_gates
+from titan_linear.ops.triton.gdn_kernels import place_in_row, store_gate_gradients, store_gates
 from titan_linear.ops.triton.hopper import (
     END,
     SQUARE,
@@ -291,7 +291,7 @@ def scan_kernel(
     V: gl.constexpr, STAGES: gl.constexpr, BACK: gl.constexpr,
 ):  # fmt: skip
     """Scan one entry's chunks, for one head and BV columns of its state; with BACK, from the last to the first."""
-    i_v, _, i_n, i_hv = slice_and_head(V // BV, HV)
+    i_v, _, i_n, i_hv = place_in_row(V // BV, HV)
     start, length, first = entry_at(chunks, listed, i_n)
     span = start.to(gl.int32), length, first, i_n, i_hv, i_v
     dtype: gl.constexpr = k_desc.dtype

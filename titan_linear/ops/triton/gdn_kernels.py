@@ -88,8 +88,9 @@ def _load_gates(gates, i_t, i_hv, HV):
 
 
 @triton.jit
-def slice_and_head(slices, HV):
-    """Of a program: its slice of V or M, its entry and head together (64 bits), its entry, and its head (32 bits)."""
+def place_in_row(slices, HV):
+    """As `slice_and_head` of `tiles`, for a grid with one dimension: a program's slice of V or M, its entry and head
+    together (64 bits), its entry, and its head (32 bits)."""
     i_v, i_nh = tl.program_id(0) % slices, (tl.program_id(0) // slices).to(tl.int64)
     return i_v, i_nh, i_nh // HV, (i_nh % HV).to(tl.int32)
 
@@ -105,7 +106,7 @@ def scan_kernel(
 ):  # fmt: skip
     """Scan one entry's chunks in order, for one head and BV columns of final_state or, with v = 0 and from the
     identity, of M."""
-    i_v, i_nh, i_n, i_hv = slice_and_head(V // BV if M is None else (V + K) // BV, HV)
+    i_v, i_nh, i_n, i_hv = place_in_row(V // BV if M is None else (V + K) // BV, HV)
     is_m = i_v >= V // BV
     if not is_wanted(listed, i_n, tl.where(is_m, 2, 1)):
         return
@@ -154,7 +155,7 @@ def reverse_kernel(
     dh=None, dv=None,  # [NT, HV, K, V], the gradient of the state that leaves each chunk, and [T, HV, V]
 ):  # fmt: skip
     """Scan one entry's chunks from the last to the first, for one head and BV columns of a state's gradient."""
-    i_v, i_nh, i_n, i_hv = slice_and_head(V // BV, HV)
+    i_v, i_nh, i_n, i_hv = place_in_row(V // BV, HV)
     if not is_wanted(listed, i_n, 1):
         return
     start, length, first = entry_at(chunks, listed, i_n)
