@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests.ops.triton.kda_compile import results_of
-from tests.ops.triton.shapes import BF16, SHAPES, Shape, results
+from tests.ops.triton.shapes import BF16, MIXERS, SHAPES, Shape, results
 from tests.ops.triton.test_compile import OnTheChip, compiled_launches, with_wrong_instructions
 
 # GDN: none at sm_100, K and V up to 128 at sm_120 (ops/triton/configs.py says why).
@@ -52,7 +52,7 @@ def shape_of(op, K):
     """In bfloat16."""
     heads = {"K": K, "V": K, "H": 2, "HV": 2}
     shapes = {
-        "kda": Shape(op, BF16, heads, {"gate": "raw", "lower_bound": -5.0}),
+        "kda": Shape(op, BF16, heads, MIXERS | {"lower_bound": -5.0}),
         "gdn": Shape(op, BF16, heads),
         "conv1d": Shape(op, BF16, {"W": 4, "D": 1000}),
         "swiglu": Shape(op, BF16, {"H": 2816}, {"gate_factor": 0.5}),
