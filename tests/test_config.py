@@ -426,6 +426,7 @@ def test_the_rest_of_the_ranks_shard(world_size, keys, degrees):
         (1, {"validation__steps": 0}, "validation.steps = 0"),
         (1, {"optimizer__momentum": 0.9}, "optimizer.momentum = 0.9 has no effect with optimizer.name = .AdamW.; set"),
         (1, {"validation__sample_tokens": 9}, "validation.sample_tokens = 9 has no effect"),
+        (1, {"adapter__enable": True, "optimizer__name": "muon"}, "name = .muon. has no effect with adapter.enable"),
         (1, {"compile__backend": "aot_eager"}, "compile.backend = .aot_eager. has no effect with"),
         (1, {"profiling__enable_profiling": True, "profiling__profiler_active": 11}, "profile_freq = 10, the steps"),
         (

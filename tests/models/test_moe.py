@@ -87,6 +87,12 @@ def test_token_by_token(name):
         assert (a - b).abs().max() < 1e-12 * max(1, b.abs().max())
 
 
+def test_of_equal_groups_the_first_are_chosen():
+    router = build(SIGMOID).router
+    router.selection_bias.data.zero_()
+    assert router(torch.zeros(2, DIM, dtype=torch.float64))[0].tolist() == [[0, 1], [0, 1]]
+
+
 def test_an_expert_without_tokens():
     weight = torch.randn(3, 5, DIM, dtype=torch.float64, requires_grad=True)
     x = inputs(4).requires_grad_()

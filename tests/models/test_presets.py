@@ -257,6 +257,9 @@ def test_the_largest_sizes_can_be_counted():
         ),
         (["--model.attention.rope_scaling={beta = 2.0}"], r"rope_scaling.beta is not a key; .* has rope_type, factor,"),
         (["--model.name=qwen3.5", "--model.moe.shared_hidden_dim=0"], "shared_gate = True, and shared_hidden_dim = 0"),
+        (["--model.name=qwen3.5", "--model.moe.bias_update_rate=1"], "selection_bias = False leaves nothing to move"),
+        (['--model.pattern=["mlp"]', "--model.mtp_layers=1"], "mtp_layers = 1, which take a mixer of the pattern"),
+        (["--model.name=qwen3.5", "--model.moe.scale=inf"], "scale = inf, which must be a finite number"),
         (
             ["--model.attention.rope_scaling=yarn"],
             r"attention rope_scaling = 'yarn', which must be an instance of RopeScaling",

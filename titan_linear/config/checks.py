@@ -37,6 +37,7 @@ from titan_linear.config.schema import (
 # Keys that have an effect only with this value of another.
 EFFECTIVE_WITH = {
     ("activation_checkpoint.mode", "selective"): ("activation_checkpoint.selective_ac_option",),
+    ("adapter.enable", False): ("optimizer.name",),  # Muon takes matrices of the base
     ("adapter.enable", True): ("loss.reference", *(key for key in KEYS if key.startswith("adapter."))),
     ("checkpoint.enable", True): (
         "checkpoint.load_step",

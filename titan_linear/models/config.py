@@ -289,6 +289,8 @@ def mistake(model: ModelConfig) -> str | None:
     for entry, sizes in ((MoEConfig.name, model.moe), (Dense.name, model.hidden_dim)):
         if entry in model.pattern and not (sizes and model.one_branch):
             return f"a pattern with {entry!r}, and no sizes for it"
+    if model.mtp_layers and not mixers:
+        return f"mtp_layers = {model.mtp_layers}, which take a mixer of the pattern, and a pattern without one"
     nested = [x for mixer in mixers for x in vars(mixer).values() if is_dataclass(x)]
     parts = (*([] if model.moe is None else [model.moe]), *mixers, *nested)
     return next((part.contradiction for part in parts if part.contradiction), None)

@@ -20,8 +20,8 @@ from titan_linear.ops.runtime.support import Choice
 # Types of a model's options. Below 2^20 each, a tensor's sizes have a product whose bytes fit in int64.
 Size = Annotated[int, Field(ge=1, lt=2**20)]
 SizeOr0 = Annotated[int, Field(ge=0, lt=2**20)]  # 0: there is no such part
-Above0 = Annotated[float, Field(gt=0)]
-AtLeast0 = Annotated[float, Field(ge=0)]
+Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+AtLeast0 = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 QUERIES = 32  # number of queries whose attention telemetry samples
 OpDims = dict[str, dict[str, int]]  # by ops of titan_linear.ops: the sizes on which their implementations depend
 SHIFT_OPS: OpDims = {"causal_conv1d": {"W": 2}}  # of `token_shift`

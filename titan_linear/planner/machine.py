@@ -14,6 +14,7 @@ import numpy as np
 import pydantic
 from pydantic import Field
 
+from titan_linear.models.layers import Above0, AtLeast0
 from titan_linear.ops.layout.levels import FARTHER
 from titan_linear.ops.torch import flash4
 from titan_linear.planner.counting import Size
@@ -23,8 +24,6 @@ SHIPPED = Path(__file__).parent / "rates"
 # Seconds by which each further rank, and each further node, delays a ring: as NCCL estimates them, not measured.
 HOP, HOP_BETWEEN_NODES = 2e-6, 4e-6
 
-Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-AtLeast0 = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 ByHeadDim = Annotated[dict[str, tuple[Above0, Above0]], Field(min_length=1)]  # TFLOP/s forward, forward and backward
 
 

@@ -133,7 +133,7 @@ def move_selection_biases(model: nn.Module, numbers: StepNumbers) -> None:
         finite = numbers.finite()
         dist.all_reduce(loads)
         for m, load in zip(layers, loads.split([m.config.num_experts for m in layers]), strict=True):
-            load = load.to(m.router.selection_bias.dtype)
-            m.router.selection_bias += m.config.bias_update_rate * torch.sign(load.mean() - load) * finite
+            missing = load.sum() - len(load) * load  # in proportion, exactly
+            m.router.selection_bias.add_(missing.sign() * finite, alpha=m.config.bias_update_rate)
     for m in counted:
         m.loads.zero_()

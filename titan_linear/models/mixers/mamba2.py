@@ -127,7 +127,7 @@ class Mamba2(RecurrentOptions):
     conv_size: Size = 4
     conv_bias: bool = True
     dt_min: AtLeast0 = 0.0  # limits of the time steps
-    dt_max: AtLeast0 = math.inf
+    dt_max: float = math.inf
     z_factor: AtLeast0 = 1.0  # on the projections to z, x, B, C and Δ, and from the output
     x_factor: AtLeast0 = 1.0
     b_factor: AtLeast0 = 1.0
@@ -148,7 +148,7 @@ class Mamba2(RecurrentOptions):
     def contradiction(self) -> str | None:
         if self.heads % self.groups:
             return f"{self.name} heads = {self.heads}, which must be a multiple of groups = {self.groups}"
-        if self.dt_min > self.dt_max:
+        if not self.dt_min <= self.dt_max:  # nor NaN
             return f"{self.name} dt_min = {self.dt_min}, above dt_max = {self.dt_max}"
         return None
 

@@ -62,6 +62,8 @@ class MoEConfig(MLPOptions):
             return f"top_k = {self.top_k}, more than num_experts = {self.num_experts}"
         if self.shared_gate and not self.shared_hidden_dim:
             return "shared_gate = True, and shared_hidden_dim = 0 leaves nothing to gate"
+        if self.bias_update_rate and not self.selection_bias:
+            return f"bias_update_rate = {self.bias_update_rate}, and selection_bias = False leaves nothing to move"
         if self.groups == 1:
             return None
         size, rest = divmod(self.num_experts, self.groups)
@@ -122,16 +124,17 @@ class Router(nn.Module):
         return experts, weights * c.scale, scores
 
     def choose(self, scores: Tensor) -> Tensor:
-        """The k experts with the best scores, bias included; with groups, from those whose best two are best."""
+        """The k experts with the best scores, bias included; with groups, from those whose best two are best. Of equal
+        ones the first."""
         c = self.config
+        passes = COPIES.implementation(self.implementations.get("expert_copies", "auto"), scores.device, scores.dtype)
         if self.selection_bias is not None:
             scores = scores + self.selection_bias
         if c.groups > 1:
             grouped = scores.unflatten(1, (c.groups, -1))  # [N, groups, E/groups]
-            best = grouped.topk(2, -1).values.sum(-1).topk(c.top_groups, -1).indices
+            best = top_k(grouped.topk(2, -1).values.sum(-1), c.top_groups, passes)
             out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
             scores = grouped.masked_fill(out.unsqueeze(-1), float("-inf")).flatten(1)
-        passes = COPIES.implementation(self.implementations.get("expert_copies", "auto"), scores.device, scores.dtype)
         return top_k(scores, c.top_k, passes)
 
 
