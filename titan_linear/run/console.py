@@ -123,7 +123,8 @@ def unbalanced(model: ModelConfig) -> str:
     moe = model.moe
     if moe is None or moe.balance_coefficient or moe.bias_update_rate:
         return ""
-    by_bias = " or training.expert_bias_update_rate = 0.001" if moe.selection_bias else ""
+    moves = moe.selection_bias and not model.adapter
+    by_bias = " or training.expert_bias_update_rate = 0.001" if moves else ""
     return f"nothing balances the experts' loads; training.expert_balance_coefficient = 0.01{by_bias} does"
 
 
