@@ -115,15 +115,15 @@ class CPContext:
         for boundaries in (self.tables.boundaries, self.stream):
             tables = (*boundaries.chunks.values(), *filter(None, boundaries.segments.values()))
             counted += [tensor for table in tables for tensor in table]
-        for tensor in counted:
-            torch._dynamo.mark_dynamic(tensor, 0)
-        for tensor in self._of_trees():
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        # Any table of prefix trees may be short, and each entry has a halo of its own, so that one alone is special.
+        mark = torch._dynamo.maybe_mark_dynamic if self.cut.joined else torch._dynamo.mark_dynamic
+        for tensor in (*counted, *self._of_trees()):
+            mark(tensor, 0)
         if self.softmax.nodes is not None:
             self.softmax.nodes.mark_dynamic()
 
     def _of_trees(self) -> Iterator[Tensor]:
-        """All tables of prefix trees, any of which may be short."""
+        """All tables of prefix trees."""
         for boundaries in (self.tables.boundaries, self.stream):
             if paths := boundaries.paths:
                 yield from (table for table in (*paths.spans, *paths[1:]) if table is not None)
