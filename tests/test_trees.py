@@ -14,7 +14,7 @@ import torch
 
 from tests.keys import argv_of
 from tests.refusals import refused
-from tests.test_losses import CASES, KEYS, logprobs, taught
+from tests.test_losses import CASES, KEYS, PAIRS, logprobs, taught
 from tests.test_train import EXPERT_SPLITS, OWN_FLAVORS, SPLITS, check_equal, train_on_rank
 from titan_linear.commands.batch import documents
 from titan_linear.config import load_config
@@ -428,6 +428,19 @@ def test_columns_of_nodes(child, words, tmp_path):
         corpus_of(tmp_path / "bad.jsonl", [tree], columns={"advantages": "<f4"})
 
 
+def test_trees_that_count_nothing_need_no_columns(tmp_path):
+    """Before and behind those that have them; a tree that has other numbers is named."""
+    none = {"tokens": [1, 2], "weights": 0, "children": []}
+    records = [none, {"tokens": [3], "teacher_ids": [[5, 6]], "children": []}, none]
+    columns = {"teacher_ids": "<i4"}
+    corpus = corpus_of(tmp_path / "good.jsonl", records, columns=columns)
+    assert corpus.columns["teacher_ids"].tolist() == [[0, 0], [0, 0], [5, 6], [0, 0], [0, 0]]
+    for numbers, words in (([5], "1 numbers for a token, and 2"), ([], "a number that is not finite, .* or none")):
+        bad = {"tokens": [4], "teacher_ids": [numbers], "children": []}
+        with refused(rf"line 4: .*'teacher_ids' has {words}"):
+            corpus_of(tmp_path / "bad.jsonl", [*records, bad], columns=columns)
+
+
 @pytest.mark.parametrize(
     "keys, words",
     [
@@ -436,6 +449,10 @@ def test_columns_of_nodes(child, words, tmp_path):
         ({"training.seq_len_schedule": "[{until_step = 1, seq_len = 32}]"}, "training.seq_len_schedule"),
         ({"training.share_prefixes": "true"}, "training.share_prefixes is for records of documents"),
         ({"training.group_field": "id"}, "training.group_field = 'id' needs training.share_prefixes"),
+        (
+            PAIRS | {"training.share_prefixes": "true", "training.group_field": "id"},
+            "training.group_field = 'id': each pair is a tree of its own",
+        ),
         ({"training.seq_len": 60}, "training.seq_len = 60: the path to leaf 0 of tree 2 has 64 tokens"),
     ],
 )

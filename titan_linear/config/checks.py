@@ -215,6 +215,8 @@ def _check_data(config: Config) -> None:
         raise ValueError(f"training.group_field = {t.group_field!r} needs training.share_prefixes = true; set it")
     for source in sources(config):
         _check_source(source)
+        if t.group_field and source.dataset_format == "preference":
+            raise ValueError(f"training.group_field = {t.group_field!r}: each pair is a tree of its own; remove it")
         if t.share_prefixes and (source.dataset not in RECORDS or source.dataset_format == "tree"):
             raise ValueError(
                 f"training.share_prefixes is for records of documents, and {key_of(source, 'dataset')} = "

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from titan_linear.data.corpus.chat import Completions, Conversations, Ids, Preferences
-from titan_linear.data.corpus.columns import WEIGHTS, DocumentTokens, with_columns
+from titan_linear.data.corpus.columns import WEIGHTS, DocumentTokens, other_width, with_columns
 from titan_linear.data.corpus.corpus import (
     CACHE_NAME,
     INFO,
@@ -359,7 +359,11 @@ def _parts(
     if isinstance(tokens, str):
         return tokens
     parts = tokens if isinstance(tokens, list) else [tokens]
-    if texts.columns and texts.dataset_format != "tree":
+    if texts.dataset_format == "tree":
+        widths = {**journal.widths}
+        wrong = [f"{n!r} {problem}" for n, x in parts[0].columns.items() if (problem := other_width(n, x, widths))]
+        return wrong[0] if wrong else parts
+    if texts.columns:
         return with_columns(parts, document.columns, texts.columns, texts.tokenizer, journal.widths)
     return parts
 

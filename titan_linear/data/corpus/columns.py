@@ -49,7 +49,7 @@ def with_columns(
             column = column_of(name, value, len(document.tokens), widths)
             if isinstance(column, str):
                 return f"{name!r} {column}"
-            if dtype == "<i4" and not ((column >= 0) & (column < tokenizer.vocab_size)).all():
+            if dtype == "<i4" and not ((column >= 0) & (column < tokenizer.vocab_size) & (column % 1 == 0)).all():
                 return f"{name!r} has ids outside the vocabulary, 0 to {tokenizer.vocab_size - 1}; correct it"
             into[name] = column.astype(dtype) * document.columns.get(name, 1)
     return [DocumentTokens(ids, {**own, **more}) for (ids, own), more in zip(documents, columns)]
@@ -59,15 +59,23 @@ def column_of(name: str, value: Any, tokens: int, widths: MutableMapping[str, in
     """The numbers beside a document's tokens, [tokens] or [tokens, width], or what is wrong with them."""
     try:
         column = np.asarray(value, dtype=np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return "is no number and no list of numbers, or of lists that are equally long"
     if column.ndim == 0:
         column = np.full(tokens, column)
     if len(column) != tokens or column.ndim > 2:
         return f"has {len(column):,} rows, and the document {tokens:,} tokens with its end; give one each"
-    width = column.shape[1] if column.ndim == 2 else 0
-    if widths.setdefault(name, width) != width:
-        return f"has {width} numbers for a token, and {widths[name]} in documents before; let all have those"
-    if not np.isfinite(column).all() or (name == WEIGHTS and (width or column.min() < 0)):
-        return "has a number that is not finite, or a weight below 0, or several; correct it"
+    if problem := other_width(name, column, widths):
+        return problem
+    finite = column.size and np.abs(column).max() <= np.finfo(np.float32).max  # nor NaN
+    if not finite or (name == WEIGHTS and (column.ndim == 2 or column.min() < 0)):
+        return "has a number that is not finite, or a weight below 0, or several, or none; correct it"
     return column
+
+
+def other_width(name: str, column: ndarray, widths: MutableMapping[str, int]) -> str:
+    """What to say if a column has not as many numbers for a token as in documents before; else ""."""
+    width = column.shape[1] if column.ndim == 2 else 0
+    if widths.setdefault(name, width) == width:
+        return ""
+    return f"has {width} numbers for a token, and {widths[name]} in documents before; let all have those"

@@ -95,9 +95,9 @@ class Trees:
 
 
 def _joined(nodes: Sequence[DocumentTokens], names: Iterable[str]) -> DocumentTokens:
-    """Those that lack a column have 0."""
+    """Those that lack a column have 0, unless all do."""
     columns = {}
-    for name in names:
+    for name in filter(set().union(*(node.columns for node in nodes)).__contains__, names):
         of_nodes = [node.columns.get(name, np.zeros(len(node.tokens))) for node in nodes]
         width = max(of_nodes, key=np.ndim).shape[1:]
         columns[name] = np.concatenate([x if x.shape[1:] == width else np.zeros((len(x), *width)) for x in of_nodes])

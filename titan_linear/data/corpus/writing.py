@@ -239,7 +239,8 @@ def _write_document(document: Tokens, files: dict[str, BinaryIO], tokenizer: Tok
     ids, columns = document if isinstance(document, tuple) else DocumentTokens(document)
     ids = _checked(np.asarray(ids), journal.num_documents, tokenizer.vocab_size)
     for name, dtype in journal.columns.items():
-        files[column_file(name)].write(_column(name, np.asarray(columns[name], dtype), len(ids), journal))
+        if name in columns or name in journal.widths:
+            files[column_file(name)].write(_column(name, columns.get(name), dtype, len(ids), journal))
     if WEIGHTS in journal.columns:
         counted = np.flatnonzero(columns[WEIGHTS])
         journal.num_answer_tokens += len(counted)
@@ -267,14 +268,19 @@ def _checked(ids: ndarray, n: int, vocab_size: int) -> ndarray:
     return ids
 
 
-def _column(name: str, column: ndarray, tokens: int, journal: Journal) -> bytes:
+def _column(name: str, column: ndarray | None, dtype: str, tokens: int, journal: Journal) -> bytes:
+    """None: a prefix tree whose tokens count nothing lacks it, as those may that came before its first one."""
+    if column is None:
+        return np.zeros((tokens, max(journal.widths[name], 1)), dtype).tobytes()
+    column = np.asarray(column, dtype)
     width = column.shape[1] if column.ndim == 2 else 0
+    before = 0 if name in journal.widths else journal.num_tokens
     if len(column) != tokens or journal.widths.setdefault(name, width) != width:
         shape = f"[{tokens}, {journal.widths[name]}]" if journal.widths[name] else f"[{tokens}]"
         raise ValueError(f"document {journal.num_documents}: its column {name!r} is {list(column.shape)}; give {shape}")
     if name == WEIGHTS and column.min() < 0:
         raise ValueError(f"document {journal.num_documents} has a weight below 0; give 0 or more")
-    return column.tobytes()
+    return np.zeros((before, max(width, 1)), dtype).tobytes() + column.tobytes()
 
 
 def _file_ends(journal: Journal) -> bytes:
@@ -308,7 +314,8 @@ def _sizes(journal: Journal, dtype: str) -> dict[str, int]:
         FILE_ENDS: 8 * (journal.num_files + 1),
     }
     for name, kind in journal.columns.items():
-        sizes[column_file(name)] = journal.num_tokens * np.dtype(kind).itemsize * max(journal.widths.get(name, 0), 1)
+        numbers = max(journal.widths[name], 1) if name in journal.widths else 0
+        sizes[column_file(name)] = journal.num_tokens * np.dtype(kind).itemsize * numbers
     return {name: sizes[name] for name in _names(journal)}
 
 
