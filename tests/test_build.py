@@ -17,9 +17,11 @@ def tokenizer(size):
     return SimpleNamespace(vocab_size=size, fingerprint=str(size))
 
 
+@pytest.mark.parametrize("path", ["", "outputs/other"])
 @pytest.mark.parametrize("size, rows", [(257, 320), (320, 320), (321, 384), (50257, 50304), (151936, 151936)])
-def test_a_preset_follows_a_larger_tokenizer(size, rows):
-    config = load_config([])
+def test_a_preset_follows_a_larger_tokenizer(size, rows, path):
+    """As the run did whose weights it begins with, or which are generated from."""
+    config = load_config([f"--checkpoint.initial_load_path={path}"])
     model = model_config(config, tokenizer(size))
     assert model.vocab_size == rows
     line = vocabulary(config, model, tokenizer(size))
@@ -67,7 +69,10 @@ def test_layers_that_are_not_compiled_are_said_on_gpus():
     assert uncompiled(compiled, torch.device("cuda")) == uncompiled(load_config([]), torch.device("cpu")) == ""
 
 
-@pytest.mark.parametrize("keys", [["--model.vocab_size=320"], ["--checkpoint.initial_load_path=outputs/other"]])
+IN_HF = ["--checkpoint.initial_load_path=other", "--checkpoint.initial_load_in_hf=true"]
+
+
+@pytest.mark.parametrize("keys", [["--model.vocab_size=320"], IN_HF])
 def test_what_says_its_size_follows_nothing(keys):
     config = load_config(keys)
     with pytest.raises(ValueError, match=r"model.vocab_size = 320 is smaller than that of the tokenizer .*, 321; set"):

@@ -17,7 +17,7 @@ from titan_linear.config import changed, load_config
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
-from titan_linear.models.lora import check_adapters, described, without_adapters
+from titan_linear.models.lora import described, without_adapters
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import MODELS
 from titan_linear.ops import build_cp_context
@@ -192,8 +192,7 @@ def test_the_plan_knows_what_is_frozen():
 )
 def test_what_cannot_be_adapted_is_refused(keys, message):
     with pytest.raises(ValueError, match=message):
-        model = adapted("kimi-linear", *keys)
-        check_adapters(Decoder(model.base), model.adapter, 1)
+        adapted("kimi-linear", *keys)
 
 
 def test_a_rank_that_experts_on_a_gpu_do_not_take_is_refused(monkeypatch):

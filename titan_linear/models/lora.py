@@ -111,7 +111,7 @@ def described(model: nn.Module) -> str:
     return "\n".join(lines)
 
 
-def check_adapters(base: nn.Module, options: Adapter, multiple: int) -> None:
+def check_adapters(base: nn.Module, options: Adapter, multiple: int = 1) -> None:
     """Raise ValueError if a pattern fits nothing of a model, or the rank is above what a projection reads.
 
     multiple: that which experts' products need the rank to be."""

@@ -21,6 +21,7 @@ from titan_linear.losses import build_loss
 from titan_linear.models.adapters import joined
 from titan_linear.models.config import Adapter, ModelConfig
 from titan_linear.models.decoder import Decoder
+from titan_linear.models.lora import check_adapters
 from titan_linear.models.presets import preset, resized
 from titan_linear.ops.registry import choose_implementations
 from titan_linear.ops.runtime.support import Choice
@@ -66,7 +67,7 @@ def open_tokenizer(config: Config) -> Tokenizer:
 def model_config(config: Config, tokenizer: Tokenizer) -> ModelConfig:
     """The preset, or the model of a Hugging Face folder, checked against the tokenizer.
 
-    A preset that is trained from drawn weights gets a larger vocabulary where the tokenizer needs one.
+    A preset that is trained from weights of our own gets a larger vocabulary where the tokenizer needs one.
     """
     model = model_without_tokenizer(config)
     if model.vocab_size < tokenizer.vocab_size and follows_tokenizer(config):
@@ -98,7 +99,8 @@ def model_without_tokenizer(config: Config) -> ModelConfig:
 
 
 def with_adapter(model: ModelConfig, config: Config) -> ModelConfig:
-    """Add the adapters that the configuration asks for. ValueError: it trains what they leave frozen."""
+    """Add the adapters that the configuration asks for. ValueError: there can be none such, or it trains what they
+    leave frozen."""
     a = config.adapter
     if not a.enable:
         return model
@@ -126,6 +128,7 @@ def with_adapter(model: ModelConfig, config: Config) -> ModelConfig:
         shared=shared,
         base_is_reference=config.loss.reference == "base",
     )
+    check_adapters(unallocated(model, torch.float32), adapter)
     moe = model.moe and replace(model.moe, bias_update_rate=0.0)
     return replace(model, adapter=adapter, moe=moe)
 
@@ -141,9 +144,8 @@ def family_of(model: ModelConfig, config: Config, like: str = "", tokenizer: Fil
 
 
 def follows_tokenizer(config: Config) -> bool:
-    """Whether nothing fixes the size of the vocabulary: neither a key, nor a model or weights from elsewhere."""
-    elsewhere = config.model.flavor == "hf" or hf_weights(config) or config.checkpoint.initial_load_path
-    return not (config.model.vocab_size or elsewhere)
+    """Whether nothing fixes the size of the vocabulary: neither a key, nor a Hugging Face folder."""
+    return not (config.model.vocab_size or config.model.flavor == "hf" or hf_weights(config))
 
 
 def balance_experts(model: ModelConfig, config: Config) -> ModelConfig:

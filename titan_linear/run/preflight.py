@@ -334,9 +334,8 @@ def check_model(model: ModelConfig, config: Config, world_size: int, node_size: 
     check_splits(model, config)
     check_checkpointing(model, config)
     chosen = implementations(config, model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    if model.adapter:
-        grouped = any(choice.implementation == "grouped_mm" for choice in chosen.values())
-        check_adapters(unallocated(model.base, torch.float32), model.adapter, 8 if grouped else 1)
+    if model.adapter and any(choice.implementation == "grouped_mm" for choice in chosen.values()):
+        check_adapters(unallocated(model.base, torch.float32), model.adapter, 8)
     check_float8(model, config)
     check_float8_device(config)
     check_node_heads(model, config, world_size, node_size)
