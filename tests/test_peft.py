@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import shutil
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.keys import argv_of
 from tests.models import hf_models
 from tests.models.ours import relative
+from tests.records import change_json
 from titan_linear.commands.convert import main as convert
 from titan_linear.config import Config, load_config
 from titan_linear.models.decoder import Decoder
+from titan_linear.models.init import initialise
 from titan_linear.models.plan import BatchPlan
+from titan_linear.models.presets import preset
 from titan_linear.run.build import allocated, family_of, model_without_tokenizer
 from titan_linear.run.preflight import cleared, preflight
 from titan_linear.run.reading import config_for
 from titan_linear.run.start import load_adapters, set_first_weights
-from titan_linear.storage.peft import not_served, peft_config
+from titan_linear.storage.hf_writing import write_folder
+from titan_linear.storage.peft import PEFT_CONFIG, PEFT_WEIGHTS, not_served, peft_config
 from titan_linear.storage.tensors import load_weights
 from titan_linear.train import Trainer
 
@@ -136,7 +143,7 @@ def test_folders_go_out_and_come_back(name, corpus, worlds, tmp_path):
     assert all(torch.equal(p, ours.get_parameter(n)) for n, p in begun(again).named_parameters())
 
 
-def test_what_does_not_fit_is_refused(corpus, worlds, tmp_path):
+def test_what_does_not_fit_is_refused(corpus, worlds, tmp_path, capsys):
     """Another rank, other weights, another base, and what peft cannot name: by a line, before anything starts."""
     base = make_base("Bamba", tmp_path / "base")
     worlds(1).run(train, config_of("Bamba", tmp_path, corpus))
@@ -149,8 +156,16 @@ def test_what_does_not_fit_is_refused(corpus, worlds, tmp_path):
 
     refused(r"r = 4, and the run has 8; set adapter.rank to that", adapter__rank=8)
     refused(r"has base_model\S+ .*which the run does not train", adapter__targets='["mlp"]')
+    refused(r"in_proj.lora_B.weight adapts more of \S+in_proj.weight than the run does", adapter__targets='["!x_proj"]')
     refused(r"lm_head.weight is missing", adapter__train_extra='["*norm", "embedding", "head"]')
     refused(r"last_save_in_hf = true: peft takes no \S+A_log of Bamba", adapter__train_extra='["A_log"]')
+    for key, value in {"peft_type": "LOHA", "alora_invocation_tokens": [5], "init_lora_weights": "pissa"}.items():
+        shutil.copytree(folder, tmp_path / key)
+        change_json(tmp_path / key / PEFT_CONFIG, {key: value})
+        refused(rf"{key} = \W{value}.?.?[ ,].*(not read|changes the base)", adapter__initial_load_path=tmp_path / key)
+    change_json(tmp_path / key / PEFT_CONFIG, {"base_model_name_or_path": None})
+    for source, to, said in ((key, "merged", "no Hugging Face folder; give it by --base"), ("run", "base", "already")):
+        assert convert(["merge", str(tmp_path / source), str(tmp_path / to)]) == 2 and said in capsys.readouterr().err
     with torch.no_grad():
         base.lm_head.weight[0, 0] += 1
     hf_models.save(base, tmp_path / "base")
@@ -160,11 +175,33 @@ def test_what_does_not_fit_is_refused(corpus, worlds, tmp_path):
     assert convert(["merge", str(folder), str(tmp_path / "merged")]) == 2
 
 
+def test_layers_that_predict_further_tokens_go_out_and_come_back(corpus, worlds, tmp_path):
+    """Also from the names of an architecture that contains the language model."""
+    model = replace(preset("qwen3.5", "debug"), num_layers=2, mtp_layers=1)
+    drawn = allocated(model, torch.float32, torch.device("cpu"))
+    initialise(drawn, 0)
+    write_folder(tmp_path / "base", model, "Qwen3_5MoeForCausalLM", drawn.get_parameter, dtype=torch.float32)
+    config = config_of("", tmp_path, corpus, model__mtp_layers=1)
+    worlds(1).run(train, config)
+    folder = tmp_path / "run/checkpoint/step-3-hf"
+    file = folder / PEFT_WEIGHTS
+    contained = {name.replace("model.layers", "model.language_model.layers"): x for name, x in load_file(file).items()}
+    save_file(contained, file)
+    for source in (folder, tmp_path / "run"):
+        assert convert(["merge", str(source), str(tmp_path / f"{source.name}-merged")]) == 0
+    base, one, other = (
+        load_file(tmp_path / f"{x}/model.safetensors") for x in ("base", "step-3-hf-merged", "run-merged")
+    )
+    assert one.keys() == base.keys() and all(torch.equal(x, other[name]) for name, x in one.items())
+    assert not torch.equal(one["mtp.fc.weight"], base["mtp.fc.weight"])
+
+
 @pytest.mark.parametrize(
     "keys, said",
     [
         ({}, "SGLang leaves out the adapters of in_proj_a, in_proj_b, shared_expert_gate: serve what"),
         ({"adapter.targets": '["o_proj", "q_proj", "experts"]'}, ""),
+        ({"model.name": "qwen3-next", "model.flavor": "80B-A3B", "adapter.targets": '["mlp.shared"]'}, ""),
         (
             {"adapter.targets": '["mlp.shared"]', "adapter.train_extra": '["mixer_norm", "head.weight"]'},
             "vLLM takes none with modules_to_save (input_layernorm, lm_head): serve what titan-linear convert merge",
@@ -174,5 +211,7 @@ def test_what_does_not_fit_is_refused(corpus, worlds, tmp_path):
 def test_what_servers_leave_out_is_said(keys, said):
     config = load_config(argv_of({"model.name": "qwen3.5", "adapter.enable": "true"} | keys))
     model = model_without_tokenizer(config)
-    line = not_served(peft_config(model, family_of(model, config), config.adapter, "base"))
+    written = peft_config(model, family_of(model, config), config.adapter, "base")
+    line = not_served(written)
     assert line.startswith(said) and bool(line) == bool(said)
+    assert "vLLM applies none to Qwen3_5For" in not_served(written, "Qwen3_5ForConditionalGeneration")

@@ -49,6 +49,7 @@ def main(argv: list[str]) -> int:
         export_checkpoint(args.checkpoint, args.folder, args.export_dtype, args.like)
         print(f"exported '{args.checkpoint}' to '{args.folder}'")
     elif args.direction == "merge":
+        _check_new(args.folder)
         merge(args.source, args.folder, args.base, args.export_dtype)
         print(f"merged '{args.source}' to '{args.folder}'")
     elif args.direction == "from-rwkv":

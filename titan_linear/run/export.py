@@ -6,6 +6,7 @@ python -m titan_linear.run.export CHECKPOINT FOLDER DTYPE      an export while t
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -18,7 +19,7 @@ from torch import Tensor
 from titan_linear.config import Adapter, Config, changed, hf_assets, hf_weights
 from titan_linear.data import Tokenizer
 from titan_linear.distributed.process import ignore_warnings_of_torch, refusing
-from titan_linear.models.adapters import config_to_hf
+from titan_linear.models.adapters import config_to_hf, mtp_depth
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
@@ -119,11 +120,13 @@ def export(
     """
     if model.adapter:
         family = export_family(config, model, tokenizer, like)
-        names = peft_config(model, family, config.adapter, like or hf_assets(config))
+        like = like or hf_assets(config)
+        names = peft_config(model, family, config.adapter, like)
         tensors = peft_tensors(model, family, get)
         if not dist.is_initialized() or dist.get_rank() == 0:
             write_peft(path, names, tensors, base)
-            if line := not_served(names):
+            known = like and (Path(like) / CONFIG).is_file()
+            if line := not_served(names, read_config(Path(like))["architectures"][0] if known else ""):
                 print(line)
         return
     like = like or hf_weights(config)
@@ -176,10 +179,16 @@ def merge(source: Path, folder: Path, base: str, dtype: str) -> None:
         dtype: a key of EXPORT_DTYPES.
     """
     if (source / PEFT_CONFIG).is_file():
-        named = Path(base or settings_of(source)["base_model_name_or_path"])
-        run = config_for(named, [])
-        family, theirs = read_model(named)
-        run = run.model_copy(update={"adapter": Adapter(**options_of(source, theirs, family))})
+        named = Path(base or settings_of(source).get("base_model_name_or_path") or "")
+        if not (named / CONFIG).is_file():
+            raise ValueError(f"'{named}', the base of '{source}', is no Hugging Face folder; give it by --base")
+        depth = mtp_depth(read_config(named))
+        family, theirs = read_model(named, depth)
+        options = options_of(source, theirs, family)
+        layers = re.findall(r"layers\.(\d+)", " ".join(options["targets"] + options["train_extra"]))
+        further = max(map(int, layers), default=0) >= theirs.num_layers
+        run = config_for(named, ["--model.mtp_layers", str(depth * further)])
+        run = run.model_copy(update={"adapter": Adapter(**options)})
         model = model_without_tokenizer(run)
         trained = read_peft(source, model, family, run.adapter, base_of(run)).__getitem__
     else:
@@ -189,7 +198,7 @@ def merge(source: Path, folder: Path, base: str, dtype: str) -> None:
         if base:
             key = "checkpoint.initial_load_path" if run.checkpoint.initial_load_path else "model.hf_assets_path"
             run = changed(run, {key: base})
-        model = model_without_tokenizer(run)
+        model = model_config(run, open_tokenizer(run))
         check_base(read_progress(checkpoint).content.base, base_of(run), checkpoint)
         trained = stored_weights(checkpoint)
     if not model.adapter:

@@ -31,7 +31,7 @@ from titan_linear.models.families import FAMILIES
 from titan_linear.models.layers import lora_name
 from titan_linear.models.lora import adaptable
 from titan_linear.storage.files import Json, read_json, replacing
-from titan_linear.storage.hf_io import HEAD
+from titan_linear.storage.hf_io import HEAD, read_header
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE = "base"  # the fingerprint's key in the header
@@ -141,15 +141,18 @@ SERVED = re.compile(
 )
 
 
-def not_served(config: Mapping[str, Any]) -> str:
-    """A line that says what servers leave out of a folder with this adapter_config.json; "" if nothing."""
+def not_served(config: Mapping[str, Any], architecture: str = "") -> str:
+    """A line that says what servers leave out of a folder with this adapter_config.json, beside a base of this
+    architecture; "" if nothing."""
     adapted, whole = (
-        sorted({name.rpartition(".")[2] for key in keys for name in config[key] or []})
+        sorted({name.removesuffix(".weight").rpartition(".")[2] for key in keys for name in config[key] or []})
         for keys in (("target_modules", "target_parameters"), ("modules_to_save",))
     )
     others = [name for name in adapted if not SERVED.fullmatch(name)]
     said = [f"SGLang leaves out the adapters of {', '.join(others)}"] * bool(others)
     said += [f"vLLM takes none with modules_to_save ({', '.join(whole)})"] * bool(whole)  # vllm/lora/peft_helper.py
+    if architecture.endswith("ForConditionalGeneration"):  # whose modules have other names (vllm issue 48019)
+        said.append(f"vLLM applies none to {architecture}")
     return f"{'; '.join(said)}: serve what titan-linear convert merge writes" if said else ""
 
 
@@ -185,10 +188,16 @@ def settings_of(path: Path) -> Json:
     return read_json(path / PEFT_CONFIG, Json, "give a folder that peft has written")
 
 
+def spellings(path: Path, family: str) -> dict[str, str]:
+    """The names of a folder's tensors, which may be of an architecture that contains ours, by those that we write."""
+    before = re.compile(f"{PREFIX}({'|'.join(sorted(FAMILIES[family].prefixes, reverse=True))})")
+    return {before.sub(f"{PREFIX}model.", name): name for name in read_header(path / PEFT_WEIGHTS)}
+
+
 def options_of(path: Path, model: ModelConfig, family: str) -> Json:
     """The keys of [adapter] of which a folder is what a run writes."""
     config = settings_of(path)
-    there = safe_open(path / PEFT_WEIGHTS, "pt").keys()
+    there = spellings(path, family)
     everything = [x for x in contents(replace(model, adapter=Adapter(1, 1.0, extra=("*",))), family) if x.name in there]
     return {
         "enable": True,
@@ -200,7 +209,16 @@ def options_of(path: Path, model: ModelConfig, family: str) -> Json:
 
 # --- In --------------------------------------------------------------------------------------------------------------
 
-UNREADABLE = {"use_dora": False, "bias": "none", "rank_pattern": {}, "alpha_pattern": {}, "fan_in_fan_out": False}
+UNREADABLE = {
+    "peft_type": "LORA",
+    "use_dora": False,
+    "alora_invocation_tokens": None,
+    "bias": "none",
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "fan_in_fan_out": False,
+}
+OF_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # what such a beginning of A and B takes from the weights
 
 
 def read_peft(path: Path, model: ModelConfig, family: str, options: Options, base: str) -> dict[str, Tensor]:
@@ -210,9 +228,10 @@ def read_peft(path: Path, model: ModelConfig, family: str, options: Options, bas
         ValueError: it is of other adapters than `options`, of another base, or not as `peft` writes it.
     """
     _check_options(path, options)
+    names = spellings(path, family)
     with safe_open(path / PEFT_WEIGHTS, "pt") as file:
         check_base((file.metadata() or {}).get(BASE, ""), base, path)
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors = {ours: file.get_tensor(name) for ours, name in names.items()}
     return _ours(path, contents(model, family), tensors)
 
 
@@ -232,6 +251,11 @@ def _check_options(path: Path, options: Options) -> None:
         if theirs != ours and not (theirs in (None, False) and not ours):
             remedy = f"set adapter.{OPTIONS[key]} to that" if key in OPTIONS else "such adapters are not read"
             raise ValueError(f"'{path / PEFT_CONFIG}': {key} = {theirs!r}, and the run has {ours!r}; {remedy}")
+    if str(begun := config.get("init_lora_weights")).startswith(OF_THE_BASE):
+        raise ValueError(
+            f"'{path / PEFT_CONFIG}': init_lora_weights = {begun!r} changes the base; save it with peft's "
+            "path_initial_model_for_weight_conversion"
+        )
 
 
 def _ours(path: Path, contents: list[Held], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -242,12 +266,20 @@ def _ours(path: Path, contents: list[Held], tensors: dict[str, Tensor]) -> dict[
         if tensor is None or tensor.shape != shape:
             there = "missing" if tensor is None else list(tensor.shape)
             raise ValueError(
-                f"'{path / PEFT_WEIGHTS}': {held.name} is {there}, not {list(shape)}; correct adapter.targets"
+                f"'{path / PEFT_WEIGHTS}': {held.name} is {there}, not {list(shape)}; correct adapter.targets or "
+                "adapter.train_extra"
             )
+        rows = held.lifted(tensor).reshape(-1, held.parts[0].width)
         for part in held.parts:
-            rows = held.lifted(tensor).reshape(-1, part.width)
             runs = [rows[start:stop] for _, start, stop, _ in part.pieces()]
             found[part.name] = torch.cat(runs).view(part.shape)
+            for run in runs:
+                run.zero_()
+        if rows.any():
+            raise ValueError(
+                f"'{path / PEFT_WEIGHTS}': {held.name} adapts more of {held.of} than the run does; correct "
+                "adapter.targets"
+            )
     if tensors:
         raise ValueError(
             f"'{path / PEFT_WEIGHTS}' has {next(iter(tensors))} ({len(tensors)} such), which the run does not train; "
