@@ -146,6 +146,7 @@ def test_a_text_that_is_not_utf8_is_refused(key):
         ("--validaton.steps=3", "validation.steps"),
         ("--lr", "optimizer.lr"),
         ("--telemetry.freq", "metrics.telemetry_freq"),
+        ("--training", "training.steps"),
         ("--wandb", "metrics.enable_wandb"),
         ("--model.tokenizer=x", "model.tokenizer_path"),
         *((f"--{name}", key) for name, key in MEANT.items()),

@@ -71,9 +71,10 @@ def test_streams_are_written_down_and_shown(folder, worlds, capsys):
 
 
 def test_what_is_learnt_is_shown_with_its_special_tokens():
-    """ "ab?yes" and its end: the answer and the end are learnt; of "xyz" all that follows its first token."""
+    """ "ab?yes" and its end: the answer and the end are learnt; of "xyz" all that follows its first token. The stream's
+    last label is the next stream's first token."""
     tokens = np.array([*b"ab?yes", 256, *b"xyz"])
-    labels = np.append(tokens[1:], IGNORE)
+    labels = np.append(tokens[1:], ord("w"))
     labels[[0, 1, 6]] = IGNORE
     stream = Stream(tokens, labels, np.array([0, 7, 10]), np.arange(10), {"weights": labels != IGNORE})
     assert list(batch.documents(stream, ByteTokenizer(), 60)) == [

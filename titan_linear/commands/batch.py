@@ -7,7 +7,7 @@ titan-linear batch --job.config_file outputs/debug/config.toml --spike -1
 --spike N takes line N of the run's spikes.jsonl (-1: the last) and shows that step's micro-batches with their losses,
 the highest first. Keys are the run's, as for run_train.sh; nothing is written into its folder. For each document this
 prints where it lies in its stream, and its text with special tokens: a line for each part that is learnt, or context
-alone, as questions are, and the first token of every document.
+alone, as questions are, and the first token of every document (cut from the one in the stream before, it is learnt there).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _badness(micro_batch: Json) -> float:
 def documents(stream: Stream, tokenizer: Tokenizer, characters: int) -> Iterator[str]:
     """Lines for each document of a stream, or node of a prefix tree. characters: how many of a part's beginning and of
     its end; 0: all."""
-    targets = np.roll(stream.columns["weights"], 1) > 0
+    targets = np.append(False, stream.columns["weights"][:-1] > 0)  # the last label lies in the next stream
     back = stream.columns.get(BACK, np.zeros_like(stream.tokens))
     for n, (start, end) in enumerate(pairwise(stream.cu_seqlens.tolist())):
         tokens, learnt = stream.tokens[start:end], targets[start:end]

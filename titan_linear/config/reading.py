@@ -363,7 +363,7 @@ def _nearest(key: str) -> str:
             return f": {ABSENT[name]}"
     name = key.rpartition(".")[2]
     words = set(re.split("[._]", key))
-    known = [*KEYS, *SECTIONS]
+    known = {*KEYS, *SECTIONS} - {key}
     if meant := MEANT.get(key) or MEANT.get(name):
         return f"; did you mean {meant}?"
     # telemetry.freq: metrics.telemetry_freq
