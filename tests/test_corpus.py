@@ -34,6 +34,8 @@ def test_write(cache, tmp_path, capsys):
     assert "exists already; choose another folder" in capsys.readouterr().err
     assert corpus.main([*argv, "--format", "completion", "--text-field", "body"]) == 2
     assert capsys.readouterr().err.startswith("error: --text-field body is not used by --format completion; ")
+    assert corpus.main([*argv, "--dataset", "text", "--text-field", "body"]) == 2
+    assert capsys.readouterr().err.startswith("error: --text-field body is not used by --dataset text; ")
     assert corpus.main([*argv[:-1], str(tmp_path / "nowhere")]) == 2
     assert capsys.readouterr().err.startswith(f"error: --path = '{tmp_path}/nowhere'")
 

@@ -20,7 +20,7 @@ from tests.keys import argv_of
 from tests.records import events_of, read_lines, write_json, write_texts
 from tests.refusals import is_refused, refused
 from tests.test_train import BASE, FLOAT64, OWN_FLAVORS, SMALL_HYBRID, SPLITS
-from titan_linear import evaluate, lm_eval
+from titan_linear import evaluate, lm_eval, score
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, build_tokenizer, load_corpus
 from titan_linear.data.streams.prompts import NONE, Sample
@@ -265,6 +265,16 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path, capsys):
 def test_sizes_are_read(capsys):
     assert [evaluate.size(text) for text in ("512", "4k", "1M")] == [512, 4096, 2**20]
     assert is_refused(evaluate.main, ["--tasks", "vt"], capsys).startswith("give PATH, what is evaluated")
+    assert is_refused(score.main, ["a", "--temperature", "nan"], capsys).endswith("--temperature nan above 0\n")
+
+
+def test_where_results_go_is_tried_first(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(evaluate, "checked", lambda path, keys: (None, None, None, None))
+    monkeypatch.setattr(evaluate, "check_evaluation", lambda *_: None)
+    monkeypatch.setattr(evaluate, "run_workers", lambda *_: 0)
+    assert evaluate.main(["a", "-o", str(tmp_path / "new")]) == 0
+    file = tmp_path / "new" / "evaluation.jsonl"
+    assert is_refused(evaluate.main, ["a", "-o", str(file)], capsys).endswith(f"'{file}'\n")
 
 
 def trained(rank, world_size, argv):

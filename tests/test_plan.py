@@ -62,6 +62,7 @@ def test_the_command(capsys, tmp_path):
         (["--gpus", "3", "--parallelism.context_parallel_degree", "2"], "processes (NGPU; titan-linear plan: --gpus)"),
         (["--gpus", "0"], "--gpus 0 must be 1 or more"),
         (["--node", "0"], "--node 0 must be 1 or more"),
+        (["--scaling", "-1"], "--scaling -1 must be 0 or more"),
         (["--gpus", "3"], "training.global_batch_size = 8 is not a multiple of"),
         (["--gpu", "abacus"], "--gpu 'abacus' is unknown; use one of H100, H200, or"),
         (["--rates", "none.json"], "'none.json' cannot be read (No such file or directory); python -m"),

@@ -46,6 +46,8 @@ def main(argv: list[str]) -> int:
         return 0
     config, node, tokenizer, model = checked(args.path, keys)
     check_evaluation(config, model, tokenizer)
+    if args.output:
+        write_down([], 0, Path(args.output))  # refused here, if at all, not after hours
     return run_workers(config, node, "titan_linear.evaluate", ["--output", args.output])
 
 

@@ -175,7 +175,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--temperature", type=float, default=1.0, help="of the softmax (default: 1)")
     parser.add_argument("--compare", nargs=2, metavar="FOLDER", default=[])
     args, keys = path_and_keys(parser, argv)
-    if not 0 <= args.top_k <= MOST_IDS or args.temperature <= 0:
+    if not (0 <= args.top_k <= MOST_IDS and 0 < args.temperature < float("inf")):
         raise ValueError(f"--top-k {args.top_k} must be 0 to {MOST_IDS}, --temperature {args.temperature:g} above 0")
     return args, keys
 

@@ -909,6 +909,7 @@ def test_streams(tmp_path):
             },
             r"dataset_text_field = 'body' is not used by training\.",
         ),
+        ({"training.dataset_text_field": "body"}, r"text_field = 'body' is not used by training\.dataset = 'stdlib'"),
         ({"training.mixture_from_step": "4"}, r"mixture_from_step = 4 is the step from which training.mixture holds"),
     ],
 )

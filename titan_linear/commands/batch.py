@@ -7,7 +7,7 @@ titan-linear batch --job.config_file outputs/debug/config.toml --spike -1
 --spike N takes line N of the run's spikes.jsonl (-1: the last) and shows that step's micro-batches with their losses,
 the highest first. Keys are the run's, as for run_train.sh; nothing is written into its folder. For each document this
 prints where it lies in its stream, and its text with special tokens: a line for each part that is learnt, or context
-alone, as questions are, and the first token of every document (cut from the one in the stream before, it is learnt there).
+alone, as questions are, and the first token of every document: of one that goes on, the stream before learns it.
 """
 
 from __future__ import annotations

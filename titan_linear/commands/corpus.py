@@ -50,8 +50,9 @@ def main(argv: list[str]) -> int:
 def write(args: argparse.Namespace) -> int:
     if args.format != "text" and args.dataset not in FIELD_SOURCES:
         raise ValueError(f"--format {args.format} is for --dataset {', '.join(FIELD_SOURCES)}; remove it")
-    if args.format != "text" and args.text_field != "text":
-        raise ValueError(f"--text-field {args.text_field} is not used by --format {args.format}; remove one of them")
+    if args.text_field != "text" and (args.format != "text" or args.dataset not in FIELD_SOURCES):
+        given = f"--format {args.format}" if args.format != "text" else f"--dataset {args.dataset}"
+        raise ValueError(f"--text-field {args.text_field} is not used by {given}; remove one of them")
     texts = Texts(
         args.dataset,
         args.path,

@@ -167,10 +167,9 @@ def machine_of(args: argparse.Namespace) -> Machine:
     kernel = args.attention or next(name for name in ("cudnn", *rates.attention) if name in rates.attention)
     if kernel not in rates.attention:
         raise ValueError(f"--attention {kernel!r} is not in the rates; use one of {', '.join(rates.attention)}")
-    if args.gpus < 1:
-        raise ValueError(f"--gpus {args.gpus} must be 1 or more")
-    if args.node < 1:
-        raise ValueError(f"--node {args.node} must be 1 or more")
+    for option, least in (("gpus", 1), ("node", 1), ("scaling", 0)):
+        if (number := getattr(args, option)) < least:
+            raise ValueError(f"--{option} {number} must be {least} or more")
     if not args.network > 0:
         raise ValueError(f"--network {args.network:g} must be above 0")
     return Machine(rates, args.node, args.network * 1e9, kernel)

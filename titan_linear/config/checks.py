@@ -257,11 +257,11 @@ def _check_source(s: Training | Source) -> None:
             f"{dataset}_format = {s.dataset_format!r} is for {dataset} = {', '.join(RECORDS)}, and it is "
             f"{s.dataset!r}; remove the format (a corpus of tokens knows its answers), or change {dataset}"
         )
-    if s.dataset_format != "text" and s.dataset_text_field != "text":
-        raise ValueError(
-            f"{dataset}_text_field = {s.dataset_text_field!r} is not used by {dataset}_format = {s.dataset_format!r}; "
-            "remove one of them"
-        )
+    given = f"{dataset} = {s.dataset!r}"
+    if s.dataset in RECORDS:
+        given = f"{dataset}_format = {s.dataset_format!r}" if s.dataset_format != "text" else ""
+    if given and s.dataset_text_field != "text":
+        raise ValueError(f"{dataset}_text_field = {s.dataset_text_field!r} is not used by {given}; remove one of them")
 
 
 def _check_mixture(t: Training, v: Validation) -> None:

@@ -142,6 +142,7 @@ def tiles(records: Iterable[Record]) -> tuple[list[int], list[float], np.ndarray
 
 
 def write_down(records: Iterable[Record], step: int, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     with open_own(folder / EVALUATION, "a") as file:
         file.writelines(json_line({"step": step, **record}) for record in records)
 
