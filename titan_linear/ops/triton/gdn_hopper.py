@@ -69,13 +69,13 @@ def fits(k: Tensor, V: int) -> bool:
 @GluonKernel
 def prepare_kernel(
     q_desc, k_desc, A_desc, C_desc, g, beta, A_log, dt_bias, gates, chunks, scale, HV, R,
-    K: gl.constexpr, BETA_RANGE: gl.constexpr,
+    K: constexpr, BETA_RANGE: constexpr,
 ):  # fmt: skip
     """Gates, A and C of one chunk and value head. A pair's earlier token is its row, so that decays serve both."""
     i_p = gl.program_id(0)
     i_t, i_hv = i_p // HV, i_p % HV
     start, n = chunk_at(chunks, i_t)
-    dtype: gl.constexpr = k_desc.dtype
+    dtype: constexpr = k_desc.dtype
     q_s, k_s = each(shared(dtype, 2, BT, K))
     bar = barriers(1).index(0)
     place = [END, start.to(gl.int32) + n, END - n, i_hv // R * K]
@@ -119,19 +119,19 @@ def launch_prepare(given: Given, tiles: Any) -> None:
 
 
 @gluon.jit
-def _places(i_hv, i_v, V: gl.constexpr):
+def _places(i_hv, i_v, V):
     """Of Sᵀ in a state [HV, K, V]."""
     o_v, o_k = indices(BV, K, CARRY)
     return i_hv * (K * V) + o_k * V + i_v * BV + o_v
 
 
 @gluon.jit
-def _left(x, k, layout: gl.constexpr):
+def _left(x, k, layout):
     return gl.convert_layout(x.to(k.dtype), layout)
 
 
 @gluon.jit
-def _put(desc, place, shape: gl.constexpr, buffers, n, b_x, pending: gl.constexpr):
+def _put(desc, place, shape, buffers, n, b_x, pending):
     """Write xᵀ, by one of two buffers in turn; `pending` writes may go on meanwhile."""
     tile = buffers.index(n % 2)
     tma.store_wait(pending)
@@ -156,7 +156,7 @@ def _factors(vectors, stage):
 
 
 @gluon.jit
-def _forward(tiles, vectors, bars, rooms, ends, V: gl.constexpr, STAGES: gl.constexpr):
+def _forward(tiles, vectors, bars, rooms, ends, V, STAGES):
     q_s, k_s, v_s, C_s, A_s = tiles
     ready, factors_ready, empty = bars
     states_s, rows_s, states_desc, rows_desc = rooms
@@ -204,7 +204,7 @@ def _forward(tiles, vectors, bars, rooms, ends, V: gl.constexpr, STAGES: gl.cons
 
 
 @gluon.jit
-def _backward(tiles, vectors, bars, rooms, ends, V: gl.constexpr, STAGES: gl.constexpr):
+def _backward(tiles, vectors, bars, rooms, ends, V, STAGES):
     q_s, k_s, do_s, C_s, A_s = tiles
     ready, factors_ready, empty = bars
     states_s, rows_s, states_desc, rows_desc = rooms
@@ -243,7 +243,7 @@ def _backward(tiles, vectors, bars, rooms, ends, V: gl.constexpr, STAGES: gl.con
 
 
 @gluon.jit
-def _load(tiles, bars, descs, span, HV, R, V: gl.constexpr, STAGES: gl.constexpr, BACK: gl.constexpr):
+def _load(tiles, bars, descs, span, HV, R, V, STAGES, BACK):
     q_desc, k_desc, v_desc, C_desc, A_desc = descs
     q_s, k_s, v_s, C_s, A_s = tiles
     ready, _, empty = bars
@@ -266,7 +266,7 @@ def _load(tiles, bars, descs, span, HV, R, V: gl.constexpr, STAGES: gl.constexpr
 
 
 @gluon.jit
-def _make_factors(vectors, bars, gates, span, HV, STAGES: gl.constexpr, BACK: gl.constexpr):
+def _make_factors(vectors, bars, gates, span, HV, STAGES, BACK):
     _, factors_ready, empty = bars
     _, length, first, _, i_hv, _ = span
     o_c = gl.arange(0, BT, LANES)
@@ -288,13 +288,13 @@ def scan_kernel(
     k_desc, v_desc, C_desc, q_desc, A_desc,  # v: do with BACK; q and A: None where no o is wanted
     states_desc, rows_desc,  # h and y, None and o, or with BACK dh and dv
     gates, initial, final_state, listed, chunks, scale, HV, R,
-    V: gl.constexpr, STAGES: gl.constexpr, BACK: gl.constexpr,
+    V: constexpr, STAGES: constexpr, BACK: constexpr,
 ):  # fmt: skip
     """Scan one entry's chunks, for one head and BV columns of its state; with BACK, from the last to the first."""
     i_v, _, i_n, i_hv = place_in_row(V // BV, HV)
     start, length, first = entry_at(chunks, listed, i_n)
     span = start.to(gl.int32), length, first, i_n, i_hv, i_v
-    dtype: gl.constexpr = k_desc.dtype
+    dtype: constexpr = k_desc.dtype
     q_s, A_s, states_s = None, None, None
     if q_desc is not None:
         q_s, A_s = shared(dtype, STAGES, BT, K), shared(dtype, STAGES, BT, BT)
@@ -343,7 +343,7 @@ def launch_reverse(given: Given, d_initial: Pair, dh: Tensor, dv: Tensor) -> Non
 
 
 @gluon.jit
-def _half(rows, i: gl.constexpr):
+def _half(rows, i):
     """Half of the channels of rows [BT, K]."""
     return rows.slice(BT * i, BT, 1)
 
@@ -361,7 +361,7 @@ def _add(a, rows, first, second):
 
 
 @gluon.jit
-def _read(rows, i: gl.constexpr):
+def _read(rows, i):
     return _half(rows, i).load(SQUARE).to(gl.float32)
 
 
@@ -388,7 +388,7 @@ def _given_product(initial, d_final, i_n, i_hv, HV):
 def gradients_kernel(
     q_desc, k_desc, do_desc, y_desc, dv_desc, h_desc, dh_desc, dq_desc, dk_desc,
     gates, g, A_log, dt_bias, initial, d_final, dg, dbeta, d_gate, chunks, scale, HV, NT, R,
-    BETA_RANGE: gl.constexpr,
+    BETA_RANGE: constexpr,
 ):  # fmt: skip
     """As `gradients_kernel` of gdn_kernels; dh comes where do and dv were."""
     i_p = gl.program_id(0)
@@ -399,7 +399,7 @@ def gradients_kernel(
             gl.store(d_gate + i_p, 0.0)
             gl.store(d_gate + NT * HV + i_p, 0.0)
         return
-    dtype: gl.constexpr = k_desc.dtype
+    dtype: constexpr = k_desc.dtype
     q_s, k_s, y_s = each(shared(dtype, 3, BT, K))
     do_s, dv_s = each(shared(dtype, 2, BT, K))
     h1, h2 = each(shared(dtype, 2, BT, K))

@@ -54,7 +54,7 @@ def _layout(bits: int, rank: int) -> gl.NVMMASharedLayout:
 @gluon.jit
 def each(x):
     """The parts of x, by its first dimension."""
-    n: gl.constexpr = x.shape[0]
+    n: constexpr = x.shape[0]
     parts = ()
     for i in gl.static_range(n):
         parts = parts + (x.index(i),)  # noqa: RUF005 (Triton joins tuples with +)
@@ -62,7 +62,7 @@ def each(x):
 
 
 @gluon.jit
-def barriers(n: gl.constexpr):
+def barriers(n):
     bars = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(n):
         mbarrier.init(bars.index(i), 1)
@@ -70,14 +70,14 @@ def barriers(n: gl.constexpr):
 
 
 @gluon.jit
-def shared(dtype: gl.constexpr, n: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr):
+def shared(dtype, n, rows, columns):
     return gl.allocate_shared_memory(dtype, [n, rows, columns], TILE)
 
 
 @gluon.jit
 def fetch(desc, place, bar, tile):
     """A tile, by `swizzled`, of a stream's rows or of a chunk."""
-    shape: gl.constexpr = desc.block_type.shape
+    shape: constexpr = desc.block_type.shape
     if len(shape) > len(tile.shape):
         tile = tile.reshape(shape)
     tma.async_copy_global_to_shared(desc, place, bar, tile)
@@ -130,7 +130,7 @@ def sums(x, matrix):
 
 
 @gluon.jit
-def indices(R: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
+def indices(R, C, layout):
     """As those of `tiles`."""
     return gl.arange(0, R, gl.SliceLayout(1, layout))[:, None], gl.arange(0, C, gl.SliceLayout(0, layout))[None, :]
 
@@ -155,14 +155,14 @@ def inverse(x):
 
 
 @gluon.jit
-def halves(x, layout: gl.constexpr):
+def halves(x, layout):
     """[64, n] → two of [64, n / 2]."""
     first, second = gl.split(gl.permute(gl.reshape(x, [64, 2, x.shape[1] // 2]), (0, 2, 1)))
     return gl.convert_layout(first, layout, assert_trivial=True), gl.convert_layout(second, layout, assert_trivial=True)
 
 
 @gluon.jit
-def joined(first, second, layout: gl.constexpr):
+def joined(first, second, layout):
     """As `halves`, the other way."""
     x = gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), [64, 2 * first.shape[1]])
     return gl.convert_layout(x, layout, assert_trivial=True)
@@ -196,7 +196,7 @@ def _solve_blocks(x, beta_s):
 
 
 @gluon.jit
-def _add_block(x, high_s, low_s, i: gl.constexpr, j: gl.constexpr, acc):
+def _add_block(x, high_s, low_s, i, j, acc):
     """acc + x @ (block i, j of a matrix in two parts) [64, 16], under way, as `dot_fp32`."""
     high, low = split(x)
     high_s, low_s = high_s.slice(16 * i, 16, 0).slice(16 * j, 16, 1), low_s.slice(16 * i, 16, 0).slice(16 * j, 16, 1)

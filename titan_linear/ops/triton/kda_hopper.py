@@ -66,24 +66,24 @@ def fits(x: Inputs) -> bool:
 
 
 @gluon.jit
-def _part(matrix, i: gl.constexpr, j: gl.constexpr):
+def _part(matrix, i, j):
     """Tokens of half i by those of half j, of a chunk's matrix."""
     return matrix.slice(32 * i, 32, 0).slice(32 * j, 32, 1)
 
 
 @gluon.jit
-def _turned(rows, i: gl.constexpr):
+def _turned(rows, i):
     """The tokens of half i of rows [C, C], as [C, 32]."""
     return turned(rows.slice(32 * i, 32, 0))
 
 
 @gluon.jit
-def _read(rows, i: gl.constexpr):
+def _read(rows, i):
     return _turned(rows, i).load(HALF).to(gl.float32)
 
 
 @gluon.jit
-def _of_tokens(vector, i: gl.constexpr):
+def _of_tokens(vector, i):
     return vector.slice(32 * i, 32).load(TOKENS)[None, :]
 
 
@@ -96,12 +96,12 @@ def _write(desc, place, rows, first, second):
 
 
 @gluon.jit
-def _is_token(i: gl.constexpr, n):
+def _is_token(i, n):
     return gl.arange(0, 32, TOKENS)[None, :] < n - 32 * i
 
 
 @gluon.jit
-def _log2_gates(g_s, i: gl.constexpr, rate, bias, lower_bound, n, GATE: gl.constexpr):
+def _log2_gates(g_s, i, rate, bias, lower_bound, n, GATE):
     """As `log2_gates`, of half i."""
     raw = _read(g_s, i)
     if GATE > 0:
@@ -119,7 +119,7 @@ def _store_sums(sums_s):
 
 
 @gluon.jit
-def _half_decays(g_s, sums_s, rate, bias, lower_bound, n, GATE: gl.constexpr):
+def _half_decays(g_s, sums_s, rate, bias, lower_bound, n, GATE):
     """As `half_decays`, but 2^x, of each half, in place of x."""
     x1 = sums(_log2_gates(g_s, 0, rate, bias, lower_bound, n, GATE), sums_s)
     x2 = sums(_log2_gates(g_s, 1, rate, bias, lower_bound, n, GATE), sums_s)
@@ -141,15 +141,15 @@ def _put(rows, first, second):
 @GluonKernel
 def prepare_kernel(
     q_desc, k_desc, g_desc, qg_desc, kn_desc, kg_desc, A_desc, G_desc,  # A and G: None where they are not asked for
-    beta, A_log, dt_bias, decay, b, chunks, scale, lower_bound, HV, R, GATE: gl.constexpr, BETA_RANGE: gl.constexpr,
+    beta, A_log, dt_bias, decay, b, chunks, scale, lower_bound, HV, R, GATE: constexpr, BETA_RANGE: constexpr,
 ):  # fmt: skip
     """As `prepare_kernel` of kda_kernels with SAFE, and `solve`. A pair's earlier token is its row."""
     tile = gl.program_id(0)
     i_t, i_h = tile // HV, tile % HV
     start, n = chunk_at(chunks, i_t)
     q_s, k_s = each(shared(gl.bfloat16, 2, C, C)), each(shared(gl.bfloat16, 2, C, C))
-    size: gl.constexpr = g_desc.dtype.primitive_bitwidth
-    layout: gl.constexpr = gl.NVMMASharedLayout(128, size, 2)
+    size: constexpr = g_desc.dtype.primitive_bitwidth
+    layout: constexpr = gl.NVMMASharedLayout(128, size, 2)
     g_s = (  # two, since each falls free for what is made of it
         gl.allocate_shared_memory(g_desc.dtype, [C, C], layout),
         gl.allocate_shared_memory(g_desc.dtype, [C, C], layout),
@@ -246,7 +246,7 @@ def launch_prepare(given: Given, tiles: Any) -> None:
 @GluonKernel
 def gradient_kernel(
     q_desc, k_desc, g_desc, do_desc, r_desc, y_desc, h_desc, dh_desc, dA_desc, dK_desc, dq_desc, dk_desc, dg_desc,
-    A_log, dt_bias, b, dA_part, dbias_part, fast, chunks, scale, lower_bound, HV, GATE: gl.constexpr,
+    A_log, dt_bias, b, dA_part, dbias_part, fast, chunks, scale, lower_bound, HV, GATE: constexpr,
 ):  # fmt: skip
     """One (chunk, head, half of K), as `gradient_kernel` of kda_kernels with SAFE, for K = V = 128."""
     i_k, i_h, i_t = gl.program_id(0), gl.program_id(1), gl.program_id(2)
@@ -266,7 +266,7 @@ def gradient_kernel(
         return
     q_s, k_s, dA_s, dK_s, do1_s, do2_s = each(shared(gl.bfloat16, 6, C, C))
     h_s, y_s = each(shared(gl.bfloat16, 2, D, C))
-    size: gl.constexpr = g_desc.dtype.primitive_bitwidth
+    size: constexpr = g_desc.dtype.primitive_bitwidth
     g_s = gl.allocate_shared_memory(g_desc.dtype, [C, C], gl.NVMMASharedLayout(128, size, 2))
     sums_s = gl.allocate_shared_memory(gl.bfloat16, [32, 32], gl.NVMMASharedLayout(64, 16, 2))
     b_s = gl.allocate_shared_memory(gl.float32, [C], VECTOR)

@@ -54,7 +54,7 @@ def fits(x: DPLRInputs) -> bool:
 
 
 @gluon.jit
-def _room(dtype: gl.constexpr = gl.bfloat16):
+def _room(dtype=gl.bfloat16):
     return gl.allocate_shared_memory(dtype, [C, C], gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 2))
 
 
@@ -65,19 +65,19 @@ def _read(rows):
 
 
 @gluon.jit
-def _earlier(STRICT: gl.constexpr):
+def _earlier(STRICT):
     """Which of a matrix's columns are tokens before those of its rows."""
     i, j = indices(C, C, SQUARE)
     return (j < i) if STRICT else (j <= i)
 
 
 @gluon.jit
-def _store_pairs(room, x, STRICT: gl.constexpr):
+def _store_pairs(room, x, STRICT):
     room.store(rounded(gl.where(_earlier(STRICT), x, 0.0)))
 
 
 @gluon.jit
-def _log2_gates(w_s, RATE: gl.constexpr):
+def _log2_gates(w_s, RATE):
     """Log decays in base 2, and, with RATE, the sigmoids that give them."""
     b_w = _read(w_s)
     if RATE is None:
@@ -90,7 +90,7 @@ def _log2_gates(w_s, RATE: gl.constexpr):
 @GluonKernel
 def gradient_kernel(
     q_desc, k_desc, v_desc, a_desc, b_desc, w_desc, do_desc, T_desc, h_desc, dh_desc,
-    dq_desc, dk_desc, dv_desc, da_desc, db_desc, dw_desc, chunks, scale, H, RATE: gl.constexpr,
+    dq_desc, dk_desc, dv_desc, da_desc, db_desc, dw_desc, chunks, scale, H, RATE: constexpr,
 ):  # fmt: skip
     """One (chunk, head), as `gradient_kernel` of rwkv7_kernels."""
     i_h, i_t = gl.program_id(0), gl.program_id(1)
@@ -99,7 +99,7 @@ def gradient_kernel(
         return
     tile = i_t * H + i_h
     enters = tile + gl.load(chunks[1] + 2 * i_t) * H
-    size: gl.constexpr = C * C * w_desc.dtype.primitive_bitwidth // 8
+    size: constexpr = C * C * w_desc.dtype.primitive_bitwidth // 8
     w_s, q_s, k_s, a_s, b_s, v_s, do_s = _room(w_desc.dtype), _room(), _room(), _room(), _room(), _room(), _room()
     h_s, dh_s, leaves_s, T_s, y_s, z_s = _room(), _room(), _room(), _room(), _room(), _room()
     gates_ready, keys_ready, ready, last_ready = each(barriers(4))
