@@ -11,7 +11,7 @@ from triton.language import constexpr
 
 from titan_linear.ops.runtime.operators import operator
 from titan_linear.ops.triton.launch import Kernel
-from titan_linear.ops.triton.tiles import blocks_of, load_wide
+from titan_linear.ops.triton.tiles import blocks_of, load_wide, program, zeros
 
 TILE = 2048  # hidden channels of rows that a program holds at once
 
@@ -20,7 +20,7 @@ TILE = 2048  # hidden channels of rows that a program holds at once
 def activation_kernel(
     y, weights, x, rows, H, FACTOR: constexpr, GATED: constexpr, WEIGHTED: constexpr, BR: constexpr, BH: constexpr
 ):
-    o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)[:, None]
+    o_r = program() * BR + tl.arange(0, BR)[:, None]
     o_h = tl.program_id(1) * BH + tl.arange(0, BH)[None, :]
     m = (o_r < rows) & (o_h < H)
     if GATED:
@@ -40,9 +40,9 @@ def activation_bwd_kernel(
     BH: constexpr,
 ):  # fmt: skip
     """out: the gradient of weights, or without them x."""
-    o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)[:, None]
+    o_r = program() * BR + tl.arange(0, BR)[:, None]
     b_w = load_wide(weights + o_r, o_r < rows) if WEIGHTED else 1.0
-    b_dw = tl.zeros([BR, 1], tl.float32)
+    b_dw = zeros(BR, 1)
     for h in range(0, H, BH):
         o_h = h + tl.arange(0, BH)[None, :]
         m = (o_r < rows) & (o_h < H)

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from titan_linear.ops.triton.launch import Kernel
-from titan_linear.ops.triton.tiles import blocks_of, load_wide
+from titan_linear.ops.triton.tiles import blocks_of, load_wide, program, wide
 
 BLOCK = 2048
 
@@ -20,11 +20,11 @@ def adamw_kernel(
     p, copy, g, m, v, step, clip, skipped, n, lr, DECAY: constexpr, B1: constexpr, B2: constexpr, EPS: constexpr,
     LOG1: constexpr, LOG2: constexpr, COPIED: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    o = program() * BLOCK + tl.arange(0, BLOCK)
     mask = o < n * (1 - tl.load(skipped)).to(tl.int64)
     t = tl.load(step).to(tl.float64)
-    rate = lr / (1 - tl.exp(LOG1 * t)).to(tl.float32)
-    root = tl.sqrt(1 - tl.exp(LOG2 * t)).to(tl.float32)
+    rate = lr / wide(1 - tl.exp(LOG1 * t))
+    root = wide(tl.sqrt(1 - tl.exp(LOG2 * t)))
     b_g = load_wide(g + o, mask) * tl.load(clip)
     b_m = tl.load(m + o, mask=mask)
     b_m += (1 - B1) * (b_g - b_m)

@@ -20,7 +20,7 @@ from triton.language import constexpr
 from titan_linear.ops.layout.boundaries import CHUNK
 from titan_linear.ops.runtime.operators import operator
 from titan_linear.ops.triton.launch import Kernel
-from titan_linear.ops.triton.tiles import BT, Pair
+from titan_linear.ops.triton.tiles import BT, Pair, load_index, masked
 
 
 class Chunks(NamedTuple):
@@ -60,8 +60,8 @@ def chunk_at(chunks, i_t):
     cu_seqlens, chunk_index, _ = chunks
     i_n, i_c = tl.load(chunk_index + 2 * i_t), tl.load(chunk_index + 2 * i_t + 1)
     used = i_n >= 0
-    start = tl.load(cu_seqlens + i_n, mask=used, other=0) + tl.where(used, i_c * BT, 0)
-    end = tl.load(cu_seqlens + i_n + 1, mask=used, other=0)
+    start = masked(cu_seqlens + i_n, mask=used) + tl.where(used, i_c * BT, 0)
+    end = masked(cu_seqlens + i_n + 1, mask=used)
     return start.to(tl.int64), tl.minimum(end - start, BT)
 
 
@@ -69,10 +69,10 @@ def chunk_at(chunks, i_t):
 def entry_at(chunks, listed, i_f):
     """First token (64 bits), length, and first chunk (64 bits) of the listed entry i_f."""
     cu_seqlens, _, chunk_offsets = chunks
-    i_n = i_f if listed[0] is None else tl.load(listed[0] + i_f).to(tl.int64)
-    start = tl.load(cu_seqlens + i_n).to(tl.int64)
+    i_n = i_f if listed[0] is None else load_index(listed[0] + i_f)
+    start = load_index(cu_seqlens + i_n)
     length = (tl.load(cu_seqlens + i_n + 1) - start).to(tl.int32)
-    return start, length, tl.load(chunk_offsets + i_n).to(tl.int64)
+    return start, length, load_index(chunk_offsets + i_n)
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def chunks_in(length):
 def of_one_chunk(chunks, i_t, n):
     """The entry of chunk i_t (64 bits), and whether its tokens are the chunk's n."""
     cu_seqlens, chunk_index, _ = chunks
-    i_n = tl.load(chunk_index + 2 * i_t).to(tl.int64)
+    i_n = load_index(chunk_index + 2 * i_t)
     return i_n, tl.load(cu_seqlens + i_n + 1) - tl.load(cu_seqlens + i_n) == n
 
 
@@ -105,7 +105,7 @@ def chunk_table_kernel(cu_seqlens, chunk_index, chunk_offsets, N, NT, BT, BN: co
     for j in range(0, i_n, BN):
         o_n = j + tl.arange(0, BN)
         m_n = o_n < i_n
-        lengths = tl.load(cu_seqlens + o_n + 1, mask=m_n, other=0) - tl.load(cu_seqlens + o_n, mask=m_n, other=0)
+        lengths = masked(cu_seqlens + o_n + 1, mask=m_n) - masked(cu_seqlens + o_n, mask=m_n)
         first += tl.sum(tl.where(m_n, tl.maximum(tl.cdiv(lengths, BT), 1), 0))
     tl.store(chunk_offsets + i_n, first)
     if i_n < N:

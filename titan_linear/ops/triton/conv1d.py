@@ -29,7 +29,7 @@ from titan_linear.ops.runtime.options import ConvolutionOptions, States
 from titan_linear.ops.triton.chunks import chunks_of
 from titan_linear.ops.triton.gates import sigmoid
 from titan_linear.ops.triton.launch import Kernel
-from titan_linear.ops.triton.tiles import blocks_of, load_wide, state_row
+from titan_linear.ops.triton.tiles import blocks_of, load_index, load_wide, masked, state_row, wide, zeros
 
 BT = CONV_RUN  # rows per program, a multiple of the unroll; forward and backward share a chunk table
 # channels per program, rows in flight, warps: good on every GPU, no shared memory to run out of
@@ -79,16 +79,16 @@ def _block_channels(i_d, width, BD, K, BK):
 def _entry(initial, cu_seqlens, i_n):
     """The row of entry i_n's initial state, its first token, and the one behind its last."""
     i_r = state_row(initial, i_n)
-    return i_r, tl.load(cu_seqlens + i_n).to(tl.int64), tl.load(cu_seqlens + i_n + 1).to(tl.int64)
+    return i_r, load_index(cu_seqlens + i_n), load_index(cu_seqlens + i_n + 1)
 
 
 @triton.jit
 def _zeros(n, BD):
     """n times [BD]."""
-    zeros = ()
+    rows = ()
     for i in tl.static_range(n):
-        zeros = zeros + (tl.zeros([BD], tl.float32),)
-    return zeros
+        rows = rows + (zeros(BD),)
+    return rows
 
 
 @triton.jit
@@ -125,7 +125,7 @@ def _load_weights(weight, bias, o_d, m_d, W, BD):
     weights = ()
     for i in tl.static_range(W):
         weights = weights + (load_wide(weight + o_d * W + i, m_d),)
-    b_bias = tl.zeros([BD], tl.float32)
+    b_bias = zeros(BD)
     if bias is not None:
         b_bias = load_wide(bias + o_d, m_d)
     return weights, b_bias
@@ -160,9 +160,9 @@ def conv1d_fwd_kernel(
     for t in range(start, end, R):
         rows = ()  # R independent loads in flight
         for r in tl.static_range(R):
-            rows = rows + (tl.load(x + (t + r) * stride_x + o_d, mask=m_d & (t + r < end), other=0.0),)
+            rows = rows + (masked(x + (t + r) * stride_x + o_d, mask=m_d & (t + r < end)),)
         for r in tl.static_range(R):
-            full = window + (rows[r].to(tl.float32),)
+            full = window + (wide(rows[r]),)
             b_z = _convolve(full, weights, b_bias, W)
             if SILU:
                 b_z = b_z * sigmoid(b_z)
@@ -241,12 +241,12 @@ def conv1d_bwd_kernel(
     dy -= before  # so that o_d points at the part's own channels
     if i_n < 0:  # zeros, since partials are summed over all rows of chunk_index
         for i in tl.static_range(W):
-            tl.store(d_weight + (i_t * W + i) * D + o_d, tl.zeros([BD], tl.float32), mask=m_d)
+            tl.store(d_weight + (i_t * W + i) * D + o_d, zeros(BD), mask=m_d)
         if d_bias is not None:
-            tl.store(d_bias + i_t * D + o_d, tl.zeros([BD], tl.float32), mask=m_d)
+            tl.store(d_bias + i_t * D + o_d, zeros(BD), mask=m_d)
         return
     sums = _zeros(W, BD)  # d_weight, one [BD] for each tap
-    b_dbias = tl.zeros([BD], tl.float32)
+    b_dbias = zeros(BD)
     i_n = i_n.to(tl.int64)
     i_r, bos, eos = _entry(initial, cu_seqlens, i_n)
     start = bos + i_s * BT
@@ -264,11 +264,11 @@ def conv1d_bwd_kernel(
         rows, d_rows = (), ()
         for r in tl.static_range(R):
             m_t = m_d & (t + r < end)
-            rows = rows + (tl.load(x + (t + r) * stride_x + o_d, mask=m_t, other=0.0),)
-            d_rows = d_rows + (tl.load(dy + (t + r) * stride_dy + o_d, mask=m_t, other=0.0),)
+            rows = rows + (masked(x + (t + r) * stride_x + o_d, mask=m_t),)
+            d_rows = d_rows + (masked(dy + (t + r) * stride_dy + o_d, mask=m_t),)
         for r in tl.static_range(R):
-            full = window + (rows[r].to(tl.float32),)
-            b_dz = _activation_bwd(d_rows[r].to(tl.float32), full, weights, b_bias, normed, W, BD, BK, SILU, NORM)
+            full = window + (wide(rows[r]),)
+            b_dz = _activation_bwd(wide(d_rows[r]), full, weights, b_bias, normed, W, BD, BK, SILU, NORM)
             added = ()
             for i in tl.static_range(W):
                 added = added + (sums[i] + b_dz * full[i],)

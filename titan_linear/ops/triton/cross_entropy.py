@@ -8,7 +8,7 @@ from triton.language import constexpr
 
 from titan_linear.ops.runtime.operators import operator
 from titan_linear.ops.triton.launch import Kernel
-from titan_linear.ops.triton.tiles import blocks_of
+from titan_linear.ops.triton.tiles import blocks_of, program, wide, zeros
 
 IGNORE = constexpr(-100)
 BLOCK = {"BV": 8192, "num_warps": 16}  # columns of a row, at a time
@@ -17,12 +17,12 @@ BLOCK = {"BV": 8192, "num_warps": 16}  # columns of a row, at a time
 @Kernel
 def statistics_kernel(logits, out, stride, vocab, rows, MORE: constexpr, BV: constexpr):
     """One row. Each column of the block keeps its own maximum and sums until the end: no step waits for a reduction."""
-    row = logits + tl.program_id(0).to(tl.int64) * stride
+    row = logits + program() * stride
     o_v = tl.arange(0, BV)
-    b_m, b_s = tl.full([BV], float("-inf"), tl.float32), tl.zeros([BV], tl.float32)
-    b_x_sum, b_px = tl.zeros([BV], tl.float32), tl.zeros([BV], tl.float32)  # Σ x, Σ exp(x − m) x
+    b_m, b_s = tl.full([BV], float("-inf"), tl.float32), zeros(BV)
+    b_x_sum, b_px = zeros(BV), zeros(BV)  # Σ x, Σ exp(x − m) x
     for v in range(0, vocab, BV):
-        b_x = tl.load(row + v + o_v, mask=v + o_v < vocab, other=float("-inf")).to(tl.float32)
+        b_x = wide(tl.load(row + v + o_v, mask=v + o_v < vocab, other=float("-inf")))
         b_new = tl.maximum(b_m, b_x, propagate_nan=tl.PropagateNan.ALL)
         b_safe = tl.where(b_new == float("-inf"), 0.0, b_new)
         b_decay, b_p = tl.exp(b_m - b_safe), tl.exp(b_x - b_safe)
@@ -44,10 +44,10 @@ def statistics_kernel(logits, out, stride, vocab, rows, MORE: constexpr, BV: con
 @Kernel
 def gradient_kernel(logits, lse, target, a, b, c, d, stride, vocab, UNIFORM: constexpr, BV: constexpr):
     """One row and block of columns."""
-    i_t = tl.program_id(0).to(tl.int64)
+    i_t = program()
     o_v = tl.program_id(1) * BV + tl.arange(0, BV)
     m_v = o_v < vocab
-    b_x = tl.load(logits + i_t * stride + o_v, mask=m_v, other=float("-inf")).to(tl.float32)
+    b_x = wide(tl.load(logits + i_t * stride + o_v, mask=m_v, other=float("-inf")))
     column = tl.load(target + i_t)
     b_d = tl.load(a + i_t) * tl.exp(b_x - tl.load(lse + i_t)) + tl.where(o_v == column, tl.load(c + i_t), 0.0)
     if UNIFORM:

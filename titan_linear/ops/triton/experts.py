@@ -12,7 +12,7 @@ from triton.language import constexpr
 from titan_linear.ops.runtime.operators import operator
 from titan_linear.ops.triton.activations import TILE, activate, activate_backward
 from titan_linear.ops.triton.launch import Kernel
-from titan_linear.ops.triton.tiles import blocks_of, indices, load_wide
+from titan_linear.ops.triton.tiles import blocks_of, indices, load_wide, masked, program, zeros
 
 __all__ = ["activate", "activate_backward", "collect", "spread", "top_k"]
 
@@ -23,8 +23,8 @@ NONE = constexpr(-(1 << 62))  # below all keys
 def top_k_kernel(scores, experts, N, E, K: constexpr, BN: constexpr, BE: constexpr):
     """A key has a score's order, and below it that of the indices: so no two are equal, and NaNs have a place."""
     o_n, o_e = indices(BN, BE)
-    o_n = tl.program_id(0).to(tl.int64) * BN + o_n
-    b_bits = tl.load(scores + o_n * E + o_e, mask=(o_n < N) & (o_e < E), other=0.0).to(tl.int32, bitcast=True)
+    o_n = program() * BN + o_n
+    b_bits = masked(scores + o_n * E + o_e, mask=(o_n < N) & (o_e < E)).to(tl.int32, bitcast=True)
     b_key = (b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)).to(tl.int64) * BE + (BE - 1 - o_e)
     b_key = tl.where(o_e < E, b_key, NONE)
     for j in tl.static_range(K):
@@ -56,7 +56,7 @@ def spread_kernel(x, slots, y, D, K: constexpr, BD: constexpr):
 @Kernel
 def collect_kernel(y, slots, x, D, K: constexpr, BD: constexpr):
     i_n, o_d = _channels(BD)
-    b_x = tl.zeros([BD], tl.float32)
+    b_x = zeros(BD)
     for j in tl.static_range(K):
         slot = tl.load(slots + i_n * K + j)
         b_x += load_wide(y + slot * D + o_d, (slot >= 0) & (o_d < D))
@@ -66,7 +66,7 @@ def collect_kernel(y, slots, x, D, K: constexpr, BD: constexpr):
 @triton.jit
 def _channels(BD: constexpr):
     """A program's token (64 bits), and its channels [BD]."""
-    return tl.program_id(0).to(tl.int64), tl.program_id(1) * BD + tl.arange(0, BD)
+    return program(), tl.program_id(1) * BD + tl.arange(0, BD)
 
 
 def _over_tokens(kernel: Kernel, x: Tensor, slots: Tensor, y: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from triton.language import constexpr
 from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import operator
 from titan_linear.ops.triton.launch import Kernel
-from titan_linear.ops.triton.tiles import indices, read_state, slice_and_head
+from titan_linear.ops.triton.tiles import indices, load_index, read_state, slice_and_head, zeros
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def _transition(p_m, p_s, r, K, V, BK, BV, NM, REVERSE):
     if NM <= K:
         return tl.load(p_m + (r + o_r) % NM) * tl.load(p_s + r * V + o_s)
     else:
-        b_s = tl.zeros([BK, BV], tl.float32)
+        b_s = zeros(BK, BV)
         for c in range(0, K, BK):
             o_m = (c + o_c) * K + r + o_r if REVERSE else (r + o_r) * K + c + o_c
             b_s += tl.dot(tl.load(p_m + o_m), tl.load(p_s + c * V + o_s), input_precision="tf32x3")
@@ -63,10 +63,10 @@ def fold_kernel(
     p_out = out + i_sh * K * V
     if begin == end:
         for r in range(0, K, BK):
-            tl.store(p_out + r * V + o_s, tl.zeros([BK, BV], tl.float32))
+            tl.store(p_out + r * V + o_s, zeros(BK, BV))
     for i in range(begin, end):
-        p_x = S_ext + (tl.load(s_row + i).to(tl.int64) * HV + i_h) * K * V
-        i_m = tl.load(m_row + i).to(tl.int64)
+        p_x = S_ext + (load_index(s_row + i) * HV + i_h) * K * V
+        i_m = load_index(m_row + i)
         p_to, p_from = p_out + (end - 1 - i) % 2 * half, p_out + (end - i) % 2 * half
         for r in range(0, K, BK):
             b_s = tl.load(p_x + r * V + o_s)
@@ -104,15 +104,15 @@ def fold_segments_kernel(
     """Fold one (document, head, slice of V) along its segments. The program after the last document writes zeros for
     the surplus segments, whose empty chunks the scans read."""
     i_v, _, i_n, i_h = slice_and_head(HV)
-    begin = tl.load(segment_offsets + i_n).to(tl.int64)
+    begin = load_index(segment_offsets + i_n)
     o_k, o_v = indices(BK, BV)
     o_s = o_k * V + i_v * BV + o_v
     if i_n == N:
         for i in range(begin, S):
             for r in range(0, K, BK):
-                tl.store(out + (i * HV + i_h) * K * V + r * V + o_s, tl.zeros([BK, BV], tl.float32))
+                tl.store(out + (i * HV + i_h) * K * V + r * V + o_s, zeros(BK, BV))
         return
-    end = tl.load(segment_offsets + i_n + 1).to(tl.int64)
+    end = load_index(segment_offsets + i_n + 1)
     for i in range(begin, end):
         i_s = begin + end - 1 - i if REVERSE else i
         i_before = i_s + 1 if REVERSE else i_s - 1
@@ -122,7 +122,7 @@ def fold_segments_kernel(
         if wanted is not None and i > begin:
             given = tl.load(wanted + i_before)
         for r in range(0, K, BK):
-            b_s = tl.zeros([BK, BV], tl.float32)
+            b_s = zeros(BK, BV)
             if i > begin:
                 if given > 0:
                     b_s += tl.load(p_x + r * V + o_s)
@@ -178,7 +178,7 @@ def _through_entry(x, M, wanted, out, half, begin, end, i_nh, i_h, HV, column, K
             multiplies = multiplies & (tl.load(wanted + i_s) > 1)
         p_to, p_from = p_out + (end - 1 - i) % 2 * half, p_out + (end - i) % 2 * half
         for r in range(0, K, BK):
-            b_s = tl.zeros([BK, BV], tl.float32)
+            b_s = zeros(BK, BV)
             if multiplies:
                 b_s = _transition(M + i_sh * NM, p_from + column, r, K, V, BK, BV, NM, REVERSE)
             if ADDS or i == begin:
@@ -200,7 +200,7 @@ def fold_entries_kernel(
     """Fold one (entry, head, slice of the state's or the transition's columns) along its segments."""
     i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_h, entry = i_nh % HV, tl.load(entries + i_nh // HV)
-    begin, end = tl.load(segment_offsets + entry).to(tl.int64), tl.load(segment_offsets + entry + 1).to(tl.int64)
+    begin, end = load_index(segment_offsets + entry), load_index(segment_offsets + entry + 1)
     if i_v < V // BV:
         column, half = i_v * BV, tl.cast(n, tl.int64) * HV * K * V
         _through_entry(

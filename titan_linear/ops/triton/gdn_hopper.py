@@ -46,7 +46,7 @@ from titan_linear.ops.triton.hopper import (
     visible,
 )
 from titan_linear.ops.triton.stages import Given
-from titan_linear.ops.triton.tiles import BT, Pair, read_state, rows, write_state
+from titan_linear.ops.triton.tiles import BT, Pair, read_state, rows, wide, write_state
 
 K = constexpr(128)
 BV = constexpr(64)
@@ -177,7 +177,7 @@ def _forward(tiles, vectors, bars, rooms, ends, V, STAGES):
             b_o = product(b_left, turned(q_s.index(stage)))
         else:
             _put(states_desc, [tile * K, i_v * BV], [K, BV], states_s, i, b_sd, 2)
-        b_v = turned(v_s.index(stage)).load(SQUARE).to(gl.float32)
+        b_v = wide(turned(v_s.index(stage)).load(SQUARE))
         mbarrier.wait(factors_ready.index(stage), phase)
         b_e, b_w, b_beta, last = _factors(vectors, stage)
         if q_s is not None:
@@ -226,7 +226,7 @@ def _backward(tiles, vectors, bars, rooms, ends, V, STAGES):
         mbarrier.wait(factors_ready.index(stage), phase)
         b_e, b_w, b_beta, last = _factors(vectors, stage)
         b_scaled = scale * vectors.index(3 * stage).load(gl.SliceLayout(0, LEFT_OF_CARRY))[None, :]
-        b_do = (do.load(LEFT_OF_CARRY).to(gl.float32) * b_scaled).to(k.dtype)
+        b_do = (wide(do.load(LEFT_OF_CARRY)) * b_scaled).to(k.dtype)
         b_kds, b_du = warpgroup_mma_wait(0, (b_kds, b_du))
         b_ds = add(b_do, q_s.index(stage), b_ds * last)
         b_z = b_w * b_kds + b_beta * b_du
@@ -362,7 +362,7 @@ def _add(a, rows, first, second):
 
 @gluon.jit
 def _read(rows, i):
-    return _half(rows, i).load(SQUARE).to(gl.float32)
+    return wide(_half(rows, i).load(SQUARE))
 
 
 @gluon.jit

@@ -34,9 +34,12 @@ from titan_linear.ops.triton.tiles import (
     indices,
     load_tokens,
     load_wide,
+    program,
     read_state,
     store_tokens,
+    wide,
     write_state,
+    zeros,
 )
 
 
@@ -64,7 +67,7 @@ def prepare_kernel(
     q, k, g, beta, A_log, dt_bias, tiles, chunks, scale, HV, R: constexpr, K: constexpr, BETA_RANGE: constexpr,
 ):  # fmt: skip
     """Gates, A and N (in C's tile, for solve_kernel) of one chunk and value head."""
-    i_p = tl.program_id(0).to(tl.int64)
+    i_p = program()
     i_t, i_hv = i_p // HV, i_p % HV
     start, length = chunk_at(chunks, i_t)
     b_q = load_tokens(q, start, length, i_hv // R * K, K)
@@ -73,9 +76,9 @@ def prepare_kernel(
     b_G, _ = store_gates(o_c, g, beta, A_log, dt_bias, tiles.gates, i_p, start, length, HV, BETA_RANGE)
     o_i, o_j = indices(BT, BT)
     b_d = tl.exp2(tl.where(o_i >= o_j, b_G[:, None] - b_G[None, :], -float("inf")))
-    b_a = dot(b_q, tl.trans(b_k)) * scale * b_d
+    b_a = dot(b_q, b_k.T) * scale * b_d
     tl.store(tiles.A + i_p * BT * BT + (o_i * BT + o_j), b_a)
-    b_n = dot(b_k, tl.trans(b_k)) * b_d
+    b_n = dot(b_k, b_k.T) * b_d
     tl.store(lower_triangle(tiles.C + i_p * BT * BT, o_i, o_j), b_n, mask=o_i > o_j)
 
 
@@ -123,7 +126,7 @@ def scan_kernel(
         i_p, n, token = (first + i) * HV + i_hv, length - i * BT, start + i * BT
         keys = start, length, i * BT, i_hv // R * K
         b_k = fetch_rows(k_desc, *keys)  # [BT, K]
-        b_v = fetch_rows(v_desc, start, v_length, i * BT, column).to(tl.float32)  # [BT, BV]
+        b_v = wide(fetch_rows(v_desc, start, v_length, i * BT, column))  # [BT, BV]
         b_c = fetch_tile(C_desc, i_p)  # [BT, BT]
         b_G, b_beta, b_last = _load_gates(gates, first + i, i_hv, HV)
         b_e = tl.exp2(b_G)
@@ -141,7 +144,7 @@ def scan_kernel(
             b_o += dot(b_a, (b_beta[:, None] * b_y).to(b_sd.dtype))
             store_tokens((o, HV * V), b_o, token, n, column, BV)
         b_w = (tl.exp2(b_last - b_G) * b_beta)[:, None] * b_y
-        b_s = b_s * tl.exp2(b_last) + dot(tl.trans(b_k), b_w.to(b_sd.dtype))
+        b_s = b_s * tl.exp2(b_last) + dot(b_k.T, b_w.to(b_sd.dtype))
     if M is not None and is_m:
         tl.store(M + i_nh * K * K + o_k * K + i_m * BV + o_v, b_s)
     elif final_state is not None:
@@ -178,15 +181,15 @@ def reverse_kernel(
         if dh is not None:
             tl.store(dh + i_p * K * V + o_s, b_dsd)
         b_du = tl.exp2(b_last - b_G)[:, None] * dot(b_k, b_dsd)
-        b_du += dot(tl.trans(b_a), b_do)  # [BT, BV]
+        b_du += dot(b_a.T, b_do)  # [BT, BV]
         b_z = b_beta[:, None] * b_du
-        b_dx = b_z - dot(tl.trans(b_c), b_z.to(b_dsd.dtype))
+        b_dx = b_z - dot(b_c.T, b_z.to(b_dsd.dtype))
         if dh is not None:
             store_tokens((dv, HV * V), b_dx, start + i * BT, length - i * BT, column, BV)
         b_e = tl.exp2(b_G)
         b_ds *= tl.exp2(b_last)
-        b_ds += dot(tl.trans(b_q), ((scale * b_e)[:, None] * b_do).to(b_dsd.dtype))
-        b_ds += dot(tl.trans(b_k), (-b_e[:, None] * b_dx).to(b_dsd.dtype))
+        b_ds += dot(b_q.T, ((scale * b_e)[:, None] * b_do).to(b_dsd.dtype))
+        b_ds += dot(b_k.T, (-b_e[:, None] * b_dx).to(b_dsd.dtype))
     write_state(d_initial, i_n, HV * K * V, i_nh % HV * (K * V) + o_s, b_ds)
 
 
@@ -244,7 +247,7 @@ def gradients_kernel(
     STAGES: constexpr,
 ):  # fmt: skip
     """dq, dk, dg, dbeta of one chunk and value head; queries come first, so that few tiles are live at a time."""
-    i_p = tl.program_id(0).to(tl.int64)
+    i_p = program()
     i_t, i_hv = i_p // HV, (i_p % HV).to(tl.int32)
     start, length = chunk_at(chunks, i_t)
     if length <= 0:
@@ -260,59 +263,59 @@ def gradients_kernel(
     keys = start, length, i_hv // R * K
     b_q = load_tokens(q, *keys, K)
     b_k = load_tokens(k, *keys, K)
-    b_dq = tl.zeros([BT, K], tl.float32)  # do Sᵀ
-    b_p = tl.zeros([BT, BT], tl.float32)  # do Yᵀ
-    b_n = tl.zeros([BT, BT], tl.float32)  # dX Yᵀ
+    b_dq = zeros(BT, K)  # do Sᵀ
+    b_p = zeros(BT, BT)  # do Yᵀ
+    b_n = zeros(BT, BT)  # dX Yᵀ
     for i_v in tl.range(0, V // BV, num_stages=STAGES):
         values = start, length, 0, i_hv * V + i_v * BV
         b_do = fetch_rows(do_desc, *values)
         b_y = fetch_rows(y_desc, *values)
         b_dx = fetch_rows(dv_desc, *values)
-        b_dq = dot(b_do, tl.trans(h_desc.load([i_s, i_v * BV])), b_dq)
-        b_p = dot(b_do, tl.trans(b_y), b_p)
-        b_n = dot(b_dx, tl.trans(b_y), b_n)
+        b_dq = dot(b_do, h_desc.load([i_s, i_v * BV]).T, b_dq)
+        b_p = dot(b_do, b_y.T, b_p)
+        b_n = dot(b_dx, b_y.T, b_n)
     b_G, b_beta, b_last = _load_gates(gates, i_t, i_hv, HV)
     b_e = tl.exp2(b_G)
     o_i, o_j = indices(BT, BT)
     b_d = tl.exp2(tl.where(o_i >= o_j, b_G[:, None] - b_G[None, :], -float("inf")))
     b_p *= scale * b_d
     b_n = tl.where(o_i > o_j, -b_n * b_d, 0.0)
-    b_dgs = (scale * b_e) * tl.sum(b_dq * b_q.to(tl.float32), 1)
+    b_dgs = (scale * b_e) * tl.sum(b_dq * wide(b_q), 1)
     b_dq = dot((b_p * b_beta[None, :]).to(dtype), b_k, (scale * b_e)[:, None] * b_dq)
     store_tokens((dq, HV * K), b_dq, start, length, i_hv * K, K)
-    b_w = b_p * dot(b_q, tl.trans(b_k))
-    b_w += b_n * dot(b_k, tl.trans(b_k))
+    b_w = b_p * dot(b_q, b_k.T)
+    b_w += b_n * dot(b_k, b_k.T)
     b_dg, b_db = _pair_gradients(b_w, b_beta)
     b_dg += b_dgs
     b_pq = (b_p * b_beta[None, :]).to(dtype)
     b_n *= b_beta[None, :]
-    b_nk = (b_n + tl.trans(b_n)).to(dtype)
+    b_nk = (b_n + b_n.T).to(dtype)
 
     # q, k and gates are loaded again rather than held in registers across a loop
     b_q = load_tokens(q, *keys, K)
-    b_dk = tl.zeros([BT, K], tl.float32)  # dX Sᵀ
+    b_dk = zeros(BT, K)  # dX Sᵀ
     for i_v in tl.range(0, V // BV, num_stages=STAGES + 1):  # its tiles are fewer
         b_dx = fetch_rows(dv_desc, start, length, 0, i_hv * V + i_v * BV)
-        b_dk = dot(b_dx, tl.trans(h_desc.load([i_s, i_v * BV])), b_dk)
+        b_dk = dot(b_dx, h_desc.load([i_s, i_v * BV]).T, b_dk)
     b_k = fetch_rows(k_desc, start, length, 0, i_hv // R * K)
     b_G, b_beta, b_last = _load_gates(gates, i_t, i_hv, HV)
     b_e = tl.exp2(b_G)
-    b_dg -= b_e * tl.sum(b_dk * b_k.to(tl.float32), 1)
+    b_dg -= b_e * tl.sum(b_dk * wide(b_k), 1)
     b_dk = dot(b_nk, b_k, -b_e[:, None] * b_dk)
-    b_dk = dot(tl.trans(b_pq), b_q, b_dk)
+    b_dk = dot(b_pq.T, b_q, b_dk)
 
-    b_ydh = tl.zeros([BT, K], tl.float32)  # Y dS'ᵀ
+    b_ydh = zeros(BT, K)  # Y dS'ᵀ
     b_sds = 0.0  # <S, dS'>
     for i_v in tl.range(0, V // BV, num_stages=STAGES):
         b_y = fetch_rows(y_desc, start, length, 0, i_hv * V + i_v * BV)
         b_h = h_desc.load([i_s, i_v * BV])  # [K, BV]
         b_dh = dh_desc.load([i_s, i_v * BV])
-        b_ydh = dot(b_y, tl.trans(b_dh), b_ydh)
-        b_sds += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32))
+        b_ydh = dot(b_y, b_dh.T, b_ydh)
+        b_sds += tl.sum(wide(b_h) * wide(b_dh))
     b_k = fetch_rows(k_desc, start, length, 0, i_hv // R * K)
     b_G, b_beta, b_last = _load_gates(gates, i_t, i_hv, HV)
     b_w = tl.exp2(b_last - b_G)
-    b_dbs = b_w * tl.sum(b_ydh * b_k.to(tl.float32), 1)
+    b_dbs = b_w * tl.sum(b_ydh * wide(b_k), 1)
     # what U_j adds to the state decays with the gates of the tokens after j: the last token has none
     b_later = tl.where(o_c < length - 1, b_beta * b_dbs, 0.0)
     b_dk += (b_w * b_beta)[:, None] * b_ydh

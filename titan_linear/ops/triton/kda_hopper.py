@@ -50,7 +50,7 @@ from titan_linear.ops.triton.hopper import (
 )
 from titan_linear.ops.triton.kda_kernels import gate_gradient, gate_rate
 from titan_linear.ops.triton.stages import Given
-from titan_linear.ops.triton.tiles import rows
+from titan_linear.ops.triton.tiles import rows, wide
 
 C = constexpr(64)  # tokens of a chunk, and channels of a program
 D = constexpr(128)  # K and V
@@ -79,7 +79,7 @@ def _turned(rows, i):
 
 @gluon.jit
 def _read(rows, i):
-    return _turned(rows, i).load(HALF).to(gl.float32)
+    return wide(_turned(rows, i).load(HALF))
 
 
 @gluon.jit
@@ -177,7 +177,7 @@ def prepare_kernel(
         channels = i_k * C + gl.arange(0, C, CHANNELS)
         bias = 0.0
         if dt_bias is not None:
-            bias = gl.load(dt_bias + (i_h * D + channels)).to(gl.float32)[:, None]
+            bias = wide(gl.load(dt_bias + (i_h * D + channels)))[:, None]
         q, k = q_s[i_k], k_s[i_k]
         mbarrier.wait(bars[i_k], 0)
         E1, E2, reference1, reference2, middle, gamma = _half_decays(g_s[i_k], sums_s, rate, bias, lower_bound, n, GATE)
@@ -290,7 +290,7 @@ def gradient_kernel(
     fence_async_shared()
     rate, bias = gate_rate(A_log, i_h), 0.0
     if dt_bias is not None:
-        bias = gl.load(dt_bias + (i_h * D + channels)).to(gl.float32)[:, None]
+        bias = wide(gl.load(dt_bias + (i_h * D + channels)))[:, None]
     mbarrier.wait(keys_ready, 0)
     E1, E2, reference1, reference2, middle, gamma = _half_decays(g_s, sums_s, rate, bias, lower_bound, n, GATE)
     if fast is not None:
@@ -327,8 +327,8 @@ def gradient_kernel(
     dk2 = add(left(far_kW), turned(_part(dK_s, 1, 0)), dk2)
     dq1, dq2, dk1, dk2 = warpgroup_mma_wait(0, (dq1, dq2, dk1, dk2))
     # dΓ takes the rounded operands: a pair (i, j) then gives +x at i, −x at j, which cancel in dg.
-    sum1 = qE1.to(gl.float32) * dq1 + kE1.to(gl.float32) * dk1
-    sum2 = qE2.to(gl.float32) * dq2 + kE2.to(gl.float32) * dk2
+    sum1 = wide(qE1) * dq1 + wide(kE1) * dk1
+    sum2 = wide(qE2) * dq2 + wide(kE2) * dk2
     mbarrier.wait(last_ready, 0)
     b_dkm = product(turned(dh_s.slice(0, C)), r1_s)
     b_dkm = add(turned(dh_s.slice(C, C)), r2_s, b_dkm)
@@ -339,7 +339,7 @@ def gradient_kernel(
     dkm1, dkm2 = halves(b_dkm, HALF)
     dkm1 *= _of_tokens(b_s, 0) * end1
     dkm2 *= _of_tokens(b_s, 1) * end2
-    dgamma = gl.sum(dkm1 * kW1.to(gl.float32) + dkm2 * kW2.to(gl.float32), 1)
+    dgamma = gl.sum(dkm1 * wide(kW1) + dkm2 * wide(kW2), 1)
     dkm1 = add(left(qE1), _part(dA_s, 0, 0), dkm1)
     dkm2 = add(left(qE2), _part(dA_s, 1, 1), dkm2)
     dkm1 = add(left(kE1), _part(dK_s, 0, 0), dkm1)
@@ -347,8 +347,8 @@ def gradient_kernel(
     dkm1 = add(left(qE2 * down1 * down2), _part(dA_s, 1, 0), dkm1)
     dkm1 = add(left(kE2 * down1 * down2), _part(dK_s, 1, 0), dkm1)
     dkm1, dkm2 = warpgroup_mma_wait(0, (dkm1, dkm2))
-    sum1 -= kW1.to(gl.float32) * dkm1
-    sum2 -= kW2.to(gl.float32) * dkm2
+    sum1 -= wide(kW1) * dkm1
+    sum2 -= wide(kW2) * dkm2
     _write(dk_desc, place, k_s, dk1 + dkm1 * inverse(E1), dk2 + dkm2 * inverse(E2))
 
     dg1, dg2 = sums(sum1, turned(sums_s)), sums(sum2, turned(sums_s))

@@ -51,9 +51,12 @@ from titan_linear.ops.triton.tiles import (
     indices,
     load_tokens,
     load_wide,
+    masked,
     read_state,
     slice_and_head,
+    wide,
     write_state,
+    zeros,
 )
 
 
@@ -63,7 +66,7 @@ def split_dot(x, m, CT):
 
     A sum Γ then has an error of 2^-16 |Γ|, and 2^Γ one of |Γ| 2^Γ 2^-16 < 2^-16: fast gates stay exact."""
     if CT == tl.float32:  # noqa: SIM300
-        return tl.dot(x, m.to(tl.float32), input_precision="ieee")
+        return tl.dot(x, wide(m), input_precision="ieee")
     else:
         hi, lo = split(x)
         return tl.dot(hi, m.to(tl.bfloat16), acc=tl.dot(lo, m.to(tl.bfloat16)))
@@ -89,7 +92,7 @@ def gate_rate(A_log, i_h):
 def gate_bias(dt_bias, i_h, K, i_k, BK):
     """A block of dt_bias [HV·K], or zeros without it: [BK, 1]."""
     if dt_bias is None:
-        return tl.zeros([BK, 1], tl.float32)
+        return zeros(BK, 1)
     else:
         return load_wide(dt_bias + i_h * K + i_k * BK + tl.arange(0, BK))[:, None]
 
@@ -147,7 +150,7 @@ def level_mask(level):
 @triton.jit
 def log2_gates(raw, rate, bias, lower_bound, n, GATE):
     """The log2 gates of a chunk from its rows [64, BK] of g: fp32 [BK, 64], 0 (no decay) beyond the entry's end."""
-    raw = tl.trans(raw).to(tl.float32)
+    raw = wide(raw.T)
     if GATE > 0:
         x = raw + bias
         raw = -rate * softplus(x) if GATE == 1 else lower_bound * sigmoid(rate * x)
@@ -196,18 +199,18 @@ def prepare_kernel(
     too_fast = 0
     if MATRICES or tl.program_id(0) == 0:
         tl.store(tiles.b + tile * 64 + row, load_beta(beta, row, start, n, i_h, BETA_RANGE))
-    b_A = tl.zeros([64, 64], tl.float32)  # without SAFE, sums over channels of q_i k_j 2^(Γ_i−Γ_j)
-    b_K = tl.zeros([64, 64], tl.float32)  # the same for k_i k_j
-    halves_A = tl.zeros([64, 128], tl.float32)  # with SAFE, columns alternate: within the halves, between them
-    halves_K = tl.zeros([64, 128], tl.float32)
-    diagonal = tl.zeros([64], tl.float32)
+    b_A = zeros(64, 64)  # without SAFE, sums over channels of q_i k_j 2^(Γ_i−Γ_j)
+    b_K = zeros(64, 64)  # the same for k_i k_j
+    halves_A = zeros(64, 128)  # with SAFE, columns alternate: within the halves, between them
+    halves_K = zeros(64, 128)
+    diagonal = zeros(64)
     for i in tl.range(0, K // BK if MATRICES else 1):
         i_k = tl.program_id(0) + i
         rate, bias = gate_rate(A_log, i_h), gate_bias(dt_bias, i_h, K, i_k, BK)
         b_g, b_q, b_k = load_chunk(g, q, k, start, n, i_h, i_k, HV // H, K, BK)
         b_g = log2_gates(b_g, rate, bias, lower_bound, n, GATE)
-        b_q = tl.trans(b_q).to(tl.float32) * scale
-        b_k = tl.trans(b_k).to(tl.float32)
+        b_q = wide(b_q.T) * scale
+        b_k = wide(b_k.T)
         if SAFE:
             x, first, second, middle, gamma = half_decays(b_g, CT)
             if fast is not None:
@@ -225,8 +228,8 @@ def prepare_kernel(
                 # The first half's keys relative to the second: where one is below 2^-126, E times it is below 2^-9.
                 far_w = b_w * tl.exp2(middle - first).to(CT)[:, None] * tl.exp2(second - middle).to(CT)[:, None]
                 b_w = tl.reshape(tl.join(b_w, far_w), [BK, 128])
-                halves_A = dot(tl.trans(b_q), b_w, halves_A)
-                halves_K = dot(tl.trans(b_k), b_w, halves_K)
+                halves_A = dot(b_q.T, b_w, halves_A)
+                halves_K = dot(b_k.T, b_w, halves_K)
         else:
             E, W, gamma = full_decays(b_g, CT)
             store_keys(tiles.qg, b_q * E, tile, i_k, K, BK)
@@ -237,8 +240,8 @@ def prepare_kernel(
                 for level in range(6):
                     E = level_decay(b_g, level, CT)
                     b_w = (b_k * E).to(CT)
-                    b_A += tl.where(level_mask(level), dot(tl.trans((b_q * E).to(CT)), b_w), 0.0)
-                    b_K += tl.where(level_mask(level), dot(tl.trans(b_w), b_w), 0.0)
+                    b_A += tl.where(level_mask(level), dot((b_q * E).to(CT).T, b_w), 0.0)
+                    b_K += tl.where(level_mask(level), dot(b_w.T, b_w), 0.0)
         tl.store(tiles.decay + tile * K + i_k * BK + tl.arange(0, BK), tl.exp2(gamma))
     if SAFE and fast is not None:
         tl.store(fast + tile, too_fast)
@@ -274,7 +277,7 @@ def scan(S, v, tiles, o, h, r, start, length, v_length, first, i_h, column, HV, 
     o_d, _ = indices(K, 64)
     o_v += column
     eye = (o_i == o_j).to(CT)  # a product with it transposes v on the tensor cores
-    next_decay = tl.load(tiles.decay + (first * HV + i_h) * K + o_k, mask=(o_k >= 0) & (NT > 0), other=0.0)
+    next_decay = masked(tiles.decay + (first * HV + i_h) * K + o_k, mask=(o_k >= 0) & (NT > 0))
     for i_t in tl.range(0, NT, num_stages=STAGES):
         tile = (first + i_t) * HV + i_h
         if o is not None:  # one chunk ahead by hand: pipelined, its buffers would be 512 bytes too many at K = 128
@@ -286,20 +289,20 @@ def scan(S, v, tiles, o, h, r, start, length, v_length, first, i_h, column, HV, 
         S16 = S.to(CT)
         x = dot(S16, tl.load(tiles.kn + o_tile))  # [BV, C] = (v − k̃ S)ᵀ
         b_v = load_tokens(v, start + i_t * 64, v_length - i_t * 64, i_h * V + column, BV).to(CT)
-        x = dot(tl.trans(b_v), eye, x)
+        x = dot(b_v.T, eye, x)
         b_b = tl.load(tiles.b + tile * 64 + row)[None, :]
         p_c = tile * 64 * 64 + o_i * 64 + o_j
-        x = dot((x * b_b).to(CT), tl.trans(tl.load(tiles.Gn + p_c)), x)  # rᵀ
+        x = dot((x * b_b).to(CT), tl.load(tiles.Gn + p_c).T, x)  # rᵀ
         if h is not None:
             tl.store(h + (tile * V + o_v) * K + o_s, S16)
             tl.store(r + (tile * V + o_v) * 64 + o_j, x)
         y = (x * b_b).to(CT)
         if o is not None:
             b_o = dot(S16, tl.load(tiles.qg + o_tile))
-            b_o = dot(y, tl.trans(tl.load(tiles.Aqk + p_c)), b_o)
+            b_o = dot(y, tl.load(tiles.Aqk + p_c).T, b_o)
             p_o = o + (start + i_t * 64 + o_j) * (HV * V) + i_h * V + o_v
             tl.store(p_o, b_o, mask=o_j < length - i_t * 64)
-        S = dot(y, tl.trans(tl.load(tiles.kg + o_tile)), S * b_decay[None, :])
+        S = dot(y, tl.load(tiles.kg + o_tile).T, S * b_decay[None, :])
     return S
 
 
@@ -355,7 +358,7 @@ def _reverse_scan(dS, do, tiles, dh, y, start, length, first, i_h, column, HV, K
         if dh is not None:
             tl.store(dh + (tile * V + o_v) * K + o_s, dS16)
         b_do = load_tokens(do, start + i_t * 64, length - i_t * 64, i_h * V + column, BV).to(CT)
-        b_do = tl.trans(b_do)
+        b_do = b_do.T
         b_b = tl.load(tiles.b + tile * 64 + row)[None, :]
         dN = dot(dS16, tl.load(tiles.kg + o_tile))  # [BV, C]
         dN = dot(b_do, tl.load(tiles.Aqk + o_c), dN)
@@ -363,8 +366,8 @@ def _reverse_scan(dS, do, tiles, dh, y, start, length, first, i_h, column, HV, K
         if dh is not None:
             tl.store(y + (tile * V + o_v) * 64 + o_j, dN)
         dS *= tl.load(tiles.decay + tile * K + o_k)[None, :]
-        dS = dot(b_do, tl.trans(tl.load(tiles.qg + o_tile)), dS)
-        dS = dot((dN * b_b).to(CT), tl.trans(tl.load(tiles.kn + o_tile)), dS)
+        dS = dot(b_do, tl.load(tiles.qg + o_tile).T, dS)
+        dS = dot((dN * b_b).to(CT), tl.load(tiles.kn + o_tile).T, dS)
     return dS
 
 
@@ -397,10 +400,10 @@ def transposed(x):
     """Rows [64, BK] → fp32 [BK, 64]. The tensor cores do it for 16-bit rows, by a product with the identity, which is
     exact: the result has the layout of other products, so that nothing made of it is computed in two layouts."""
     if x.dtype == tl.float32:
-        return tl.trans(x)
+        return x.T
     else:
         o_i, o_j = indices(64, 64)
-        return tl.dot(tl.trans(x), (o_i == o_j).to(x.dtype))
+        return tl.dot(x.T, (o_i == o_j).to(x.dtype))
 
 
 @triton.jit
@@ -431,19 +434,19 @@ def matrix_kernel(
     o_r, _ = indices(BV, 64)
     _, o_v = indices(64, BV)
     b_b = tl.load(b + tile * 64 + row)
-    b_dA = tl.zeros([64, 64], tl.float32)
-    b_dK = tl.zeros([64, 64], tl.float32)
-    db = tl.zeros([64], tl.float32)
+    b_dA = zeros(64, 64)
+    b_dK = zeros(64, 64)
+    db = zeros(64)
     for i_v in range(V // BV):
         p_r = (tile * V + i_v * BV + o_r) * 64 + o_j
         b_r = tl.load(r + p_r)  # [BV, C]
         b_y = tl.load(y + p_r)
         b_do = load_tokens(do, token, n, i_h * V + i_v * BV, BV).to(b_r.dtype)  # [C, BV]
         b_dA = dot(b_do, b_r, b_dA)
-        b_dK = dot(tl.trans(b_y), b_r, b_dK)
-        db += tl.sum(b_y.to(tl.float32) * b_r.to(tl.float32), 0)
+        b_dK = dot(b_y.T, b_r, b_dK)
+        db += tl.sum(wide(b_y) * wide(b_r), 0)
         o_dv = (token + o_i) * (HV * V) + i_h * V + i_v * BV + o_v
-        b_dv = tl.trans((b_y.to(tl.float32) * b_b[None, :]).to(dv.dtype.element_ty))
+        b_dv = (wide(b_y) * b_b[None, :]).to(dv.dtype.element_ty).T
         tl.store(dv + o_dv, b_dv, mask=o_i < n)
     db = beta_gradient(db, b_b, BETA_RANGE)
     tl.store(dbeta + (token + row) * HV + i_h, db, mask=row < n)
@@ -456,11 +459,11 @@ def matrix_kernel(
 @triton.jit
 def read_state_gradients(do, y, h, start, n, tile, i_o, i_k, V, BK, BV, STAGES):
     """(do Sᵀ)ᵀ and (y Sᵀ)ᵀ [BK, 64], 0 past an entry's end."""
-    dq = tl.zeros([BK, 64], tl.float32)
-    dk = tl.zeros([BK, 64], tl.float32)
+    dq = zeros(BK, 64)
+    dk = zeros(BK, 64)
     for i_v in tl.range(V // BV, num_stages=STAGES):
-        b_h = tl.trans(h.load([tile * V + i_v * BV, i_k * BK]))  # [BK, BV]
-        dq = dot(b_h, tl.trans(fetch_rows(do, start, n, 0, i_o + i_v * BV).to(b_h.dtype)), dq)
+        b_h = h.load([tile * V + i_v * BV, i_k * BK]).T  # [BK, BV]
+        dq = dot(b_h, fetch_rows(do, start, n, 0, i_o + i_v * BV).to(b_h.dtype).T, dq)
         dk = dot(b_h, y.load([tile * V + i_v * BV, 0]), dk)
     return dq, dk
 
@@ -468,12 +471,12 @@ def read_state_gradients(do, y, h, start, n, tile, i_o, i_k, V, BK, BV, STAGES):
 @triton.jit
 def write_state_gradient(r, h, dh, tile, i_k, V, BK, BV, STAGES):
     """(r dS'ᵀ)ᵀ [BK, 64] and Σ_v S ⊙ dS' [BK]."""
-    dk = tl.zeros([BK, 64], tl.float32)
-    ds = tl.zeros([BK], tl.float32)
+    dk = zeros(BK, 64)
+    ds = zeros(BK)
     for i_v in tl.range(V // BV, num_stages=STAGES):
         b_h, b_dh = h.load([tile * V + i_v * BV, i_k * BK]), dh.load([tile * V + i_v * BV, i_k * BK])  # [BV, BK]
-        dk = dot(tl.trans(b_dh), r.load([tile * V + i_v * BV, 0]), dk)
-        ds += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), 0)
+        dk = dot(b_dh.T, r.load([tile * V + i_v * BV, 0]), dk)
+        ds += tl.sum(wide(b_h) * wide(b_dh), 0)
     return dk, ds
 
 
@@ -484,7 +487,7 @@ def _by_levels(
     """dq, dk and dΓ [BK, 64], and dγ [BK], for gates of any decay."""
     CT: constexpr = b_dA.dtype
     o_i, o_j = indices(64, 64)
-    b_diagonal = tl.sum(tl.where(o_i == o_j, b_dA.to(tl.float32), 0.0), 0)[None, :]
+    b_diagonal = tl.sum(tl.where(o_i == o_j, wide(b_dA), 0.0), 0)[None, :]
     b_dq, b_dkp = read_state_gradients(do, y, h, start, n, i_tile, i_o, i_k, V, BK, BV, STAGES)
     b_dq *= scale
     b_dkm, ds = write_state_gradient(r, h, dh, i_tile, i_k, V, BK, BV, STAGES)
@@ -501,10 +504,10 @@ def _by_levels(
         l_dK = tl.where(cross, b_dK, 0.0)
         qE = (b_q * E).to(CT)
         kE = (b_k * E).to(CT)
-        l_dq = dot(kE, tl.trans(l_dA))
-        l_dkp = dot(kE, tl.trans(l_dK))
+        l_dq = dot(kE, l_dA.T)
+        l_dkp = dot(kE, l_dK.T)
         l_dkm = dot(kE, l_dK, dot(qE, l_dA))
-        d_sum += qE.to(tl.float32) * l_dq + kE.to(tl.float32) * (l_dkp - l_dkm)
+        d_sum += wide(qE) * l_dq + wide(kE) * (l_dkp - l_dkm)
         b_dq += l_dq * E
         b_dkp += l_dkp * E
         b_dkm += l_dkm * E
@@ -538,9 +541,9 @@ def gradient_kernel(
         if fast is not None:
             tl.store(fast, 0)
         if dA_part is not None:
-            tl.store(dA_part + tile * K + o_k, tl.zeros([BK], tl.float32))
+            tl.store(dA_part + tile * K + o_k, zeros(BK))
         if dbias_part is not None:
-            tl.store(dbias_part + tile * K + o_k, tl.zeros([BK], tl.float32))
+            tl.store(dbias_part + tile * K + o_k, zeros(BK))
         return
     i_tile = tile.to(tl.int32)  # where the copy engine reads the chunks' matrices
     row = tl.arange(0, 64)
@@ -552,8 +555,8 @@ def gradient_kernel(
     b_g, b_q, b_k = load_chunk(g, q, k, start, n, i_h, i_k, HV // H, K, BK)
     p_b = b + tile * 64 + row  # loaded at use: held, it would take registers
     b_g = log2_gates(b_g, rate, bias, lower_bound, n, GATE)
-    b_q = tl.trans(b_q).to(tl.float32)
-    b_k = tl.trans(b_k).to(tl.float32)
+    b_q = wide(b_q.T)
+    b_k = wide(b_k.T)
     b_dA, b_dK = tl.load(dA + o_c), tl.load(dK + o_c)
     if SAFE:  # each gradient is relative to the references of half_decays until it is multiplied by E or W
         far, near = (o_i >= 32) & (o_j < 32), o_i // 32 == o_j // 32
@@ -571,25 +574,25 @@ def gradient_kernel(
         kW = (b_k * W).to(CT)
         b_dq, b_dk = read_state_gradients(do, y, h, start, n, i_tile, i_h * V, i_k, V, BK, BV, STAGES)
         b_dq *= scale * to_start
-        b_dq += dot(kW, tl.trans(far_dA)) * down1 * down2
-        b_dq = dot(kW, tl.trans(near_dA), b_dq)
+        b_dq += dot(kW, far_dA.T) * down1 * down2
+        b_dq = dot(kW, near_dA.T, b_dq)
         # Here and below, dΓ takes the rounded operands: a pair (i, j) then gives +x at i, −x at j, which cancel in dg.
         qE = (b_q * E).to(CT)
-        d_sum = qE.to(tl.float32) * b_dq
-        tl.store(dq + o_g, tl.trans((b_dq * E).to(dq.dtype.element_ty)), mask=inside)
+        d_sum = wide(qE) * b_dq
+        tl.store(dq + o_g, (b_dq * E).to(dq.dtype.element_ty).T, mask=inside)
 
         b_dk *= -tl.load(p_b)[None, :] * to_start
-        b_dk += dot(kW, tl.trans(far_dK)) * down1 * down2
-        b_dk = dot(kW, tl.trans(near_dK), b_dk)
-        d_sum += kE.to(tl.float32) * b_dk
+        b_dk += dot(kW, far_dK.T) * down1 * down2
+        b_dk = dot(kW, near_dK.T, b_dk)
+        d_sum += wide(kE) * b_dk
         b_dk *= E
 
         b_dkm, ds = write_state_gradient(r, h, dh, i_tile, i_k, V, BK, BV, STAGES)
         b_dkm *= tl.load(p_b)[None, :] * halves(tl.exp2(gamma - first), tl.exp2(gamma - second))
-        dgamma = tl.sum(b_dkm * kW.to(tl.float32), 1) + tl.exp2(gamma) * ds
+        dgamma = tl.sum(b_dkm * wide(kW), 1) + tl.exp2(gamma) * ds
         b_dkm += dot(kE, far_dK, dot(qE, far_dA)) * down1 * down2
         b_dkm = dot(kE, near_dK, dot(qE, near_dA, b_dkm))
-        d_sum -= kW.to(tl.float32) * b_dkm
+        d_sum -= wide(kW) * b_dkm
         root = tl.rsqrt(E)  # its square is 1 / E, by two instructions where a division takes eight
         b_dk += b_dkm * (root * root)
     else:
@@ -597,8 +600,8 @@ def gradient_kernel(
             b_g, b_q, b_k, tl.load(p_b), b_dA, b_dK, scale, do, r, y, h, dh, start, n, i_tile, i_h * V, i_k, V, BK, BV,
             STAGES,
         )  # fmt: skip
-        tl.store(dq + o_g, tl.trans(b_dq.to(dq.dtype.element_ty)), mask=inside)
-    tl.store(dk + o_g, tl.trans(b_dk.to(dk.dtype.element_ty)), mask=inside)
+        tl.store(dq + o_g, b_dq.to(dq.dtype.element_ty).T, mask=inside)
+    tl.store(dk + o_g, b_dk.to(dk.dtype.element_ty).T, mask=inside)
     raw = load_tokens(g, start, n, i_h * K + i_k * BK, BK) if GATE > 0 else b_g  # before what waits
     b_dg = split_dot(d_sum, o_i >= o_j, CT) + dgamma[:, None]
     if GATE > 0:
@@ -609,4 +612,4 @@ def gradient_kernel(
             tl.store(dA_part + tile * K + o_k, tl.sum(d_rate, 1))
         if dt_bias is not None:
             tl.store(dbias_part + tile * K + o_k, tl.sum(b_dg, 1))
-    tl.store(dg + o_g, tl.trans(b_dg.to(dg.dtype.element_ty)), mask=inside)
+    tl.store(dg + o_g, b_dg.to(dg.dtype.element_ty).T, mask=inside)

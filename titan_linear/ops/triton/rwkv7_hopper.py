@@ -41,6 +41,7 @@ from titan_linear.ops.triton.hopper import (
     visible,
 )
 from titan_linear.ops.triton.stages import Given
+from titan_linear.ops.triton.tiles import wide
 
 C = constexpr(64)  # tokens of a chunk, K and V
 TOKENS = constexpr(gl.SliceLayout(0, SQUARE.value))
@@ -61,7 +62,7 @@ def _room(dtype=gl.bfloat16):
 @gluon.jit
 def _read(rows):
     """Rows of tokens, as [channels, tokens]."""
-    return turned(rows).load(SQUARE).to(gl.float32)
+    return wide(turned(rows).load(SQUARE))
 
 
 @gluon.jit
@@ -152,8 +153,8 @@ def gradient_kernel(
     tl.debug_barrier()
     dgamma = diagonal(b_ds)
     _store_pairs(ak_s, A_ak, True)
-    h_s.store(rounded(h_s.load(SQUARE).to(gl.float32) * to_start))
-    dh_s.store(rounded(dh_s.load(SQUARE).to(gl.float32) * to_end))
+    h_s.store(rounded(wide(h_s.load(SQUARE)) * to_start))
+    dh_s.store(rounded(wide(dh_s.load(SQUARE)) * to_end))
     visible()
 
     b_y = add(turned(v_s), turned(ak_s), product(turned(h_s), turned(a_s)))

@@ -40,9 +40,11 @@ from titan_linear.ops.triton.tiles import (
     indices,
     load_tokens,
     load_wide,
+    masked,
     read_state,
     slice_and_head,
     store_tokens,
+    wide,
     write_state,
 )
 
@@ -74,14 +76,14 @@ def load_narrow(x, start, n, column, V, WIDTH):
     o_c, o_v = indices(64, WIDTH)
     inside = (o_c < n) & (o_v < V)
     p_x, stride = x
-    return tl.load(p_x + start * stride + column + (o_c * stride + o_v), mask=inside, other=0.0)
+    return masked(p_x + start * stride + column + (o_c * stride + o_v), mask=inside)
 
 
 @triton.jit
 def decays(b_w, CT, RATE):
     """Of a chunk's gates [64, K]: Γ and Γ' relative to its reference [64, K]; 2^reference, 2^(γ − reference) and
     2^γ [K]. Gates are log decays, or with RATE the logits of what it is multiplied by."""
-    g = b_w.to(tl.float32) * LOG2E if RATE is None else sigmoid(b_w.to(tl.float32)) * (RATE * LOG2E)
+    g = wide(b_w) * LOG2E if RATE is None else sigmoid(wide(b_w)) * (RATE * LOG2E)
     gamma = tl.sum(g, 0)
     reference = tl.floor(0.5 * gamma + 0.5)
     i, j = indices(64, 64)
@@ -92,7 +94,7 @@ def decays(b_w, CT, RATE):
 
 @triton.jit
 def decayed(x, factor, CT):
-    return (x.to(tl.float32) * factor).to(CT)
+    return (wide(x) * factor).to(CT)
 
 
 @triton.jit
@@ -100,14 +102,14 @@ def pairs(x, y, STRICT):
     """x yᵀ [64, 64] for tokens of y before those of x, and the same ones unless STRICT; 0 elsewhere, where the product
     may overflow."""
     i, j = indices(64, 64)
-    return tl.where((j < i) if STRICT else (j <= i), dot(x, tl.trans(y)), 0.0).to(x.dtype)
+    return tl.where((j < i) if STRICT else (j <= i), dot(x, y.T), 0.0).to(x.dtype)
 
 
 @triton.jit
 def pairs_back(y, x, STRICT):
     """The transpose of pairs(x, y), a product of its own: it costs no more, and nothing is held meanwhile."""
     i, j = indices(64, 64)
-    return tl.where((i < j) if STRICT else (i <= j), dot(y, tl.trans(x)), 0.0).to(x.dtype)
+    return tl.where((i < j) if STRICT else (i <= j), dot(y, x.T), 0.0).to(x.dtype)
 
 
 @triton.jit
@@ -143,7 +145,7 @@ def prepare_kernel(
         b_T = tl.load(at(tiles.inverse, tile, 64, 0, 64, 64))
     x, before, to_start, to_end, b_decay = decays(b_w, CT, RATE)
     tl.store(tiles.decay + tile * K + tl.arange(0, K), b_decay)
-    b_a = b_a.to(tl.float32) * tl.exp2(before)
+    b_a = wide(b_a) * tl.exp2(before)
     b_w = (b_a * to_start[None, :]).to(CT)
     b_b = decayed(b_b, tl.exp2(-x), CT)
     b_k = decayed(b_k, tl.exp2(-x), CT)
@@ -151,18 +153,18 @@ def prepare_kernel(
     if tiles.O is not None:
         i, j = indices(64, 64)
         p_T = tiles.inverse + tile * (64 * 64)
-        tl.store(lower_triangle(p_T, i, j), -dot(b_a.to(CT), tl.trans(b_b)), mask=j < i)
+        tl.store(lower_triangle(p_T, i, j), -dot(b_a.to(CT), b_b.T), mask=j < i)
         tl.debug_barrier()
         solve(None, p_T, False)
         tl.debug_barrier()
         b_T = tl.load(p_T + i * 64 + j)
     b_u = dot(b_T, b_u).to(CT)
     b_w = dot(b_T, b_w).to(CT)
-    b_P = dot(tl.trans(b_b), b_w) * to_end[:, None]
+    b_P = dot(b_b.T, b_w) * to_end[:, None]
     tl.store(at(tiles.P, tile, K, 0, K, K), b_P)
-    b_U = dot(tl.trans(b_k), b_v, dot(tl.trans(b_b), b_u)) * to_end[:, None]
+    b_U = dot(b_k.T, b_v, dot(b_b.T, b_u)) * to_end[:, None]
     tl.store(at(tiles.U, tile, K, 0, V, VW), b_U, mask=o_v < V)
-    q_tilde = b_q.to(tl.float32) * (scale * tl.exp2(x))
+    q_tilde = wide(b_q) * (scale * tl.exp2(x))
     b_q = q_tilde.to(CT)
     A_qb = pairs(b_q, b_b, False)
     b_Q = dot(A_qb, b_w, q_tilde * to_start[None, :])
@@ -205,8 +207,8 @@ def _reverse_scan(dS, do, tiles, dh, start, length, first, i_h, column, H, K, V,
             tl.store(at(dh, tile, K, column, V, BV), dS16)
         b_do = load_tokens(do, start + i_t * 64, length - i_t * 64, i_h * V + column, BV).to(dS16.dtype)
         dS *= tl.load(tiles.decay + tile * K + tl.arange(0, K))[:, None]
-        dS = dot(tl.trans(tl.load(at(tiles.Q, tile, 64, 0, K, K))), b_do, dS)
-        dS = dot(tl.trans(tl.load(at(tiles.P, tile, K, 0, K, K))), dS16, dS)
+        dS = dot(tl.load(at(tiles.Q, tile, 64, 0, K, K)).T, b_do, dS)
+        dS = dot(tl.load(at(tiles.P, tile, K, 0, K, K)).T, dS16, dS)
     return dS
 
 
@@ -270,7 +272,7 @@ def states_kernel(
 def finish(d, x, factor, dx, keys, H, K, CT):
     """Store the gradient of the head's rows x from d, that of x times factor; returns the product of these two."""
     store_tokens((dx, H * K), d * factor, *keys, K)
-    return decayed(x, factor, CT).to(tl.float32) * d
+    return wide(decayed(x, factor, CT)) * d
 
 
 @Kernel
@@ -315,42 +317,42 @@ def gradient_kernel(
     b_h = tl.load(at(h, enters, K, 0, V, V))
     leaves = tl.load(at(h, enters + H, K, 0, V, V))
     b_dh = tl.load(at(dh, tile, K, 0, V, V))
-    dgamma = tl.sum(leaves.to(tl.float32) * b_dh.to(tl.float32), 1)
+    dgamma = tl.sum(wide(leaves) * wide(b_dh), 1)
     b_h = (b_h * to_start[:, None]).to(CT)
     b_dh = (b_dh * to_end[:, None]).to(CT)
     b_y = dot(pairs(b_a, b_k, True), b_v, dot(b_a, b_h)).to(CT)
     b_y = dot(b_T, b_y).to(CT)
     b_z = dot(pairs_back(b_b, b_q, False), b_do, dot(b_b, b_dh)).to(CT)
-    b_z = dot(tl.trans(b_T), b_z).to(CT)
+    b_z = dot(b_T.T, b_z).to(CT)
     b_dv = dot(pairs_back(b_k, b_a, True), b_z, dot(b_k, b_dh))
     b_dv = dot(pairs_back(b_k, b_q, False), b_do, b_dv)
     store_tokens((dv, H * V), b_dv, *values, V)
 
     tl.debug_barrier()
-    d = dot(b_do, tl.trans(b_h))
+    d = dot(b_do, b_h.T)
     d = dot(pairs(b_do, b_v, False), b_k, d)
     d = dot(pairs(b_do, b_y, False), b_b, d)
     x, factor = load_tokens(q, *keys, K), scale * tl.exp2(tl.load(p_x))
     i, j = indices(64, 64)
     later = j >= i
     b_dw = sums(finish(d, x, factor, dq, keys, H, K, CT), later, CT)
-    d = dot(b_v, tl.trans(b_dh))
+    d = dot(b_v, b_dh.T)
     d = dot(pairs_back(b_v, b_do, False), b_q, d)
     d = dot(pairs_back(b_v, b_z, True), b_a, d)
     x, factor = load_tokens(k, *keys, K), tl.exp2(-tl.load(p_x))
     b_dw = sums(-finish(d, x, factor, dk, keys, H, K, CT), later, CT, b_dw)
-    d = dot(b_y, tl.trans(b_dh))
+    d = dot(b_y, b_dh.T)
     d = dot(pairs_back(b_y, b_do, False), b_q, d)
     d = dot(pairs_back(b_y, b_z, True), b_a, d)
     x, factor = load_tokens(b, *keys, K), tl.exp2(-tl.load(p_x))
     b_dw = sums(-finish(d, x, factor, db, keys, H, K, CT), later, CT, b_dw)
-    d = dot(b_z, tl.trans(b_h))
+    d = dot(b_z, b_h.T)
     d = dot(pairs(b_z, b_v, True), b_k, d)
     d = dot(pairs(b_z, b_y, True), b_b, d)
     x, factor = load_tokens(a, *keys, K), tl.exp2(tl.load(p_before))
     d = finish(d, x, factor, da, keys, H, K, CT)
     b_dw = sums(d, later, CT, b_dw) - d + dgamma[None, :]
     if RATE is not None:
-        rate = sigmoid(load_tokens(w, *keys, K).to(tl.float32))
+        rate = sigmoid(wide(load_tokens(w, *keys, K)))
         b_dw *= RATE * rate * (1.0 - rate)
     store_tokens((dw, H * K), b_dw, *keys, K)

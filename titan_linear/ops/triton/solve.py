@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.language import constexpr
 
 from titan_linear.ops.triton.launch import Kernel
-from titan_linear.ops.triton.tiles import indices
+from titan_linear.ops.triton.tiles import indices, masked, program
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def solve(b, G, SCALED):
     rows = ()
     scaled = ()  # b_m G_m
     for i in tl.static_range(16):
-        x = tl.load(lower_triangle(G, first + i, first + column), mask=column < i, other=0.0)
+        x = masked(lower_triangle(G, first + i, first + column), mask=column < i)
         for m in tl.static_range(i):
             x -= tl.load(lower_triangle(G, first + i, first + m)) * scaled[m]
         rows, scaled = rows + (x,), scaled + (x * factors(b, first + i),)  # noqa: RUF005 (Triton joins tuples with +)
@@ -75,8 +75,8 @@ def solve(b, G, SCALED):
     tl.debug_barrier()
 
     block, i, j = tl.arange(0, 2)[:, None, None] * 32, tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
-    G11 = tl.load(lower_triangle(G, block + i, block + j), mask=j < i, other=0.0)
-    G22 = tl.load(lower_triangle(G, block + 16 + i, block + 16 + j), mask=j < i, other=0.0)
+    G11 = masked(lower_triangle(G, block + i, block + j), mask=j < i)
+    G22 = masked(lower_triangle(G, block + 16 + i, block + 16 + j), mask=j < i)
     p_21 = lower_triangle(G, block + 16 + i, block + j)
     G21 = merge(tl.load(p_21), G11, G22, factors(b, block + j), factors(b, block + 16 + j), CT)
     tl.debug_barrier()
@@ -84,8 +84,8 @@ def solve(b, G, SCALED):
     tl.debug_barrier()
 
     i, j = indices(32, 32)
-    G11 = tl.load(lower_triangle(G, i, j), mask=j < i, other=0.0)
-    G22 = tl.load(lower_triangle(G, 32 + i, 32 + j), mask=j < i, other=0.0)
+    G11 = masked(lower_triangle(G, i, j), mask=j < i)
+    G22 = masked(lower_triangle(G, 32 + i, 32 + j), mask=j < i)
     N21 = tl.load(lower_triangle(G, 32 + i, j))
     G21 = merge(N21, G11, G22, factors(b, j), factors(b, 32 + j), CT)
     tl.debug_barrier()
@@ -105,5 +105,5 @@ def solve(b, G, SCALED):
 @Kernel
 def solve_kernel(b, G, STRIDE_B: constexpr, SCALED: constexpr):
     """`solve` for one (chunk, head)."""
-    i = tl.program_id(0).to(tl.int64)
+    i = program()
     solve(b + i * STRIDE_B, G + i * 64 * 64, SCALED)

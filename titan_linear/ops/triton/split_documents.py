@@ -23,7 +23,7 @@ from titan_linear.ops.runtime.options import AnyInputs, AnyOptions, States
 from titan_linear.ops.triton.chunks import Chunks, chunks_of, max_chunks
 from titan_linear.ops.triton.fold import fold_entries, fold_entries_back, fold_segments
 from titan_linear.ops.triton.launch import Kernel
-from titan_linear.ops.triton.tiles import blocks_of
+from titan_linear.ops.triton.tiles import blocks_of, masked
 
 
 @Kernel
@@ -32,7 +32,7 @@ def boundaries_kernel(table, cu_seqlens, boundaries, tokens, length, S, B: const
     o_s = tl.program_id(0) * B + tl.arange(0, B)
     i_n = tl.load(table + 2 * o_s, mask=o_s < S, other=-1)
     used = i_n >= 0
-    begin = tl.load(cu_seqlens + i_n, mask=used, other=0) + tl.load(table + 2 * o_s + 1, mask=used, other=0) * length
+    begin = masked(cu_seqlens + i_n, mask=used) + masked(table + 2 * o_s + 1, mask=used) * length
     tl.store(boundaries + o_s, tl.where(used, begin, tokens), mask=o_s <= S)
 
 

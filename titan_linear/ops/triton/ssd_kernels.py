@@ -34,8 +34,12 @@ from titan_linear.ops.triton.tiles import (
     indices,
     load_tokens,
     load_wide,
+    masked,
+    program,
     state_row,
     store_tokens,
+    wide,
+    zeros,
 )
 from titan_linear.ops.triton.tiles import dot_ieee as dot
 
@@ -61,7 +65,7 @@ def _columns(x, start, length, row, i_h, i_v, V, BV, FETCH):
         o_v += i_v * BV
         p_x, stride = x
         p_x += (start + row) * stride + i_h * V + (o_c * stride + o_v)
-        return tl.load(p_x, mask=(o_c < length - row) & (o_v < V), other=0.0)
+        return masked(p_x, mask=(o_c < length - row) & (o_v < V))
 
 
 @triton.jit
@@ -91,14 +95,14 @@ def _block(states, i_th, i_k, i_v, K, BK, V, BV, FETCH):
         return states.load([(i_th * K).to(tl.int32) + i_k * BK, i_v * BV])
     else:
         o_s, m_s = _state(i_v, BK, V, BV)
-        return tl.load(states + (i_th * K + i_k * BK) * V + o_s, mask=m_s, other=0.0)
+        return masked(states + (i_th * K + i_k * BK) * V + o_s, mask=m_s)
 
 
 @triton.jit
 def _load_state(states, i_n, HV, i_hv, i_v, K, V, BV):
     """A slice of entry i_n's state [K, BV] in fp32; zeros if there are no states."""
     if states[0] is None:
-        return tl.zeros([K, BV], tl.float32)
+        return zeros(K, BV)
     else:
         o_s, m_s = _state(i_v, K, V, BV)
         row = state_row(states, i_n)
@@ -203,7 +207,7 @@ def prepare_kernel(
 @triton.jit
 def _chunk_and_group(chunks, H, splits):
     """Which chunk, group and part of its heads a program has, the chunk's first token and its number of tokens."""
-    i_p = tl.program_id(0).to(tl.int64)
+    i_p = program()
     i_split, i_t, i_h = i_p % splits, i_p // splits // H, (i_p // splits % H).to(tl.int32)
     start, length = chunk_at(chunks, i_t)
     return i_split, i_t, i_h, start, length
@@ -215,7 +219,7 @@ def scores_kernel(q, k, scores, chunks, H, K: constexpr):
     _, i_t, i_h, start, length = _chunk_and_group(chunks, H, 1)
     b_q = load_tokens(q, start, length, i_h * K, K)
     b_k = load_tokens(k, start, length, i_h * K, K)
-    b_qk = dot(b_q, tl.trans(b_k))
+    b_qk = dot(b_q, b_k.T)
     store_tokens((scores, BT), b_qk, (i_t * H + i_h) * BT, BT, 0, BT)
 
 
@@ -272,7 +276,7 @@ def scan_kernel(
         _store_columns(o, b_o, start + i * BT, length - i * BT, HV, i_hv, i_v, V, BV)
         # Last: while the next chunk's products that do not need it are computed.
         b_w = (tl.exp2(b_after) * b_dt)[:, None] * b_v
-        b_s = dot(tl.trans(b_k), b_w.to(b_q.dtype), b_s * tl.exp2(b_last))
+        b_s = dot(b_k.T, b_w.to(b_q.dtype), b_s * tl.exp2(b_last))
     if final_state is not None:
         row = tl.where(i_p == pieces - 1, i_n, -1)
         _store_state(final_state, b_s, row, HV, i_hv, i_v, K, V, BV)
@@ -296,7 +300,7 @@ def _pass(
             _store_state(h, b_s, first + i, HV, i_hv, i_v, K, V, BV)
         b_w = scale * tl.exp2(b_last - b_after) if REVERSE else tl.exp2(b_after) * b_dt
         b_y = (b_w[:, None] * b_y).to(b_x.dtype)
-        b_s = dot(tl.trans(b_x), b_y, b_s * tl.exp2(b_last))
+        b_s = dot(b_x.T, b_y, b_s * tl.exp2(b_last))
         b_sum += b_last
     return b_s, b_sum
 
@@ -319,7 +323,7 @@ def boundary_kernel(
     i_p = (i_f % rows).to(tl.int32)
     start, length, first = entry_at(chunks, listed, i_f // rows)
     b_s, b_sum = _pass(
-        tl.zeros([K, BV], tl.float32), x, y, gates, None, start, length, first, _piece(length, i_p, parts),
+        zeros(K, BV), x, y, gates, None, start, length, first, _piece(length, i_p, parts),
         _piece(length, i_p + 1, parts), i_hv, i_v, scale, HV, R, K, V, BV, PARTS, STAGES, FETCH, REVERSE,
     )  # fmt: skip
     _store_state(S_ext, b_s, i_f, HV, i_hv, i_v, K, V, BV)
@@ -379,11 +383,11 @@ def pairs_kernel(
         return
     b_q = load_tokens(q, start, length, i_h * K, K)
     b_k = load_tokens(k, start, length, i_h * K, K)
-    b_kq = scale * dot(b_k, tl.trans(b_q))
+    b_kq = scale * dot(b_k, b_q.T)
     b_own = tl.sum(tl.where(o_i == o_j, b_kq, 0.0), 1)
     tl.store(own + (i_t * H + i_h) * BT + o_c, b_own)
     b_kq = tl.where(o_i == o_j, 0.0, b_kq)
-    b_e = tl.zeros([BT, BT], tl.float32)
+    b_e = zeros(BT, BT)
     for n in tl.range(0, heads * slices, num_stages=STAGES):
         i_hv, i_v = i_h * R + i_split.to(tl.int32) * heads + n // slices, n % slices
         i_th = i_t * HV + i_hv
@@ -392,8 +396,8 @@ def pairs_kernel(
         b_ds = _block(dh, i_th, 0, i_v, K, K, V, BV, FETCH)
         b_G, b_low, b_dt, b_after, _ = _load_gates(gates, i_th, PARTS)
         p_s = sums + (i_th * slices + i_v) * 3 * BT + o_c
-        tl.store(p_s + 2 * BT, tl.sum(b_v.to(tl.float32) * b_do, 1))
-        b_a = dot(b_v, tl.trans(b_do))  # [j, i]
+        tl.store(p_s + 2 * BT, tl.sum(wide(b_v) * b_do, 1))
+        b_a = dot(b_v, b_do.T)  # [j, i]
         b_p = _decays(b_G, b_low, PARTS, False)
         b_e += b_a * b_p * b_dt[:, None]
         b_m = b_kq * b_p
@@ -407,10 +411,10 @@ def pairs_kernel(
             b_skip += _skip(D, i_hv, i_v, V, BV, WIDE)
             if WIDE:
                 o_v = i_v * BV + tl.arange(0, BV)
-                tl.store(dD + i_th * V + o_v, tl.sum(b_v.to(tl.float32) * b_do, 0), mask=o_v < V)
+                tl.store(dD + i_th * V + o_v, tl.sum(wide(b_v) * b_do, 0), mask=o_v < V)
         b_dv += b_skip * b_do
         _store_columns(dv, b_dv, start, length, HV, i_hv, i_v, V, BV)
-    store_tokens((dE, BT), scale * b_e, tl.program_id(0).to(tl.int64) * BT, BT, 0, BT)
+    store_tokens((dE, BT), scale * b_e, program() * BT, BT, 0, BT)
 
 
 @Kernel
@@ -434,8 +438,8 @@ def carried_kernel(
     column = i_h * K + i_k * BK
     b_q = load_tokens(q, start, length, column, BK)
     b_k = load_tokens(k, start, length, column, BK)
-    b_e = load_tokens((dE, BT), tl.program_id(0).to(tl.int64) // blocks * BT, BT, 0, BT)  # Eᵀ
-    b_dq = dot(tl.trans(b_e), b_k)
+    b_e = load_tokens((dE, BT), program() // blocks * BT, BT, 0, BT)  # Eᵀ
+    b_dq = dot(b_e.T, b_k)
     b_dk = dot(b_e, b_q)
     for n in tl.range(0, heads * slices, num_stages=STAGES):
         i_hv, i_v = i_h * R + i_split.to(tl.int32) * heads + n // slices, n % slices
@@ -446,12 +450,12 @@ def carried_kernel(
         b_v = _columns(v, start, length, 0, i_hv, i_v, V, BV, FETCH)
         _, _, b_dt, b_after, b_last = _load_gates(gates, i_th, PARTS)
         i_s = (i_th * slices + i_v) * blocks + i_k
-        b_x = dot(b_do, tl.trans(b_s)) * (scale * tl.exp2(b_last - b_after))[:, None]
+        b_x = dot(b_do, b_s.T) * (scale * tl.exp2(b_last - b_after))[:, None]
         b_dq += b_x
         tl.store(passed + i_s * 2 * BT + o_c, tl.sum(b_x * b_q, 1))
-        b_p = dot(tl.trans(b_s), b_ds)
+        b_p = dot(b_s.T, b_ds)
         tl.store(products + i_s * BV + o_v, tl.sum(tl.where(o_v[:, None] == o_v, b_p, 0.0), 1))
-        b_x = dot(b_v, tl.trans(b_ds)) * tl.exp2(b_after)[:, None]
+        b_x = dot(b_v, b_ds.T) * tl.exp2(b_after)[:, None]
         b_dk += b_x * b_dt[:, None]
         tl.store(passed + i_s * 2 * BT + BT + o_c, tl.sum(b_x * b_k, 1))
     store_tokens((dq, H * K), b_dq, i_split * T + start, length, column, BK)
@@ -463,7 +467,7 @@ def _given_product(initial, d_final, i_n, i_hv, used, HV, KV, B):
     """<S, dS'> from the states that were given, 0 unless `used`."""
     row, final_row = state_row(initial, i_n), state_row(d_final, i_n)
     p_s, p_ds = initial[0] + (row * HV + i_hv) * KV, d_final[0] + (final_row * HV + i_hv) * KV
-    b_sum = tl.zeros([B], tl.float32)
+    b_sum = zeros(B)
     for i in range(0, KV, B):
         o_s = i + tl.arange(0, B)
         m_s = (o_s < KV) & used & (row >= 0) & (final_row >= 0)
@@ -490,9 +494,9 @@ def gates_kernel(
     m_h = o_h < HV
     m_t = (o_c < length) & (o_b < HV)
     b_dt = load_wide(gates + i_t * HV * (1 + PARTS) * BT + BT + (o_b * (1 + PARTS) * BT + o_c), m_t)
-    b_dg = tl.zeros([BT, BH], tl.float32)
+    b_dg = zeros(BT, BH)
     b_earlier, b_skip, b_state = b_dg, b_dg, b_dg
-    b_product = tl.zeros([BH], tl.float32)
+    b_product = zeros(BH)
     for i_v in tl.static_range(SLICES):
         p_s = sums + i_t * HV * SLICES * 3 * BT + ((o_b * SLICES + i_v) * 3 * BT + o_c)
         b_dg += load_wide(p_s, m_t)

@@ -66,11 +66,40 @@ def empty_states(like: Tensor, rows: int, K: int) -> Tensor:
     return like.new_empty(rows, like.shape[1], K, like.shape[2], dtype=torch.float32)
 
 
+@triton.jit
+def program():
+    """A program's number, in 64 bits."""
+    return tl.program_id(0).to(tl.int64)
+
+
+@triton.jit
+def zeros(R, C=None):
+    """[R] or [R, C] in fp32."""
+    return tl.zeros([R] if C is None else [R, C], tl.float32)
+
+
+@triton.jit
+def wide(x):
+    return x.to(tl.float32)
+
+
+@triton.jit
+def masked(p, mask):
+    """Numbers; zeros where the mask is 0."""
+    return tl.load(p, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_index(p):
+    """In 64 bits."""
+    return tl.load(p).to(tl.int64)
+
+
 @Kernel
 def sum_groups_kernel(x, y, n, R: constexpr, K: constexpr, B: constexpr):
     """B of y's n numbers, each the sum of R of x's."""
-    o_y = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
-    b_y = tl.zeros([B], tl.float32)
+    o_y = program() * B + tl.arange(0, B)
+    b_y = zeros(B)
     for r in tl.static_range(R):
         b_y += load_wide(x + o_y // K * (R * K) + (o_y % K + r * K), o_y < n)
     tl.store(y + o_y, b_y, mask=o_y < n)
@@ -113,9 +142,9 @@ def dot_ieee(a, b, acc=None):
 def load_wide(p, mask=None):
     """Numbers in fp32; zeros where the mask is 0."""
     if mask is None:
-        return tl.load(p).to(tl.float32)
+        return wide(tl.load(p))
     else:
-        return tl.load(p, mask=mask, other=0.0).to(tl.float32)
+        return wide(masked(p, mask))
 
 
 @triton.jit
@@ -123,7 +152,7 @@ def load_tokens(x, start, n, column, BD):
     """BD columns of a chunk's rows of x (`rows`), from token `start` (64 bits) on: n rows, then zeros."""
     o_c, o_d = indices(BT, BD)
     p_x, stride = x
-    return tl.load(p_x + start * stride + column + (o_c * stride + o_d), mask=o_c < n, other=0.0)
+    return masked(p_x + start * stride + column + (o_c * stride + o_d), mask=o_c < n)
 
 
 @triton.jit
@@ -140,7 +169,7 @@ def state_row(states, i_n):
     if states[1] is None:
         return i_n
     else:
-        return tl.load(states[1] + i_n).to(tl.int64)
+        return load_index(states[1] + i_n)
 
 
 @triton.jit
@@ -148,11 +177,11 @@ def read_state(states, i_n, stride, o_s):
     """Elements o_s of entry i_n's state in fp32, zeros if there are none (`NONE`); a row has `stride` elements."""
     values, index = states
     if values is None:
-        return (0 * o_s).to(tl.float32)  # laid out as o_s: Gluon asks for it
+        return wide(0 * o_s)  # laid out as o_s: Gluon asks for it
     elif index is None:
         return load_wide(values + i_n * stride + o_s)
     else:
-        row = tl.load(index + i_n).to(tl.int64)
+        row = load_index(index + i_n)
         return load_wide(values + row * stride + o_s, (o_s >= 0) & (row >= 0))
 
 
@@ -164,7 +193,7 @@ def write_state(states, i_n, stride, o_s, b_s):
         if index is None:
             tl.store(values + i_n * stride + o_s, b_s)
         else:
-            row = tl.load(index + i_n).to(tl.int64)
+            row = load_index(index + i_n)
             tl.store(values + row * stride + o_s, b_s, mask=(o_s >= 0) & (row >= 0))
 
 
