@@ -27,7 +27,7 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.exchange.collectives import Ranks
 from titan_linear.ops.layout import segments
-from titan_linear.ops.triton import launch
+from titan_linear.ops.triton.tiles import Kernel
 
 UNEQUAL = (
     KDA(heads=1, v_heads=1, head_dim=32, v_head_dim=32),
@@ -162,7 +162,7 @@ def planned(lengths, W=4):
 def launches_and_gradients(rank, world_size, kind):
     """Of three compiled layers of one kind: kernels launched in forward and backward, and graphs; gradients."""
     seen = Counter()
-    run = launch.Kernel._launch
+    run = Kernel._launch
 
     def note(self, grid, *args, **kwargs):
         seen[self.__name__] += 1
@@ -171,7 +171,7 @@ def launches_and_gradients(rank, world_size, kind):
     model = small(kind, 3, partitioned())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segments, "SHORTEST", 64)
-        patch.setattr(launch.Kernel, "_launch", note)
+        patch.setattr(Kernel, "_launch", note)
         tokens = torch.arange(192)[None] % 64
         model(tokens, planned([192]), loss=loss_of(tokens)).backward()
     seen["graphs"] = counters["stats"]["unique_graphs"]
@@ -228,7 +228,7 @@ def specialisation(x):
 def compiled_and_launched(rank, world_size, kind, segment):
     """Kernels with what they are specialised for: those compiled ahead, and those that the layer then launches."""
     seen = [set(), set()]
-    run = launch.Kernel._launch
+    run = Kernel._launch
 
     def note(self, grid, *args, **kwargs):
         on_meta = any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves((args, kwargs)))
@@ -239,7 +239,7 @@ def compiled_and_launched(rank, world_size, kind, segment):
     model = small(kind, 1, ahead)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segments, "SHORTEST", segment)
-        patch.setattr(launch.Kernel, "_launch", note)
+        patch.setattr(Kernel, "_launch", note)
         x = torch.randn(1, 128 // world_size, 32, requires_grad=True)
         y, *_ = model.layers[0](x, planned([70, 20, 38]))
         y.sum().backward()

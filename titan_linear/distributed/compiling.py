@@ -93,7 +93,7 @@ def _kernels_ahead(inputs: list[Tensor]) -> AbstractContextManager[None]:
     device = next((x.device for x in inputs if isinstance(x, Tensor) and x.is_cuda), None)
     if device is None:
         return nullcontext()
-    from titan_linear.ops.triton.launch import compiling_ahead  # Triton is available on Linux only
+    from titan_linear.ops.triton.tiles import compiling_ahead  # Triton is available on Linux only
 
     return compiling_ahead(device)
 

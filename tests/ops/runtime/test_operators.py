@@ -19,7 +19,7 @@ from titan_linear.ops import build_cp_context
 from titan_linear.ops.runtime.operators import contexts, kept
 from titan_linear.ops.torch import attention, chunked
 from titan_linear.ops.triton import rules
-from titan_linear.ops.triton.launch import Kernel
+from titan_linear.ops.triton.tiles import Kernel
 
 LENGTHS = [5, 70, 37]  # of 112 tokens: one document crosses the cut of two ranks
 FEW = [3, 66]  # for the interpreter, which is slow

@@ -10,8 +10,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from titan_linear.ops.runtime.operators import operator
-from titan_linear.ops.triton.launch import Kernel
-from titan_linear.ops.triton.tiles import blocks_of, load_wide, program, zeros
+from titan_linear.ops.triton.tiles import Kernel, arange, blocks_of, load_wide, program, zeros
 
 TILE = 2048  # hidden channels of rows that a program holds at once
 
@@ -20,8 +19,8 @@ TILE = 2048  # hidden channels of rows that a program holds at once
 def activation_kernel(
     y, weights, x, rows, H, FACTOR: constexpr, GATED: constexpr, WEIGHTED: constexpr, BR: constexpr, BH: constexpr
 ):
-    o_r = program() * BR + tl.arange(0, BR)[:, None]
-    o_h = tl.program_id(1) * BH + tl.arange(0, BH)[None, :]
+    o_r = program() * BR + arange(BR)[:, None]
+    o_h = tl.program_id(1) * BH + arange(BH)[None, :]
     m = (o_r < rows) & (o_h < H)
     if GATED:
         b_gate = FACTOR * load_wide(y + o_r * 2 * H + o_h, m)
@@ -40,11 +39,11 @@ def activation_bwd_kernel(
     BH: constexpr,
 ):  # fmt: skip
     """out: the gradient of weights, or without them x."""
-    o_r = program() * BR + tl.arange(0, BR)[:, None]
+    o_r = program() * BR + arange(BR)[:, None]
     b_w = load_wide(weights + o_r, o_r < rows) if WEIGHTED else 1.0
     b_dw = zeros(BR, 1)
     for h in range(0, H, BH):
-        o_h = h + tl.arange(0, BH)[None, :]
+        o_h = h + arange(BH)[None, :]
         m = (o_r < rows) & (o_h < H)
         b_dx = load_wide(dx + o_r * H + o_h, m)
         if GATED:

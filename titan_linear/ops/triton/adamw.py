@@ -9,8 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from titan_linear.ops.triton.launch import Kernel
-from titan_linear.ops.triton.tiles import blocks_of, load_wide, program, wide
+from titan_linear.ops.triton.tiles import Kernel, arange, blocks_of, load_wide, program, wide
 
 BLOCK = 2048
 
@@ -20,7 +19,7 @@ def adamw_kernel(
     p, copy, g, m, v, step, clip, skipped, n, lr, DECAY: constexpr, B1: constexpr, B2: constexpr, EPS: constexpr,
     LOG1: constexpr, LOG2: constexpr, COPIED: constexpr, BLOCK: constexpr,
 ):  # fmt: skip
-    o = program() * BLOCK + tl.arange(0, BLOCK)
+    o = program() * BLOCK + arange(BLOCK)
     mask = o < n * (1 - tl.load(skipped)).to(tl.int64)
     t = tl.load(step).to(tl.float64)
     rate = lr / wide(1 - tl.exp(LOG1 * t))

@@ -19,8 +19,7 @@ from triton.language import constexpr
 
 from titan_linear.ops.layout.boundaries import CHUNK
 from titan_linear.ops.runtime.operators import operator
-from titan_linear.ops.triton.launch import Kernel
-from titan_linear.ops.triton.tiles import BT, Pair, load_index, masked
+from titan_linear.ops.triton.tiles import BT, Kernel, Pair, arange, load_index, masked
 
 
 class Chunks(NamedTuple):
@@ -103,7 +102,7 @@ def chunk_table_kernel(cu_seqlens, chunk_index, chunk_offsets, N, NT, BT, BN: co
     i_n = tl.program_id(0)
     first = 0
     for j in range(0, i_n, BN):
-        o_n = j + tl.arange(0, BN)
+        o_n = j + arange(BN)
         m_n = o_n < i_n
         lengths = masked(cu_seqlens + o_n + 1, mask=m_n) - masked(cu_seqlens + o_n, mask=m_n)
         first += tl.sum(tl.where(m_n, tl.maximum(tl.cdiv(lengths, BT), 1), 0))
@@ -114,7 +113,7 @@ def chunk_table_kernel(cu_seqlens, chunk_index, chunk_offsets, N, NT, BT, BN: co
     else:  # the program after the last entry marks the surplus
         chunks = NT - first
     for j in range(0, chunks, BN):
-        o_c = j + tl.arange(0, BN)
+        o_c = j + arange(BN)
         m_c = o_c < chunks
         tl.store(chunk_index + 2 * (first + o_c), tl.where(i_n < N, i_n, -1), mask=m_c)
         tl.store(chunk_index + 2 * (first + o_c) + 1, o_c, mask=m_c)

@@ -27,9 +27,18 @@ from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import check_first_derivative, operator, register_autograd
 from titan_linear.ops.runtime.options import ConvolutionOptions, States
 from titan_linear.ops.triton.chunks import chunks_of
-from titan_linear.ops.triton.gates import sigmoid
-from titan_linear.ops.triton.launch import Kernel
-from titan_linear.ops.triton.tiles import blocks_of, load_index, load_wide, masked, state_row, wide, zeros
+from titan_linear.ops.triton.tiles import (
+    Kernel,
+    arange,
+    blocks_of,
+    load_index,
+    load_wide,
+    masked,
+    sigmoid,
+    state_row,
+    wide,
+    zeros,
+)
 
 BT = CONV_RUN  # rows per program, a multiple of the unroll; forward and backward share a chunk table
 # channels per program, rows in flight, warps: good on every GPU, no shared memory to run out of
@@ -65,7 +74,7 @@ def _part(i_d, xs, strides, D, width_0, width_1, BC):
 @triton.jit
 def _block_channels(i_d, width, BD, K, BK):
     """Block i_d of a part's `width` channels, and which of its BD places hold one: each head of K has BK places."""
-    o_d = tl.arange(0, BD)
+    o_d = arange(BD)
     if K == BK:
         o_y = i_d * BD + o_d
         m_d = o_y < width
@@ -302,7 +311,7 @@ def conv1d_final_state_kernel(x, initial, final_state, cu_seqlens, D, stride_x, 
     """The last W - 1 inputs of each entry; where it is shorter, the rest comes from its initial state."""
     i_d, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_r, bos, eos = _entry(initial, cu_seqlens, i_n)
-    o_d = i_d * BD + tl.arange(0, BD)
+    o_d = i_d * BD + arange(BD)
     m_d = o_d < D
     for i in tl.static_range(W - 1):
         t = eos - (W - 1) + i

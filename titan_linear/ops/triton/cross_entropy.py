@@ -7,8 +7,7 @@ from torch import Tensor
 from triton.language import constexpr
 
 from titan_linear.ops.runtime.operators import operator
-from titan_linear.ops.triton.launch import Kernel
-from titan_linear.ops.triton.tiles import blocks_of, program, wide, zeros
+from titan_linear.ops.triton.tiles import Kernel, arange, blocks_of, program, wide, zeros
 
 IGNORE = constexpr(-100)
 BLOCK = {"BV": 8192, "num_warps": 16}  # columns of a row, at a time
@@ -18,7 +17,7 @@ BLOCK = {"BV": 8192, "num_warps": 16}  # columns of a row, at a time
 def statistics_kernel(logits, out, stride, vocab, rows, MORE: constexpr, BV: constexpr):
     """One row. Each column of the block keeps its own maximum and sums until the end: no step waits for a reduction."""
     row = logits + program() * stride
-    o_v = tl.arange(0, BV)
+    o_v = arange(BV)
     b_m, b_s = tl.full([BV], float("-inf"), tl.float32), zeros(BV)
     b_x_sum, b_px = zeros(BV), zeros(BV)  # Σ x, Σ exp(x − m) x
     for v in range(0, vocab, BV):
@@ -45,7 +44,7 @@ def statistics_kernel(logits, out, stride, vocab, rows, MORE: constexpr, BV: con
 def gradient_kernel(logits, lse, target, a, b, c, d, stride, vocab, UNIFORM: constexpr, BV: constexpr):
     """One row and block of columns."""
     i_t = program()
-    o_v = tl.program_id(1) * BV + tl.arange(0, BV)
+    o_v = tl.program_id(1) * BV + arange(BV)
     m_v = o_v < vocab
     b_x = wide(tl.load(logits + i_t * stride + o_v, mask=m_v, other=float("-inf")))
     column = tl.load(target + i_t)

@@ -11,8 +11,7 @@ from triton.language import constexpr
 
 from titan_linear.ops.runtime.operators import operator
 from titan_linear.ops.triton.activations import TILE, activate, activate_backward
-from titan_linear.ops.triton.launch import Kernel
-from titan_linear.ops.triton.tiles import blocks_of, indices, load_wide, masked, program, zeros
+from titan_linear.ops.triton.tiles import Kernel, arange, blocks_of, indices, load_wide, masked, program, zeros
 
 __all__ = ["activate", "activate_backward", "collect", "spread", "top_k"]
 
@@ -66,7 +65,7 @@ def collect_kernel(y, slots, x, D, K: constexpr, BD: constexpr):
 @triton.jit
 def _channels(BD: constexpr):
     """A program's token (64 bits), and its channels [BD]."""
-    return program(), tl.program_id(1) * BD + tl.arange(0, BD)
+    return program(), tl.program_id(1) * BD + arange(BD)
 
 
 def _over_tokens(kernel: Kernel, x: Tensor, slots: Tensor, y: Tensor) -> Tensor:

@@ -17,8 +17,7 @@ from triton.language import constexpr
 
 from titan_linear.ops.runtime import costs
 from titan_linear.ops.runtime.operators import operator
-from titan_linear.ops.triton.launch import Kernel
-from titan_linear.ops.triton.tiles import indices, load_index, read_state, slice_and_head, zeros
+from titan_linear.ops.triton.tiles import Kernel, indices, load_index, read_state, slice_and_head, zeros
 
 
 @triton.jit

@@ -24,7 +24,7 @@ from triton.language import constexpr
 
 from titan_linear.ops.triton.chunks import chunk_at, chunks_in, entry_at, listed_entries, of_one_chunk
 from titan_linear.ops.triton.configs import widest_slice
-from titan_linear.ops.triton.gdn_kernels import place_in_row, store_gate_gradients, store_gates
+from titan_linear.ops.triton.gdn_kernels import store_gate_gradients, store_gates
 from titan_linear.ops.triton.hopper import (
     END,
     SQUARE,
@@ -46,7 +46,7 @@ from titan_linear.ops.triton.hopper import (
     visible,
 )
 from titan_linear.ops.triton.stages import Given
-from titan_linear.ops.triton.tiles import BT, Pair, read_state, rows, wide, write_state
+from titan_linear.ops.triton.tiles import BT, Pair, place_in_row, read_state, rows, wide, write_state
 
 K = constexpr(128)
 BV = constexpr(64)

@@ -23,19 +23,25 @@ import triton.language as tl
 from triton.language import constexpr
 
 from titan_linear.ops.triton.chunks import chunk_at, chunks_in, entry_at, is_wanted, of_one_chunk
-from titan_linear.ops.triton.gates import beta_gradient, load_beta, log2_gate, sigmoid, softplus
-from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.solve import lower_triangle
 from titan_linear.ops.triton.tiles import (
     BT,
+    Kernel,
+    arange,
+    beta_gradient,
     dot,
     fetch_rows,
     fetch_tile,
     indices,
+    load_beta,
     load_tokens,
     load_wide,
+    log2_gate,
+    place_in_row,
     program,
     read_state,
+    sigmoid,
+    softplus,
     store_tokens,
     wide,
     write_state,
@@ -72,7 +78,7 @@ def prepare_kernel(
     start, length = chunk_at(chunks, i_t)
     b_q = load_tokens(q, start, length, i_hv // R * K, K)
     b_k = load_tokens(k, start, length, i_hv // R * K, K)
-    o_c = tl.arange(0, BT)
+    o_c = arange(BT)
     b_G, _ = store_gates(o_c, g, beta, A_log, dt_bias, tiles.gates, i_p, start, length, HV, BETA_RANGE)
     o_i, o_j = indices(BT, BT)
     b_d = tl.exp2(tl.where(o_i >= o_j, b_G[:, None] - b_G[None, :], -float("inf")))
@@ -85,17 +91,9 @@ def prepare_kernel(
 @triton.jit
 def _load_gates(gates, i_t, i_hv, HV):
     """G and beta of chunk i_t, each [BT], and its last G."""
-    o_c = tl.arange(0, BT)
+    o_c = arange(BT)
     p_g = gates + (i_t * HV + i_hv) * 2 * BT
     return tl.load(p_g + o_c), tl.load(p_g + BT + o_c), tl.load(p_g + BT - 1)
-
-
-@triton.jit
-def place_in_row(slices, HV):
-    """As `slice_and_head` of `tiles`, for a grid with one dimension: a program's slice of V or M, its entry and head
-    together (64 bits), its entry, and its head (32 bits)."""
-    i_v, i_nh = tl.program_id(0) % slices, (tl.program_id(0) // slices).to(tl.int64)
-    return i_v, i_nh, i_nh // HV, (i_nh % HV).to(tl.int32)
 
 
 @Kernel
@@ -256,7 +254,7 @@ def gradients_kernel(
             tl.store(d_gate + NT * HV + i_p, 0.0)
         return
     dtype = k_desc.dtype
-    o_c = tl.arange(0, BT)
+    o_c = arange(BT)
     i_s = (i_p * K).to(tl.int32)
 
     # by ordinary loads, before a loop: both at once, and into shared memory before the loop's sums take the registers

@@ -20,9 +20,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import constexpr
 
 from titan_linear.ops.triton import configs
-from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.solve import split
-from titan_linear.ops.triton.tiles import chunk_tiles, ragged_tiles
+from titan_linear.ops.triton.tiles import Kernel, chunk_tiles, ragged_tiles
 
 TILE = constexpr(gl.NVMMASharedLayout(128, 16, 2))
 SQUARE = constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # [64, 64]

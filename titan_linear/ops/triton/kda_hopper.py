@@ -20,7 +20,6 @@ from triton.language import constexpr
 
 from titan_linear.ops.runtime.options import Inputs
 from titan_linear.ops.triton.chunks import chunk_at
-from titan_linear.ops.triton.gates import LOG2E, load_beta, log2_gate, sigmoid, softplus
 from titan_linear.ops.triton.hopper import (
     END,
     HALF,
@@ -50,7 +49,7 @@ from titan_linear.ops.triton.hopper import (
 )
 from titan_linear.ops.triton.kda_kernels import gate_gradient, gate_rate
 from titan_linear.ops.triton.stages import Given
-from titan_linear.ops.triton.tiles import rows, wide
+from titan_linear.ops.triton.tiles import LOG2E, load_beta, log2_gate, rows, sigmoid, softplus, wide
 
 C = constexpr(64)  # tokens of a chunk, and channels of a program
 D = constexpr(128)  # K and V

@@ -42,22 +42,28 @@ import triton.language as tl
 from triton.language import constexpr
 
 from titan_linear.ops.triton.chunks import chunk_at, chunks_in, entry_at, is_wanted
-from titan_linear.ops.triton.gates import LOG2E, beta_gradient, load_beta, log2_gate, sigmoid, softplus
-from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.solve import lower_triangle, split
-from titan_linear.ops.triton.tiles import dot_ieee as dot
 from titan_linear.ops.triton.tiles import (
+    LOG2E,
+    Kernel,
+    arange,
+    beta_gradient,
     fetch_rows,
     indices,
+    load_beta,
     load_tokens,
     load_wide,
+    log2_gate,
     masked,
     read_state,
+    sigmoid,
     slice_and_head,
+    softplus,
     wide,
     write_state,
     zeros,
 )
+from titan_linear.ops.triton.tiles import dot_ieee as dot
 
 
 @triton.jit
@@ -94,7 +100,7 @@ def gate_bias(dt_bias, i_h, K, i_k, BK):
     if dt_bias is None:
         return zeros(BK, 1)
     else:
-        return load_wide(dt_bias + i_h * K + i_k * BK + tl.arange(0, BK))[:, None]
+        return load_wide(dt_bias + i_h * K + i_k * BK + arange(BK))[:, None]
 
 
 @triton.jit
@@ -195,7 +201,7 @@ def prepare_kernel(
     tile = i_t.to(tl.int64) * HV + i_h
     if not SAFE and fast is not None and tl.load(fast + tile) == 0:
         return
-    row = tl.arange(0, 64)
+    row = arange(64)
     too_fast = 0
     if MATRICES or tl.program_id(0) == 0:
         tl.store(tiles.b + tile * 64 + row, load_beta(beta, row, start, n, i_h, BETA_RANGE))
@@ -242,7 +248,7 @@ def prepare_kernel(
                     b_w = (b_k * E).to(CT)
                     b_A += tl.where(level_mask(level), dot((b_q * E).to(CT).T, b_w), 0.0)
                     b_K += tl.where(level_mask(level), dot(b_w.T, b_w), 0.0)
-        tl.store(tiles.decay + tile * K + i_k * BK + tl.arange(0, BK), tl.exp2(gamma))
+        tl.store(tiles.decay + tile * K + i_k * BK + arange(BK), tl.exp2(gamma))
     if SAFE and fast is not None:
         tl.store(fast + tile, too_fast)
     if MATRICES:
@@ -271,7 +277,7 @@ def scan(S, v, tiles, o, h, r, start, length, v_length, first, i_h, column, HV, 
     these are given."""
     CT: constexpr = tiles.qg.dtype.element_ty
     NT = chunks_in(length)
-    row, o_k = tl.arange(0, 64), tl.arange(0, K)
+    row, o_k = arange(64), arange(K)
     o_i, o_j = indices(64, 64)
     o_v, o_s = indices(BV, K)
     o_d, _ = indices(K, 64)
@@ -344,7 +350,7 @@ def _reverse_scan(dS, do, tiles, dh, y, start, length, first, i_h, column, HV, K
     given."""
     CT: constexpr = tiles.qg.dtype.element_ty
     NT = chunks_in(length)
-    row, o_k = tl.arange(0, 64), tl.arange(0, K)
+    row, o_k = arange(64), arange(K)
     o_i, o_j = indices(64, 64)
     o_v, o_s = indices(BV, K)
     o_d, _ = indices(K, 64)
@@ -429,7 +435,7 @@ def matrix_kernel(
     i_h, i_t = tl.program_id(0), tl.program_id(1)
     token, n = chunk_at(chunks, i_t)
     tile = i_t.to(tl.int64) * HV + i_h
-    row = tl.arange(0, 64)
+    row = arange(64)
     o_i, o_j = indices(64, 64)
     o_r, _ = indices(BV, 64)
     _, o_v = indices(64, BV)
@@ -532,7 +538,7 @@ def gradient_kernel(
     i_k, i_h, i_t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, n = chunk_at(chunks, i_t)
     tile = i_t.to(tl.int64) * HV + i_h
-    o_k = i_k * BK + tl.arange(0, BK)
+    o_k = i_k * BK + arange(BK)
     if fast is not None:
         fast += tile * (K // BF) + i_k * BK // BF
         if not SAFE and tl.load(fast) == 0:
@@ -546,7 +552,7 @@ def gradient_kernel(
             tl.store(dbias_part + tile * K + o_k, zeros(BK))
         return
     i_tile = tile.to(tl.int32)  # where the copy engine reads the chunks' matrices
-    row = tl.arange(0, 64)
+    row = arange(64)
     o_i, o_j = indices(64, 64)
     inside = o_i < n
     o_g = start * (HV * K) + i_h * K + (o_i * (HV * K) + o_k[None, :])

@@ -7,15 +7,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language import constexpr
 
-from titan_linear.ops.triton.launch import Kernel
-from titan_linear.ops.triton.tiles import blocks_of, load_wide, program
+from titan_linear.ops.triton.tiles import Kernel, arange, blocks_of, load_wide, program
 
 
 @Kernel
 def merge_kernel(o, lse, part, part_lse, S, T, H, D, BR: constexpr, BD: constexpr):
     """o, part [T, H, D]; lse [H, T], S numbers from head to head; part_lse [H, T]. A program has BR rows of o."""
-    o_r = program() * BR + tl.arange(0, BR)
-    o_d = tl.arange(0, BD)[None, :]
+    o_r = program() * BR + arange(BR)
+    o_d = arange(BD)[None, :]
     m_r = o_r < T * H
     m = m_r[:, None] & (o_d < D)
     o_x = o_r[:, None] * D + o_d

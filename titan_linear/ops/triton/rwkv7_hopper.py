@@ -18,7 +18,6 @@ from triton.language import constexpr
 
 from titan_linear.ops.runtime.options import DPLRInputs
 from titan_linear.ops.triton.chunks import chunk_at
-from titan_linear.ops.triton.gates import LOG2E, sigmoid
 from titan_linear.ops.triton.hopper import (
     END,
     SQUARE,
@@ -41,7 +40,7 @@ from titan_linear.ops.triton.hopper import (
     visible,
 )
 from titan_linear.ops.triton.stages import Given
-from titan_linear.ops.triton.tiles import wide
+from titan_linear.ops.triton.tiles import LOG2E, sigmoid, wide
 
 C = constexpr(64)  # tokens of a chunk, K and V
 TOKENS = constexpr(gl.SliceLayout(0, SQUARE.value))

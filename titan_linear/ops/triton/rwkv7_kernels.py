@@ -32,16 +32,18 @@ import triton.language as tl
 from triton.language import constexpr
 
 from titan_linear.ops.triton.chunks import chunk_at, chunks_in, entry_at, is_wanted
-from titan_linear.ops.triton.gates import LOG2E, sigmoid
-from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.solve import lower_triangle, solve, split
 from titan_linear.ops.triton.tiles import (
+    LOG2E,
+    Kernel,
+    arange,
     dot,
     indices,
     load_tokens,
     load_wide,
     masked,
     read_state,
+    sigmoid,
     slice_and_head,
     store_tokens,
     wide,
@@ -113,10 +115,10 @@ def pairs_back(y, x, STRICT):
 
 
 @triton.jit
-def at(p, tile, ROWS, column, COLUMNS, WIDTH):
-    """Where WIDTH columns of a tile (64 bits), from `column` on, lie in p [tiles, ROWS, COLUMNS]."""
+def at(p, tile, ROWS, COLUMNS, WIDTH=None, column=0):
+    """Where a tile (64 bits), or WIDTH columns of it from `column` on, lie in p [tiles, ROWS, COLUMNS]."""
     p += tile * (ROWS * COLUMNS) + column
-    o_r, o_c = indices(ROWS, WIDTH)
+    o_r, o_c = indices(ROWS, COLUMNS if WIDTH is None else WIDTH)
     return p + (o_r * COLUMNS + o_c)
 
 
@@ -142,9 +144,9 @@ def prepare_kernel(
     b_v = load_narrow(v, start, n, i_h * V, V, VW).to(CT)
     b_q = load_tokens(q, *keys, K)
     if tiles.O is None:
-        b_T = tl.load(at(tiles.inverse, tile, 64, 0, 64, 64))
+        b_T = tl.load(at(tiles.inverse, tile, 64, 64))
     x, before, to_start, to_end, b_decay = decays(b_w, CT, RATE)
-    tl.store(tiles.decay + tile * K + tl.arange(0, K), b_decay)
+    tl.store(tiles.decay + tile * K + arange(K), b_decay)
     b_a = wide(b_a) * tl.exp2(before)
     b_w = (b_a * to_start[None, :]).to(CT)
     b_b = decayed(b_b, tl.exp2(-x), CT)
@@ -161,17 +163,17 @@ def prepare_kernel(
     b_u = dot(b_T, b_u).to(CT)
     b_w = dot(b_T, b_w).to(CT)
     b_P = dot(b_b.T, b_w) * to_end[:, None]
-    tl.store(at(tiles.P, tile, K, 0, K, K), b_P)
+    tl.store(at(tiles.P, tile, K, K), b_P)
     b_U = dot(b_k.T, b_v, dot(b_b.T, b_u)) * to_end[:, None]
-    tl.store(at(tiles.U, tile, K, 0, V, VW), b_U, mask=o_v < V)
+    tl.store(at(tiles.U, tile, K, V, VW), b_U, mask=o_v < V)
     q_tilde = wide(b_q) * (scale * tl.exp2(x))
     b_q = q_tilde.to(CT)
     A_qb = pairs(b_q, b_b, False)
     b_Q = dot(A_qb, b_w, q_tilde * to_start[None, :])
-    tl.store(at(tiles.Q, tile, 64, 0, K, K), b_Q)
+    tl.store(at(tiles.Q, tile, 64, K), b_Q)
     if tiles.O is not None:
         b_O = dot(pairs(b_q, b_k, False), b_v, dot(A_qb, b_u))
-        tl.store(at(tiles.O, tile, 64, 0, V, VW), b_O, mask=o_v < V)
+        tl.store(at(tiles.O, tile, 64, V, VW), b_O, mask=o_v < V)
 
 
 @triton.jit
@@ -182,15 +184,15 @@ def _scan(S, tiles, o, h, start, length, first, i_h, column, takes_u, H, K, V, B
         tile = (first + i_t) * H + i_h
         S16 = S.to(tiles.P.dtype.element_ty)
         if h is not None:
-            tl.store(at(h, tile, K, column, V, BV), S16)
+            tl.store(at(h, tile, K, V, BV, column), S16)
         if o is not None:
-            b_o = load_wide(at(tiles.O, tile, 64, column, V, BV))
-            b_o = dot(tl.load(at(tiles.Q, tile, 64, 0, K, K)), S16, b_o)
+            b_o = load_wide(at(tiles.O, tile, 64, V, BV, column))
+            b_o = dot(tl.load(at(tiles.Q, tile, 64, K)), S16, b_o)
             store_tokens((o, H * V), b_o, start + i_t * 64, length - i_t * 64, i_h * V + column, BV)
-        S *= tl.load(tiles.decay + tile * K + tl.arange(0, K))[:, None]
-        p_U = at(tiles.U, tile, K, column, V, BV)
-        S += load_wide(p_U, takes_u & (tl.arange(0, K) >= 0)[:, None])
-        S = dot(tl.load(at(tiles.P, tile, K, 0, K, K)), S16, S)
+        S *= tl.load(tiles.decay + tile * K + arange(K))[:, None]
+        p_U = at(tiles.U, tile, K, V, BV, column)
+        S += load_wide(p_U, takes_u & (arange(K) >= 0)[:, None])
+        S = dot(tl.load(at(tiles.P, tile, K, K)), S16, S)
     return S
 
 
@@ -204,11 +206,11 @@ def _reverse_scan(dS, do, tiles, dh, start, length, first, i_h, column, H, K, V,
         tile = (first + i_t) * H + i_h
         dS16 = dS.to(tiles.P.dtype.element_ty)
         if dh is not None:
-            tl.store(at(dh, tile, K, column, V, BV), dS16)
+            tl.store(at(dh, tile, K, V, BV, column), dS16)
         b_do = load_tokens(do, start + i_t * 64, length - i_t * 64, i_h * V + column, BV).to(dS16.dtype)
-        dS *= tl.load(tiles.decay + tile * K + tl.arange(0, K))[:, None]
-        dS = dot(tl.load(at(tiles.Q, tile, 64, 0, K, K)).T, b_do, dS)
-        dS = dot(tl.load(at(tiles.P, tile, K, 0, K, K)).T, dS16, dS)
+        dS *= tl.load(tiles.decay + tile * K + arange(K))[:, None]
+        dS = dot(tl.load(at(tiles.Q, tile, 64, K)).T, b_do, dS)
+        dS = dot(tl.load(at(tiles.P, tile, K, K)).T, dS16, dS)
     return dS
 
 
@@ -261,7 +263,7 @@ def states_kernel(
         S = read_state(initial, i_n, H * K * V, o_s)
         h += i_n * (H * K * V)
         S = _scan(S, tiles, None, h, start, length, first, i_h, i_v * BV, True, H, K, V, BV, STAGES)
-        tl.store(at(h, (first + chunks_in(length)) * H + i_h, K, i_v * BV, V, BV), S)
+        tl.store(at(h, (first + chunks_in(length)) * H + i_h, K, V, BV, i_v * BV), S)
     else:
         S = read_state(d_final, i_n, H * K * V, o_s)
         S = _reverse_scan(S, do, tiles, dh, start, length, first, i_h, i_v * BV, H, K, V, BV, STAGES)
@@ -312,11 +314,11 @@ def gradient_kernel(
     b_a = decayed(b_a, tl.exp2(before), CT)
     b_k = decayed(b_k, tl.exp2(-x), CT)
     b_b = decayed(b_b, tl.exp2(-x), CT)
-    b_T = tl.load(at(inverse, tile, 64, 0, 64, 64))
+    b_T = tl.load(at(inverse, tile, 64, 64))
     enters = tile + tl.load(chunks[1] + 2 * i_t) * H
-    b_h = tl.load(at(h, enters, K, 0, V, V))
-    leaves = tl.load(at(h, enters + H, K, 0, V, V))
-    b_dh = tl.load(at(dh, tile, K, 0, V, V))
+    b_h = tl.load(at(h, enters, K, V))
+    leaves = tl.load(at(h, enters + H, K, V))
+    b_dh = tl.load(at(dh, tile, K, V))
     dgamma = tl.sum(wide(leaves) * wide(b_dh), 1)
     b_h = (b_h * to_start[:, None]).to(CT)
     b_dh = (b_dh * to_end[:, None]).to(CT)

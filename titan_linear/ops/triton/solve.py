@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
-from titan_linear.ops.triton.launch import Kernel
-from titan_linear.ops.triton.tiles import indices, masked, program
+from titan_linear.ops.triton.tiles import Kernel, arange, indices, masked, program
 
 
 @triton.jit
@@ -60,7 +59,7 @@ def solve(b, G, SCALED):
     Forward substitution in fp32 on 16×16 blocks, G_i = N_i − Σ_m N_im b_m G_m for m < i with one column per lane, then
     merged to 32 and 64 rows."""
     CT: constexpr = G.dtype.element_ty
-    lane = tl.arange(0, 64)
+    lane = arange(64)
     first, column = lane // 16 * 16, lane % 16
     rows = ()
     scaled = ()  # b_m G_m
@@ -74,7 +73,7 @@ def solve(b, G, SCALED):
         tl.store(lower_triangle(G, first + i, first + column), rows[i], mask=column < i)
     tl.debug_barrier()
 
-    block, i, j = tl.arange(0, 2)[:, None, None] * 32, tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
+    block, i, j = arange(2)[:, None, None] * 32, arange(16)[None, :, None], arange(16)[None, None, :]
     G11 = masked(lower_triangle(G, block + i, block + j), mask=j < i)
     G22 = masked(lower_triangle(G, block + 16 + i, block + 16 + j), mask=j < i)
     p_21 = lower_triangle(G, block + 16 + i, block + j)

@@ -22,14 +22,13 @@ from titan_linear.ops.runtime.operators import operator
 from titan_linear.ops.runtime.options import AnyInputs, AnyOptions, States
 from titan_linear.ops.triton.chunks import Chunks, chunks_of, max_chunks
 from titan_linear.ops.triton.fold import fold_entries, fold_entries_back, fold_segments
-from titan_linear.ops.triton.launch import Kernel
-from titan_linear.ops.triton.tiles import blocks_of, masked
+from titan_linear.ops.triton.tiles import Kernel, arange, blocks_of, masked
 
 
 @Kernel
 def boundaries_kernel(table, cu_seqlens, boundaries, tokens, length, S, B: constexpr):
     """Where each segment of the table begins; surplus segments, and the boundary after the last, are at the end."""
-    o_s = tl.program_id(0) * B + tl.arange(0, B)
+    o_s = tl.program_id(0) * B + arange(B)
     i_n = tl.load(table + 2 * o_s, mask=o_s < S, other=-1)
     used = i_n >= 0
     begin = masked(cu_seqlens + i_n, mask=used) + masked(table + 2 * o_s + 1, mask=used) * length

@@ -61,7 +61,7 @@ def _sliced(kernel: str, k: Tensor, v: Tensor, gates: Tensor) -> Config:
     BV = chosen["BV"]
     if BV > 16 and 0 < V % BV <= BV // 2:
         chosen["BV"] = BV // 2
-    return {"R": HV // H, "K": K, "V": V, "PARTS": gates.shape[2] - 1, "FETCH": _fetches(k)} | chosen
+    return {"R": HV // H, "K": K, "V": V, "PARTS": gates.shape[2] - 1} | chosen
 
 
 def _of_decays(n: Numbers, parts: int) -> Config:

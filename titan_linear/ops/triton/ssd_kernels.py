@@ -14,8 +14,8 @@ q and k belong to a group of heads: dq, dk and E are sums over its heads, in the
 head to head, and only E's sum is multiplied by k and q. All sums are fp32; operands of a dot are rounded to the inputs'
 dtype. Every load of tokens stops at the document's end: what is not finite stays in its document.
 
-FETCH: the copy engine reads the tiles of a scan, which are given as descriptors: of pointers its registers would hold
-dozens. v and do are pointers where V is not a multiple of its slices.
+The copy engine reads tiles that are given as descriptors, those of a scan in 16 bits: of pointers its registers would
+hold dozens. v and do are pointers where V is not a multiple of its slices.
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ import triton.language as tl
 from triton.language import constexpr
 
 from titan_linear.ops.triton.chunks import chunk_at, entry_at, is_wanted
-from titan_linear.ops.triton.gates import log2_gate, softplus
-from titan_linear.ops.triton.launch import Kernel
 from titan_linear.ops.triton.tiles import (
     BT,
+    Kernel,
+    arange,
     fetch_rows,
     fetch_tile,
     indices,
     load_tokens,
     load_wide,
+    log2_gate,
     masked,
+    place_in_row,
     program,
+    softplus,
     state_row,
     store_tokens,
     wide,
@@ -47,19 +50,19 @@ from titan_linear.ops.triton.tiles import dot_ieee as dot
 
 
 @triton.jit
-def _tokens(x, start, length, row, column, BD, FETCH):
+def _tokens(x, start, length, row, column, BD):
     """A tile of an entry [length, .] from its token `row` on, zeros past its end. start: its first token."""
-    if FETCH:
+    if isinstance(x, tl.tensor_descriptor):
         return fetch_rows(x, start, length, row, column)
     else:
         return load_tokens(x, start + row, length - row, column, BD)
 
 
 @triton.jit
-def _columns(x, start, length, row, i_h, i_v, V, BV, FETCH):
+def _columns(x, start, length, row, i_h, i_v, V, BV):
     """As `_tokens`, slice i_v of head i_h's V columns, zeros beyond them."""
     if V % BV == 0:
-        return _tokens(x, start, length, row, i_h * V + i_v * BV, BV, FETCH)
+        return _tokens(x, start, length, row, i_h * V + i_v * BV, BV)
     else:
         o_c, o_v = indices(BT, BV)
         o_v += i_v * BV
@@ -89,9 +92,9 @@ def _state(i_v, K, V, BV):
 
 
 @triton.jit
-def _block(states, i_th, i_k, i_v, K, BK, V, BV, FETCH):
+def _block(states, i_th, i_k, i_v, K, BK, V, BV):
     """Rows i_k BK to (i_k + 1) BK of slice i_v of a chunk's state, of `states` [NT, HV, K, V]."""
-    if FETCH:
+    if isinstance(states, tl.tensor_descriptor):
         return states.load([(i_th * K).to(tl.int32) + i_k * BK, i_v * BV])
     else:
         o_s, m_s = _state(i_v, BK, V, BV)
@@ -121,7 +124,7 @@ def _store_state(states, b_s, i_row, HV, i_hv, i_v, K, V, BV):
 def _load_gates(gates, i_p, PARTS):
     """Of one chunk and head: G and its second part (with PARTS = 2), Δ, what follows of G after each token, each [BT],
     and the last G."""
-    p_g = gates + i_p * (1 + PARTS) * BT + tl.arange(0, BT)
+    p_g = gates + i_p * (1 + PARTS) * BT + arange(BT)
     b_G, b_last = tl.load(p_g), tl.load(gates + i_p * (1 + PARTS) * BT + BT - 1)
     b_low, b_after = b_G, b_last - b_G
     if PARTS == 2:
@@ -149,7 +152,7 @@ def _decays(b_G, b_low, PARTS, BY_LATER):
 def _skip(D, i_hv, i_v, V, BV, WIDE):
     """Head i_hv's factors of v in o: one, or with WIDE a row [1, BV]."""
     if WIDE:
-        o_v = i_v * BV + tl.arange(0, BV)
+        o_v = i_v * BV + arange(BV)
         return load_wide(D + i_hv * V + o_v, o_v < V)[None, :]
     else:
         return load_wide(D + i_hv)
@@ -179,7 +182,7 @@ def prepare_kernel(
     i_t, i_b = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     start, length = chunk_at(chunks, i_t)
     o_c, o_b = indices(BT, BH)
-    o_h = i_b * BH + tl.arange(0, BH)
+    o_h = i_b * BH + arange(BH)
     o_b += i_b * BH
     m_h = o_h < HV
     m_t = (o_c < length) & (o_b < HV)
@@ -234,7 +237,7 @@ def _piece(length, i_p, pieces):
 
 @Kernel
 def scan_kernel(
-    q, k, v,  # descriptors with FETCH, else (x, stride)
+    q, k, v,  # descriptors, else (x, stride)
     scores,  # [NT, H, BT, BT], or its descriptor
     gates, D, initial,
     S_ext,  # [N, parts before the last piece, HV, K, V] fp32, or None: there is one piece
@@ -244,7 +247,7 @@ def scan_kernel(
     chunks, listed, scale, HV, pieces,
     parts,  # of an entry, a multiple of `pieces`
     R: constexpr, K: constexpr, V: constexpr, BV: constexpr, PARTS: constexpr, STAGES: constexpr,
-    WIDE: constexpr, FETCH: constexpr,
+    WIDE: constexpr,
 ):  # fmt: skip
     """One (entry, head, piece, slice of V): o, and the last states where they are asked for. The state stays in
     registers; before a piece it follows from those of the parts before."""
@@ -261,12 +264,16 @@ def scan_kernel(
             b_s = b_s * tl.load(M + i_s * HV + i_hv) + _load_state((S_ext, None), i_s, HV, i_hv, i_v, K, V, BV)
     for i in tl.range(_piece(length, i_p, pieces), _piece(length, i_p + 1, pieces), num_stages=STAGES):
         i_t = first + i
-        b_q = _tokens(q, start, length, i * BT, i_hv // R * K, K, FETCH)
-        b_k = _tokens(k, start, length, i * BT, i_hv // R * K, K, FETCH)
-        b_v = _columns(v, start, length, i * BT, i_hv, i_v, V, BV, FETCH)
+        b_q = _tokens(q, start, length, i * BT, i_hv // R * K, K)
+        b_k = _tokens(k, start, length, i * BT, i_hv // R * K, K)
+        b_v = _columns(v, start, length, i * BT, i_hv, i_v, V, BV)
         b_G, b_low, b_dt, b_after, b_last = _load_gates(gates, i_t * HV + i_hv, PARTS)
         i_m = i_t * (HV // R) + i_hv // R
-        b_m = fetch_tile(scores, i_m) if FETCH else load_tokens((scores, BT), i_m * BT, BT, 0, BT)
+        b_m = (
+            fetch_tile(scores, i_m)
+            if isinstance(scores, tl.tensor_descriptor)
+            else load_tokens((scores, BT), i_m * BT, BT, 0, BT)
+        )
         b_m = b_m * _decays(b_G, b_low, PARTS, True) * (scale * b_dt)[None, :]
         b_o = dot(b_m.to(b_q.dtype), b_v)
         b_y = dot(b_q, b_s.to(b_q.dtype))
@@ -284,7 +291,7 @@ def scan_kernel(
 
 @triton.jit
 def _pass(
-    b_s, x, y, gates, h, start, length, first, begin, end, i_hv, i_v, scale, HV, R, K, V, BV, PARTS, STAGES, FETCH,
+    b_s, x, y, gates, h, start, length, first, begin, end, i_hv, i_v, scale, HV, R, K, V, BV, PARTS, STAGES,
     REVERSE,
 ):  # fmt: skip
     """Carry a state through an entry's chunks from `begin` to before `end`, x = k and y = v; or with REVERSE its
@@ -293,8 +300,8 @@ def _pass(
     b_sum = 0.0
     for n in tl.range(begin, end, num_stages=STAGES):
         i = begin + end - 1 - n if REVERSE else n
-        b_x = _tokens(x, start, length, i * BT, i_hv // R * K, K, FETCH)
-        b_y = _columns(y, start, length, i * BT, i_hv, i_v, V, BV, FETCH)
+        b_x = _tokens(x, start, length, i * BT, i_hv // R * K, K)
+        b_y = _columns(y, start, length, i * BT, i_hv, i_v, V, BV)
         _, _, b_dt, b_after, b_last = _load_gates(gates, (first + i) * HV + i_hv, PARTS)
         if h is not None:
             _store_state(h, b_s, first + i, HV, i_hv, i_v, K, V, BV)
@@ -312,19 +319,17 @@ def boundary_kernel(
     chunks,
     listed,  # as `ALL`; or all, with rows for the first `rows` of an entry's `parts`
     scale, HV, rows, parts, R: constexpr, K: constexpr, V: constexpr, BV: constexpr, PARTS: constexpr,
-    STAGES: constexpr, FETCH: constexpr, REVERSE: constexpr,
+    STAGES: constexpr, REVERSE: constexpr,
 ):  # fmt: skip
     """One (listed entry or part, head, slice of V): `_pass` from a zero state, and the factor of any other."""
-    blocks: constexpr = (V + BV - 1) // BV
-    i_v, i_fh = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
-    i_f, i_hv = i_fh // HV, (i_fh % HV).to(tl.int32)
+    i_v, i_fh, i_f, i_hv = place_in_row((V + BV - 1) // BV, HV)
     if not is_wanted(listed, i_f, 1):
         return
     i_p = (i_f % rows).to(tl.int32)
     start, length, first = entry_at(chunks, listed, i_f // rows)
     b_s, b_sum = _pass(
         zeros(K, BV), x, y, gates, None, start, length, first, _piece(length, i_p, parts),
-        _piece(length, i_p + 1, parts), i_hv, i_v, scale, HV, R, K, V, BV, PARTS, STAGES, FETCH, REVERSE,
+        _piece(length, i_p + 1, parts), i_hv, i_v, scale, HV, R, K, V, BV, PARTS, STAGES, REVERSE,
     )  # fmt: skip
     _store_state(S_ext, b_s, i_f, HV, i_hv, i_v, K, V, BV)
     if M is not None:
@@ -337,7 +342,7 @@ def states_kernel(
     h,  # [NT, HV, K, V] the state that enters each chunk
     dh,  # [NT, HV, K, V] the gradient of the state that leaves it
     d_initial, chunks, listed, scale, HV, R: constexpr, K: constexpr, V: constexpr, BV: constexpr, PARTS: constexpr,
-    STAGES: constexpr, FETCH: constexpr,
+    STAGES: constexpr,
 ):  # fmt: skip
     """One (entry, head, slice of V) in one direction: all states, or all their gradients."""
     blocks: constexpr = (V + BV - 1) // BV
@@ -349,13 +354,13 @@ def states_kernel(
         b_s = _load_state(initial, i_n, HV, i_hv, i_v, K, V, BV)
         _pass(
             b_s, k, v, gates, h, start, length, first, 0, tl.cdiv(length, BT), i_hv, i_v, scale, HV, R, K, V, BV, PARTS,
-            STAGES, FETCH, False,
+            STAGES, False,
         )  # fmt: skip
     else:
         b_ds = _load_state(d_final, i_n, HV, i_hv, i_v, K, V, BV)
         b_ds, _ = _pass(
             b_ds, q, do, gates, dh, start, length, first, 0, tl.cdiv(length, BT), i_hv, i_v, scale, HV, R, K, V, BV,
-            PARTS, STAGES, FETCH, True,
+            PARTS, STAGES, True,
         )  # fmt: skip
         if d_initial is not None:
             _store_state(d_initial, b_ds, state_row(initial, i_n), HV, i_hv, i_v, K, V, BV)
@@ -367,16 +372,16 @@ def states_kernel(
 @Kernel
 def pairs_kernel(
     q, k,  # (x, stride)
-    v, do, dh,  # descriptors with FETCH, else (x, stride), and states
+    v, do, dh,  # descriptors, else (x, stride), and states
     gates, D,
     dv, dE, own, sums, dD,  # as `ChunkGradients` has them
     chunks, scale, HV, heads, R: constexpr, K: constexpr, V: constexpr, BV: constexpr, PARTS: constexpr,
-    STAGES: constexpr, WIDE: constexpr, FETCH: constexpr,
+    STAGES: constexpr, WIDE: constexpr,
 ):  # fmt: skip
     """dv of a chunk, what heads add to E, and what pairs of its tokens give and take: `heads` heads of a group, one
     after another, slice by slice of V. What a token gives to itself does not decay."""
     slices: constexpr = (V + BV - 1) // BV
-    H, o_c = HV // R, tl.arange(0, BT)
+    H, o_c = HV // R, arange(BT)
     o_j, o_i = indices(BT, BT)
     i_split, i_t, i_h, start, length = _chunk_and_group(chunks, H, R // heads)
     if length <= 0:
@@ -391,9 +396,9 @@ def pairs_kernel(
     for n in tl.range(0, heads * slices, num_stages=STAGES):
         i_hv, i_v = i_h * R + i_split.to(tl.int32) * heads + n // slices, n % slices
         i_th = i_t * HV + i_hv
-        b_v = _columns(v, start, length, 0, i_hv, i_v, V, BV, FETCH)
-        b_do = _columns(do, start, length, 0, i_hv, i_v, V, BV, FETCH)
-        b_ds = _block(dh, i_th, 0, i_v, K, K, V, BV, FETCH)
+        b_v = _columns(v, start, length, 0, i_hv, i_v, V, BV)
+        b_do = _columns(do, start, length, 0, i_hv, i_v, V, BV)
+        b_ds = _block(dh, i_th, 0, i_v, K, K, V, BV)
         b_G, b_low, b_dt, b_after, _ = _load_gates(gates, i_th, PARTS)
         p_s = sums + (i_th * slices + i_v) * 3 * BT + o_c
         tl.store(p_s + 2 * BT, tl.sum(wide(b_v) * b_do, 1))
@@ -410,7 +415,7 @@ def pairs_kernel(
         if D is not None:
             b_skip += _skip(D, i_hv, i_v, V, BV, WIDE)
             if WIDE:
-                o_v = i_v * BV + tl.arange(0, BV)
+                o_v = i_v * BV + arange(BV)
                 tl.store(dD + i_th * V + o_v, tl.sum(wide(b_v) * b_do, 0), mask=o_v < V)
         b_dv += b_skip * b_do
         _store_columns(dv, b_dv, start, length, HV, i_hv, i_v, V, BV)
@@ -424,13 +429,13 @@ def carried_kernel(
     gates, dE,
     dq, dk, passed, products,  # as `ChunkGradients` has them
     chunks, scale, T, HV, heads, R: constexpr, K: constexpr, BK: constexpr, V: constexpr, BV: constexpr,
-    PARTS: constexpr, STAGES: constexpr, FETCH: constexpr,
+    PARTS: constexpr, STAGES: constexpr,
 ):  # fmt: skip
     """BK columns of dq and dk of a chunk, from E and from the state, head by head as `pairs_kernel`; and of these, what
     tokens take from the state and give to it, and <S, dS'>."""
     slices: constexpr = (V + BV - 1) // BV
     blocks: constexpr = K // BK
-    H, o_c, o_v = HV // R, tl.arange(0, BT), tl.arange(0, BV)
+    H, o_c, o_v = HV // R, arange(BT), arange(BV)
     i_split, i_t, i_h, start, length = _chunk_and_group(chunks, H, R // heads * blocks)
     if length <= 0:
         return
@@ -444,10 +449,10 @@ def carried_kernel(
     for n in tl.range(0, heads * slices, num_stages=STAGES):
         i_hv, i_v = i_h * R + i_split.to(tl.int32) * heads + n // slices, n % slices
         i_th = i_t * HV + i_hv
-        b_do = _columns(do, start, length, 0, i_hv, i_v, V, BV, FETCH)
-        b_s = _block(h, i_th, i_k, i_v, K, BK, V, BV, FETCH)
-        b_ds = _block(dh, i_th, i_k, i_v, K, BK, V, BV, FETCH)
-        b_v = _columns(v, start, length, 0, i_hv, i_v, V, BV, FETCH)
+        b_do = _columns(do, start, length, 0, i_hv, i_v, V, BV)
+        b_s = _block(h, i_th, i_k, i_v, K, BK, V, BV)
+        b_ds = _block(dh, i_th, i_k, i_v, K, BK, V, BV)
+        b_v = _columns(v, start, length, 0, i_hv, i_v, V, BV)
         _, _, b_dt, b_after, b_last = _load_gates(gates, i_th, PARTS)
         i_s = (i_th * slices + i_v) * blocks + i_k
         b_x = dot(b_do, b_s.T) * (scale * tl.exp2(b_last - b_after))[:, None]
@@ -469,7 +474,7 @@ def _given_product(initial, d_final, i_n, i_hv, used, HV, KV, B):
     p_s, p_ds = initial[0] + (row * HV + i_hv) * KV, d_final[0] + (final_row * HV + i_hv) * KV
     b_sum = zeros(B)
     for i in range(0, KV, B):
-        o_s = i + tl.arange(0, B)
+        o_s = i + arange(B)
         m_s = (o_s < KV) & used & (row >= 0) & (final_row >= 0)
         b_sum += load_wide(p_s + o_s, m_s) * load_wide(p_ds + o_s, m_s)
     return tl.sum(b_sum)
@@ -489,7 +494,7 @@ def gates_kernel(
     i_t, i_b = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     start, length = chunk_at(chunks, i_t)
     o_c, o_b = indices(BT, BH)
-    o_h = i_b * BH + tl.arange(0, BH)
+    o_h = i_b * BH + arange(BH)
     o_b += i_b * BH
     m_h = o_h < HV
     m_t = (o_c < length) & (o_b < HV)
@@ -506,7 +511,7 @@ def gates_kernel(
         o_s = i_t * HV * PASSED + o_b * PASSED + i_s
         b_dg += load_wide(passed + o_s * 2 * BT + o_c, m_t)
         b_state += load_wide(passed + o_s * 2 * BT + BT + o_c, m_t)
-        p_p = products + o_s * BV + tl.arange(0, BV)[:, None]
+        p_p = products + o_s * BV + arange(BV)[:, None]
         b_product += tl.sum(load_wide(p_p, (o_b < HV) & (length > 0)), 0)
     b_dg -= b_dt * b_earlier
     # For an entry within one chunk the given fp32 states are read: <S, dS'> may be most of its dg.

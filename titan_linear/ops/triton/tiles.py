@@ -1,4 +1,7 @@
-"""How the kernels of the delta rules read and write tokens and states, and what launches pass to them for that.
+"""What kernels share: how they are launched, and how they read and write tokens, states and gates.
+
+By itself Triton compiles a kernel at its first launch, which a step then waits for: for one kernel after the other.
+Here kernels can be compiled before they are launched, many at once.
 
 Streams are [T, heads, dim] with dense heads and any stride between tokens: the mixer's q, k and v are views of one
 projection. States are [rows, HV, K, V] in fp32. Entry n's state is in row n or, with an index [N] int32, in row
@@ -9,6 +12,13 @@ A kernel's constants are annotated; Triton finds those of the functions that it 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -18,9 +28,46 @@ from triton.tools.ragged_tma import create_ragged_descriptor, load_ragged
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titan_linear.ops.layout.boundaries import CHUNK
-from titan_linear.ops.triton.launch import Kernel
 
 BT = constexpr(CHUNK)
+LOG2E = constexpr(1.4426950408889634)
+
+
+# --- Launches --------------------------------------------------------------------------------------------------------
+
+
+class Kernel:
+    """Decorates a kernel, instead of `jit`. Arguments may be tuples, but not of descriptors, which Triton does not
+    find in them; a named one costs a launch half a microsecond, a plain one nothing. A launch whose first argument is
+    on the meta device, or begins with a tensor that is, only compiles the kernel."""
+
+    def __init__(self, fn: Callable[..., None], jit: Callable[..., Any] = triton.jit):
+        self.jitted = jit(fn)
+        self.__name__, self.__doc__ = fn.__name__, fn.__doc__
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+        x, *_ = args
+        while isinstance(x, tuple):
+            x = x[0]
+        on_meta = getattr(x, "base", x).is_meta  # base: of a descriptor
+        self.jitted.run(*args, grid=grid, warmup=on_meta, **kwargs)
+
+
+@contextmanager
+def compiling_ahead(device: torch.device) -> Iterator[None]:
+    """Compile kernels that are launched inside, on the meta device, side by side in threads; the end waits for them.
+    device: the GPU that they are compiled for, and loaded to."""
+    with ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(device,)) as pool:
+        with triton.AsyncCompileMode(pool) as ahead:
+            yield
+        kernels = [kernel.result() for kernel in ahead.future_kernels.values()]
+        list(pool.map(attrgetter("run"), kernels))  # loads a kernel; Triton 3.6 also compiles its launcher, in C
+
+
+# --- What launches pass ----------------------------------------------------------------------------------------------
 
 
 Pair = tuple[Tensor | None, Tensor | None]
@@ -66,6 +113,14 @@ def empty_states(like: Tensor, rows: int, K: int) -> Tensor:
     return like.new_empty(rows, like.shape[1], K, like.shape[2], dtype=torch.float32)
 
 
+# --- In kernels: numbers ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def arange(n):
+    return tl.arange(0, n)
+
+
 @triton.jit
 def program():
     """A program's number, in 64 bits."""
@@ -98,7 +153,7 @@ def load_index(p):
 @Kernel
 def sum_groups_kernel(x, y, n, R: constexpr, K: constexpr, B: constexpr):
     """B of y's n numbers, each the sum of R of x's."""
-    o_y = program() * B + tl.arange(0, B)
+    o_y = program() * B + arange(B)
     b_y = zeros(B)
     for r in tl.static_range(R):
         b_y += load_wide(x + o_y // K * (R * K) + (o_y % K + r * K), o_y < n)
@@ -116,7 +171,7 @@ def sum_groups(x: Tensor, like: Tensor) -> Tensor:
 @triton.jit
 def indices(R, C):
     """The row and the column of each place in a tile: [R, 1] and [1, C]."""
-    return tl.arange(0, R)[:, None], tl.arange(0, C)[None, :]
+    return arange(R)[:, None], arange(C)[None, :]
 
 
 @triton.jit
@@ -124,6 +179,14 @@ def slice_and_head(HV):
     """Of a program: its slice of V, and its entry and head, together (64 bits) and apart."""
     i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     return i_v, i_nh, i_nh // HV, i_nh % HV
+
+
+@triton.jit
+def place_in_row(slices, HV):
+    """As `slice_and_head`, for a grid with one dimension: a program's slice of V or M, its entry and head
+    together (64 bits), its entry, and its head (32 bits)."""
+    i_v, i_nh = tl.program_id(0) % slices, (tl.program_id(0) // slices).to(tl.int64)
+    return i_v, i_nh, i_nh // HV, (i_nh % HV).to(tl.int32)
 
 
 @triton.jit
@@ -145,6 +208,9 @@ def load_wide(p, mask=None):
         return wide(tl.load(p))
     else:
         return wide(masked(p, mask))
+
+
+# --- Tokens and states -----------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -208,3 +274,54 @@ def fetch_rows(desc, start, length, row, column):
 def fetch_tile(desc, i_p):
     """The BT rows of one chunk and head, of `chunk_tiles`."""
     return desc.load([(i_p * BT).to(tl.int32), 0])
+
+
+# --- Gates and β -----------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def log2_gate(g):
+    """g in base 2, at least -126, a decay that leaves nothing that fp32 can tell from zero: sums then keep the digits
+    of the gates after it, and -inf is a gate like any other. NaN stays NaN."""
+    g *= LOG2E
+    return tl.where(g < -126.0, -126.0, g)
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + e^x) to a few units in the last place, by log(1 + z) = 2 artanh(z / (2 + z)) with z = e^-|x| <= 1.
+
+    The GPU's fast logarithm is accurate to 2^-22 in absolute terms only: for a slow gate, log(1 + z) ≈ z, that would
+    leave four digits.
+    """
+    z = tl.exp(-tl.abs(x))
+    s = z / (2.0 + z)
+    t = s * s  # <= 1 / 9: the first term left out is 2e-8 of the leading one
+    series = 1.0 + t * (1 / 3 + t * (1 / 5 + t * (1 / 7 + t * (1 / 9 + t * (1 / 11 + t * (1 / 13))))))
+    return tl.maximum(x, 0.0) + 2.0 * s * series
+
+
+@triton.jit
+def sigmoid(x):
+    """Computed as rsqrt squared: two instructions where a division takes eight. Within 4 units in the last place."""
+    root = tl.rsqrt(1.0 + tl.exp2(x * -LOG2E))
+    return root * root
+
+
+@triton.jit
+def load_beta(beta, o_c, start, length, i_h, BETA_RANGE):
+    """β fp32 of the tokens o_c of one chunk and head, from beta [T, HV]. With BETA_RANGE, beta holds logits, and β is
+    BETA_RANGE times their sigmoid. Past the end of the entry, 0."""
+    p_beta, stride = beta
+    b_beta = load_wide(p_beta + start * stride + i_h + o_c * stride, o_c < length)
+    if BETA_RANGE is not None:
+        b_beta = tl.where(o_c < length, BETA_RANGE * sigmoid(b_beta), 0.0)
+    return b_beta
+
+
+@triton.jit
+def beta_gradient(b_db, b_beta, BETA_RANGE):
+    """The gradient of `load_beta`'s input from that of β."""
+    if BETA_RANGE is not None:
+        b_db *= b_beta * (1.0 - b_beta / BETA_RANGE)
+    return b_db
