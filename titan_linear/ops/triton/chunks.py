@@ -65,6 +65,15 @@ def chunk_at(chunks, i_t):
 
 
 @triton.jit
+def chunk_and_head(chunks, HV, axis):
+    """Of a program whose head and chunk are its numbers on `axis` and the next: the head, where both stand among all
+    (64 bits), and as `chunk_at`."""
+    i_h, i_t = tl.program_id(axis), tl.program_id(axis + 1)
+    start, n = chunk_at(chunks, i_t)
+    return i_h, i_t.to(tl.int64) * HV + i_h, start, n
+
+
+@triton.jit
 def entry_at(chunks, listed, i_f):
     """First token (64 bits), length, and first chunk (64 bits) of the listed entry i_f."""
     cu_seqlens, _, chunk_offsets = chunks

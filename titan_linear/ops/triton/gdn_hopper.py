@@ -43,6 +43,7 @@ from titan_linear.ops.triton.hopper import (
     solved,
     swizzled,
     turned,
+    vector,
     visible,
 )
 from titan_linear.ops.triton.stages import Given
@@ -82,8 +83,7 @@ def prepare_kernel(
     mbarrier.expect(bar, 4 * BT * K)
     fetch(k_desc, place, bar, k_s)
     fetch(q_desc, place, bar, q_s)
-    G_s = gl.allocate_shared_memory(gl.float32, [BT], VECTOR)
-    beta_s = gl.allocate_shared_memory(gl.float32, [BT], VECTOR)
+    G_s, beta_s = vector(), vector()
     o_c = gl.arange(0, BT, EACH_WARP)
     b_G, b_beta = store_gates(o_c, g, beta, A_log, dt_bias, gates, i_p.to(gl.int64), start, n, HV, BETA_RANGE)
     G_s.store(b_G)

@@ -89,10 +89,10 @@ def prepare_kernel(
 
 
 @triton.jit
-def _load_gates(gates, i_t, i_hv, HV):
-    """G and beta of chunk i_t, each [BT], and its last G."""
+def _load_gates(gates, i_p):
+    """G and beta of a chunk and head, each [BT], and its last G."""
     o_c = arange(BT)
-    p_g = gates + (i_t * HV + i_hv) * 2 * BT
+    p_g = gates + i_p * 2 * BT
     return tl.load(p_g + o_c), tl.load(p_g + BT + o_c), tl.load(p_g + BT - 1)
 
 
@@ -126,7 +126,7 @@ def scan_kernel(
         b_k = fetch_rows(k_desc, *keys)  # [BT, K]
         b_v = wide(fetch_rows(v_desc, start, v_length, i * BT, column))  # [BT, BV]
         b_c = fetch_tile(C_desc, i_p)  # [BT, BT]
-        b_G, b_beta, b_last = _load_gates(gates, first + i, i_hv, HV)
+        b_G, b_beta, b_last = _load_gates(gates, i_p)
         b_e = tl.exp2(b_G)
         b_sd = b_s.to(C_desc.dtype)
         if h is not None:
@@ -174,7 +174,7 @@ def reverse_kernel(
         b_do = fetch_rows(do_desc, start, length, i * BT, column)  # [BT, BV]
         b_c = fetch_tile(C_desc, i_p)  # [BT, BT]
         b_a = fetch_tile(A_desc, i_p)  # [BT, BT]
-        b_G, b_beta, b_last = _load_gates(gates, first + i, i_hv, HV)
+        b_G, b_beta, b_last = _load_gates(gates, i_p)
         b_dsd = b_ds.to(C_desc.dtype)
         if dh is not None:
             tl.store(dh + i_p * K * V + o_s, b_dsd)
@@ -272,7 +272,7 @@ def gradients_kernel(
         b_dq = dot(b_do, h_desc.load([i_s, i_v * BV]).T, b_dq)
         b_p = dot(b_do, b_y.T, b_p)
         b_n = dot(b_dx, b_y.T, b_n)
-    b_G, b_beta, b_last = _load_gates(gates, i_t, i_hv, HV)
+    b_G, b_beta, b_last = _load_gates(gates, i_t * HV + i_hv)
     b_e = tl.exp2(b_G)
     o_i, o_j = indices(BT, BT)
     b_d = tl.exp2(tl.where(o_i >= o_j, b_G[:, None] - b_G[None, :], -float("inf")))
@@ -296,7 +296,7 @@ def gradients_kernel(
         b_dx = fetch_rows(dv_desc, start, length, 0, i_hv * V + i_v * BV)
         b_dk = dot(b_dx, h_desc.load([i_s, i_v * BV]).T, b_dk)
     b_k = fetch_rows(k_desc, start, length, 0, i_hv // R * K)
-    b_G, b_beta, b_last = _load_gates(gates, i_t, i_hv, HV)
+    b_G, b_beta, b_last = _load_gates(gates, i_t * HV + i_hv)
     b_e = tl.exp2(b_G)
     b_dg -= b_e * tl.sum(b_dk * wide(b_k), 1)
     b_dk = dot(b_nk, b_k, -b_e[:, None] * b_dk)
@@ -311,7 +311,7 @@ def gradients_kernel(
         b_ydh = dot(b_y, b_dh.T, b_ydh)
         b_sds += tl.sum(wide(b_h) * wide(b_dh))
     b_k = fetch_rows(k_desc, start, length, 0, i_hv // R * K)
-    b_G, b_beta, b_last = _load_gates(gates, i_t, i_hv, HV)
+    b_G, b_beta, b_last = _load_gates(gates, i_t * HV + i_hv)
     b_w = tl.exp2(b_last - b_G)
     b_dbs = b_w * tl.sum(b_ydh * wide(b_k), 1)
     # what U_j adds to the state decays with the gates of the tokens after j: the last token has none

@@ -74,6 +74,18 @@ def shared(dtype, n, rows, columns):
 
 
 @gluon.jit
+def room(dtype=gl.bfloat16):
+    """[64, 64]"""
+    return gl.allocate_shared_memory(dtype, [64, 64], gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 2))
+
+
+@gluon.jit
+def vector():
+    """[64] in fp32"""
+    return gl.allocate_shared_memory(gl.float32, [64], VECTOR)
+
+
+@gluon.jit
 def fetch(desc, place, bar, tile):
     """A tile, by `swizzled`, of a stream's rows or of a chunk."""
     shape: constexpr = desc.block_type.shape

@@ -24,7 +24,6 @@ from titan_linear.ops.triton.hopper import (
     END,
     HALF,
     SQUARE,
-    VECTOR,
     GluonKernel,
     add,
     barriers,
@@ -38,6 +37,7 @@ from titan_linear.ops.triton.hopper import (
     joined,
     left,
     product,
+    room,
     rounded,
     send,
     shared,
@@ -45,6 +45,7 @@ from titan_linear.ops.triton.hopper import (
     sums,
     swizzled,
     turned,
+    vector,
     visible,
 )
 from titan_linear.ops.triton.kda_kernels import gate_gradient, gate_rate
@@ -148,13 +149,9 @@ def prepare_kernel(
     start, n = chunk_at(chunks, i_t)
     q_s, k_s = each(shared(gl.bfloat16, 2, C, C)), each(shared(gl.bfloat16, 2, C, C))
     size: constexpr = g_desc.dtype.primitive_bitwidth
-    layout: constexpr = gl.NVMMASharedLayout(128, size, 2)
-    g_s = (  # two, since each falls free for what is made of it
-        gl.allocate_shared_memory(g_desc.dtype, [C, C], layout),
-        gl.allocate_shared_memory(g_desc.dtype, [C, C], layout),
-    )
+    g_s = room(g_desc.dtype), room(g_desc.dtype)  # two, since each falls free for what is made of it
     sums_s = gl.allocate_shared_memory(gl.bfloat16, [32, 32], gl.NVMMASharedLayout(64, 16, 2))
-    b_s = gl.allocate_shared_memory(gl.float32, [C], VECTOR)
+    b_s = vector()
     bars = each(barriers(2))
     end, row = start.to(gl.int32) + n, END - n
     for i_k in gl.static_range(2):
@@ -266,9 +263,9 @@ def gradient_kernel(
     q_s, k_s, dA_s, dK_s, do1_s, do2_s = each(shared(gl.bfloat16, 6, C, C))
     h_s, y_s = each(shared(gl.bfloat16, 2, D, C))
     size: constexpr = g_desc.dtype.primitive_bitwidth
-    g_s = gl.allocate_shared_memory(g_desc.dtype, [C, C], gl.NVMMASharedLayout(128, size, 2))
+    g_s = room(g_desc.dtype)
     sums_s = gl.allocate_shared_memory(gl.bfloat16, [32, 32], gl.NVMMASharedLayout(64, 16, 2))
-    b_s = gl.allocate_shared_memory(gl.float32, [C], VECTOR)
+    b_s = vector()
     keys_ready, ready, last_ready = each(barriers(3))
     end, row = start.to(gl.int32) + n, END - n
     place = [END, end, row, i_h * D + i_k * C]

@@ -41,7 +41,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
-from titan_linear.ops.triton.chunks import chunk_at, chunks_in, entry_at, is_wanted
+from titan_linear.ops.triton.chunks import chunk_and_head, chunks_in, entry_at, is_wanted
 from titan_linear.ops.triton.solve import lower_triangle, split
 from titan_linear.ops.triton.tiles import (
     LOG2E,
@@ -196,9 +196,7 @@ def prepare_kernel(
 ):  # fmt: skip
     """One (chunk, head): all channels with MATRICES (Aqk, and Kk for solve_kernel), else one block of channels."""
     CT: constexpr = tiles.qg.dtype.element_ty
-    i_h, i_t = tl.program_id(1), tl.program_id(2)
-    start, n = chunk_at(chunks, i_t)
-    tile = i_t.to(tl.int64) * HV + i_h
+    i_h, tile, start, n = chunk_and_head(chunks, HV, 1)
     if not SAFE and fast is not None and tl.load(fast + tile) == 0:
         return
     row = arange(64)
@@ -432,9 +430,7 @@ def matrix_kernel(
     chunks, scale, HV: constexpr, K: constexpr, V: constexpr, BV: constexpr, BETA_RANGE: constexpr,
 ):  # fmt: skip
     """One (chunk, head): dv, dβ, and the gradients of Aqk and Kk, 0 above their diagonals."""
-    i_h, i_t = tl.program_id(0), tl.program_id(1)
-    token, n = chunk_at(chunks, i_t)
-    tile = i_t.to(tl.int64) * HV + i_h
+    i_h, tile, token, n = chunk_and_head(chunks, HV, 0)
     row = arange(64)
     o_i, o_j = indices(64, 64)
     o_r, _ = indices(BV, 64)
@@ -535,9 +531,8 @@ def gradient_kernel(
 ):  # fmt: skip
     """One (chunk, head, block of K): dq, dk and dg, each written once in its own dtype."""
     CT: constexpr = dA.dtype.element_ty
-    i_k, i_h, i_t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start, n = chunk_at(chunks, i_t)
-    tile = i_t.to(tl.int64) * HV + i_h
+    i_k = tl.program_id(0)
+    i_h, tile, start, n = chunk_and_head(chunks, HV, 1)
     o_k = i_k * BK + arange(BK)
     if fast is not None:
         fast += tile * (K // BF) + i_k * BK // BF

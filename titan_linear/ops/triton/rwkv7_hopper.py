@@ -32,6 +32,7 @@ from titan_linear.ops.triton.hopper import (
     is_hopper,
     left,
     product,
+    room,
     rounded,
     send,
     sums,
@@ -54,11 +55,6 @@ def fits(x: DPLRInputs) -> bool:
 
 
 @gluon.jit
-def _room(dtype=gl.bfloat16):
-    return gl.allocate_shared_memory(dtype, [C, C], gl.NVMMASharedLayout(128, dtype.primitive_bitwidth, 2))
-
-
-@gluon.jit
 def _read(rows):
     """Rows of tokens, as [channels, tokens]."""
     return wide(turned(rows).load(SQUARE))
@@ -72,8 +68,8 @@ def _earlier(STRICT):
 
 
 @gluon.jit
-def _store_pairs(room, x, STRICT):
-    room.store(rounded(gl.where(_earlier(STRICT), x, 0.0)))
+def _store_pairs(tile, x, STRICT):
+    tile.store(rounded(gl.where(_earlier(STRICT), x, 0.0)))
 
 
 @gluon.jit
@@ -100,8 +96,8 @@ def gradient_kernel(
     tile = i_t * H + i_h
     enters = tile + gl.load(chunks[1] + 2 * i_t) * H
     size: constexpr = C * C * w_desc.dtype.primitive_bitwidth // 8
-    w_s, q_s, k_s, a_s, b_s, v_s, do_s = _room(w_desc.dtype), _room(), _room(), _room(), _room(), _room(), _room()
-    h_s, dh_s, leaves_s, T_s, y_s, z_s = _room(), _room(), _room(), _room(), _room(), _room()
+    w_s, q_s, k_s, a_s, b_s, v_s, do_s = room(w_desc.dtype), room(), room(), room(), room(), room(), room()
+    h_s, dh_s, leaves_s, T_s, y_s, z_s = room(), room(), room(), room(), room(), room()
     gates_ready, keys_ready, ready, last_ready = each(barriers(4))
     end, row = start.to(gl.int32) + n, END - n
     place = [END, end, row, i_h * C]
@@ -175,7 +171,7 @@ def gradient_kernel(
     b_dv = rounded(b_dv)
     A_qk, A_qb = warpgroup_mma_wait(0, (A_qk, A_qb))
     A_ak, A_ab = product(z_s, turned(v_s)), product(z_s, turned(y_s))
-    qk_s, qb_s = _room(), _room()
+    qk_s, qb_s = room(), room()
     _store_pairs(qk_s, A_qk, False)
     _store_pairs(qb_s, A_qb, False)
     A_ak, A_ab = warpgroup_mma_wait(0, (A_ak, A_ab))
@@ -204,7 +200,7 @@ def gradient_kernel(
     b_dw += _read(q_s) * b_dq + given
     tma.store_wait(0)
     tl.debug_barrier()
-    dw_s = _room(w_desc.dtype)
+    dw_s = room(w_desc.dtype)
     mbarrier.expect(last_ready, size)
     fetch(w_desc, place, last_ready, dw_s)
     turned(do_s).store(rounded(scale * b_dq * E))

@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
-from titan_linear.ops.triton.chunks import chunk_at, chunks_in, entry_at, is_wanted
+from titan_linear.ops.triton.chunks import chunk_and_head, chunks_in, entry_at, is_wanted
 from titan_linear.ops.triton.solve import lower_triangle, solve, split
 from titan_linear.ops.triton.tiles import (
     LOG2E,
@@ -133,9 +133,7 @@ def prepare_kernel(
     CT: constexpr = tiles.U.dtype.element_ty
     VW: constexpr = V if CT == tl.float32 else 64  # noqa: SIM300
     _, o_v = indices(64, VW)
-    i_h, i_t = tl.program_id(0), tl.program_id(1)
-    start, n = chunk_at(chunks, i_t)
-    tile = i_t.to(tl.int64) * H + i_h
+    i_h, tile, start, n = chunk_and_head(chunks, H, 0)
     keys = start, n, i_h * K
     b_w = load_gates(w, *keys, K, RATE)
     b_a = load_tokens(a, *keys, K)
@@ -291,9 +289,7 @@ def gradient_kernel(
     parts enter dw one by one: a product stays where it is, while additions would be moved to the end of the kernel by
     the compiler, which holds all that they need until then."""
     CT: constexpr = h.dtype.element_ty
-    i_h, i_t = tl.program_id(0), tl.program_id(1)
-    start, n = chunk_at(chunks, i_t)
-    tile = i_t.to(tl.int64) * H + i_h
+    i_h, tile, start, n = chunk_and_head(chunks, H, 0)
     keys = start, n, i_h * K
     b_w = load_gates(w, *keys, K, RATE)
     b_q = load_tokens(q, *keys, K)
@@ -315,7 +311,7 @@ def gradient_kernel(
     b_k = decayed(b_k, tl.exp2(-x), CT)
     b_b = decayed(b_b, tl.exp2(-x), CT)
     b_T = tl.load(at(inverse, tile, 64, 64))
-    enters = tile + tl.load(chunks[1] + 2 * i_t) * H
+    enters = tile + tl.load(chunks[1] + 2 * tl.program_id(1)) * H
     b_h = tl.load(at(h, enters, K, V))
     leaves = tl.load(at(h, enters + H, K, V))
     b_dh = tl.load(at(dh, tile, K, V))
