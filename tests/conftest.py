@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from tests.interpreter import quicken
+from tests.records import write_texts
 from tests.worlds import Worlds
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -86,8 +86,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     from tests.test_train import OWN_FLAVORS
     from titan_linear.models.presets import OWN
 
-    folder = tmp_path_factory.mktemp("corpus")
-    rng = torch.Generator().manual_seed(0)
+    file, rng = tmp_path_factory.mktemp("corpus") / "corpus.jsonl", torch.Generator().manual_seed(0)
     words = [
         "def",
         "return",
@@ -104,15 +103,16 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         "lambda",
         "yield",
     ]
-    with open(folder / "corpus.jsonl", "w") as file:
-        for _ in range(400):
-            length = int(torch.randint(1, 200, (), generator=rng))
-            picks = torch.randint(len(words), (60,), generator=rng).tolist()
-            file.write(json.dumps({"text": " ".join(words[i] for i in picks)[:length]}) + "\n")
+
+    def text():
+        length = int(torch.randint(1, 200, (), generator=rng))
+        picks = torch.randint(len(words), (60,), generator=rng).tolist()
+        return " ".join(words[i] for i in picks)[:length]
+
     with pytest.MonkeyPatch.context() as patch:
         for flavor, model in OWN_FLAVORS.items():
             patch.setitem(OWN["hybrid"], flavor, model)
-        yield folder / "corpus.jsonl"
+        yield write_texts(file, (text() for _ in range(400)))
 
 
 @pytest.fixture(params=["contiguous", "zigzag"])

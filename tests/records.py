@@ -40,9 +40,13 @@ def write_json(file: Path, content: object) -> None:
     file.write_text(json.dumps(content))
 
 
+def read_json(file: Path) -> Any:
+    return json.loads(file.read_text())
+
+
 def change_json(file: Path, fields: dict) -> None:
     """Fields of an object, added or in place of those that it has."""
-    write_json(file, json.loads(file.read_text()) | fields)
+    write_json(file, read_json(file) | fields)
 
 
 def events_of(run: Path) -> Any:

@@ -223,8 +223,8 @@ def load_weights(rank, world_size, path, options=None):
     return digests(model, None)
 
 
-def load_error(rank, world_size, folder, number, options=None):
-    model, optimizer = build((world_size,), seed=1, **(options or {}))
+def load_error(rank, world_size, folder, number):
+    model, optimizer = build((world_size,), seed=1)
     try:
         return Checkpointer(folder).load(number, model, optimizer)
     except (ValueError, SystemExit) as error:  # what rank 0 finds, it says

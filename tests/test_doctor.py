@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections.abc import Callable
@@ -20,6 +19,8 @@ from torch._dynamo import lookup_backend
 from torch.distributed.fsdp import FSDPModule
 
 from tests.keys import argv_of
+from tests.records import change_json, read_json, write_json, write_texts
+from tests.refusals import refused
 from titan_linear import launch
 from titan_linear.config import changed, load_config
 from titan_linear.data import PackedStreams, StreamLoader
@@ -58,14 +59,12 @@ KEYS = {
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     """Documents of 20 to 200 bytes."""
-    folder = tmp_path_factory.mktemp("corpus")
-    rng = torch.Generator().manual_seed(0)
+    file, rng = tmp_path_factory.mktemp("corpus") / "corpus.jsonl", torch.Generator().manual_seed(0)
     lengths = torch.randint(20, 200, (100,), generator=rng).tolist()
-    texts = ["".join(chr(97 + i) for i in torch.randint(26, (n,), generator=rng).tolist()) for n in lengths]
-    (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    texts = ("".join(chr(97 + i) for i in torch.randint(26, (n,), generator=rng).tolist()) for n in lengths)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("NGPU", raising=False)
-        yield folder / "corpus.jsonl"
+        yield write_texts(file, texts)
 
 
 def arguments(corpus, **more):
@@ -182,6 +181,13 @@ def ahead(state_dict, loader):
 def without_a_moment(load, checkpointer, step, model, optimizer, loader):
     progress = load(checkpointer, step, model, optimizer, loader)
     optimizer.state[model.layers[-1].mlp.up_proj.weight]["exp_avg_sq"].zero_()
+    return progress
+
+
+def without_biases(load, checkpointer, step, model, *rest):
+    progress = load(checkpointer, step, model, *rest)
+    for p in (p for name, p in model.named_parameters() if name.endswith("selection_bias")):
+        p.data.zero_()
     return progress
 
 
@@ -457,6 +463,14 @@ SABOTAGES = {
             **ONE_LAYER,
         },
     ),
+    "a selection bias, which the step that is proved moves": (
+        Checkpointer,
+        "load",
+        without_biases,
+        in_one_process(resume.resume),
+        r"what is loaded: .*selection_bias",
+        {"model.name": "kimi-linear", "training.expert_bias_update_rate": 0.001},
+    ),
     "positions after a resume": (
         Checkpointer,
         "load",
@@ -535,21 +549,6 @@ def test_a_run_with_offload_resumes(corpus):
     subject = subject_of(load_config(arguments(corpus, **{"training.enable_cpu_offload": "true"})))
     with doctor.one_process():
         assert not list(failures(resume.resume(subject)))
-
-
-def without_biases(load, checkpointer, step, model, *rest):
-    progress = load(checkpointer, step, model, *rest)
-    for p in (p for name, p in model.named_parameters() if name.endswith("selection_bias")):
-        p.data.zero_()
-    return progress
-
-
-def test_a_selection_bias_that_is_lost_is_found(corpus):
-    """The step that is proved moves it, as the trainer's does."""
-    more = {"model.name": "kimi-linear", "training.expert_bias_update_rate": 0.001}
-    subject = subject_of(load_config(arguments(corpus, **more)))
-    with doctor.one_process(), sabotaged(Checkpointer, "load", without_biases):
-        assert re.search(r"what is loaded: .*selection_bias", next(failures(resume.resume(subject))))
 
 
 SPLITS = {
@@ -642,12 +641,8 @@ def test_processes_equal_one(worlds, corpus):
 
 
 def of_compiled_layers(rank, world_size, argv, broken):
-    subject = subject_of(load_config(argv))
-    mark = (lambda mark, context: None) if broken else (lambda mark, context: mark(context))
-    with pytest.MonkeyPatch.context() as patch:
-        original = CPContext.mark_dynamic
-        patch.setattr(CPContext, "mark_dynamic", lambda self: mark(original, self))
-        return [str(finding) for finding in compiled.layers(subject)]
+    with sabotaged(CPContext, "mark_dynamic", lambda mark, context: None if broken else mark(context)):
+        return [str(finding) for finding in compiled.layers(subject_of(load_config(argv)))]
 
 
 def test_compiled_layers_equal_uncompiled_ones(worlds, corpus):
@@ -752,7 +747,7 @@ def test_what_cannot_run_is_said_in_a_line(mistake, corpus, capsys):
 def test_short_memory_is_said_in_a_line(corpus, subject, monkeypatch, capsys):
     """Of a GPU too small for one layer, and of one that has no more in the midst of a check."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 1 << 21))
-    with pytest.raises(ValueError, match=r"this device has room for [\d,]+ parameters of the model with 8 ranks, and"):
+    with refused(r"this device has room for [\d,]+ parameters of the model with 8 ranks, and"):
         fitting(subject.model, subject.run, subject.degrees, torch.device("cuda"))
 
     def out_of_memory(*_):
@@ -833,11 +828,11 @@ def test_the_logits_of_a_hugging_face_folder(subject, tmp_path):
     (found,) = hf.logits(replace(subject, run=imported))
     assert found.holds and "logits of Qwen3_5ForCausalLM" in found.what
 
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "unheard of"}))
+    config = read_json(tmp_path / "config.json")
+    change_json(tmp_path / "config.json", {"model_type": "unheard of"})
     (note,) = hf.logits(replace(subject, run=imported))
     assert "transformers has no model_type 'unheard of'" in note.text
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_json(tmp_path / "config.json", config)
 
     def another(load, path, decoder):
         load(path, decoder)
@@ -854,8 +849,7 @@ def test_where_transformers_departs_from_published_code(subject, tmp_path):
 
     def findings_of(model, **changes):
         model.save_pretrained(tmp_path)
-        config = json.loads((tmp_path / "config.json").read_text()) | changes
-        (tmp_path / "config.json").write_text(json.dumps(config))
+        change_json(tmp_path / "config.json", changes)
         return list(hf.logits(replace(subject, run=changed(subject.run, {"model.hf_assets_path": str(tmp_path)}))))
 
     sizes = dict(head_dim=16, intermediate_size=16, layer_types=["linear_attention", "full_attention"])

@@ -1,6 +1,5 @@
 """Evaluations: prompts that a reference answers, exact in length; scores of all, none and any split alike."""
 
-import json
 import random
 import re
 import shlex
@@ -17,9 +16,9 @@ from tokenizers import decoders, pre_tokenizers
 
 from tests.bpe import byte_bpe
 from tests.keys import argv_of
-from tests.records import events_of, read_lines, write_json, write_texts
+from tests.records import events_of, read_json, read_lines, write_json, write_texts
 from tests.refusals import is_refused, refused
-from tests.test_train import BASE, FLOAT64, OWN_FLAVORS, SMALL_HYBRID, SPLITS
+from tests.test_train import BASE, FLOAT64, OWN_FLAVORS, SMALL_HYBRID, SPLITS, trainer_of
 from titan_linear import evaluate, lm_eval, score
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, build_tokenizer, load_corpus
@@ -34,7 +33,6 @@ from titan_linear.run.evaluate import examine, open_prompts, recall, tiles
 from titan_linear.run.generate import Sampling, generate_tokens
 from titan_linear.run.preflight import check_evaluation
 from titan_linear.run.reading import open_reader
-from titan_linear.train import Trainer
 
 WORDS = ["def", "self", "return", "import", "value", "None", "for", "name", "in", "list", "True"]
 
@@ -60,8 +58,8 @@ def tokenizers(tmp_path_factory):
     return {"": ByteTokenizer()} | {name: build_tokenizer(str(folder / name)) for name in ("bytes", "spaces")}
 
 
-def prompts_of(keys, tokenizer, tasks=("niah_single_2",), **more):
-    return open_prompts(load_config(argv_of(keys, evaluation__tasks=list(tasks), **more)), tokenizer)
+def prompts_of(keys, tokenizer, **more):
+    return open_prompts(load_config(argv_of(keys, evaluation__tasks=["niah_single_2"], **more)), tokenizer)
 
 
 # --- The reference: answers as a reader finds them in the text --------------------------------------------------------
@@ -156,8 +154,7 @@ def test_needles_lie_at_even_depths(keys):
 
 def examined_by(rank, world_size, argv, know):
     """By a model that knows the next token, or to which all tokens are alike."""
-    OWN["hybrid"] |= OWN_FLAVORS
-    trainer = Trainer(load_config(argv))
+    trainer = trainer_of(argv)
     prompts = open_prompts(trainer.config, trainer.tokenizer)
     size = trainer.tokenizer.vocab_size
 
@@ -256,7 +253,7 @@ def test_what_cannot_be_evaluated_is_refused(more, said, keys, tmp_path):
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path, capsys):
     write_json(
         tmp_path / "config.json",
-        json.loads(Path("titan_linear/models/families/configs/bamba.json").read_text())["debug"],
+        read_json(Path("titan_linear/models/families/configs/bamba.json"))["debug"],
     )
     said = is_refused(evaluate.main, [str(tmp_path), "--tasks", "mqar"], capsys)
     assert f"{tmp_path}/tokenizer.json does not exist; give a Hugging Face tokenizer.json" in said
@@ -278,8 +275,7 @@ def test_where_results_go_is_tried_first(tmp_path, monkeypatch, capsys):
 
 
 def trained(rank, world_size, argv):
-    OWN["hybrid"] |= OWN_FLAVORS
-    Trainer(load_config(argv)).train()
+    trainer_of(argv).train()
 
 
 def test_a_run_shows_what_its_checkpoint_does(keys, tmp_path, worlds):
@@ -363,8 +359,7 @@ def test_options_and_keys_are_told_apart():
         "--training.seq_len=64",
         "-x",
     ]
-    options = ["PATH", "--tasks", "a,b", "--limit", "2"]
-    assert lm_eval.parted(argv) == (options, [*argv[3:5], "--training.seq_len=64", "-x"])
+    assert lm_eval.parted(argv) == (argv[:3] + argv[5:7], argv[3:5] + argv[7:])
 
 
 def test_prompts_are_written_to_train_on_their_answers(keys, tmp_path, capsys):

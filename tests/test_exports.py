@@ -1,6 +1,5 @@
 """Hugging Face folders written beside the training: the same bytes as a conversion gives, and never in its way."""
 
-import json
 import multiprocessing
 import os
 import pydoc
@@ -15,7 +14,8 @@ from safetensors.torch import load_file
 
 from tests.keys import argv_of
 from tests.processes import gone, until
-from tests.records import write_json
+from tests.records import read_json, write_json
+from tests.refusals import refused
 from tests.test_train import arguments
 from titan_linear.commands import convert
 from titan_linear.config import check_config, load_config
@@ -251,12 +251,12 @@ def test_an_export_dies_with_its_rank(tmp_path):
     rank.kill()
     until(lambda: gone(export))
     (tmp_path / "imports").unlink()
-    command = json.loads((tmp_path / "command").read_text())  # of a rank that is no more
+    command = read_json(tmp_path / "command")  # of a rank that is no more
     assert subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == 1
     assert not (tmp_path / "imports").exists()
 
 
 def test_intervals_that_do_not_fit_are_refused():
     argv = ["--checkpoint.interval", "100", "--checkpoint.export_interval", "150"]
-    with pytest.raises(ValueError, match=r"export_interval = 150 must be a multiple .* for example 200"):
+    with refused(r"export_interval = 150 must be a multiple .* for example 200"):
         check_config(load_config(argv), 1)

@@ -1,6 +1,5 @@
 """A signal with little time left: what was begun is given up, and the run goes on from there as if nothing had been."""
 
-import json
 import signal
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from tests.records import read_lines
 from tests.steps import after_backward
 from tests.test_train import arguments
 from titan_linear.config import load_config
@@ -46,7 +46,7 @@ def train_on_rank(rank, world_size, argv, step_seconds):
 
 
 def reported(folder):
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    lines = read_lines(folder / "metrics.jsonl")
     return [(line["step"], line["loss"], line.get("grad_norm")) for line in lines if "loss" in line]
 
 

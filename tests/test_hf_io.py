@@ -41,7 +41,7 @@ from tests.models import hf_models
 from tests.models.hf_states import state_from_hf
 from tests.models.ours import initialised
 from tests.processes import until
-from tests.records import change_json, read_lines, write_json, write_texts
+from tests.records import change_json, read_json, read_lines, write_json, write_texts
 from tests.refusals import is_refused, refused
 from titan_linear.commands import convert, generate
 from titan_linear.config import check_config, load_config
@@ -202,7 +202,7 @@ def test_an_export_opens_in_its_own_dtype(tmp_path):
     whole = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=True)
     source, out = tmp_path / "source", tmp_path / "out"
     hf_models.randomise(Qwen3_5ForConditionalGeneration(whole)).bfloat16().save_pretrained(source)
-    config = json.loads((source / "config.json").read_text())
+    config = read_json(source / "config.json")
     assert config["text_config"]["dtype"] == "bfloat16"
     for older in ({}, {"torch_dtype": "bfloat16"}):
         write_json(source / "config.json", config | {"text_config": config["text_config"] | older})
@@ -473,7 +473,7 @@ def test_a_folder_keeps_its_length_or_gets_a_longer_one(name, tmp_path):
     """By the name that it has there, and the scale of positions that follows from its length stays what it was."""
     source, out = tmp_path / "source", tmp_path / "out"
     hf_models.build(name).save_pretrained(source)
-    written = json.loads((source / "config.json").read_text())
+    written = read_json(source / "config.json")
     if name == "Qwen3-Next":
         del written["rope_parameters"]["original_max_position_embeddings"]
     (key,) = written.keys() & set(hf_writing.LENGTHS)
@@ -501,7 +501,7 @@ def test_an_export_ends_where_its_tokenizer_does(corpus, tmp_path):
         write_json(source / "generation_config.json", {"eos_token_id": known, "top_k": 20})
         _, model, decoder = loaded(source)
         export.export(out, run, model, build_tokenizer(str(source)), gather(decoder), dtype="source")
-        whole, generation = (json.loads((out / name).read_text()) for name in ("config.json", "generation_config.json"))
+        whole, generation = (read_json(out / name) for name in ("config.json", "generation_config.json"))
         assert whole["eos_token_id"] == generation["eos_token_id"] == said
         assert whole["bos_token_id"] == 5 and generation["top_k"] == 20
     tokenizer = AutoTokenizer.from_pretrained(out)
@@ -523,7 +523,7 @@ def remove_pickles(folder):
 
 def make_large_tokenizer(folder):
     make_tokenizer(folder)
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer = read_json(folder / "tokenizer.json")
     tokenizer["model"]["vocab"]["zz"] = 400
     write_json(folder / "tokenizer.json", tokenizer)
 

@@ -14,7 +14,7 @@ import torch
 
 from tests.keys import argv_of
 from tests.test_doctor import failures, sabotaged
-from tests.test_train import OWN_FLAVORS, SPLITS, check_equal, train_on_rank
+from tests.test_train import BASE, FLOAT64, SMALL_HYBRID, SPLITS, check_equal, train_on_rank, trainer_of
 from titan_linear.config import load_config
 from titan_linear.data import IGNORE, PackedStreams, WholeStreams
 from titan_linear.distributed.one_process import run_ranks
@@ -22,32 +22,15 @@ from titan_linear.losses import LOSSES, build_loss, reference
 from titan_linear.losses.reference import Document
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.plan import BatchPlan
-from titan_linear.models.presets import OWN
 from titan_linear.ops import cross_entropy
 from titan_linear.ops.cross_entropy import ChunkedLogits, Rows
 from titan_linear.ops.exchange.collectives import Ranks
 from titan_linear.proof import data, model
 from titan_linear.proof.subject import subject_of
 from titan_linear.step import feed
-from titan_linear.train import Trainer
 
-KEYS = {
-    "model.name": "hybrid",
-    "model.flavor": "small",
-    "training.dataset": "jsonl",
-    "training.dataset_format": "tokens",
-    "training.dtype": "float64",
-    "training.seq_len": 64,
-    "training.global_batch_size": 4,
-    "training.local_batch_size": 4,
-    "training.steps": 2,
-    "training.loss_chunk_size": 48,
-    "lr_scheduler.warmup_steps": 0,
-    "checkpoint.enable": "false",
-    "metrics.enable_tensorboard": "false",
-    "comm.init_timeout_seconds": 3600,
-    "comm.train_timeout_seconds": 3600,
-}
+KEYS = BASE | FLOAT64 | SMALL_HYBRID
+KEYS |= {"training.dataset_format": "tokens", "training.steps": 2, "lr_scheduler.warmup_steps": 0}
 METHODS = (*(name for name in SPLITS if name.startswith(("cp 2 ring", "cp 2 allgather"))), "cp 2 all heads")
 NAMES = ("dp 2", "cp 2 zig-zag", "cp 4", "tp 2 x cp 2 zig-zag", "HSDP", "accumulation")
 
@@ -178,9 +161,8 @@ def definition(config, trainer, i):
 
 def first_losses(rank, world_size, argv):
     """Of each step, with the norm of the gradient, by the trainer and by the definition, with the same weights."""
-    OWN["hybrid"] |= OWN_FLAVORS
-    config = load_config(argv)
-    trainer, pairs = Trainer(config), []
+    trainer, pairs = trainer_of(argv), []
+    config = trainer.config
     for i in range(config.training.steps):
         want = definition(config, trainer, i)
         numbers = trainer.train_step()

@@ -200,6 +200,11 @@ def launched(worlds, capfd, monkeypatch, tmp_path):
         yield launched
 
 
+@pytest.fixture
+def corpus(tmp_path):
+    return write_texts(tmp_path / "corpus.jsonl", (f"document {n} " * (n % 9 + 1) for n in range(100)))
+
+
 def arguments(corpus, folder, **keys):
     given = {
         "training.dataset": "jsonl",
@@ -215,9 +220,8 @@ def arguments(corpus, folder, **keys):
     return argv_of(given, **keys)
 
 
-def test_a_run_goes_back_and_its_corpus_moves(tmp_path, launched):
-    corpus, folder = tmp_path / "corpus.jsonl", tmp_path / "run"
-    write_texts(corpus, (f"document {n} " * (n % 9 + 1) for n in range(100)))
+def test_a_run_goes_back_and_its_corpus_moves(corpus, tmp_path, launched):
+    folder = tmp_path / "run"
     steps = folder / "checkpoint"
     launched(corpus, folder)
     moved = corpus.rename(tmp_path / "moved.jsonl")
@@ -243,10 +247,8 @@ def test_a_run_goes_back_and_its_corpus_moves(tmp_path, launched):
     )
 
 
-def test_a_finished_run_without_checkpoints_says_how_to_begin_anew(tmp_path, launched):
-    corpus, folder = tmp_path / "corpus.jsonl", tmp_path / "run"
-    write_texts(corpus, (f"document {n} " * (n % 9 + 1) for n in range(100)))
-    keys = {"checkpoint__enable": "false", "training__steps": 1}
+def test_a_finished_run_without_checkpoints_says_how_to_begin_anew(corpus, tmp_path, launched):
+    folder, keys = tmp_path / "run", {"checkpoint__enable": "false", "training__steps": 1}
     launched(corpus, folder, **keys)
     before = (folder / "metrics.jsonl").read_bytes()
     assert "--job.start_anew true trains it again" in launched(corpus, folder, **keys)
@@ -255,10 +257,9 @@ def test_a_finished_run_without_checkpoints_says_how_to_begin_anew(tmp_path, lau
     assert next(folder.glob("abandoned-*/metrics.jsonl")).read_bytes() == before
 
 
-def test_a_restart_after_the_last_save_does_what_is_left(tmp_path, launched, worlds):
+def test_a_restart_after_the_last_save_does_what_is_left(corpus, tmp_path, launched, worlds):
     """Also where that holds weights only. A new start says that the run is finished."""
-    corpus, folder = tmp_path / "corpus.jsonl", tmp_path / "run"
-    write_texts(corpus, (f"document {n} " * (n % 9 + 1) for n in range(100)))
+    folder = tmp_path / "run"
     keys = {"checkpoint__last_save_model_only": "true", "sample__max_new_tokens": 2}
     sample = re.compile("--- sample\n.*?\n---", re.DOTALL)
     ended = sample.search(launched(corpus, folder, **keys))

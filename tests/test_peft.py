@@ -151,7 +151,7 @@ def test_what_does_not_fit_is_refused(corpus, worlds, tmp_path, capsys):
 
     def refused(message, **keys):
         keys = {"adapter__initial_load_path": folder, "job__dump_folder": tmp_path / "next"} | keys
-        with pytest.raises(ValueError, match=message):
+        with refused(message):
             preflight(config_of("Bamba", tmp_path, corpus, **keys), 1)
 
     refused(r"r = 4, and the run has 8; set adapter.rank to that", adapter__rank=8)

@@ -4,8 +4,8 @@ Starting processes is most of what a run costs here. What is no question to the 
 other tests use too (`train_in`), and what the launcher refuses before it starts a process is asked of its `main`.
 """
 
-import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -14,12 +14,11 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.commands import Launch
 from tests.keys import argv_of
 from tests.processes import children, gone, until
-from tests.records import read_lines
+from tests.records import read_lines, write_texts
 from tests.refusals import exit_of, own_handlers
 from tests.worlds import free_port
 from titan_linear import launch
@@ -45,15 +44,9 @@ KEYS = {
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("corpus")
-    rng = torch.Generator().manual_seed(0)
-    with open(folder / "corpus.jsonl", "w") as file:
-        for _ in range(200):
-            text = bytes(
-                torch.randint(97, 105, (int(torch.randint(1, 150, (), generator=rng)),), generator=rng).tolist()
-            )
-            file.write(json.dumps({"text": text.decode()}) + "\n")
-    return folder / "corpus.jsonl"
+    draw = random.Random(0)
+    texts = ("".join(draw.choices("abcdefgh", k=draw.randint(1, 149))) for _ in range(200))
+    return write_texts(tmp_path_factory.mktemp("corpus") / "corpus.jsonl", texts)
 
 
 def start(corpus, folder, node=None, fresh=False, **overrides):

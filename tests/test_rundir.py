@@ -1,5 +1,4 @@
 import errno
-import json
 import os
 import re
 import subprocess
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import elsewhere
+from tests.records import read_json
 from tests.refusals import refused
 from titan_linear.config import load_config
 from titan_linear.storage import files, run_manifest
@@ -240,7 +240,7 @@ def test_the_written_configuration_starts_the_same_run(folder):
 
 def test_manifest(folder):
     write_manifest(run(folder), world_size=2, degrees={"dp_shard": 1, "cp": 2}, implementations={"chunk_kda": "torch"})
-    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest = read_json(folder / "manifest.json")
     assert manifest["world_size"] == 2 and manifest["degrees"] == {"dp_shard": 1, "cp": 2}
     assert manifest["implementations"] == {"chunk_kda": "torch"}
     assert {"titan_linear", "python", "torch", "triton", "cuda"} == manifest["versions"].keys()

@@ -10,6 +10,7 @@ import torch
 
 from tests.keys import argv_of
 from tests.records import change_json, write_lines
+from tests.refusals import refused
 from tests.test_train import OWN_FLAVORS, SPLITS, train_on_rank
 from titan_linear import score
 from titan_linear.config import load_config
@@ -107,7 +108,7 @@ def test_it_goes_on_where_it_was_stopped_and_is_compared(keys, tmp_path, worlds)
     column[:] = 7
     column.flush()
     change_json(half / SCORES, {"next_stream": 2})
-    with pytest.raises(ValueError, match=r"is scored to stream 2 of \d+; run the same titan-linear score again"):
+    with refused(r"is scored to stream 2 of \d+; run the same titan-linear score again"):
         differences(whole, half)
     run("half")
     kept = columns(half)["reference"] == 7
@@ -141,7 +142,7 @@ def test_a_loss_reads_scores_of_its_own_texts_alone(keys, tmp_path, worlds):
         (config, "is of another corpus or tokenizer"),
         (warmer, "was scored with --temperature 1.0, and the loss reads log-probabilities at 2; score with that"),
     ):
-        with pytest.raises(ValueError, match=rf"loss\.scores: .* {problem}"):
+        with refused(rf"loss\.scores: .* {problem}"):
             open_corpora(mistaken, ByteTokenizer())
 
 

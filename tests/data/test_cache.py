@@ -1,4 +1,3 @@
-import json
 import multiprocessing
 import os
 import signal
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.data.conftest import random_documents
-from tests.records import write_json, write_texts
+from tests.records import read_json, write_json, write_texts
 from tests.refusals import refused
 from titan_linear.data import (
     ByteTokenizer,
@@ -280,7 +279,7 @@ def test_what_cannot_go_on_starts_anew(few_lines, tmp_path, damage):
         stop = Interrupted(log, KeyboardInterrupt)
         lines_of(lines, cache, stop, on_bad_document="skip")
     temporary = next(cache.glob("*.tmp"))
-    journal = json.loads((temporary / "journal.json").read_text())
+    journal = read_json(temporary / "journal.json")
     assert journal["num_documents"] == (9 if damage == "stop" else 10)
     if damage == "journal":
         (temporary / "journal.json").write_text("{")
@@ -368,7 +367,7 @@ def test_a_document_without_tokens(make_corpus, monkeypatch):
 def test_tokens_of_another_type(make_corpus, dtype):
     """With its checksum; "O" would have numpy take what is in the file for addresses."""
     file = make_corpus(random_documents([3])).folder / "corpus.json"
-    info = json.loads(file.read_text()) | {"dtype": dtype}
+    info = read_json(file) | {"dtype": dtype}
     write_json(file, info | {"checksum": corpus_module.info_checksum(info)})
     with refused(rf"corpus\.json: dtype = {dtype!r} must be '<u2' or '<u4'"):
         load_corpus(file.parent)

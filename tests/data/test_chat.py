@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from tests.bpe import byte_bpe
 from tests.data.conftest import packed
-from tests.records import change_json, write_json, write_lines, write_table
+from tests.records import change_json, read_json, write_json, write_lines, write_table
 from tests.refusals import refused
 from titan_linear.commands import corpus as tool
 from titan_linear.commands import generate as command
@@ -448,7 +448,7 @@ def test_reasoning_by_any_of_its_names(folder, name, read):
 def test_an_end_token_that_is_not_special(folder):
     """Nothing after it is trained on."""
     path = folder(UNMARKED)
-    content = json.loads((path / "tokenizer.json").read_text())
+    content = read_json(path / "tokenizer.json")
     for token in content["added_tokens"]:
         token["special"] = token["content"] != "<|im_end|>"
     write_json(path / "tokenizer.json", content)
@@ -713,7 +713,7 @@ def called(name, arguments):
     return {"messages": [{"role": "user", "content": "?"}, answer], "tools": [call]}
 
 
-def as_table(records, kind=None):
+def as_table(records, kind):
     """A table of these records, of which tools and tool calls are structs, or of the type `kind`, texts of JSON."""
     table = pa.Table.from_pylist(records)
     if kind is None:
@@ -830,7 +830,7 @@ def test_stopped_and_by_several_processes(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         opened(file, Interrupted(), "stopped", dataset_format="completion")
     (temporary,) = cache.glob("*.tmp")
-    assert json.loads((temporary / "journal.json").read_text())["num_documents"] == 10
+    assert read_json(temporary / "journal.json")["num_documents"] == 10
     with (temporary / "column-weights.bin").open("ab") as torn:
         torn.write(b"torn")
     assert opened(file, cache="stopped").info == whole.info

@@ -7,6 +7,7 @@ import pytest
 
 from tests.keys import argv_of
 from tests.records import write_lines, write_table
+from tests.refusals import refused
 from titan_linear.config import check_config, load_config
 from titan_linear.data import ByteTokenizer, PackedStreams, Targets, Texts, WholeStreams, open_corpus, split_corpus
 from titan_linear.run.data import build_streams
@@ -68,15 +69,13 @@ def test_a_stream_has_the_numbers_of_its_labels(tmp_path, dataset):
 def test_what_does_not_fit_names_its_record(tmp_path, record, problem):
     whole = {"tokens": [1, 2, 3], "weights": 1, "reference": 0.5, "teacher_ids": [[1], [2], [3]]}
     file = write_lines(tmp_path / "records.jsonl", [whole, whole | record])
-    with pytest.raises(ValueError, match=rf"records\.jsonl, line 2: {problem}"):
+    with refused(rf"records\.jsonl, line 2: {problem}"):
         opened(file)
 
 
 def test_a_column_that_records_lack(tmp_path):
     file = write_lines(tmp_path / "records.jsonl", [{"tokens": [1, 2, 3]}])
-    with pytest.raises(
-        ValueError, match=r"line 1: no field 'weights', which training\.dataset_columns or group_field names"
-    ):
+    with refused(r"line 1: no field 'weights', which training\.dataset_columns or group_field names"):
         opened(file)
 
 
@@ -103,7 +102,7 @@ PAIR = {"prompt": "a", "chosen": "bc", "rejected": "d"}
 def test_pairs_that_are_none(tmp_path, record, problem):
     columns = [name for name in ("reference",) if name in record]
     file = write_lines(tmp_path / "pairs.jsonl", [record])
-    with pytest.raises(ValueError, match=problem):
+    with refused(problem):
         opened(file, form="preference", columns=columns)
 
 
@@ -126,7 +125,7 @@ def test_pairs_stay_together_on_their_side_and_in_their_stream(tmp_path):
         i += 1
     for epoch in (seen[: len(kept[0])], seen[len(kept[0]) :]):
         assert sorted(epoch) == kept[0].tolist() and (np.reshape(epoch, (-1, 2)) % 2 == [0, 1]).all()
-    with pytest.raises(ValueError, match=r"training\.seq_len = 8: documents \d+ and \d+ have \d+ tokens"):
+    with refused(r"training\.seq_len = 8: documents \d+ and \d+ have \d+ tokens"):
         WholeStreams(sides[0], seq_len=8, seed=1, targets=Targets(group=2))[0]
 
 
@@ -158,7 +157,7 @@ def test_a_loss_without_what_it_reads(tmp_path, keys, message):
     record |= {"teacher_ids": [[*range(5)]] * 3, "teacher_logprobs": [[-3] * 4] * 3}
     file = write_lines(tmp_path / "records.jsonl", [record])
     given = {"training.dataset": "jsonl", "training.dataset_format": "tokens", "training.dataset_path": file}
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         build_streams(load_config(argv_of(given | keys)), ByteTokenizer(), None)
 
 
@@ -182,5 +181,5 @@ def test_a_loss_without_what_it_reads(tmp_path, keys, message):
 )
 def test_keys_that_contradict_each_other(keys, message):
     paths = {"training.dataset_path": "x"} if keys.get("training.dataset") else {}
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         check_config(load_config(argv_of(keys | paths)), 1)

@@ -1,12 +1,10 @@
-import json
-
 import numpy as np
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from tests.bpe import byte_bpe
-from tests.records import write_json
+from tests.records import read_json, write_json
 from tests.refusals import refused
 from titan_linear.data import ByteTokenizer, Texts, build_tokenizer, open_corpus
 
@@ -141,7 +139,7 @@ NESTED = {"type": "Sequence", "normalizers": [TENFOLD] * 5}
 @pytest.mark.parametrize("part", [[TENFOLD] * 10, [TWOFOLD] * 30, [AS_LETTERS] * 30, [NESTED]])
 def test_parts_that_blow_letters_up(file, part):
     """A letter would become up to 10^10, and take all memory; what real tokenizers do is taken."""
-    content = json.loads(file.read_text())
+    content = read_json(file)
     write_json(file, content | {"normalizer": {"type": "Sequence", "normalizers": part}})
     with refused(r"model\.tokenizer_path: .*tokenizer\.json may make .* characters of one, which"):
         build_tokenizer(str(file))
@@ -153,7 +151,7 @@ def test_parts_that_blow_letters_up(file, part):
 
 
 def test_vocabulary_with_holes(file):
-    content = json.loads(file.read_text())
+    content = read_json(file)
     content["model"]["vocab"]["far"] = 1000
     write_json(file, content)
     assert build_tokenizer(str(file)).vocab_size == 1001
@@ -170,7 +168,7 @@ def test_eos_beside_the_file(file, name, eos):
 
 
 def test_eos_unknown(file):
-    content = json.loads(file.read_text())
+    content = read_json(file)
     content["added_tokens"] = []
     write_json(file, content)
     assert build_tokenizer(str(file)).eos_id is None

@@ -1,6 +1,5 @@
 """modeling_titan_linear.py, which our folders take along: it is our models, in transformers alone."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from tests.models.ours import initialised, loss_of
-from tests.records import write_json
+from tests.records import read_json, write_json
 from tests.refusals import refused
 from titan_linear.models.adapters import config_from_hf, config_to_hf
 from titan_linear.models.decoder import Decoder
@@ -187,7 +186,7 @@ def test_in_and_out(name, folders, tmp_path):
         write_folder(target, config, family, gather(model), dtype=None, like=source)
         found = {n: t.file.read_bytes()[t.begin : t.end] for n, t in open_folder(target).tensors.items()}
         assert found == bytes_of
-        assert json.loads((target / "config.json").read_bytes()) == json.loads((source / "config.json").read_bytes())
+        assert read_json(target / "config.json") == read_json(source / "config.json")
         assert (target / MODELING.name).is_file()
 
 
@@ -195,7 +194,7 @@ def test_in_and_out(name, folders, tmp_path):
 def test_flas_names_stay(name, folders):
     """Whoever has flash-linear-attention opens the folder with it: its keys are there, and its class's name."""
     folder, _ = folders(name)
-    written = json.loads((folder / "config.json").read_bytes())
+    written = read_json(folder / "config.json")
     assert written["architectures"] == [FAMILIES[name]] and written["head_dim"] == 32 and written["use_short_conv"]
     config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
     assert config.model_type == written["model_type"] in ("kda", "gated_deltanet")
@@ -219,7 +218,7 @@ def test_what_the_file_does_not_have():
 
 def test_a_pattern_of_another_time(folders, tmp_path):
     folder, _ = folders("hybrid debug")
-    written = json.loads((folder / "config.json").read_bytes())
+    written = read_json(folder / "config.json")
     for change in ({"kind": "mamba"}, {"window": 3}):
         pattern = [{**written["pattern"][0], **change}, *written["pattern"][1:]]
         write_json(tmp_path / "config.json", {**written, "pattern": pattern})

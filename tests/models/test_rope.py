@@ -1,6 +1,5 @@
 """Scaled rotary frequencies are those of transformers, and extend a model that is already there."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from transformers import LlamaConfig, Qwen3_5Config, Qwen3_5ForConditionalGeneration, modeling_rope_utils
 
 from tests.models import hf_models
-from tests.records import write_json
+from tests.records import read_json, write_json
 from tests.refusals import refused
 from titan_linear.models.adapters import config_from_hf, config_to_hf
 from titan_linear.models.config import fingerprint
@@ -94,7 +93,7 @@ def test_an_extended_model_leaves_a_folder_that_says_so(older, tmp_path):
     outer = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=vision))
     hf_models.randomise(outer).save_pretrained(tmp_path / "source")
     source = tmp_path / "source"
-    written = json.loads((source / "config.json").read_text())
+    written = read_json(source / "config.json")
     section = {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
     named = {"rope_scaling" if older else "rope_parameters": {"rope_type": "linear", "factor": 2.0, **section}}
     named |= {"rope_theta": 10000.0, "partial_rotary_factor": 0.25} if older else {}
@@ -108,7 +107,7 @@ def test_an_extended_model_leaves_a_folder_that_says_so(older, tmp_path):
     write_folder(
         tmp_path / "out", replace(model, pattern=longer), family, gather(decoder), dtype=torch.float32, like=source
     )
-    config = json.loads((tmp_path / "out/config.json").read_text())
+    config = read_json(tmp_path / "out/config.json")
     rope, theirs = config["text_config"]["rope_parameters"], config_to_hf(family, replace(model, pattern=longer))
     check_folder(source, replace(model, pattern=longer), POSITIONS)
     with refused(r"is another model: attention.rope_theta = 10000.0 \(this run: 100000.0\), att"):
