@@ -225,15 +225,8 @@ def test_a_job_of_slurm_goes_back_into_the_queue_and_resumes(corpus, tmp_path, u
 
 
 def test_from_dp_2_to_cp_2(corpus, worlds, tmp_path, uninterrupted, answer):
-    train_in(
-        worlds(2),
-        0,
-        corpus,
-        tmp_path,
-        parallelism__context_parallel_degree=1,
-        training__steps=6,
-        lr_scheduler__total_steps=12,
-    )
+    first = {"parallelism__context_parallel_degree": 1, "training__steps": 6, "lr_scheduler__total_steps": 12}
+    train_in(worlds(2), 0, corpus, tmp_path, **first)
     output = answer(2, tmp_path, training__steps=20)
     assert "would change the learning rate of the 6 steps that are done" in output
     output = answer(STARTS, tmp_path, lr_scheduler__total_steps=12)

@@ -123,20 +123,21 @@ OWN_FLAVORS = {
     "rwkv7-0.1B": cut(MODELS["rwkv7"]["0.1B"]),
 }
 
+CP_2, TP_2 = ({f"parallelism.{kind}_parallel_degree": 2} for kind in ("context", "tensor"))
+ZIGZAG = CP_2 | {"parallelism.context_parallel_layout": "zigzag"}
 # name: (processes, what differs from one process). local_batch_size 1 makes four micro-steps of a step.
 SPLITS = {
     "dp 2": (2, {"training.local_batch_size": 2, "parallelism.fsdp_reshard_after_forward": "never"}),
-    "cp 2": (2, {"parallelism.context_parallel_degree": 2}),
+    "cp 2": (2, CP_2),
     "cp 4": (4, {"parallelism.context_parallel_degree": 4, "training.enable_cpu_offload": "true"}),
-    "dp 2 x cp 2": (4, {"parallelism.context_parallel_degree": 2, "training.local_batch_size": 2}),
-    "cp 2 zig-zag": (2, {"parallelism.context_parallel_degree": 2, "parallelism.context_parallel_layout": "zigzag"}),
+    "dp 2 x cp 2": (4, CP_2 | {"training.local_batch_size": 2}),
+    "cp 2 zig-zag": (2, ZIGZAG),
     "HSDP": (4, {"parallelism.data_parallel_replicate_degree": 2, "training.local_batch_size": 1}),
     "HSDP x cp": (
         4,
-        {
+        ZIGZAG
+        | {
             "parallelism.data_parallel_replicate_degree": 2,
-            "parallelism.context_parallel_degree": 2,
-            "parallelism.context_parallel_layout": "zigzag",
             "activation_checkpoint.mode": "selective",
             "training.local_batch_size": 1,
         },
@@ -149,27 +150,13 @@ SPLITS = {
             "training.local_batch_size": 2,
         },
     ),
-    "dp 2 x cp 2 sharded over 1": (
-        4,
-        {
-            "parallelism.context_parallel_degree": 2,
-            "parallelism.fsdp_shard_degree": 1,
-            "training.local_batch_size": 1,
-        },
-    ),
-    "tp 2": (2, {"parallelism.tensor_parallel_degree": 2}),
-    "tp 2 x cp 2 zig-zag": (
-        4,
-        {
-            "parallelism.tensor_parallel_degree": 2,
-            "parallelism.context_parallel_degree": 2,
-            "parallelism.context_parallel_layout": "zigzag",
-        },
-    ),
+    "dp 2 x cp 2 sharded over 1": (4, CP_2 | {"parallelism.fsdp_shard_degree": 1, "training.local_batch_size": 1}),
+    "tp 2": (2, TP_2),
+    "tp 2 x cp 2 zig-zag": (4, TP_2 | ZIGZAG),
     "HSDP x tp": (
         4,
-        {
-            "parallelism.tensor_parallel_degree": 2,
+        TP_2
+        | {
             "parallelism.data_parallel_replicate_degree": 2,
             "training.local_batch_size": 1,
             "activation_checkpoint.mode": "attention",
@@ -177,43 +164,24 @@ SPLITS = {
         },
     ),
     "accumulation": (1, {"training.local_batch_size": 1}),
-    "full activation checkpointing": (
-        2,
-        {"parallelism.context_parallel_degree": 2, "activation_checkpoint.mode": "full"},
-    ),
+    "full activation checkpointing": (2, CP_2 | {"activation_checkpoint.mode": "full"}),
     "every second layer recomputed": (
         2,
-        {
-            "parallelism.context_parallel_degree": 2,
-            "activation_checkpoint.mode": "selective",
-            "activation_checkpoint.selective_ac_option": "2",
-        },
+        CP_2 | {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "2"},
     ),
     "selective activation checkpointing": (
         4,
-        {
-            "parallelism.context_parallel_degree": 2,
-            "parallelism.tensor_parallel_degree": 2,
-            "activation_checkpoint.mode": "selective",
-            "training.enable_cpu_offload": "true",
-        },
+        CP_2 | TP_2 | {"activation_checkpoint.mode": "selective", "training.enable_cpu_offload": "true"},
     ),
     **{
         f"cp 2 {method} {layout}": (
             2,
-            {
-                "parallelism.context_parallel_degree": 2,
-                "parallelism.context_parallel_method": method,
-                "parallelism.context_parallel_layout": layout,
-            },
+            CP_2 | {"parallelism.context_parallel_method": method, "parallelism.context_parallel_layout": layout},
         )
         for method in ("ring", "allgather")  # "auto" is "ulysses" here
         for layout in ("contiguous", "zigzag")
     },
-    "cp 2 all heads": (
-        2,
-        {"parallelism.context_parallel_degree": 2, "parallelism.context_parallel_linear_method": "ulysses"},
-    ),
+    "cp 2 all heads": (2, CP_2 | {"parallelism.context_parallel_linear_method": "ulysses"}),
 }
 
 # Of models with experts.
@@ -224,10 +192,9 @@ EXPERT_SPLITS = {
     ),
     "ep 2, dp 2 x cp 2": (
         4,
-        {
+        ZIGZAG
+        | {
             "parallelism.expert_parallel_degree": 2,
-            "parallelism.context_parallel_degree": 2,
-            "parallelism.context_parallel_layout": "zigzag",
             "training.local_batch_size": 2,
             "activation_checkpoint.mode": "selective",
             "training.enable_cpu_offload": "true",
@@ -244,11 +211,11 @@ EXPERT_SPLITS = {
     ),
     "ep 2, HSDP x cp 2 x tp 2": (
         8,
-        {
+        CP_2
+        | TP_2
+        | {
             "parallelism.expert_parallel_degree": 2,
-            "parallelism.context_parallel_degree": 2,
             "parallelism.data_parallel_replicate_degree": 2,
-            "parallelism.tensor_parallel_degree": 2,
             "training.local_batch_size": 1,
         },
     ),

@@ -246,9 +246,9 @@ FILES = [0, 9, 9, 9, 27]
 
 def test_it_knows_which_file_a_document_is_from(folder, tmp_path):
     log, cache, options = tmp_path / "log", tmp_path / "cache", {"on_bad_document": "skip"}
-    for stop in (Interrupted(log, KeyboardInterrupt), Interrupted(log, KeyboardInterrupt)):
+    for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            lines_of(folder, cache, stop, **options)
+            lines_of(folder, cache, Interrupted(log, KeyboardInterrupt), **options)
     corpus = lines_of(folder, cache, SlowTokenizer(log), **options)
     assert corpus.files.tolist() == FILES and corpus.paths is None
     verify_corpus(corpus)
@@ -276,8 +276,7 @@ def test_what_cannot_go_on_starts_anew(few_lines, tmp_path, damage):
     lines.write_text(("[]\n" if damage == "stop" else "") + lines.read_text())
     cache, log = tmp_path / "cache", tmp_path / "log"
     with pytest.raises(KeyboardInterrupt):
-        stop = Interrupted(log, KeyboardInterrupt)
-        lines_of(lines, cache, stop, on_bad_document="skip")
+        lines_of(lines, cache, Interrupted(log, KeyboardInterrupt), on_bad_document="skip")
     temporary = next(cache.glob("*.tmp"))
     journal = read_json(temporary / "journal.json")
     assert journal["num_documents"] == (9 if damage == "stop" else 10)

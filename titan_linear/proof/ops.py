@@ -204,7 +204,7 @@ def split(subject: Subject, case: Case) -> Findings:
 def implementations(subject: Subject, case: Case) -> Findings:
     """On these document lengths the run's implementation equals float64, and float64 equals the definition."""
     dtype = subject.dtype
-    rounded_case = rounded(case, subject.dtype)
+    rounded_case = rounded(case, dtype)
     got = on_one(subject, rounded_case, dtype, subject.config.model.impl)
     compared = _compared(subject, case, got, on_one(subject, rounded_case, torch.float64), dtype)
     yield Finding(f"implementation, {short(dtype)}", f"{case}, against float64", *compared)
@@ -232,7 +232,7 @@ def documents(subject: Subject, case: Case) -> Findings:
     """A document gives the same packed and alone, and changing another document changes nothing of it."""
     bounds = _bounds(subject)
     lengths = bounds.diff()
-    order = bounds.diff().argsort(descending=True).tolist()
+    order = lengths.argsort(descending=True).tolist()
     packed = on_one(subject, case, torch.float64)
     worst_of = (0.0, "")
     for n in [*order[: ALONE // 2], *order[::-1][: ALONE // 2]]:

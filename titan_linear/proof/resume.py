@@ -99,7 +99,6 @@ def _resumed(check: str, subject: Subject, dims: ParallelDims, host: dist.Proces
             yield Note(f"{check}: processes of several machines have no folder in common to save in")
             return
         run = _new(subject, dims, host)
-        initialise(run.model, config.debug.seed, named_parameters(run.model))
         run.begin()
         for _ in range(BEFORE):
             run.next_step()
@@ -110,7 +109,6 @@ def _resumed(check: str, subject: Subject, dims: ParallelDims, host: dist.Proces
         loss, streams = run.next_step()
 
         other = _new(subject, dims, host)
-        initialise(other.model, config.debug.seed, named_parameters(other.model))
         with torch.no_grad():
             for p in saved_parameters(other.model).values():
                 local_tensor(p).zero_()
@@ -153,7 +151,9 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _new(subject: Subject, dims: ParallelDims, host: dist.ProcessGroup) -> Run:
+    """With initial weights."""
     model = build_model(subject.config, subject.model, dims, subject.device)
+    initialise(model, subject.config.debug.seed, named_parameters(model))
     return Run(subject, dims, host, model, build_optimizer(model, subject.config.optimizer))
 
 
