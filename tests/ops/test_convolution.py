@@ -78,11 +78,11 @@ def test_what_does_not_fit_is_refused():
         causal_conv1d(**x | {"x": x["x"][0]})
     with refused(r"bias \(1,\) must be \[D\] = \[6\]"):
         causal_conv1d(**x | {"bias": x["bias"][:1]})
-    with refused("activation"):
+    with refused("^activation = "):
         causal_conv1d(**x, activation="gelu")
-    with refused("weight"):
+    with refused("^weight .* must be"):
         causal_conv1d(**(x | {"weight": x["weight"][:3]}))
-    with refused("initial_state"):
+    with refused("^initial_state .* must be"):
         causal_conv1d(**x, initial_state=torch.zeros(1, 6, 2))
     for widths in ((6, 1), (2, 2, 1, 1), (6, 0), ()):
         with refused(r"widths = .* whose sum is D = 6"):

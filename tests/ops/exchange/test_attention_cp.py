@@ -477,10 +477,12 @@ def errors_raised(rank, world_size):
         "ulysses": lambda: attention(three, three, three, cp_context=cp, method="ulysses"),
         "among 2 ranks": lambda: attention(three, three, three, cp_context=cp, method="ulysses+ring"),
         "split 3 heads": lambda: tokens_to_heads(three, cp),
-        "cu_seqlens": lambda: attention(one, one, one, cp_context=cp, cu_seqlens=torch.tensor([0, T])),
-        "tokens": lambda: attention(one[:, 1:], one[:, 1:], one[:, 1:], cp_context=cp),
-        "cp_context": lambda: attention(one[:, 1:], one, one, cp_context=cp),
-        "group": lambda: attention(one, one, one, cp_context=context("one document", rank, world_size, "contiguous")),
+        "^cu_seqlens must not": lambda: attention(one, one, one, cp_context=cp, cu_seqlens=torch.tensor([0, T])),
+        "q has 31 tokens": lambda: attention(one[:, 1:], one[:, 1:], one[:, 1:], cp_context=cp),
+        "^cp_context needs": lambda: attention(one[:, 1:], one, one, cp_context=cp),
+        "no group": lambda: attention(
+            one, one, one, cp_context=context("one document", rank, world_size, "contiguous")
+        ),
     }
     for word, attempt in attempts.items():
         with refused(word):
