@@ -1,6 +1,7 @@
 import errno
 import os
 import re
+import resource
 import subprocess
 from pathlib import Path
 
@@ -212,6 +213,17 @@ def test_a_folder_that_may_not_be_written_is_refused(folder, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
     with refused(re.escape(f"checkpoint.folder = 'checkpoint' cannot be written: '{folder}'")):
         check_folders(run(folder))
+
+
+def test_a_lock_that_cannot_be_signed_is_refused(tmp_path):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))  # as a full disk
+    try:
+        with refused("job.dump_folder = .* cannot be written: File too large"), lock_folder(str(tmp_path / "run")):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_below_the_folder_is_another(folder):

@@ -79,8 +79,7 @@ def _sign(file: TextIO, folder: str, key: str) -> None:
     """Write into the lock who holds it."""
     try:
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
+        os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     except OSError as error:
         raise _unwritable(folder, key, error) from None
 
