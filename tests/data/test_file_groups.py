@@ -7,7 +7,7 @@ import pytest
 from tests.data.conftest import packed, random_documents
 from tests.records import write_texts
 from tests.refusals import refused
-from titan_linear.data import ByteTokenizer, FileGroups, MixedStreams, Phase, Texts, open_corpus
+from titan_linear.data import ByteTokenizer, FileGroups, MixedStreams, Phase, Targets, Texts, WholeStreams, open_corpus
 from titan_linear.data.streams.file_groups import _fits
 
 PATHS = [
@@ -80,6 +80,9 @@ def test_tokens_belong_to_the_group_of_their_file(streams):
     for i in (0, 1, 2, 3, 50, 51):
         check(groups, i, streams[i].tokens.tolist(), OF_LETTER)
     assert groups.summary == "loss by source: code 86 tokens, books 110 tokens, other 0 tokens"
+    whole = WholeStreams(streams.line.side, seq_len=48, seed=3, targets=Targets(group=1))
+    for i in range(4):
+        check(FileGroups(whole, GROUPS, "other"), i, whole[i].tokens.tolist(), OF_LETTER | {"\0": 2})  # padding
     first = FileGroups(streams, {"all": "d.jsonl", "c": "c.jsonl"}, "rest")  # of two that fit, the first
     check(first, 2, streams[2].tokens.tolist(), {"d": 0, "c": 1, "a": 2, "x": 2})
 

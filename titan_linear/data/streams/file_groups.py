@@ -40,11 +40,13 @@ class FileGroups:
         self._groups = {name: of_files.get(name, np.array([len(patterns)])) for name in corpora}
 
     def of_stream(self, i: int) -> ndarray:
-        """For each token of stream i, its group's place in `names`, [T] int64."""
+        """For each token of stream i, its group's place in `names`, [T] int64; padding is `other`."""
         name, own = self.streams.source(i)
-        starts, lengths = self.streams.sources[name].runs(own)
+        source = self.streams.sources[name]
+        starts, lengths = source.runs(own)
         files = np.searchsorted(self._edges[name][1:], starts, side="right")
-        return np.repeat(self._groups[name][files], lengths)
+        padding = source.place(own)[1] - lengths.sum()
+        return np.repeat([*self._groups[name][files], len(self.names) - 1], [*lengths, padding])
 
     @property
     def summary(self) -> str:
