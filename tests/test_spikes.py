@@ -10,6 +10,7 @@ from tests.test_telemetry import arguments
 from titan_linear.commands import batch
 from titan_linear.config import load_config
 from titan_linear.data import IGNORE, ByteTokenizer, Stream, write_corpus
+from titan_linear.data.corpus.columns import DocumentTokens
 from titan_linear.hooks.spikes import NonFinite, Outliers
 from titan_linear.run.preflight import preflight
 from titan_linear.train import Trainer
@@ -42,23 +43,24 @@ def spiking(rank, world_size, argv):
 @pytest.fixture
 def folder(tmp_path):
     for name in "ab":
-        texts = [f"{name} text {n} ".encode() * (1 + n % 5) for n in range(40)]
-        write_corpus(tmp_path / name, map(ByteTokenizer().encode, map(bytes.decode, texts)), ByteTokenizer())
+        texts = (ByteTokenizer().encode(f"{name} text {n} " * (1 + n % 5)) for n in range(40))
+        documents = (DocumentTokens(ids, {"weights": 1.5**n * (ids > 0)}) for n, ids in enumerate(texts))
+        write_corpus(tmp_path / name, documents, ByteTokenizer(), columns={"weights": "<f4"})
     return tmp_path
 
 
 def test_streams_are_written_down_and_shown(folder, worlds, capsys):
-    keys = arguments(
-        folder, {"training.local_batch_size": 2, "parallelism.context_parallel_degree": 2, "model.flavor": "debug"}
-    )
+    split = {"training.local_batch_size": 2, "parallelism.context_parallel_degree": 2}
+    keys = arguments(folder, split, {"model.flavor": "debug"})
     preflight(load_config(keys), 2)
     worlds(2).run(spiking, keys)
     outlier, bad = map(json.loads, (folder / "run/spikes.jsonl").read_text().splitlines())
     assert (outlier["step"], outlier["why"], bad["step"], bad["why"]) == (2, "outlier", 3, "not finite")
     calm, spike = outlier["micro_batches"]
     assert (calm["streams"], spike["streams"]) == ([4, 5], [6, 7]) and spike["loss"] > 10 * calm["loss"]
-    total = calm["tokens"] + spike["tokens"]
-    mean = (calm["loss"] * calm["tokens"] + spike["loss"] * spike["tokens"]) / total
+    assert spike["loss"] / 9 == pytest.approx(calm["loss"] / 0.3, rel=0.05)  # drawn weights know no text
+    total = calm["weight"] + spike["weight"]
+    mean = (calm["loss"] * calm["weight"] + spike["loss"] * spike["weight"]) / total
     assert mean == pytest.approx(outlier["loss"], rel=1e-12) and bad["micro_batches"][0]["loss"] == "nan"
 
     capsys.readouterr()

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from titan_linear.config import Config
-from titan_linear.data import Streams, num_labels
+from titan_linear.data import Streams
 from titan_linear.distributed.ending import RunFailed
 from titan_linear.distributed.groups import of_all_ranks
 from titan_linear.hooks.hook import Hook, StepResult
@@ -47,10 +47,13 @@ class Spikes(Hook):
     def _write(self, done: StepResult, spike: Json) -> None:
         """Write down the step's streams and their losses, of all ranks."""
         parts = zip(done.streams, done.losses.tolist(), strict=True)
-        own = [MicroLoss(streams, num_labels(self.streams, streams), loss) for streams, loss in parts]
+        own = [MicroLoss(streams, self._weight(streams), loss) for streams, loss in parts]
         ranks = of_all_ranks(own, dist.group.WORLD)
         if dist.get_rank() == 0:
             write_spike(self.config.job.dump_folder, done.step, spike, ranks)
+
+    def _weight(self, streams: Sequence[int]) -> float:
+        return sum(float(self.streams[i].columns["weights"].sum(dtype=float)) for i in streams)
 
     def _where(self, done: StepResult) -> str:
         """Which ranks found a loss that is not finite, and on which streams."""
@@ -68,8 +71,8 @@ class MicroLoss(NamedTuple):
     """A rank's part of a micro-batch's loss."""
 
     streams: tuple[int, ...]
-    num_labels: int
-    part: float  # of the step's loss: nats over the step's tokens
+    weight: float  # of its labels
+    part: float  # of the step's loss: its terms over the step's weight
 
 
 class Outliers:
@@ -97,19 +100,19 @@ class Outliers:
 
 
 def write_spike(folder: str, step: int, spike: Json, ranks: Iterable[Sequence[MicroLoss]]) -> None:
-    """Append a line: what `judge` returned, and nats per token of every micro-batch, summed over ranks that share it.
+    """Append a line: what `judge` returned, and the loss of every micro-batch, summed over ranks that share it.
 
     ranks: the micro-batches of each rank.
     """
     parts: dict[tuple[int, ...], list[MicroLoss]] = {}
     for micro_loss in (m for own in ranks for m in own):
         parts.setdefault(micro_loss.streams, []).append(micro_loss)
-    tokens = sum(of[0].num_labels for of in parts.values())
+    total = sum(of[0].weight for of in parts.values())
     micro_batches = []
     for streams, of in sorted(parts.items()):
-        num_labels = of[0].num_labels
-        loss = sum(m.part for m in of) * tokens / num_labels if num_labels else 0.0
-        micro_batches.append({"streams": streams, "tokens": num_labels, "loss": loss})
+        weight = of[0].weight
+        loss = sum(m.part for m in of) * total / weight if weight else 0.0
+        micro_batches.append({"streams": streams, "weight": weight, "loss": loss})
     line = {"step": step, **spike, "micro_batches": micro_batches}
     Path(folder).mkdir(parents=True, exist_ok=True)
     with open_own(Path(folder) / SPIKES, "a") as file:
