@@ -11,6 +11,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.keys import argv_of
 from tests.test_doctor import failures, sabotaged
@@ -288,6 +289,18 @@ def test_the_doctor_names_faults_of_what_losses_read(name, records, monkeypatch)
     with sabotaged(owner, what, broken):
         found = list(failures(check(subject)))
     assert any(re.search(said, line) for line in found), found
+
+
+def test_nats_of_tokens_have_no_temperature():
+    """Those that telemetry shows."""
+    x, weight = (torch.randn(n, 4, dtype=torch.float64) for n in (8, 12))
+    columns = {"weights": torch.ones(1, 8), "teacher_logprobs": torch.zeros(1, 8, 1)}
+    columns["teacher_ids"] = torch.zeros(1, 8, 1, dtype=torch.int32)
+    labels, nats = torch.arange(8)[None], torch.zeros(8, dtype=torch.float64)
+    batch = feed.MicroBatch(labels, labels, BatchPlan(labels[0]), (0,), columns)
+    loss = build_loss(load_config(argv_of({"loss.name": "distillation", "distillation.temperature": 2.0})))
+    loss(ChunkedLogits(x, weight, 3, token_losses=nats), batch)
+    torch.testing.assert_close(nats, F.cross_entropy(x @ weight.T, labels[0], reduction="none"))
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from titan_linear.config import schema
 from titan_linear.losses.loss import Loss, MicroBatch, column
-from titan_linear.ops.cross_entropy import ChunkedLogits, Rows
+from titan_linear.ops.cross_entropy import ChunkedLogits, Rows, cross_entropy
 
 MOST_IDS = 256  # of the teacher, for each token
 
@@ -37,4 +37,7 @@ class Distillation(Loss):
             kl = (q * (teacher - student)).sum(1) + others
             return tau**2 * column(batch, "weights", kl)[tokens] * kl
 
-        return replace(logits, x=logits.x / tau).sum(ids, terms)
+        if logits.token_losses is not None:  # which no temperature changes
+            with torch.no_grad():
+                logits.sum(batch.labels.flatten(), cross_entropy)
+        return replace(logits, x=logits.x / tau, token_losses=None).sum(ids, terms)
