@@ -861,7 +861,8 @@ def test_own_tokens_with_weights(tmp_path):
     for wrong, said in (
         (np.ones(4), r"its column 'weights' is \[4\]; give \[5\]"),
         (np.ones((5, 1)), r"its column 'weights' is \[5, 1\]"),
-        (np.array([-100, 1, 2, -100, 4]), "has a weight below 0"),
+        (np.array([-100, 1, 2, -100, 4]), "its column 'weights' has .* a weight below 0"),
+        (np.array([0, 1, np.nan, 0, 1]), "its column 'weights' has .* not finite"),
     ):
         with refused(f"document 1:? {said}"):
             documents = [(ids, {"weights": w}) for w in (weights, wrong)]

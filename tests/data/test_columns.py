@@ -24,9 +24,9 @@ def opened(path, dataset="jsonl", form="tokens", columns=("weights", "reference"
 def test_a_stream_has_the_numbers_of_its_labels(tmp_path, dataset):
     """One for a document, or one or several for each token; 0 where there is no label; weights divided as asked."""
     records = [
-        {"tokens": [5, 6, 7], "weights": [2.0, 0.5, 0.25], "reference": [1.0, 2.0, 3.0]},
-        {"tokens": [8, 9, 10, 11], "weights": [1.0, 0.0, 1e6, 3.0], "reference": [4.0, 5.0, 6.0, 7.0]},
-        {"tokens": [1, 2], "weights": [0.0, 0.0], "reference": [8.0, 9.0]},
+        {"tokens": [5, 6, 7], "weights": [2.0, 0.5, 0.25], "reference": [-1.0, -2.0, -3.0]},
+        {"tokens": [8, 9, 10, 11], "weights": [1.0, 0.0, 1e6, 3.0], "reference": [-4.0, -5.0, -6.0, -7.0]},
+        {"tokens": [1, 2], "weights": [0.0, 0.0], "reference": [-8.0, -9.0]},
     ]
     records = [{**record, "teacher_ids": [[t, t + 1] for t in record["tokens"]]} for record in records]
     file = tmp_path / f"records.{dataset}"
@@ -42,7 +42,7 @@ def test_a_stream_has_the_numbers_of_its_labels(tmp_path, dataset):
     got = stream("token")
     assert got.labels.tolist() == [6, 7, -100, -100, 10, 11, -100, -100, -100, -100]
     assert got.columns["weights"].tolist() == [0.5, 0.25, 0, 0, 1e6, 3, 0, 0, 0, 0]
-    assert got.columns["reference"].tolist() == [2, 3, 0, 0, 6, 7, 0, 0, 0, 0]
+    assert got.columns["reference"].tolist() == [-2, -3, 0, 0, -6, -7, 0, 0, 0, 0]
     assert got.columns["teacher_ids"][[0, 5, 9]].tolist() == [[6, 7], [11, 12], [0, 0]]
     assert stream("document").columns["weights"][:6].tolist() == [0.25, 0.125, 0, 0, 5e5, 1.5]
     assert stream("stream").columns["weights"][:6].tolist() == [0.125, 0.0625, 0, 0, 2.5e5, 0.75]
@@ -60,6 +60,8 @@ def test_a_stream_has_the_numbers_of_its_labels(tmp_path, dataset):
         ({"weights": 1e39}, r"'weights' has a number that is not finite"),
         ({"weights": 10**400}, r"'weights' is no number and no list"),
         ({"teacher_ids": [[1], [2], [2.5]]}, r"'teacher_ids' has ids outside the vocabulary"),
+        ({"reference": -8.5}, r"'reference' is one number, the document's sum perhaps; give each token's log-prob"),
+        ({"reference": [-3, 2.5, -1]}, r"'reference' has 2\.5, and log-probabilities are 0 or less"),
         ({"teacher_ids": [[1], [2], [257]]}, r"'teacher_ids' has ids outside the vocabulary, 0 to 256"),
         ({"teacher_ids": [[1, 2]] * 3}, r"'teacher_ids' has 2 numbers for a token, and 1 in documents before"),
         ({"tokens": [1, 2, 300]}, r"'tokens' is no list of numbers from 0 to 256"),
@@ -67,7 +69,7 @@ def test_a_stream_has_the_numbers_of_its_labels(tmp_path, dataset):
     ],
 )
 def test_what_does_not_fit_names_its_record(tmp_path, record, problem):
-    whole = {"tokens": [1, 2, 3], "weights": 1, "reference": 0.5, "teacher_ids": [[1], [2], [3]]}
+    whole = {"tokens": [1, 2, 3], "weights": 1, "reference": [-3, -2, 0.1], "teacher_ids": [[1], [2], [3]]}
     file = write_lines(tmp_path / "records.jsonl", [whole, whole | record])
     with refused(rf"records\.jsonl, line 2: {problem}"):
         opened(file)
@@ -96,7 +98,7 @@ PAIR = {"prompt": "a", "chosen": "bc", "rejected": "d"}
         (PAIR | {"rejected": ""}, r"no answer to learn"),
         (PAIR | {"chosen": [{"role": "user"}]}, r"'chosen' and 'rejected' are no two texts, nor messages"),
         (PAIR | {"reference": 1}, r"'reference' is no list of 2, one for each of its documents"),
-        (PAIR | {"reference": [1, [1]]}, r"'reference' has 1 rows"),
+        (PAIR | {"reference": [[1], 1]}, r"'reference' has 1 rows"),
     ],
 )
 def test_pairs_that_are_none(tmp_path, record, problem):
@@ -153,7 +155,7 @@ def test_pairs_stay_together_on_their_side_and_in_their_stream(tmp_path):
     ],
 )
 def test_a_loss_without_what_it_reads(tmp_path, keys, message):
-    record = {"tokens": [1, 2, 3], "advantages": [[1, 2]] * 3, "behaviour": -5}
+    record = {"tokens": [1, 2, 3], "advantages": [[1, 2]] * 3, "behaviour": [-5] * 3}
     record |= {"teacher_ids": [[*range(5)]] * 3, "teacher_logprobs": [[-3] * 4] * 3}
     file = write_lines(tmp_path / "records.jsonl", [record])
     given = {"training.dataset": "jsonl", "training.dataset_format": "tokens", "training.dataset_path": file}

@@ -17,6 +17,8 @@ from numpy import ndarray
 from titan_linear.data.corpus.tokenizer import Tokenizer
 
 WEIGHTS = "weights"
+LOGPROBS = "reference", "behaviour", "teacher_logprobs"
+ROUNDED = 0.5  # above 0, a log-probability may be so far where it was computed in 16 bits
 
 
 class DocumentTokens(NamedTuple):
@@ -47,10 +49,8 @@ def with_columns(
             return f"{name!r} is no list of {len(documents)}, one for each of its documents; give that"
         for document, value, into in zip(documents, of_each, columns):
             column = column_of(name, value, len(document.tokens), widths)
-            if isinstance(column, str):
-                return f"{name!r} {column}"
-            if dtype == "<i4" and not ((column >= 0) & (column < tokenizer.vocab_size) & (column % 1 == 0)).all():
-                return f"{name!r} has ids outside the vocabulary, 0 to {tokenizer.vocab_size - 1}; correct it"
+            if problem := column if isinstance(column, str) else problem_of(name, column, tokenizer.vocab_size):
+                return f"{name!r} {problem}"
             into[name] = column.astype(dtype) * document.columns.get(name, 1)
     return [DocumentTokens(ids, {**own, **more}) for (ids, own), more in zip(documents, columns)]
 
@@ -61,16 +61,13 @@ def column_of(name: str, value: Any, tokens: int, widths: MutableMapping[str, in
         column = np.asarray(value, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):
         return "is no number and no list of numbers, or of lists that are equally long"
-    if column.ndim == 0:
+    if column.ndim == 0 and (tokens == 1 or name not in LOGPROBS):
         column = np.full(tokens, column)
+    if column.ndim == 0:
+        return "is one number, the document's sum perhaps; give each token's log-probability"
     if len(column) != tokens or column.ndim > 2:
         return f"has {len(column):,} rows, and the document {tokens:,} tokens with its end; give one each"
-    if problem := other_width(name, column, widths):
-        return problem
-    finite = column.size and np.abs(column).max() <= np.finfo(np.float32).max  # nor NaN
-    if not finite or (name == WEIGHTS and (column.ndim == 2 or column.min() < 0)):
-        return "has a number that is not finite, or a weight below 0, or several, or none; correct it"
-    return column
+    return other_width(name, column, widths) or column
 
 
 def other_width(name: str, column: ndarray, widths: MutableMapping[str, int]) -> str:
@@ -79,3 +76,15 @@ def other_width(name: str, column: ndarray, widths: MutableMapping[str, int]) ->
     if widths.setdefault(name, width) == width:
         return ""
     return f"has {width} numbers for a token, and {widths[name]} in documents before; let all have those"
+
+
+def problem_of(name: str, column: ndarray, vocab_size: int) -> str:
+    """What is wrong with a document's numbers; else ""."""
+    finite = column.size and np.abs(column).max() <= np.finfo(np.float32).max  # nor NaN
+    if not finite or (name == WEIGHTS and (column.ndim == 2 or column.min() < 0)):
+        return "has a number that is not finite, or a weight below 0, or several, or none; correct it"
+    if name == "teacher_ids" and not ((column >= 0) & (column < vocab_size) & (column % 1 == 0)).all():
+        return f"has ids outside the vocabulary, 0 to {vocab_size - 1}; correct it"
+    if name in LOGPROBS and column.max() > ROUNDED:
+        return f"has {column.max():g}, and log-probabilities are 0 or less; give these"
+    return ""

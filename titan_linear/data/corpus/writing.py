@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy import ndarray
 
-from titan_linear.data.corpus.columns import WEIGHTS, DocumentTokens
+from titan_linear.data.corpus.columns import WEIGHTS, DocumentTokens, problem_of
 from titan_linear.data.corpus.corpus import (
     FILE_ENDS,
     FILES,
@@ -240,7 +240,7 @@ def _write_document(document: Tokens, files: dict[str, BinaryIO], tokenizer: Tok
     ids = _checked(np.asarray(ids), journal.num_documents, tokenizer.vocab_size)
     for name, dtype in journal.columns.items():
         if name in columns or name in journal.widths:
-            files[column_file(name)].write(_column(name, columns.get(name), dtype, len(ids), journal))
+            files[column_file(name)].write(_column(name, columns.get(name), dtype, len(ids), tokenizer, journal))
     if WEIGHTS in journal.columns:
         counted = np.flatnonzero(columns[WEIGHTS])
         journal.num_answer_tokens += len(counted)
@@ -268,7 +268,9 @@ def _checked(ids: ndarray, n: int, vocab_size: int) -> ndarray:
     return ids
 
 
-def _column(name: str, column: ndarray | None, dtype: str, tokens: int, journal: Journal) -> bytes:
+def _column(
+    name: str, column: ndarray | None, dtype: str, tokens: int, tokenizer: Tokenizer, journal: Journal
+) -> bytes:
     """None: a prefix tree whose tokens count nothing lacks it, as those may that came before its first one."""
     if column is None:
         return np.zeros((tokens, max(journal.widths[name], 1)), dtype).tobytes()
@@ -278,8 +280,8 @@ def _column(name: str, column: ndarray | None, dtype: str, tokens: int, journal:
     if len(column) != tokens or journal.widths.setdefault(name, width) != width:
         shape = f"[{tokens}, {journal.widths[name]}]" if journal.widths[name] else f"[{tokens}]"
         raise ValueError(f"document {journal.num_documents}: its column {name!r} is {list(column.shape)}; give {shape}")
-    if name == WEIGHTS and column.min() < 0:
-        raise ValueError(f"document {journal.num_documents} has a weight below 0; give 0 or more")
+    if problem := problem_of(name, column, tokenizer.vocab_size):
+        raise ValueError(f"document {journal.num_documents}: its column {name!r} {problem}")
     return np.zeros((before, max(width, 1)), dtype).tobytes() + column.tobytes()
 
 
