@@ -3,6 +3,7 @@
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -144,6 +145,18 @@ def test_a_loss_reads_scores_of_its_own_texts_alone(keys, tmp_path, worlds):
     ):
         with refused(rf"loss\.scores: .* {problem}"):
             open_corpora(mistaken, ByteTokenizer())
+
+
+def test_what_is_scored_is_one_corpus(keys):
+    """Of a run that validates on texts of its own, too, which need not be like those to score."""
+    validated = argv_of(keys, validation__enable="true", validation__dataset_path="nowhere.jsonl")
+    assert len(score.streams_to_score(load_config(validated), ByteTokenizer()))
+    mixed = keys | {"training.mixture": '[{name = "a", weight = 1, dataset = "stdlib"}]'}
+    with pytest.raises(ValueError, match=r"training\.mixture: a corpus is scored at a time; give training\.mixture = "):
+        score.streams_to_score(load_config(argv_of(mixed)), ByteTokenizer())
+    args, own = score.parse(["PATH", "--top-k", "7", *argv_of(keys)])
+    with pytest.raises(ValueError, match=r"--top-k 7 is above the 4 tokens of the tokenizer; give 4"):
+        score.scores_of(args, load_config(own), SimpleNamespace(vocab_size=4))
 
 
 def test_scores_of_trees_are_those_of_their_documents(keys, tmp_path, worlds):

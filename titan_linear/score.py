@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_linear.commands import command_parser
-from titan_linear.config import Config, check_config, load_config
+from titan_linear.config import Config, changed, check_config, load_config
 from titan_linear.data import PackedStreams, Streams, Targets, Tokenizer, split_corpus, streams_of
 from titan_linear.data.corpus.corpus import PLACE
 from titan_linear.data.corpus.scores import Scores, begin, differences, keep, put, read_scores
@@ -77,6 +77,8 @@ def checked(path: str, keys: list[str]) -> tuple[Config, Node, Tokenizer, ModelC
 
 def scores_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) -> tuple[Scores, int]:
     """What these arguments ask for, and the number of tokens of the corpus."""
+    if args.top_k > (words := tokenizer.vocab_size):
+        raise ValueError(f"--top-k {args.top_k} is above the {words} tokens of the tokenizer; give {words} at most")
     streams = streams_to_score(config, tokenizer)
     corpus = streams.corpus
     columns = {args.column: ("<f4", 0)}
@@ -100,8 +102,11 @@ def scores_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) ->
 def streams_to_score(config: Config, tokenizer: Tokenizer) -> PackedStreams:
     """One pass over the corpus; documents are whole if all fit, and those of prefix trees always."""
     if config.training.mixture:
-        raise ValueError("training.mixture: a corpus is scored at a time; give training.dataset and its path instead")
-    corpus, seq_len = open_corpora(config, tokenizer)[0], config.training.seq_len
+        raise ValueError(
+            "training.mixture: a corpus is scored at a time; give training.mixture = [], training.dataset and its path"
+        )
+    (corpus,) = open_corpora(changed(config, {"validation.enable": False}), tokenizer)
+    seq_len = config.training.seq_len
     whole = np.diff(corpus.offsets).reshape(-1, corpus.group).sum(1).max() <= seq_len
     targets = Targets("token", (PLACE,), corpus.group * whole)
     return streams_of(split_corpus(corpus, 0.0, "train"), seq_len=seq_len, seed=0, repeat=False, targets=targets)
