@@ -291,6 +291,13 @@ def test_the_doctor_names_faults_of_what_losses_read(name, records, monkeypatch)
     assert any(re.search(said, line) for line in found), found
 
 
+def test_the_doctor_misses_no_label_in_padding(records, monkeypatch):
+    monkeypatch.delenv("NGPU", raising=False)
+    more = {"training__dataset_columns": '["advantages", "behaviour"]', "model__flavor": "debug"}  # all tokens count
+    subject = subject_of(load_config(arguments("GSPO", records, **more, policy__kl=0)))
+    assert not list(failures(data.labels(subject)))
+
+
 def test_nats_of_tokens_have_no_temperature():
     """Those that telemetry shows."""
     x, weight = (torch.randn(n, 4, dtype=torch.float64) for n in (8, 12))

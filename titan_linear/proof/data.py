@@ -36,7 +36,9 @@ def labels(subject: Subject) -> Findings:
             ends = np.roll(stream.columns[BACK], -1) != 1
         bad = labelled & (ends | (stream.labels != want))
         absent = ~labelled & ~ends & all_trained_on
-        absent[-1] = False
+        name, number = subject.streams.source(i)
+        _, lengths = subject.streams.sources[name].runs(number)
+        absent[lengths.sum() - 1 :] = False  # the last token, and padding
         wrong += int(bad.sum())
         missing += int(absent.sum())
         of += len(want)
