@@ -262,11 +262,7 @@ def test_selective_checkpointing_computes_products_once(mode, times, monkeypatch
     counting = products._replace(linear=lambda *x: given.append(x) or products.linear(*x))
     loop = experts.GROUPED_LINEAR.implementations["loop"]._replace(load=lambda: counting)
     monkeypatch.setattr(experts, "GROUPED_LINEAR", Op("grouped_linear", {"loop": loop}))
-    moe = MoEConfig(num_experts=4, top_k=2, hidden_dim=8).build(16)
-    with torch.no_grad():
-        for p in moe.parameters():
-            p.normal_(generator=torch.Generator().manual_seed(0))
-    x = torch.ones(1, 3, 16, requires_grad=True)
+    moe, x = build(MoEConfig(4, 2, 8)), inputs(3).unsqueeze(0).requires_grad_()
     checkpoint(
         lambda x: moe(x, None).y, x, use_reentrant=False, context_fn=partial(contexts, mode=mode)
     ).sum().backward()
@@ -275,9 +271,6 @@ def test_selective_checkpointing_computes_products_once(mode, times, monkeypatch
 
 def test_a_compiled_layer_with_a_shared_expert():
     """A CPU's graph with gradients once read all rows as the first."""
-    layer = MoE(16, MoEConfig(num_experts=8, top_k=2, hidden_dim=8, shared_hidden_dim=8)).double()
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter)
-    x = torch.randn(1, 64, 16, dtype=torch.float64)
+    layer, x = build(MoEConfig(8, 2, 8, shared_hidden_dim=8)), inputs(64).unsqueeze(0)
     compiled = torch.compile(lambda x: layer(x, None).y)
     torch.testing.assert_close(compiled(x), layer(x, None).y, rtol=0, atol=1e-9)

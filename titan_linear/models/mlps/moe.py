@@ -106,11 +106,10 @@ class Router(nn.Module):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, dim))
-        self.selection_bias = None
+        bias = torch.empty(config.num_experts)
+        self.selection_bias = nn.Parameter(bias, requires_grad=False) if config.selection_bias else None
         self.implementations: dict[str, Choice] = {}
         self.initial = {"selection_bias": zeros}
-        if config.selection_bias:
-            self.selection_bias = nn.Parameter(torch.empty(config.num_experts), requires_grad=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [N, dim] -> experts [N, k] int64, weights [N, k], scores [N, E]."""
