@@ -18,7 +18,7 @@ from tests.bpe import byte_bpe
 from tests.keys import argv_of
 from tests.records import events_of, read_json, read_lines, write_json, write_texts
 from tests.refusals import is_refused, refused
-from tests.test_train import BASE, FLOAT64, OWN_FLAVORS, SMALL_HYBRID, SPLITS, trainer_of
+from tests.test_train import BASE, FLOAT64, OWN_FLAVORS, SMALL_HYBRID, SPLITS, train, trainer_of
 from titan_linear import evaluate, lm_eval, score
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, build_tokenizer, load_corpus
@@ -274,15 +274,11 @@ def test_where_results_go_is_tried_first(tmp_path, monkeypatch, capsys):
     assert is_refused(evaluate.main, ["a", "-o", str(file)], capsys).endswith(f"'{file}'\n")
 
 
-def trained(rank, world_size, argv):
-    trainer_of(argv).train()
-
-
 def test_a_run_shows_what_its_checkpoint_does(keys, tmp_path, worlds):
     """By step; in TensorBoard by length, and as an image of tiles by depth and length."""
     more = {"job.dump_folder": tmp_path, "checkpoint.enable": "true", "metrics.enable_tensorboard": "true"}
     of_run = keys | EVALUATED | SMALL_TASKS | more | {"evaluation.freq": 2, "training.steps": 3}
-    worlds(2).run(trained, argv_of(of_run, parallelism__context_parallel_degree=2))
+    worlds(2).run(train, argv_of(of_run, parallelism__context_parallel_degree=2))
     lines = read_lines(tmp_path / "evaluation.jsonl")
     assert [step for step, _ in groupby(line.pop("step") for line in lines)] == [2, 3]
     saved = {"checkpoint.initial_load_path": tmp_path / "checkpoint/step-3", "job.dump_folder": tmp_path / "again"}

@@ -16,7 +16,7 @@ from tests.keys import argv_of
 from tests.processes import gone, until
 from tests.records import read_json, write_json
 from tests.refusals import refused
-from tests.test_train import arguments
+from tests.test_train import arguments, train
 from titan_linear.commands import convert
 from titan_linear.config import check_config, load_config
 from titan_linear.data import ByteTokenizer
@@ -41,14 +41,10 @@ KEYS = {
 }
 
 
-def train_on_rank(rank, world_size, argv):
-    Trainer(load_config(argv)).train()
-
-
 def test_a_checkpoint_is_exported_while_training_goes_on(corpus, worlds, tmp_path, capfd):
     argv = arguments(corpus, KEYS, {"job.dump_folder": tmp_path, "training.steps": 2})
     preflight(load_config(argv), world_size=2)
-    worlds(2).run(train_on_rank, argv)
+    worlds(2).run(train, argv)
     folder = tmp_path / "checkpoint"
     # One is kept, and no other stays because it was read.
     assert sorted(path.name for path in folder.iterdir()) == ["step-1-hf", "step-2", "step-2-hf"]

@@ -15,7 +15,7 @@ from tests.keys import argv_of
 from tests.ops.inputs import tokens_of
 from tests.records import events_of, read_json, read_lines
 from tests.steps import FedTotals
-from tests.test_train import SMALL, SPLITS, trainer_of, whole_weights
+from tests.test_train import SMALL, SPLITS, train, trainer_of, whole_weights
 from titan_linear.config import load_config
 from titan_linear.data import IGNORE, ByteTokenizer, write_corpus
 from titan_linear.models.decoder import Between
@@ -444,7 +444,7 @@ def test_lines_of_a_run(folder, worlds, tmp_path):
         "validation.holdout": 0.1,
         "validation.sample_tokens": 3,
     }
-    worlds(2).run(whole_run, arguments(folder, keys))
+    worlds(2).run(train, arguments(folder, keys))
     (line,) = read_lines(tmp_path / "telemetry.jsonl")
     assert line["step"] == 2 and line["grad_norm"]["embedding"] > 0
     lines = read_lines(tmp_path / "metrics.jsonl")
@@ -464,7 +464,3 @@ def test_lines_of_a_run(folder, worlds, tmp_path):
     assert "per_layer_half_life/layers.0" in tags["histograms"]
     _, text = events.Tensors("sample/text_summary")
     assert text.step == 2 and text.tensor_proto.string_val[0].decode().startswith("    def ")
-
-
-def whole_run(rank, world_size, argv):
-    trainer_of(argv).train()

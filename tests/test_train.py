@@ -256,6 +256,11 @@ def trainer_of(argv):
     return trainer
 
 
+def train(rank, world_size, argv):
+    """A whole run."""
+    trainer_of(argv).train()
+
+
 def train_on_rank(rank, world_size, argv):
     """Losses and gradient norms of all steps, and the whole weights after them."""
     warnings.filterwarnings("error", message="FSDP2-wrapped")

@@ -36,7 +36,7 @@ UNEQUAL = (
 )  # of head dims that differ
 
 
-def compiled_and_sharded(pattern, tp, adapter=None):
+def compiled_and_sharded(pattern, tp, adapter):
     config = ModelConfig(vocab_size=64, dim=32, num_layers=3, hidden_dim=32, pattern=pattern, adapter=adapter)
     model = Decoder(config)
     initialise(model.use("triton", torch.device("cpu"), torch.float32), seed=0)

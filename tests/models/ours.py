@@ -74,6 +74,10 @@ def positions(bounds: list[int]) -> Tensor:
     return torch.cat([torch.arange(b - a) for a, b in pairwise(bounds)])
 
 
+def packed(bounds: list[int]) -> BatchPlan:
+    return BatchPlan(positions(bounds), cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+
+
 def relative(a: Tensor, b: Tensor) -> float:
     return ((a - b).norm() / b.norm().clamp(min=1e-30)).item() if b.any() else float(a.abs().max())
 

@@ -24,7 +24,7 @@ from transformers import (
 
 from tests.models import hf_models
 from tests.models.hf_states import state_from_hf, state_to_hf
-from tests.models.ours import State, initialised, labels_of, positions, relative, run, run_on_rank
+from tests.models.ours import State, initialised, labels_of, packed, relative, run, run_on_rank
 from tests.ops.inputs import same
 from tests.refusals import refused
 from titan_linear.models.adapters import config_from_hf, config_to_hf, ignored, placements
@@ -97,7 +97,7 @@ def check(ours, theirs):
 @pytest.mark.parametrize("name", hf_models.MODELS)
 def test_model_is_theirs(name, documents, case):
     c, bounds = case(name), DOCUMENTS[documents]
-    plan = BatchPlan(positions(bounds), cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+    plan = packed(bounds)
     check(run(c.config, c.state, c.tokens, labels_of(c.tokens, bounds), plan), c.references[documents])
 
 
@@ -510,7 +510,7 @@ def test_a_family_without_shared_experts(name, tmp_path):
         config_from_hf({k: v for k, v in written.items() if k not in keys})
     tokens, bounds = torch.arange(T) % hf_models.VOCAB, DOCUMENTS["packed"]
     logits, loss, _ = hf_models.reference(model, tokens, bounds)
-    plan = BatchPlan(positions(bounds), cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+    plan = packed(bounds)
     ours = run(config, state_from_hf(disk, config, family), tokens, labels_of(tokens, bounds), plan)
     assert relative(ours[0], logits) < 1e-5 and abs(ours[1] - loss) < 1e-5 * loss
 
@@ -648,7 +648,7 @@ def test_fla_models(make, tmp_path):
     back = state_to_hf(state, config, family)
     assert back.keys() == tensors.keys() and same(back, tensors)
     for documents, bounds in DOCUMENTS.items():
-        plan = BatchPlan(positions(bounds), cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+        plan = packed(bounds)
         logits, loss, _ = run(config, state, c.tokens, labels_of(c.tokens, bounds), plan)
         theirs = c.references[documents]
         assert relative(logits, theirs[0]) < 1e-5

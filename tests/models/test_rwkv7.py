@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.models.hf_states import state_from_hf, state_to_hf
-from tests.models.ours import initialised, labels_of, loss_of, positions, relative
+from tests.models.ours import initialised, labels_of, loss_of, packed, relative
 from tests.ops.inputs import tokens_of
 from tests.refusals import refused
 from titan_linear.__main__ import main
@@ -142,7 +142,7 @@ def check(got, wanted):
 
 
 def test_packed_documents(theirs, tokens, wanted):
-    plan = BatchPlan(positions(BOUNDS), cu_seqlens=torch.tensor(BOUNDS, dtype=torch.int32))
+    plan = packed(BOUNDS)
     check(computed(theirs, tokens, labels_of(tokens, BOUNDS), plan), wanted)
 
 

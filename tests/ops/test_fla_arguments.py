@@ -122,13 +122,13 @@ def test_boundaries_on_the_cpu(op):
     assert torch.equal(call(op, x, cu_seqlens=cu, cu_seqlens_cpu=cu, chunk_size=64)[0], want)
 
 
-def on_70_tokens(op, B=1, **options):
+def on_70_tokens(op, **options):
     """An op's function of 70 tokens, which takes boundaries."""
     if op == "conv":
-        return causal_conv1d(torch.ones(B, 70, 6), torch.ones(6, 4), **options)[0]
+        return causal_conv1d(torch.ones(1, 70, 6), torch.ones(6, 4), **options)[0]
     if op == "attention":
-        return attention(*(torch.ones(B, 70, 1, 8) for _ in range(3)), **options)
-    return call(op, make_inputs(op, 70, H=1, HV=1, K=8, V=8, B=B), **options)[0]
+        return attention(*(torch.ones(1, 70, 1, 8) for _ in range(3)), **options)
+    return call(op, make_inputs(op, 70, H=1, HV=1, K=8, V=8), **options)[0]
 
 
 BAD_BOUNDARIES = {

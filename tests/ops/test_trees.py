@@ -27,7 +27,7 @@ TREES = {  # lengths and parents of nodes, depth first but for one
 }
 
 
-def random_tree(seed, tokens=256, depth=12, branching=16):
+def random_tree(seed):
     """Depth first: each node continues one on the path to the node before, or none."""
     rng = torch.Generator().manual_seed(seed)
 
@@ -35,15 +35,15 @@ def random_tree(seed, tokens=256, depth=12, branching=16):
         return int(torch.randint(n, (), generator=rng))
 
     lengths, parents, path, children = [], [], [], {}
-    while sum(lengths) < tokens:
-        while path and (len(path) == depth or children[path[-1]] == branching or draw(3) == 0):
+    while sum(lengths) < 256:
+        while path and (len(path) == 12 or children[path[-1]] == 16 or draw(3) == 0):
             path.pop()
         parents.append(path[-1] if path else -1)
         if path:
             children[path[-1]] += 1
         path.append(len(lengths))
         children[len(lengths)] = 0
-        lengths.append(min(1 if draw(3) == 0 else 1 + draw(24), tokens - sum(lengths)))
+        lengths.append(min(1 if draw(3) == 0 else 1 + draw(24), 256 - sum(lengths)))
     return lengths, parents
 
 
