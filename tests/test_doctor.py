@@ -781,6 +781,12 @@ def test_a_model_that_does_not_fit_is_narrowed_and_that_is_said(corpus):
     assert found.model.layers[0].mixers[0].head_dim == 128 and found.model.layers[0].mixers[0].heads % 2 == 0
 
 
+def test_adapters_of_layers_that_are_cut_off_are_proved_on_the_others(corpus):
+    late = {"model.flavor": "1.3B", "adapter.enable": "true", "adapter.targets": '["layers.20"]'}
+    found = subject_of(load_config(arguments(corpus, **late)))
+    assert found.model.adapter.targets == () and "adapter.targets → all" in found.said
+
+
 @pytest.mark.parametrize(("top_groups", "experts"), [(4, [32, 16, 64, 64]), (1, [32, 64, 64, 64])])
 def test_groups_of_experts_stay_large_enough(top_groups, experts):
     """A model is narrowed to one that there can be: two experts in each of 8 groups, four in those of a token."""

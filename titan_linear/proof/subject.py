@@ -26,7 +26,7 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.draws import generator
 from titan_linear.models.init import count_parameters, initialise
 from titan_linear.ops.layout.boundaries import CHUNK
-from titan_linear.run.build import DTYPES, allocated, implementations, model_config, open_tokenizer
+from titan_linear.run.build import DTYPES, allocated, implementations, model_config, open_tokenizer, unallocated
 from titan_linear.run.data import build_streams, check_size, open_corpora, tokens_of
 from titan_linear.run.preflight import check_float8, check_float8_device, check_splits
 
@@ -164,6 +164,7 @@ def subject_of(config: Config) -> Subject:
         f"widths / {factor}: dim {full.dim} → {model.dim}": factor > 1,
         f"training.seq_len {t.seq_len} → {seq_len}": seq_len != t.seq_len,
         "training.seq_len_schedule left out": t.seq_len_schedule,
+        "adapter.targets → all": model.adapter != full.adapter,
         "compile.enable true → false, but in the run's own type": config.compile.enable,
         "float8.enable true → false, but for its products by themselves": config.float8.enable,
     }
@@ -210,7 +211,10 @@ def _one_period(model: ModelConfig) -> ModelConfig:
     n = next(n for n in range(1, len(layers) + 1) if all(layers[i] == layers[i % n] for i in range(len(layers))))
     if n == len(layers):  # no period: until every kind has occurred
         n = max(layers.index(kind) for kind in set(layers)) + 1
-    return replace(model.first_layers(n), mtp_layers=model.mtp_layers)
+    cut = replace(model.first_layers(n), mtp_layers=model.mtp_layers)
+    if model.adapter and not any(p.requires_grad for p in unallocated(cut, torch.float32).parameters()):
+        return replace(cut, adapter=replace(model.adapter, targets=()))  # the run's are of later layers
+    return cut
 
 
 def fitting(model: ModelConfig, config: Config, degrees: Degrees, device: torch.device) -> tuple[ModelConfig, int]:
