@@ -149,6 +149,9 @@ def test_what_does_not_fit_is_refused(corpus, worlds, tmp_path, capsys):
     worlds(1).run(train, config_of("Bamba", tmp_path, corpus))
     folder = tmp_path / "run/checkpoint/step-3-hf"
 
+    assert convert(["to-hf", str(tmp_path / "run"), str(tmp_path / "half"), "--export-dtype", "bfloat16"]) == 0
+    assert {x.dtype for x in load_file(tmp_path / "half" / PEFT_WEIGHTS).values()} == {torch.bfloat16}
+
     def refused(message, **keys):
         keys = {"adapter__initial_load_path": folder, "job__dump_folder": tmp_path / "next"} | keys
         with refused(message):

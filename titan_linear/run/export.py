@@ -122,7 +122,8 @@ def export(
         family = export_family(config, model, tokenizer, like)
         like = like or hf_assets(config)
         names = peft_config(model, family, config.adapter, like)
-        tensors = peft_tensors(model, family, get)
+        kept = EXPORT_DTYPES[dtype]
+        tensors = {name: x.to(dtype=kept) for name, x in peft_tensors(model, family, get).items()}
         if not dist.is_initialized() or dist.get_rank() == 0:
             write_peft(path, names, tensors, base)
             known = like and (Path(like) / CONFIG).is_file()
