@@ -17,6 +17,7 @@ from tests.keys import argv_of
 from tests.models import hf_models
 from tests.models.ours import relative
 from tests.records import change_json
+from tests.refusals import refused
 from titan_linear.commands.convert import main as convert
 from titan_linear.config import Config, load_config
 from titan_linear.models.decoder import Decoder
@@ -152,29 +153,29 @@ def test_what_does_not_fit_is_refused(corpus, worlds, tmp_path, capsys):
     assert convert(["to-hf", str(tmp_path / "run"), str(tmp_path / "half"), "--export-dtype", "bfloat16"]) == 0
     assert {x.dtype for x in load_file(tmp_path / "half" / PEFT_WEIGHTS).values()} == {torch.bfloat16}
 
-    def refused(message, **keys):
+    def check(message, **keys):
         keys = {"adapter__initial_load_path": folder, "job__dump_folder": tmp_path / "next"} | keys
         with refused(message):
             preflight(config_of("Bamba", tmp_path, corpus, **keys), 1)
 
-    refused(r"r = 4, and the run has 8; set adapter.rank to that", adapter__rank=8)
-    refused(r"has base_model\S+ .*which the run does not train", adapter__targets='["mlp"]')
-    refused(r"in_proj.lora_B.weight adapts more of \S+in_proj.weight than the run does", adapter__targets='["!x_proj"]')
-    refused(r"lm_head.weight is missing", adapter__train_extra='["*norm", "embedding", "head"]')
-    refused(r"last_save_in_hf = true: peft takes no \S+A_log of Bamba", adapter__train_extra='["A_log"]')
+    check(r"r = 4, and the run has 8; set adapter.rank to that", adapter__rank=8)
+    check(r"has base_model\S+ .*which the run does not train", adapter__targets='["mlp"]')
+    check(r"in_proj.lora_B.weight adapts more of \S+in_proj.weight than the run does", adapter__targets='["!x_proj"]')
+    check(r"lm_head.weight is missing", adapter__train_extra='["*norm", "embedding", "head"]')
+    check(r"last_save_in_hf = true: peft takes no \S+A_log of Bamba", adapter__train_extra='["A_log"]')
     for key, value in {"peft_type": "LOHA", "alora_invocation_tokens": [5], "init_lora_weights": "pissa"}.items():
         shutil.copytree(folder, tmp_path / key)
         change_json(tmp_path / key / PEFT_CONFIG, {key: value})
-        refused(rf"{key} = \W{value}.?.?[ ,].*(not read|changes the base)", adapter__initial_load_path=tmp_path / key)
+        check(rf"{key} = \W{value}.?.?[ ,].*(not read|changes the base)", adapter__initial_load_path=tmp_path / key)
     change_json(tmp_path / key / PEFT_CONFIG, {"base_model_name_or_path": None})
     for source, to, said in ((key, "merged", "no Hugging Face folder; give it by --base"), ("run", "base", "already")):
         assert convert(["merge", str(tmp_path / source), str(tmp_path / to)]) == 2 and said in capsys.readouterr().err
     with torch.no_grad():
         base.lm_head.weight[0, 0] += 1
     hf_models.save(base, tmp_path / "base")
-    refused(r"has the adapters of another base \(fingerprint \w+; this one has \w+\); give theirs")
+    check(r"has the adapters of another base \(fingerprint \w+; this one has \w+\); give theirs")
     longer = {"job__dump_folder": tmp_path / "run", "training__steps": 4, "lr_scheduler__total_steps": 4}
-    refused(r"gives another base of its adapters than the run in", **longer)
+    check(r"gives another base of its adapters than the run in", **longer)
     assert convert(["merge", str(folder), str(tmp_path / "merged")]) == 2
 
 
