@@ -175,6 +175,7 @@ def test_further_tokens(name, further, worlds):
 def test_losses(case, name, files, apart, worlds):
     processes, keys = SPLITS[name]
     own = CASES[case] | {"training.dataset_format": "tree", "metrics.telemetry_freq": 1}
+    own |= {"metrics.loss_by_source": '[{name = "all", files = "*"}]'}
     for rank in worlds(processes).run(train_on_rank, arguments(files, "together", keys, own)):
         check_equal(rank, apart(own))
 
