@@ -34,7 +34,7 @@ from titan_linear.data.corpus.sources import Document
 from titan_linear.data.corpus.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, build_tokenizer
 from titan_linear.data.corpus.writing import write_corpus
 from titan_linear.data.streams.file_groups import FileGroups
-from titan_linear.data.streams.loader import Batch, StreamLoader, num_labels, validation_batches
+from titan_linear.data.streams.loader import Batch, StreamLoader, validation_batches
 from titan_linear.data.streams.mixture import MixedStreams, Phase, Streams
 from titan_linear.data.streams.packing import IGNORE, Length, PackedStreams, Stream, Targets
 from titan_linear.data.streams.prompts import Prompts, Questions, Sample

@@ -15,16 +15,7 @@ from pathlib import Path
 import torch
 
 from titan_linear.config import Config, check_config, hf_assets, hf_weights, layer_checkpointing
-from titan_linear.data import (
-    MixedStreams,
-    Sample,
-    Streams,
-    Tokenizer,
-    TreeStreams,
-    num_labels,
-    verify_changed,
-    verify_corpus,
-)
+from titan_linear.data import MixedStreams, Sample, Streams, Tokenizer, TreeStreams, verify_changed, verify_corpus
 from titan_linear.data.tasks import LOSS, TASKS
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.float8 import SMALLEST, use_float8
@@ -274,7 +265,7 @@ def check_held_out(config: Config, held_out: Streams) -> None:
     """Raise ValueError if the streams to validate have no label, so that their loss would be 0 / 0."""
     steps, number = config.validation.steps, len(held_out)
     validated = number if steps == -1 else min(steps, number)
-    if not any(num_labels(held_out, [i]) for i in range(validated)):
+    if not any(held_out[i].columns["weights"].any() for i in range(validated)):
         raise ValueError(
             f"validation.steps = {steps}: no token in the first {validated:,} of {number:,} held-out streams is one to "
             "learn, as answers are; raise it (-1 takes all), or validation.holdout"

@@ -21,7 +21,6 @@ from torchdata.nodes import IterableWrapper, Loader, ParallelMapper
 from titan_linear.data.corpus.trees import BACK
 from titan_linear.data.streams.mixture import Streams
 from titan_linear.data.streams.packing import Stream
-from titan_linear.ops.cross_entropy import IGNORE
 from titan_linear.ops.layout.nodes import Nodes
 
 
@@ -128,11 +127,6 @@ def validation_batches(
     end = len(streams) if limit == -1 else min(limit, len(streams))
     for n in range(first, math.ceil(end / (dp_degree * local_batch_size))):
         yield micro_batch(streams, n, local_batch_size, dp_rank, dp_degree, end)
-
-
-def num_labels(streams: Streams, indices: Iterable[int]) -> int:
-    """Number of tokens with a label in these streams."""
-    return sum(int((streams[i].labels != IGNORE).sum()) for i in indices)
 
 
 def micro_batch(
