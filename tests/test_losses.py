@@ -31,7 +31,7 @@ from titan_linear.proof.subject import subject_of
 from titan_linear.step import feed
 
 KEYS = BASE | FLOAT64 | SMALL_HYBRID
-KEYS |= {"training.dataset_format": "tokens", "training.steps": 2, "lr_scheduler.warmup_steps": 0}
+KEYS |= {"training.dataset_format": "tokens", "training.steps": 2, "lr_scheduler.warmup_steps": 0, "optimizer.lr": 3e-4}
 METHODS = (*(name for name in SPLITS if name.startswith(("cp 2 ring", "cp 2 allgather"))), "cp 2 all heads")
 NAMES = ("dp 2", "cp 2 zig-zag", "cp 4", "tp 2 x cp 2 zig-zag", "HSDP", "accumulation")
 
