@@ -3,6 +3,7 @@
 import os
 import pickle
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,12 +14,12 @@ from titan_linear.config import load_config
 from titan_linear.hooks.profiling import MemorySnapshots, Profiler
 
 
-def profiler(config, done):
-    return Profiler(config, done, lambda: None)
+def profiler(config, done, between_steps=ExitStack):
+    return Profiler(config, done, lambda: None, between_steps)
 
 
 def test_a_trace_of_the_profiler(tmp_path, monkeypatch):
-    """By the schedule of the keys: two steps, once."""
+    """By the schedule of the keys: two steps, once, in time that counts for no step."""
     monkeypatch.setenv("RANK", "0")
     keys = {
         "profile_freq": 3,
@@ -28,10 +29,12 @@ def test_a_trace_of_the_profiler(tmp_path, monkeypatch):
         "enable_profiling": "true",
     }
     config = load_config([f"--job.dump_folder={tmp_path}", *(f"--profiling.{key}={x}" for key, x in keys.items())])
-    with profiler(config, 10) as profile:  # resumed after 10 steps
+    pauses = []
+    with profiler(config, 10, lambda: pauses.append(step) or ExitStack()) as profile:  # resumed after 10 steps
         for step in range(11, 18):
             torch.ones(8) @ torch.ones(8)
             profile.after_step(SimpleNamespace(step=step))
+    assert pauses == [13]
     trace, costs = sorted((tmp_path / "profile_traces").iterdir())
     assert (trace.name, costs.name) == ("rank0_step13.json", "rank0_step13.txt")
     (row,) = (line.split() for line in costs.read_text().splitlines() if "aten::dot" in line)

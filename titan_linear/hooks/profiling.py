@@ -7,6 +7,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -28,10 +29,11 @@ class Profiler(Hook):
         done: steps of the run before this start.
         settle: waits for the collective that the host has begun for the next step: one that gloo ends after the
             profiler has stopped writes to freed memory.
+        between_steps: the trainer's, in which a trace is ended and written.
     """
 
-    def __init__(self, config: Config, done: int, settle: Callable[[], None]):
-        self.config, self.done, self.settle = config, done, settle
+    def __init__(self, config: Config, done: int, settle: Callable[[], None], between_steps: Callable[[], ExitStack]):
+        self.config, self.done, self.settle, self.between = config, done, settle, between_steps
         p = config.profiling
         self.folder = Path(config.job.dump_folder) / p.save_traces_folder
         self.rank = os.environ["RANK"]
@@ -65,7 +67,9 @@ class Profiler(Hook):
     def after_step(self, done: StepResult) -> None:
         self.settle()
         self.recorded += self.profile.current_action in RECORDING
-        self.profile.step()
+        writes = self.profile.current_action == torch.profiler.ProfilerAction.RECORD_AND_SAVE
+        with self.between() if writes else nullcontext():
+            self.profile.step()
 
     def _write(self, trace: torch.profiler.profile) -> None:
         """Write a trace, if it has steps: one that the run's end leaves empty has the name of the trace before it."""
