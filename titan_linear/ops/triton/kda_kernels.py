@@ -41,7 +41,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
-from titan_linear.ops.triton.chunks import chunk_and_head, chunks_in, entry_at, is_wanted
+from titan_linear.ops.triton.chunks import chunk_and_head, chunk_at, chunks_in, entry_at, is_wanted
 from titan_linear.ops.triton.solve import lower_triangle, split
 from titan_linear.ops.triton.tiles import (
     LOG2E,
@@ -196,7 +196,9 @@ def prepare_kernel(
 ):  # fmt: skip
     """One (chunk, head): all channels with MATRICES (Aqk, and Kk for solve_kernel), else one block of channels."""
     CT: constexpr = tiles.qg.dtype.element_ty
-    i_h, tile, start, n = chunk_and_head(chunks, HV, 1)
+    i_h, i_t = tl.program_id(1), tl.program_id(2)
+    start, n = chunk_at(chunks, i_t)
+    tile = i_t.to(tl.int64) * HV + i_h
     if not SAFE and fast is not None and tl.load(fast + tile) == 0:
         return
     row = arange(64)
