@@ -30,6 +30,7 @@ SHARED_LIMIT = 232448  # bytes a program may use on sm_90
 MANY_TILES = "six to ten fp32 tiles are alive at once; splitting the kernel further reads its inputs again"
 OCCUPANCY = "fewer registers let more programs run on a multiprocessor: KDA's prepare takes 1.4 ms instead of 1.9"
 DECAYS = "60 loads among 1,200 instructions; 8 warps have every sum pass through shared memory"
+OUTSIDE = "addresses of states before and after the loop"
 # Bytes that a thread may spill in 16 bits with Triton 3.6 or 3.7, and why. float32 and dims of 256 may: not fast.
 ACCEPTED_SPILLS = {
     ("kda", "prepare_kernel"): (112, OCCUPANCY),
@@ -40,6 +41,8 @@ ACCEPTED_SPILLS = {
     ("gdn", "gradients_kernel"): (376, MANY_TILES),
     ("gdn", "reverse_kernel"): (16, MANY_TILES),
     ("rwkv7", "gradient_kernel"): (336, MANY_TILES),
+    ("ssd", "scan_kernel"): (144, OUTSIDE),
+    ("gla", "scan_kernel"): (168, OUTSIDE),
     ("ssd", "pairs_kernel"): (64, DECAYS),
     ("ssd", "gates_kernel"): (8, DECAYS),
     ("conv1d", "conv1d_bwd_kernel"): (264, "norms and states at once, which context parallelism has not"),

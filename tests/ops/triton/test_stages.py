@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.ops.inputs import DEVICE, boundaries, make_inputs, new_memory_of_nan, raw_gate_inputs, relative_error, same
 from titan_linear.ops.delta_rule import normed
 from titan_linear.ops.layout.boundaries import Boundaries
-from titan_linear.ops.runtime.options import DeltaRuleOptions, DPLRInputs, Inputs, States
+from titan_linear.ops.runtime.options import DecayInputs, DeltaRuleOptions, DPLRInputs, Inputs, States
 from titan_linear.ops.torch.delta_rule import TorchDeltaRule
-from titan_linear.ops.triton import configs, gdn_hopper, kda_hopper, rwkv7_hopper
+from titan_linear.ops.triton import configs, gdn_hopper, kda_hopper, rwkv7_hopper, ssd_hopper
 from titan_linear.ops.triton.chunks import chunks_of
 from titan_linear.ops.triton.gdn import GDN
 from titan_linear.ops.triton.kda import KDA
@@ -148,7 +148,10 @@ def test_only_wanted_boundaries_are_computed(op):
         (torch.float16, 4, 128, 128, (9, 0), "gdn"),
         (torch.bfloat16, 2, 128, 128, (9, 0), "gdn"),
         (torch.bfloat16, 4, 128, 192, (9, 0), ""),
-        (torch.bfloat16, 2, 128, 64, (9, 0), "gdn"),
+        (torch.bfloat16, 2, 128, 64, (9, 0), "gdn ssd"),
+        (torch.float16, 1, 128, 64, (9, 0), "gdn ssd"),
+        (torch.bfloat16, 4, 128, 64, (9, 0), "gdn"),
+        (torch.float32, 2, 128, 64, (9, 0), ""),
         (torch.bfloat16, 4, 64, 64, (9, 0), "rwkv7"),
         (torch.float16, 4, 64, 64, (9, 0), ""),
         (torch.bfloat16, 4, 64, 32, (9, 0), ""),
@@ -162,13 +165,15 @@ def test_where_kernels_are_hoppers_own(monkeypatch, dtype, H, K, V, own, rules):
     monkeypatch.setattr(configs, "architecture", lambda device: own)
     keys, values = torch.empty(1, H, K, dtype=dtype, device="meta"), torch.empty(1, 4, V, dtype=dtype, device="meta")
     dplr = DPLRInputs(keys, keys, values, keys, keys, keys.float())
+    decaying = DecayInputs(keys, keys, values, keys, D=torch.empty(4))
     fits = {
         "kda": kda_hopper.fits(Inputs(keys, keys, values, None, None)),
         "gdn": gdn_hopper.fits(keys, V),
         "rwkv7": rwkv7_hopper.fits(dplr),
+        "ssd": ssd_hopper.fits(decaying),
     }
     assert {rule for rule in fits if fits[rule]} == set(rules.split())
-    assert gdn_hopper.prepares(keys) == (own == (9, 0) and K > 32)
+    assert gdn_hopper.prepares(keys) == (own == (9, 0) and K > 32 and dtype != torch.float32)
     x = Inputs(keys, keys, values[..., :64], keys.float(), None)
     raw = x._replace(g=keys.bfloat16())
     taken = own == (9, 0) and K == 128 and dtype == torch.bfloat16
@@ -176,5 +181,6 @@ def test_where_kernels_are_hoppers_own(monkeypatch, dtype, H, K, V, own, rules):
     assert not any(kda_hopper.prepares(x, safe, gate) for safe, gate in ((0.0, 0), (0.0, 2), (1.0, 1), (1.0, 2)))
     assert not kda_hopper.prepares(raw, 1.0, 0)
     assert not rwkv7_hopper.fits(dplr._replace(gk=keys.half()))
+    assert not ssd_hopper.fits(decaying._replace(D=torch.empty(4 * V)))
     exponents = RWKV7.room(dplr) - 2 * values.numel() * K // 64 * values.element_size()  # but for the states
     assert exponents == (0 if "rwkv7" in rules else 4 * keys.numel())

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import constexpr
 
@@ -38,6 +38,8 @@ from titan_linear.ops.triton.hopper import (
     indices,
     is_hopper,
     product,
+    put,
+    release,
     send,
     shared,
     solved,
@@ -119,7 +121,7 @@ def launch_prepare(given: Given, tiles: Any) -> None:
 
 
 @gluon.jit
-def _places(i_hv, i_v, V):
+def places(i_hv, i_v, V):
     """Of Sᵀ in a state [HV, K, V]."""
     o_v, o_k = indices(BV, K, CARRY)
     return i_hv * (K * V) + o_k * V + i_v * BV + o_v
@@ -128,22 +130,6 @@ def _places(i_hv, i_v, V):
 @gluon.jit
 def _left(x, k, layout):
     return gl.convert_layout(x.to(k.dtype), layout)
-
-
-@gluon.jit
-def _put(desc, place, shape, buffers, n, b_x, pending):
-    """Write xᵀ, by one of two buffers in turn; `pending` writes may go on meanwhile."""
-    tile = buffers.index(n % 2)
-    tma.store_wait(pending)
-    turned(tile).store(b_x.to(desc.dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(desc, place, tile.reshape(shape))
-
-
-@gluon.jit
-def _release(bar):
-    fence_async_shared()
-    mbarrier.arrive(bar)
 
 
 @gluon.jit
@@ -162,8 +148,8 @@ def _forward(tiles, vectors, bars, rooms, ends, V, STAGES):
     states_s, rows_s, states_desc, rows_desc = rooms
     initial, final_state, span, scale, HV = ends
     start, length, first, i_n, i_hv, i_v = span
-    places = _places(i_hv, i_v, V)
-    b_s = read_state(initial, i_n, HV * K * V, places)
+    o_s = places(i_hv, i_v, V)
+    b_s = read_state(initial, i_n, HV * K * V, o_s)
     for i in range(chunks_in(length)):
         stage, phase = i % STAGES, i // STAGES & 1
         k, C = k_s.index(stage), C_s.index(stage)
@@ -176,7 +162,7 @@ def _forward(tiles, vectors, bars, rooms, ends, V, STAGES):
         if q_s is not None:
             b_o = product(b_left, turned(q_s.index(stage)))
         else:
-            _put(states_desc, [tile * K, i_v * BV], [K, BV], states_s, i, b_sd, 2)
+            put(states_desc, [tile * K, i_v * BV], states_s.index(i % 2), b_sd, 2)
         b_v = wide(turned(v_s.index(stage)).load(SQUARE))
         mbarrier.wait(factors_ready.index(stage), phase)
         b_e, b_w, b_beta, last = _factors(vectors, stage)
@@ -193,14 +179,14 @@ def _forward(tiles, vectors, bars, rooms, ends, V, STAGES):
             b_u = _left(b_beta * b_y, k, LEFT)
             b_o = add(b_u, turned(A_s.index(stage)), (scale * b_e) * b_o)
             b_s, b_o = warpgroup_mma_wait(0, (b_s, b_o))
-            _release(empty.index(stage))
-            _put(rows_desc, row, [1, 1, BT, BV], rows_s, i, b_o, 1)
+            release(empty.index(stage))
+            put(rows_desc, row, rows_s.index(i % 2), b_o, 1)
         else:
-            _put(rows_desc, row, [1, 1, BT, BV], rows_s, i, b_y, 2)
+            put(rows_desc, row, rows_s.index(i % 2), b_y, 2)
             b_s = warpgroup_mma_wait(0, (b_s,))
-            _release(empty.index(stage))
+            release(empty.index(stage))
     tma.store_wait(0)
-    write_state(final_state, i_n, HV * K * V, places, b_s)
+    write_state(final_state, i_n, HV * K * V, o_s, b_s)
 
 
 @gluon.jit
@@ -210,8 +196,8 @@ def _backward(tiles, vectors, bars, rooms, ends, V, STAGES):
     states_s, rows_s, states_desc, rows_desc = rooms
     d_final, d_initial, span, scale, HV = ends
     start, length, first, i_n, i_hv, i_v = span
-    places = _places(i_hv, i_v, V)
-    b_ds = read_state(d_final, i_n, HV * K * V, places)
+    o_s = places(i_hv, i_v, V)
+    b_ds = read_state(d_final, i_n, HV * K * V, o_s)
     NT = chunks_in(length)
     for n in range(NT):
         i = NT - 1 - n
@@ -222,7 +208,7 @@ def _backward(tiles, vectors, bars, rooms, ends, V, STAGES):
         mbarrier.wait(ready.index(stage), phase)
         b_kds = product(gl.convert_layout(b_dsd, LEFT), turned(k))
         b_du = product(do, A_s.index(stage))
-        _put(states_desc, [tile * K, i_v * BV], [K, BV], states_s, n, b_dsd, 2)
+        put(states_desc, [tile * K, i_v * BV], states_s.index(n % 2), b_dsd, 2)
         mbarrier.wait(factors_ready.index(stage), phase)
         b_e, b_w, b_beta, last = _factors(vectors, stage)
         b_scaled = scale * vectors.index(3 * stage).load(gl.SliceLayout(0, LEFT_OF_CARRY))[None, :]
@@ -235,11 +221,11 @@ def _backward(tiles, vectors, bars, rooms, ends, V, STAGES):
         b_dx = b_z - b_dx
         b_ds = add(_left(-b_e * b_dx, k, LEFT_OF_CARRY), k, b_ds)
         row = [END, start + length, END - length + i * BT, i_hv * V + i_v * BV]
-        _put(rows_desc, row, [1, 1, BT, BV], rows_s, n, b_dx, 2)
+        put(rows_desc, row, rows_s.index(n % 2), b_dx, 2)
         b_ds = warpgroup_mma_wait(0, (b_ds,))
-        _release(empty.index(stage))
+        release(empty.index(stage))
     tma.store_wait(0)
-    write_state(d_initial, i_n, HV * K * V, places, b_ds)
+    write_state(d_initial, i_n, HV * K * V, o_s, b_ds)
 
 
 @gluon.jit

@@ -61,10 +61,10 @@ def each(x):
 
 
 @gluon.jit
-def barriers(n):
+def barriers(n, arrivals=1):
     bars = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(n):
-        mbarrier.init(bars.index(i), 1)
+        mbarrier.init(bars.index(i), arrivals)
     return bars
 
 
@@ -112,6 +112,21 @@ def send(desc, place, tile):
 def turned(tile):
     """The transpose of a tile in shared memory."""
     return tile.permute((1, 0))
+
+
+@gluon.jit
+def put(desc, place, tile, x, pending):
+    """Write xᵀ, by a tile that was last used `pending` writes before the last one; these may go on meanwhile."""
+    tma.store_wait(pending)
+    turned(tile).store(x.to(desc.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(desc, place, tile.reshape(desc.block_type.shape))
+
+
+@gluon.jit
+def release(bar):
+    fence_async_shared()
+    mbarrier.arrive(bar)
 
 
 @gluon.jit

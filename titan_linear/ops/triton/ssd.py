@@ -31,6 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from titan_linear.ops.layout.boundaries import CHUNK as BT
 from titan_linear.ops.layout.segments import SHORTEST
 from titan_linear.ops.runtime.options import DecayInputs, DecayOptions
+from titan_linear.ops.triton import ssd_hopper
 from titan_linear.ops.triton import ssd_kernels as kernels
 from titan_linear.ops.triton.chunks import ALL, listed_entries
 from titan_linear.ops.triton.configs import Config, config
@@ -174,12 +175,13 @@ class SSDStages(Stages):
         slices = blocks_of(V, chosen["BV"])
         pieces = _pieces(T, N, HV * slices)
         *before, parts = _before_last_piece(given, pieces)
-        scores, scale = chunk_tiles(scores) if _fetches(x.k) else scores, numbers.scale
+        programs, R = N * HV * pieces * slices, chosen.pop("R")
+        more = gates, x.D, initial, *before, final_state, chunks, ALL, numbers.scale, HV, R, pieces, parts
+        if ssd_hopper.fits(x):
+            return ssd_hopper.launch_scan(x, scores, o, programs, *more)
+        scores = chunk_tiles(scores) if _fetches(x.k) else scores
         tiles = _fetched(x.q), _fetched(x.k), _fetched(x.v, chosen["BV"]), scores
-        chosen["WIDE"] = _wide(x.D, HV)
-        kernels.scan_kernel[(N * HV * pieces * slices,)](
-            *tiles, gates, x.D, initial, *before, o, final_state, chunks, ALL, scale, HV, pieces, parts, **chosen
-        )
+        kernels.scan_kernel[(programs,)](*tiles, o, *more, WIDE=_wide(x.D, HV), **chosen)
 
     def transition(self, K: int) -> tuple[int, ...]:
         return (1,)

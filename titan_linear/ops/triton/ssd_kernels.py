@@ -239,14 +239,14 @@ def _piece(length, i_p, pieces):
 def scan_kernel(
     q, k, v,  # descriptors, else (x, stride)
     scores,  # [NT, H, BT, BT], or its descriptor
+    o,  # [T, HV, V]
     gates, D, initial,
     S_ext,  # [N, parts before the last piece, HV, K, V] fp32, or None: there is one piece
     M,  # [N, parts before the last piece, HV] fp32
-    o,  # [T, HV, V]
     final_state,  # [N, HV, K, V] fp32 or None
-    chunks, listed, scale, HV, pieces,
+    chunks, listed, scale, HV, R: constexpr, pieces,
     parts,  # of an entry, a multiple of `pieces`
-    R: constexpr, K: constexpr, V: constexpr, BV: constexpr, PARTS: constexpr, STAGES: constexpr,
+    K: constexpr, V: constexpr, BV: constexpr, PARTS: constexpr, STAGES: constexpr,
     WIDE: constexpr,
 ):  # fmt: skip
     """One (entry, head, piece, slice of V): o, and the last states where they are asked for. The state stays in
