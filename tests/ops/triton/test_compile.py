@@ -40,6 +40,7 @@ ACCEPTED_SPILLS = {
     ("gdn", "solve_kernel"): (96, OCCUPANCY),
     ("gdn", "gradients_kernel"): (376, MANY_TILES),
     ("gdn", "reverse_kernel"): (16, MANY_TILES),
+    ("rwkv7", "prepare_kernel"): (48, OCCUPANCY),
     ("rwkv7", "gradient_kernel"): (336, MANY_TILES),
     ("ssd", "scan_kernel"): (144, OUTSIDE),
     ("gla", "scan_kernel"): (168, OUTSIDE),

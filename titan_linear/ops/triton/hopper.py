@@ -205,14 +205,16 @@ def _solve_blocks(x, beta_s):
     """`solved` of the blocks on x's diagonal, [64, 16]: forward substitution with one row per lane."""
     blocks_s = gl.allocate_shared_memory(gl.float32, [4, 16, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 2, 0]))
     blocks_s.store(gl.reshape(x, [4, 16, 16]))
-    b_s = beta_s.reshape([4, 16, 1])
     columns = ()
     scaled = ()
     for i in gl.static_range(16):
         column = blocks_s.slice(i, 1, 2).load(ROW_EACH)
         for m in gl.static_range(i):
             column += scaled[m] * blocks_s.slice(m, 1, 1).slice(i, 1, 2).load(ROW_EACH)
-        columns, scaled = columns + (column,), scaled + (column * b_s.slice(i, 1, 1).load(ROW_EACH),)  # noqa: RUF005
+        columns = columns + (column,)  # noqa: RUF005
+        if beta_s is not None:
+            column *= beta_s.reshape([4, 16, 1]).slice(i, 1, 1).load(ROW_EACH)
+        scaled = scaled + (column,)  # noqa: RUF005
     for k in gl.static_range(4):
         pairs = ()
         for i in gl.static_range(8 >> k):
@@ -231,8 +233,8 @@ def _add_block(x, high_s, low_s, i, j, acc):
 
 @gluon.jit
 def solved(x, beta_s):
-    """y = x + y diag(β) x for x [64, 64], strictly upper; as `solve`, whose N is −xᵀ and G −yᵀ, but row by row of
-    16×16 blocks."""
+    """y = x + y diag(β) x for x [64, 64], strictly upper, without beta_s for β = 1; as `solve`, whose N is −xᵀ and
+    G −yᵀ, but row by row of 16×16 blocks."""
     block, _ = indices(64, 16, QUARTER)
     block = block // 16
     first, second = halves(x, HALF)
@@ -241,7 +243,10 @@ def solved(x, beta_s):
     y = _solve_blocks(gl.where(block < 2, gl.where(block == 0, x0, x1), gl.where(block == 2, x2, x3)), beta_s)
     x0, x1 = gl.where(block == 0, y, x0), gl.where(block == 1, y, x1)
     columns = x0, x1, gl.where(block == 2, y, x2), gl.where(block == 3, y, x3)
-    high, low = split(_whole(columns) * beta_s.load(gl.SliceLayout(1, SQUARE))[:, None])
+    scaled = _whole(columns)
+    if beta_s is not None:
+        scaled *= beta_s.load(gl.SliceLayout(1, SQUARE))[:, None]
+    high, low = split(scaled)
     high_s, low_s = each(shared(gl.bfloat16, 1, 64, 64)) + each(shared(gl.bfloat16, 1, 64, 64))
     high_s.store(high)
     low_s.store(low)

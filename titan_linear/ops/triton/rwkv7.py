@@ -67,6 +67,8 @@ class RWKV7Stages(Stages):
 
     def launch_prepare(self, given: Given, tiles: Tiles) -> None:
         x, numbers = given.x, given.numbers
+        if rwkv7_hopper.fits(x):
+            return rwkv7_hopper.launch_prepare(given, tiles)
         constants = _of_chunks("rwkv7 prepare", tiles, numbers)
         grid = tiles.U.shape[1], tiles.U.shape[0]
         kernels.prepare_kernel[grid](*map(rows, x), tiles, given.chunks, numbers.scale, **constants)

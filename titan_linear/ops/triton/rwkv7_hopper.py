@@ -1,12 +1,14 @@
-"""RWKV-7's gradients for Hopper, in Gluon, for K = V = 64. `rwkv7_kernels` has their algebra, and them in Triton for
-other shapes and GPUs.
+"""RWKV-7's `prepare` and gradients for Hopper, in Gluon, for K = V = 64. `rwkv7_kernels` has their algebra, and them in
+Triton for other shapes and GPUs.
 
-The copy engine has all of a program's tiles on their way before it computes, and a multiprocessor has two programs: one
-waits for its tiles while the other computes. Products read tiles [64, 64] in shared memory, and make channels as rows
-and tokens as columns, so that sums over tokens take gates and their gradients from registers.
+The copy engine has all of a program's tiles on their way before it computes, and a multiprocessor has two programs, or
+three of `prepare`: one waits for its tiles while another computes. Products read tiles [64, 64] in shared memory, and
+make channels as rows and tokens as columns, so that sums over tokens take gates and their gradients from registers.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -35,9 +37,11 @@ from titan_linear.ops.triton.hopper import (
     room,
     rounded,
     send,
+    solved,
     sums,
     swizzled,
     turned,
+    vector,
     visible,
 )
 from titan_linear.ops.triton.stages import Given
@@ -45,10 +49,11 @@ from titan_linear.ops.triton.tiles import LOG2E, sigmoid, wide
 
 C = constexpr(64)  # tokens of a chunk, K and V
 TOKENS = constexpr(gl.SliceLayout(0, SQUARE.value))
+CHANNELS = constexpr(gl.SliceLayout(1, SQUARE.value))
 
 
 def fits(x: DPLRInputs) -> bool:
-    """Whether this kernel takes heads and dtypes like those of x."""
+    """Whether these kernels take heads and dtypes like those of x."""
     wide, dtypes = x.q.shape == x.v.shape and x.q.shape[2] == C.value, {t.dtype for t in x[:-1]}
     half = dtypes == {torch.bfloat16} and x.gk.dtype in (torch.bfloat16, torch.float32)
     return wide and half and is_hopper(x.q.device)
@@ -81,6 +86,135 @@ def _log2_gates(w_s, RATE):
     else:
         rate = sigmoid(b_w)
         return rate * (RATE * LOG2E), rate
+
+
+@gluon.jit
+def _decays(w_s, ready, ones_s, n, RATE):
+    """Once a chunk's gates are there: these in base 2 [channels, tokens]; γ and the reference [channels];
+    2^(Γ − reference). ones_s: room."""
+    ones_s.store(gl.where(_earlier(False), 1.0, 0.0).to(gl.bfloat16))
+    visible()
+    mbarrier.wait(ready, 0)
+    g, _ = _log2_gates(w_s, RATE)
+    if RATE is not None:
+        g = gl.where(gl.arange(0, C, TOKENS)[None, :] < n, g, 0.0)
+    x = sums(g, turned(ones_s))
+    gamma = gl.sum(g, 1)
+    reference = gl.floor(0.5 * gamma + 0.5)
+    x = warpgroup_mma_wait(0, (x,))
+    return g, gamma, reference, gl.exp2(x - reference[:, None])
+
+
+@gluon.jit
+def _decay_keys(k_s, a_s, b_s, g, E):
+    """Multiply tokens by their decays relative to the reference, in place."""
+    turned(a_s).store(rounded(_read(a_s) * E * gl.exp2(-g)))
+    E_inverse = inverse(E)
+    turned(k_s).store(rounded(_read(k_s) * E_inverse))
+    turned(b_s).store(rounded(_read(b_s) * E_inverse))
+    visible()
+
+
+@GluonKernel
+def prepare_kernel(
+    q_desc, k_desc, v_desc, a_desc, b_desc, w_desc, P_desc, U_desc, Q_desc, T_desc,
+    O_desc,  # None: T is given
+    decay, chunks, scale, H, RATE: constexpr,
+):  # fmt: skip
+    """One (chunk, head), as `prepare_kernel` of rwkv7_kernels. Its tiles are made transposed, so that w and u, in
+    registers, are on the left of the products that read them."""
+    i_h, i_t = gl.program_id(0), gl.program_id(1)
+    start, n = chunk_at(chunks, i_t)
+    if n <= 0:
+        return
+    tile = (i_t * H + i_h) * C
+    size: constexpr = C * C * w_desc.dtype.primitive_bitwidth // 8
+    w_s, q_s, k_s, a_s, b_s, v_s, ones_s = room(w_desc.dtype), room(), room(), room(), room(), room(), room()
+    gates_ready, keys_ready, ready = each(barriers(3))
+    end, row = start.to(gl.int32) + n, END - n
+    place = [END, end, row, i_h * C]
+    mbarrier.expect(gates_ready, size)
+    fetch(w_desc, place, gates_ready, w_s)
+    mbarrier.expect(keys_ready, 8 * C * C)
+    fetch(q_desc, place, keys_ready, q_s)
+    fetch(k_desc, place, keys_ready, k_s)
+    fetch(a_desc, place, keys_ready, a_s)
+    fetch(b_desc, place, keys_ready, b_s)
+    mbarrier.expect(ready, 2 * C * C if O_desc is not None else 4 * C * C)
+    fetch(v_desc, place, ready, v_s)
+    if O_desc is None:
+        T_s = room()
+        fetch(T_desc, [tile, 0], ready, T_s)
+
+    g, gamma, reference, E = _decays(w_s, gates_ready, ones_s, n, RATE)
+    channels = gl.arange(0, C, CHANNELS)
+    gl.store(decay + tile.to(gl.int64) + channels, gl.exp2(gamma))
+    to_start, to_end_s = gl.exp2(reference)[:, None], vector()
+    to_end_s.store(gl.exp2(gamma - reference))
+    mbarrier.wait(keys_ready, 0)
+    q_tilde = _read(q_s) * (scale * E)
+    high, rest_s = rounded(q_tilde), room()
+    turned(q_s).store(high)
+    turned(rest_s).store(rounded(q_tilde - wide(high)))
+    _decay_keys(k_s, a_s, b_s, g, E)
+
+    if O_desc is not None:
+        b_T = warpgroup_mma_wait(0, (product(b_s, turned(a_s)),))
+        i, j = indices(C, C, SQUARE)
+        b_T = solved(gl.where(i < j, b_T, 0.0), None)
+        T_s = room()
+        turned(T_s).store(rounded(gl.where(i == j, 1.0, b_T)))
+        send(T_desc, [tile, 0], T_s)
+    A_qb, A_ak = product(q_s, turned(b_s)), product(a_s, turned(k_s))
+    A_qb, A_ak = warpgroup_mma_wait(0, (A_qb, A_ak))
+    qb_s, ak_s = room(), room()
+    _store_pairs(qb_s, A_qb, False)
+    _store_pairs(ak_s, A_ak, True)
+    visible()
+
+    mbarrier.wait(ready, 0)
+    b_u, b_w = product(turned(v_s), turned(ak_s)), product(turned(a_s), turned(T_s))
+    if O_desc is not None:
+        A_qk = product(q_s, turned(k_s))
+        A_qk, b_u, b_w = warpgroup_mma_wait(0, (A_qk, b_u, b_w))
+        tl.debug_barrier()
+        _store_pairs(ak_s, A_qk, False)
+    else:
+        b_u, b_w = warpgroup_mma_wait(0, (b_u, b_w))
+    b_u = product(left(rounded(b_u)), turned(T_s))
+    b_w = left(rounded(b_w * to_start))
+    b_u = warpgroup_mma_wait(0, (b_u,))
+    b_u = left(rounded(b_u))
+    b_P, b_Q = product(b_w, b_s), add(b_w, turned(qb_s), (_read(q_s) + _read(rest_s)) * to_start)
+    b_P, b_Q = warpgroup_mma_wait(0, (b_P, b_Q))
+    tl.debug_barrier()
+    to_end = to_end_s.load(TOKENS)[None, :]
+    turned(a_s).store(rounded(b_P * to_end))
+    turned(q_s).store(rounded(b_Q))
+    send(P_desc, [tile, 0], a_s)
+    send(Q_desc, [tile, 0], q_s)
+    b_U = add(b_u, b_s, product(turned(v_s), k_s))
+    if O_desc is not None:
+        b_O = add(b_u, turned(qb_s), product(turned(v_s), turned(ak_s)))
+        b_U, b_O = warpgroup_mma_wait(0, (b_U, b_O))
+        tl.debug_barrier()
+        turned(v_s).store(rounded(b_O))
+        send(O_desc, [tile, 0], v_s)
+    else:
+        b_U = warpgroup_mma_wait(0, (b_U,))
+        tl.debug_barrier()
+    turned(k_s).store(rounded(b_U * to_end))
+    send(U_desc, [tile, 0], k_s)
+    tma.store_wait(0)
+
+
+def launch_prepare(given: Given, tiles: Any) -> None:
+    (NT, H, K, _), O = tiles.U.shape, tiles.O
+    made = (swizzled(t, K, K) for t in (tiles.P, tiles.U, tiles.Q, tiles.inverse))
+    prepare_kernel[H, NT](
+        *(swizzled(t, K) for t in given.x), *made, None if O is None else swizzled(O, K, K), tiles.decay, given.chunks,
+        given.numbers.scale, H, RATE=given.numbers.rate or None, num_warps=4, maxnreg=168,
+    )  # fmt: skip
 
 
 @GluonKernel
@@ -116,25 +250,11 @@ def gradient_kernel(
     fetch(v_desc, place, ready, v_s)
     fetch(do_desc, place, ready, do_s)
 
-    z_s.store(gl.where(_earlier(False), 1.0, 0.0).to(gl.bfloat16))
-    visible()
-    mbarrier.wait(gates_ready, 0)
-    g, _ = _log2_gates(w_s, RATE)
-    if RATE is not None:
-        g = gl.where(gl.arange(0, C, TOKENS)[None, :] < n, g, 0.0)
-    x = sums(g, turned(z_s))
-    gamma = gl.sum(g, 1)
-    reference = gl.floor(0.5 * gamma + 0.5)
+    g, gamma, reference, E = _decays(w_s, gates_ready, z_s, n, RATE)
     to_start, to_end = gl.exp2(reference)[:, None], gl.exp2(gamma - reference)[:, None]
-    x = warpgroup_mma_wait(0, (x,))
-    E = gl.exp2(x - reference[:, None])
     mbarrier.wait(keys_ready, 0)
     turned(q_s).store(rounded(_read(q_s) * (scale * E)))
-    turned(a_s).store(rounded(_read(a_s) * E * gl.exp2(-g)))
-    E_inverse = inverse(E)
-    turned(k_s).store(rounded(_read(k_s) * E_inverse))
-    turned(b_s).store(rounded(_read(b_s) * E_inverse))
-    visible()
+    _decay_keys(k_s, a_s, b_s, g, E)
 
     ak_s, qb_s, qk_s = leaves_s, y_s, z_s
     A_qb, A_qk = product(q_s, turned(b_s)), product(q_s, turned(k_s))
