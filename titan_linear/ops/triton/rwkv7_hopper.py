@@ -89,6 +89,16 @@ def _log2_gates(w_s, RATE):
 
 
 @gluon.jit
+def _fetch_keys(descs, rooms, gates_ready, keys_ready, place):
+    """A chunk's gates, and then its q, k, a and b."""
+    mbarrier.expect(gates_ready, C * C * descs[0].dtype.primitive_bitwidth // 8)
+    fetch(descs[0], place, gates_ready, rooms[0])
+    mbarrier.expect(keys_ready, 8 * C * C)
+    for i in gl.static_range(1, 5):
+        fetch(descs[i], place, keys_ready, rooms[i])
+
+
+@gluon.jit
 def _decays(w_s, ready, ones_s, n, RATE):
     """Once a chunk's gates are there: these in base 2 [channels, tokens]; γ and the reference [channels];
     2^(Γ − reference). ones_s: room."""
@@ -128,18 +138,11 @@ def prepare_kernel(
     if n <= 0:
         return
     tile = (i_t * H + i_h) * C
-    size: constexpr = C * C * w_desc.dtype.primitive_bitwidth // 8
     w_s, q_s, k_s, a_s, b_s, v_s, ones_s = room(w_desc.dtype), room(), room(), room(), room(), room(), room()
     gates_ready, keys_ready, ready = each(barriers(3))
-    end, row = start.to(gl.int32) + n, END - n
-    place = [END, end, row, i_h * C]
-    mbarrier.expect(gates_ready, size)
-    fetch(w_desc, place, gates_ready, w_s)
-    mbarrier.expect(keys_ready, 8 * C * C)
-    fetch(q_desc, place, keys_ready, q_s)
-    fetch(k_desc, place, keys_ready, k_s)
-    fetch(a_desc, place, keys_ready, a_s)
-    fetch(b_desc, place, keys_ready, b_s)
+    place = [END, start.to(gl.int32) + n, END - n, i_h * C]
+    descs, rooms = (w_desc, q_desc, k_desc, a_desc, b_desc), (w_s, q_s, k_s, a_s, b_s)
+    _fetch_keys(descs, rooms, gates_ready, keys_ready, place)
     mbarrier.expect(ready, 2 * C * C if O_desc is not None else 4 * C * C)
     fetch(v_desc, place, ready, v_s)
     if O_desc is None:
@@ -229,19 +232,12 @@ def gradient_kernel(
         return
     tile = i_t * H + i_h
     enters = tile + gl.load(chunks[1] + 2 * i_t) * H
-    size: constexpr = C * C * w_desc.dtype.primitive_bitwidth // 8
     w_s, q_s, k_s, a_s, b_s, v_s, do_s = room(w_desc.dtype), room(), room(), room(), room(), room(), room()
     h_s, dh_s, leaves_s, T_s, y_s, z_s = room(), room(), room(), room(), room(), room()
     gates_ready, keys_ready, ready, last_ready = each(barriers(4))
-    end, row = start.to(gl.int32) + n, END - n
-    place = [END, end, row, i_h * C]
-    mbarrier.expect(gates_ready, size)
-    fetch(w_desc, place, gates_ready, w_s)
-    mbarrier.expect(keys_ready, 8 * C * C)
-    fetch(q_desc, place, keys_ready, q_s)
-    fetch(k_desc, place, keys_ready, k_s)
-    fetch(a_desc, place, keys_ready, a_s)
-    fetch(b_desc, place, keys_ready, b_s)
+    place = [END, start.to(gl.int32) + n, END - n, i_h * C]
+    descs, rooms = (w_desc, q_desc, k_desc, a_desc, b_desc), (w_s, q_s, k_s, a_s, b_s)
+    _fetch_keys(descs, rooms, gates_ready, keys_ready, place)
     mbarrier.expect(ready, 12 * C * C)
     fetch(dh_desc, [tile * C, 0], ready, dh_s)
     fetch(h_desc, [(enters + H) * C, 0], ready, leaves_s)
@@ -321,7 +317,7 @@ def gradient_kernel(
     tma.store_wait(0)
     tl.debug_barrier()
     dw_s = room(w_desc.dtype)
-    mbarrier.expect(last_ready, size)
+    mbarrier.expect(last_ready, C * C * w_desc.dtype.primitive_bitwidth // 8)
     fetch(w_desc, place, last_ready, dw_s)
     turned(do_s).store(rounded(scale * b_dq * E))
     mbarrier.wait(last_ready, 0)

@@ -175,13 +175,13 @@ class SSDStages(Stages):
         slices = blocks_of(V, chosen["BV"])
         pieces = _pieces(T, N, HV * slices)
         *before, parts = _before_last_piece(given, pieces)
-        programs, R = N * HV * pieces * slices, chosen.pop("R")
+        programs, R = N * HV * pieces, chosen.pop("R")
         more = gates, x.D, initial, *before, final_state, chunks, ALL, numbers.scale, HV, R, pieces, parts
         if ssd_hopper.fits(x):
             return ssd_hopper.launch_scan(x, scores, o, programs, *more)
         scores = chunk_tiles(scores) if _fetches(x.k) else scores
         tiles = _fetched(x.q), _fetched(x.k), _fetched(x.v, chosen["BV"]), scores
-        kernels.scan_kernel[(programs,)](*tiles, o, *more, WIDE=_wide(x.D, HV), **chosen)
+        kernels.scan_kernel[(programs * slices,)](*tiles, o, *more, WIDE=_wide(x.D, HV), **chosen)
 
     def transition(self, K: int) -> tuple[int, ...]:
         return (1,)
